@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 from torch.nn.functional import cross_entropy
 
-from longhelix.bench.environment import environment
-from longhelix.layout import Layout
+from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.engine.text.tokenizer import Tokenizer
+from longhelix.measure.bench.environment import environment
 from longhelix.measure.configuration import configure
 from longhelix.measure.model import LongRequests, RankModel, prefill_steps
 from longhelix.measure.timing import interleave
-from longhelix.models.gguf_checkpoint import GgufCheckpoint
-from longhelix.models.model_files import open_checkpoint
-from longhelix.text.tokenizer import Tokenizer
+from longhelix.spec.layout import Layout
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {

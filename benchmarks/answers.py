@@ -15,10 +15,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from longhelix.bench.environment import environment
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import scheduler_config
-from longhelix.layout import Layout
+from longhelix.measure.bench.environment import environment
 from longhelix.perf.setting import Setting
 from longhelix.plan.answer import answer
 from longhelix.plan.candidate import in_words
@@ -26,11 +25,12 @@ from longhelix.plan.choice import Choice
 from longhelix.plan.demand import Demand
 from longhelix.plan.question import Question
 from longhelix.plan.space import OVERLAPPED
-from longhelix.presets import load_model, load_system
-from longhelix.request import ANY_SERVICE, MOST_TOKENS
+from longhelix.scheduler.request import ANY_SERVICE, MOST_TOKENS
 from longhelix.simulate.pool import num_blocks
 from longhelix.simulate.simulation import Server, simulate
 from longhelix.simulate.synthetic import Component, Lengths, Synthetic
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 MODELS = ("deepseek-r1", "llama-3.1-405b", "llama-3-70b", "qwen3-235b-a22b", "llama-3-8b")
 SYSTEMS = ("gb200", "b200", "h200")

@@ -15,8 +15,8 @@ from datetime import datetime
 from pathlib import Path
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.bench.environment import environment
-from longhelix.request import ServiceLevel
+from longhelix.measure.bench.environment import environment
+from longhelix.scheduler.request import ServiceLevel
 
 LAYOUTS = {"KVP 1": Layout(), "KVP 2": Layout(kvp=2), "KVP 3": Layout(kvp=3), "TPA 3": Layout(tpa=3)}
 QUESTION = "\n\nQuestion: what is a KV block?\nAnswer:"

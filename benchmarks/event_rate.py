@@ -18,7 +18,7 @@ import psutil
 from million import VOCAB, make_model
 from serving import Turn, over_http, served
 
-from longhelix.bench.environment import environment
+from longhelix.measure.bench.environment import environment
 
 PROMPT_TOKENS = 16
 

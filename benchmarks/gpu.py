@@ -121,7 +121,7 @@ def random_pool(size: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tens
 
 def decode(kv_heads: int, group: int, key_size: int, value_size: int, dtype: torch.dtype, repeats: int) -> list[Result]:
     """Decode attention over each of CONTEXTS; the bytes are those of the KV (and its scales) alone."""
-    from longhelix.kernels.triton import partial_attention
+    from longhelix.compute.kernels.triton import partial_attention
 
     results = []
     num_blocks = CONTEXTS[0][1] // BLOCK_TOKENS
@@ -153,7 +153,7 @@ def decode(kv_heads: int, group: int, key_size: int, value_size: int, dtype: tor
 
 def chunk(rows: int, tokens: int, query_heads: int, kv_heads: int, repeats: int) -> Result:
     """The last `rows` of a prompt of so many tokens; the bytes are those of the KV."""
-    from longhelix.kernels.triton import partial_attention
+    from longhelix.compute.kernels.triton import partial_attention
 
     num_blocks, channels = tokens // BLOCK_TOKENS, 128
     kv_PADkC, _ = random_pool((num_blocks, 2, BLOCK_TOKENS, kv_heads, channels), torch.bfloat16)
@@ -182,7 +182,7 @@ def experts(
 ) -> list[Result]:
     """`held` of `num_experts`; the bytes are those of the experts that some row takes. Then the reference, which takes
     them one by one."""
-    from longhelix.kernels import PLAIN, Experts, Weight, run_experts
+    from longhelix.compute.kernels import PLAIN, Experts, Weight, run_experts
 
     def weights(*size: int) -> tuple[Weight, ...]:
         made = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) / size[1] ** 0.5 for _ in range(held))
@@ -231,7 +231,7 @@ def flashinfer_decode(q_TqC: Tensor, kv_PADkC: Tensor, blocks_BJ: Tensor) -> Cal
 
 
 def merge(shards: int, rows: int, heads: int, channels: int, repeats: int) -> Result:
-    from longhelix.kernels.triton import merge_states
+    from longhelix.compute.kernels.triton import merge_states
 
     out_NTQC = torch.randn(shards, rows, heads, channels, device="cuda", dtype=torch.bfloat16)
     lse_NTQ = torch.randn(shards, rows, heads, device="cuda")
@@ -241,7 +241,7 @@ def merge(shards: int, rows: int, heads: int, channels: int, repeats: int) -> Re
 
 
 def write(rows: int, kv_heads: int, channels: int, dtype: torch.dtype, repeats: int) -> Result:
-    from longhelix.kernels.triton import write_kv
+    from longhelix.compute.kernels.triton import write_kv
 
     k_TkC, v_TkC = torch.randn(2, rows, kv_heads, channels, device="cuda", dtype=torch.bfloat16)
     kv_PADkC, scales_PADk = random_pool((rows // BLOCK_TOKENS, 2, BLOCK_TOKENS, kv_heads, channels), dtype)

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from longhelix import LLM, SamplingParams
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
-from longhelix.presets import load_system
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_system
 
 NEW_TOKENS = 48
 

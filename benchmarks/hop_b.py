@@ -90,14 +90,14 @@ def measure(arguments: argparse.Namespace) -> int:
     """One rank: the steps in turn, then a traced one of each."""
     import torch
 
-    from longhelix.kernels import native
+    from longhelix.compute.kernels import native
+    from longhelix.compute.parallel.mesh import Mesh
+    from longhelix.compute.runner.rank import load_model, meet, new_runner
+    from longhelix.compute.runner.tracer import Tracer
+    from longhelix.engine.workers.step_cost import step_cost
     from longhelix.measure.timing import interleave
-    from longhelix.parallel.mesh import Mesh
-    from longhelix.runner.rank import load_model, meet, new_runner
-    from longhelix.runner.tracer import Tracer
     from longhelix.scheduler.cut import Cut
-    from longhelix.work import Work
-    from longhelix.workers.step_cost import step_cost
+    from longhelix.scheduler.work import Work
 
     rank, directory = arguments.rank, arguments.directory
     native.set_num_threads(1)
@@ -142,10 +142,10 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def _configure(arguments: argparse.Namespace):
+    from longhelix.compute.models.model_files import open_checkpoint
     from longhelix.engine.options import EngineOptions
     from longhelix.engine.resolution import resolve
-    from longhelix.layout import Layout
-    from longhelix.models.model_files import open_checkpoint
+    from longhelix.spec.layout import Layout
 
     options = EngineOptions(
         dtype="bfloat16",
@@ -172,8 +172,8 @@ class Requests:
     """`batch` requests of `context` tokens each, whose keys and values are random numbers, on one rank."""
 
     def __init__(self, config, rank: int, batch: int, context: int) -> None:
+        from longhelix.compute.runner.rank import new_pool
         from longhelix.measure.model import fill
-        from longhelix.runner.rank import new_pool
 
         self.kvp, self.rank, self.batch, self.context = config.layout.kvp, rank, batch, context
         self.block_tokens = config.scheduler.block_tokens
@@ -183,9 +183,9 @@ class Requests:
 
     def attach(self, runner):
         """The runner with these requests admitted, their last token not written."""
-        from longhelix.kv.blocks import Block
-        from longhelix.request import SamplingParams
-        from longhelix.step import NewSequence, Step
+        from longhelix.scheduler.kv.blocks import Block
+        from longhelix.scheduler.request import SamplingParams
+        from longhelix.scheduler.step import NewSequence, Step
 
         params = SamplingParams()
         new = tuple(
@@ -215,8 +215,8 @@ class Requests:
 
     def run(self, runner, parts: int):
         """One decode step at the requests' last token; always the same."""
-        from longhelix.step import Step
-        from longhelix.work import Work
+        from longhelix.scheduler.step import Step
+        from longhelix.scheduler.work import Work
 
         for id, sequence in runner.sequences.items():
             sequence.length, sequence.last_token = self.context - 1, 1
@@ -229,8 +229,8 @@ class Requests:
 
 def _report(arguments: argparse.Namespace, directory: Path) -> str:
     """The table, and the first layer of each traced step; writes the traces."""
-    from longhelix.bench.environment import environment
-    from longhelix.runner.trace import TraceEvent, TraceFile
+    from longhelix.compute.runner.trace import TraceEvent, TraceFile
+    from longhelix.measure.bench.environment import environment
 
     ranks = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in RANKS]
     conditions = environment("")

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.bench.environment import environment
+from longhelix.measure.bench.environment import environment
 
 PROMPT_TOKENS = 64
 WARM_UP_STEPS = 30

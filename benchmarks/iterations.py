@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 from longhelix import LLM, SamplingParams
-from longhelix.bench.environment import environment
-from longhelix.models.model_files import open_checkpoint
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.measure.bench.environment import environment
 
 PEERS = Path(__file__).parent / "peers"
 PROMPT_TOKENS, DECODE_TOKENS, REPEATS = 256, 32, 3

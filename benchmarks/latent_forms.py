@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from longhelix.bench.environment import environment
-from longhelix.kernels import KVFormat, direct_attention, native, partial_attention, write_kv
+from longhelix.compute.kernels import KVFormat, direct_attention, native, partial_attention, write_kv
+from longhelix.measure.bench.environment import environment
 from longhelix.spec import MLA
 
 MLA_SIZES = MLA(q_lora_rank=None, kv_lora_rank=512, nope_size=128, rope_size=64, value_size=128)

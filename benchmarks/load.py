@@ -28,7 +28,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from longhelix.bench.environment import environment
+from longhelix.measure.bench.environment import environment
 
 NEAR = 0.02  # natural log
 SAMPLE_S = 1.0

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import torch
 
-from longhelix.bench.environment import environment
+from longhelix.compute.kernels import native
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.rank import load_model
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from longhelix.kernels import native
-from longhelix.layout import Layout
-from longhelix.models.model_files import open_checkpoint
-from longhelix.parallel.mesh import Mesh
-from longhelix.runner.config import EngineConfig
-from longhelix.runner.rank import load_model
-from longhelix.workers.environment import rank_environment
+from longhelix.engine.workers.environment import rank_environment
+from longhelix.measure.bench.environment import environment
+from longhelix.spec.layout import Layout
 
 PIECE_BYTES = 8 * 2**20
 SAMPLE_S = 0.01

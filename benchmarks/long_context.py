@@ -21,19 +21,19 @@ import psutil
 import torch
 from torch import Tensor
 
-from longhelix.bench.environment import environment
-from longhelix.cache.pool import KVPool
-from longhelix.kernels import ROWS, KVFormat
-from longhelix.layout import Layout
-from longhelix.parallel.mesh import Mesh
-from longhelix.request import Request, SamplingParams
-from longhelix.runner.execution import Execution
-from longhelix.runner.rank import find
-from longhelix.runner.runner import ModelRunner
+from longhelix.compute.cache.pool import KVPool
+from longhelix.compute.kernels import ROWS, KVFormat
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.execution import Execution
+from longhelix.compute.runner.rank import find
+from longhelix.compute.runner.runner import ModelRunner
+from longhelix.measure.bench.environment import environment
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.step import SampledToken, Step, StepResult
 from longhelix.spec import RopeSpec
-from longhelix.step import SampledToken, Step, StepResult
+from longhelix.spec.layout import Layout
 
 SHORT_REQUESTS, SHORT_TOKENS, NEW_TOKENS, CHUNK_TOKENS, STEPS = 63, 100, 1500, 8192, 100
 BLOCK_TOKENS = 16

@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from longhelix.bench.environment import environment
+from longhelix.measure.bench.environment import environment
 
 VOCAB = 256
 JSON = {"content-type": "application/json"}

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 from longhelix import LLM, SamplingParams
-from longhelix.bench.environment import environment
+from longhelix.measure.bench.environment import environment
 
 SHORT_TOKENS, CHAT_TOKENS, WARM_STEPS = 200, 200, 100
 ALONE_CHUNK_TOKENS = 2048

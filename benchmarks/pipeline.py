@@ -58,14 +58,14 @@ def measure(arguments: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
+    from longhelix.compute.kernels import native
+    from longhelix.compute.models.model_files import open_checkpoint
+    from longhelix.compute.parallel.mesh import Mesh
+    from longhelix.compute.runner.rank import meet
     from longhelix.engine.options import EngineOptions
     from longhelix.engine.resolution import resolve
-    from longhelix.kernels import native
-    from longhelix.layout import Layout
     from longhelix.measure.model import RankModel, prefill_steps
-    from longhelix.models.model_files import open_checkpoint
-    from longhelix.parallel.mesh import Mesh
-    from longhelix.runner.rank import meet
+    from longhelix.spec.layout import Layout
 
     native.set_num_threads(1)
     link = LOOPBACK
@@ -120,7 +120,7 @@ def measure(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace, found: dict[str, list]) -> None:
-    from longhelix.bench.environment import environment
+    from longhelix.measure.bench.environment import environment
 
     conditions = environment("")
     print(

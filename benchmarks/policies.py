@@ -15,14 +15,12 @@ from pathlib import Path
 import msgspec
 from matplotlib.figure import Figure
 
-from longhelix.bench.environment import environment
-from longhelix.layout import Layout
+from longhelix.measure.bench.environment import environment
 from longhelix.perf.setting import Setting
-from longhelix.presets import load_model, load_system
-from longhelix.request import MOST_TOKENS, ServiceLevel
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.prefill_times import PrefillTimes
+from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.capacity import find_capacity
 from longhelix.simulate.histogram import Histogram
@@ -30,6 +28,8 @@ from longhelix.simulate.ledger import Account
 from longhelix.simulate.pool import num_blocks
 from longhelix.simulate.simulation import Observer, Server, simulate
 from longhelix.simulate.synthetic import Synthetic, parse_mix
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 MODEL, SYSTEM, LAYOUT = "llama-3-8b", "h100", Layout(kvp=8, tpa=8)
 MIX, LONG_TOKENS = "95%:chat,5%:100K-2M:100-500", 100_000

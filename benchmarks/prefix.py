@@ -8,7 +8,7 @@ import random
 import statistics
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.bench.environment import environment
+from longhelix.measure.bench.environment import environment
 
 QUESTION_TOKENS = 20
 

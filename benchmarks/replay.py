@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from longhelix import LLM, SamplingParams
-from longhelix.bench.environment import environment
 from longhelix.engine.result import Result
-from longhelix.request import ANY_SERVICE
+from longhelix.measure.bench.environment import environment
+from longhelix.scheduler.request import ANY_SERVICE
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.arrivals import Arrivals
 from longhelix.simulate.trace import read_csv

@@ -10,17 +10,17 @@ import time
 import numpy as np
 import torch
 
-from longhelix.bench.environment import environment
-from longhelix.cache.block_arena import BlockArena
-from longhelix.kernels import native
-from longhelix.layout import Layout
-from longhelix.parallel.collectives import RankGroup
-from longhelix.parallel.mesh import Mesh
-from longhelix.request import SamplingParams
-from longhelix.runner.sampling import Sampling
-from longhelix.runner.seen_tokens import SeenTokens
-from longhelix.runner.sequence_state import SequenceState, sequence_numbers
-from longhelix.step import NewSequence
+from longhelix.compute.cache.block_arena import BlockArena
+from longhelix.compute.kernels import native
+from longhelix.compute.parallel.collectives import RankGroup
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.sampling import Sampling
+from longhelix.compute.runner.seen_tokens import SeenTokens
+from longhelix.compute.runner.sequence_state import SequenceState, sequence_numbers
+from longhelix.measure.bench.environment import environment
+from longhelix.scheduler.request import SamplingParams
+from longhelix.scheduler.step import NewSequence
+from longhelix.spec.layout import Layout
 
 TURNS = 30
 SETTINGS = {

@@ -16,18 +16,18 @@ from types import SimpleNamespace
 
 import msgspec
 
-from longhelix.bench.environment import environment
-from longhelix.layout import Layout
+from longhelix.measure.bench.environment import environment
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
-from longhelix.presets import load_model, load_system
-from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.chunk_rule import AdaptiveChunks
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.load import Load
+from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.step import SampledToken, Step, StepResult
-from longhelix.work import Work
+from longhelix.scheduler.step import SampledToken, Step, StepResult
+from longhelix.scheduler.work import Work
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 STEPS, WARM_UP, PRICES = 1000, 20, 10_000
 MODELS = ("llama-3-8b", "deepseek-r1")

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from longhelix import LLM, SamplingParams
-from longhelix.bench.environment import environment
+from longhelix.measure.bench.environment import environment
 
 CHOICES = re.compile(rb'"choices": ?\[ ?{')  # not parsed, which takes longer than all else
 OPTIONS = {"max_model_len": 2048, "policy": "lars", "placement": "auto"}

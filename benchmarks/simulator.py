@@ -13,14 +13,14 @@ from collections.abc import Iterator
 
 import psutil
 
-from longhelix.bench.environment import environment
-from longhelix.layout import Layout
+from longhelix.measure.bench.environment import environment
 from longhelix.perf.setting import Setting
-from longhelix.presets import load_model, load_system
-from longhelix.request import MOST_TOKENS, ServiceLevel
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Server, Simulation
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 STEPS, WARM_UP = 10_000, 5
 CHUNKS = ((512, False), (2048, False), (2048, True))  # the most tokens, and whether they adapt

@@ -1,4 +1,4 @@
-// The next rows of sequences that decode, of the numbers that are kept for each (runner/sequence_state.py).
+// The next rows of sequences that decode, of the numbers that are kept for each (compute/runner/sequence_state.py).
 #pragma once
 
 #include <cstdint>

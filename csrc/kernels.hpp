@@ -127,7 +127,7 @@ struct Rounding {
     float* scales;       // (T, blocks)
 };
 
-// Which experts rows take, and with what weights; kernels/experts.py has the rules. Where there are shared experts they
+// Which experts rows take, and with what weights; compute/kernels/experts.py has the rules. Where there are shared experts they
 // are one more, whose number is `num_experts`, which every row takes last.
 struct Route {
     const float* logits;  // (T, num_experts), with one more of a shared gate

@@ -2,7 +2,7 @@
 
 import functools
 
-from longhelix.models.model_files import open_checkpoint
+from longhelix.compute.models.model_files import open_checkpoint
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from longhelix import LLM, Layout, SamplingParams, UserError
+from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine.resolution import resolve
-from longhelix.models.model_files import open_checkpoint
 from oracle import save_tokenizer_files
 
 VOCAB, PROMPT, TOP = 97, [(7 * position + position // 5) % 97 for position in range(24)], 20

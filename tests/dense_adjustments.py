@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from longhelix.request import SamplingParams
+from longhelix.scheduler.request import SamplingParams
 
 
 def adjusted(logits_V: Tensor, params: SamplingParams, generated: Sequence[int], stops: Collection[int]) -> Tensor:

@@ -71,7 +71,7 @@ class Launches(TorchDispatchMode):
 
 
 def _implementation(name: str) -> Callable:
-    modules = (module for path, module in sys.modules.items() if path.startswith("longhelix.kernels."))
+    modules = (module for path, module in sys.modules.items() if path.startswith("longhelix.compute.kernels."))
     return next(getattr(module, f"_{name}") for module in modules if hasattr(module, f"_{name}"))
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longhelix.kernels import KVLayer
+from longhelix.compute.kernels import KVLayer
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # the stored number of the largest element of a vector

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longhelix.request import SamplingParams
+from longhelix.scheduler.request import SamplingParams
 
 
 def sample(

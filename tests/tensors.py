@@ -2,10 +2,10 @@
 
 import torch
 
-from longhelix.layout import Layout
-from longhelix.models.parameter import Parameter, Source
-from longhelix.models.parameters import declare
-from longhelix.models.weights import Weights
+from longhelix.compute.models.parameter import Parameter, Source
+from longhelix.compute.models.parameters import declare
+from longhelix.compute.models.weights import Weights
+from longhelix.spec.layout import Layout
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.models.parameters import declare
+from longhelix.compute.models.parameters import declare
 from longhelix.spec import ModelSpec
 
 pytestmark = pytest.mark.dist

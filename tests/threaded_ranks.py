@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.linalg import multi_dot
 
-from longhelix.kernels import KVFormat, KVLayer, write_kv
-from longhelix.kv.placement import Striped
-from longhelix.layout import HeadShape, Layout
-from longhelix.models.attention import Attention
-from longhelix.models.batch import Batch
-from longhelix.models.latent_attention import LatentAttention
-from longhelix.parallel.mesh import Mesh
+from longhelix.compute.kernels import KVFormat, KVLayer, write_kv
+from longhelix.compute.models.attention import Attention
+from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.latent_attention import LatentAttention
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.scheduler.kv.placement import Striped
 from longhelix.spec import MLA, ModelSpec
+from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.rope import RopeSpec
 from tensors import weights_of
 

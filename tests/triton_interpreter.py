@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from longhelix.kernels.triton import attention, expert_rows, experts, merge, rows, write
+from longhelix.compute.kernels.triton import attention, expert_rows, experts, merge, rows, write
 
 _TORCH = {
     "fp32": torch.float32,

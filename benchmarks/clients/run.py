@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longhelix.bench.environment import environment
-from longhelix.models.model_files import open_checkpoint
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.measure.bench.environment import environment
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 VARIABLES = {

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 from longhelix.errors import EngineError, UserError
-from longhelix.guide import Guide
-from longhelix.layout import Layout
-from longhelix.request import SamplingParams, ServiceLevel
+from longhelix.scheduler.guide import Guide
+from longhelix.scheduler.request import SamplingParams, ServiceLevel
+from longhelix.spec.layout import Layout
 
 if TYPE_CHECKING:
     from longhelix.engine.llm import LLM

@@ -13,12 +13,12 @@ import torch.distributed as dist
 import toy
 
 sys.path.append(str(Path(__file__).parents[1]))
-from longhelix.request import Request, SamplingParams
+from longhelix.engine.workers.started_rank import StartedRank
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import ModelSpec, RopeSpec
-from longhelix.workers.started_rank import StartedRank
 from tensors import Tensors
 
 SPEC = ModelSpec(

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from longhelix.compute.models import token_shards
+from longhelix.compute.models.token_shards import TokenShards
+from longhelix.compute.parallel.collectives import is_lost_peer
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.rank import meet
+from longhelix.engine.workers.started_rank import StartedRank
 from longhelix.errors import PeerLostError
-from longhelix.layout import Layout
-from longhelix.models import token_shards
-from longhelix.models.token_shards import TokenShards
-from longhelix.parallel.collectives import is_lost_peer
-from longhelix.parallel.mesh import Mesh
-from longhelix.runner.rank import meet
 from longhelix.spans import Spans
-from longhelix.workers.started_rank import StartedRank
+from longhelix.spec.layout import Layout
 
 COUNTS = (1, 7, 576, 8193, 300_001)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)

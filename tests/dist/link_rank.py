@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from longhelix.compute.runner.rank import meet
+from longhelix.engine.workers.started_rank import StartedRank
 from longhelix.measure.link import join
-from longhelix.runner.rank import meet
-from longhelix.workers.started_rank import StartedRank
 
 REPEATS = 5
 

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import Gemma2Config, Gemma2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model
 
+from longhelix.compute.runner.rank import meet
+from longhelix.engine.workers.started_rank import StartedRank
 from longhelix.passes import Calibration, RanksDifferError, SequenceParallel, agreement
-from longhelix.runner.rank import meet
-from longhelix.workers.started_rank import StartedRank
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "passes"))
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from longhelix.workers.started_rank import StartedRank
+from longhelix.engine.workers.started_rank import StartedRank
 
 
 def main():

@@ -19,36 +19,36 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from longhelix.compute.kernels import PANELS, native
+from longhelix.compute.kernels.draw import UNDECIDED
+from longhelix.compute.models import experts as experts_module
+from longhelix.compute.models import latent_attention
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.compute.parallel import exchange as exchange_module
+from longhelix.compute.parallel.collectives import SharedMemoryRankGroup
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner import sampler
+from longhelix.compute.runner.batches import Batches
+from longhelix.compute.runner.config import takes_images
+from longhelix.compute.runner.execution import Execution
+from longhelix.compute.runner.graphed_layers import GraphedLayers
+from longhelix.compute.runner.rank import find, load_model, meet, new_pool
+from longhelix.compute.runner.row_memory import RowMemory
+from longhelix.compute.runner.runner import ModelRunner
+from longhelix.compute.runner.sampling import Sampling
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.engine.shown_images import ShownImage, ShownImages
-from longhelix.kernels import PANELS, native
-from longhelix.kernels.draw import UNDECIDED
-from longhelix.kv import splits
-from longhelix.kv.blocks import Block
-from longhelix.layout import Layout
-from longhelix.models import experts as experts_module
-from longhelix.models import latent_attention
-from longhelix.models.model_files import open_checkpoint
-from longhelix.parallel import exchange as exchange_module
-from longhelix.parallel.collectives import SharedMemoryRankGroup
-from longhelix.parallel.mesh import Mesh
-from longhelix.request import ImageSpan, Request, SamplingParams
-from longhelix.runner import sampler
-from longhelix.runner.batches import Batches
-from longhelix.runner.config import takes_images
-from longhelix.runner.execution import Execution
-from longhelix.runner.graphed_layers import GraphedLayers
-from longhelix.runner.rank import find, load_model, meet, new_pool
-from longhelix.runner.row_memory import RowMemory
-from longhelix.runner.runner import ModelRunner
-from longhelix.runner.sampling import Sampling
+from longhelix.engine.workers.started_rank import StartedRank
+from longhelix.engine.workers.step_cost import step_cost
 from longhelix.scheduler.cut import Cut
+from longhelix.scheduler.kv import splits
+from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.loop import Loop, most_in_flight
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
+from longhelix.scheduler.request import ImageSpan, Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.workers.started_rank import StartedRank
-from longhelix.workers.step_cost import step_cost
+from longhelix.spec.layout import Layout
 
 
 class RecordingRunner(ModelRunner):

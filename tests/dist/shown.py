@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, Qwen3VLConfig, Qwen3VLMoeConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from longhelix.models.model_files import open_checkpoint
-from longhelix.request import ImageSpan
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.engine.vision.patches import Patcher
+from longhelix.engine.vision.tower import Tower
+from longhelix.scheduler.request import ImageSpan
 from longhelix.spec import ModelSpec
-from longhelix.vision.patches import Patcher
-from longhelix.vision.tower import Tower
 from oracle import VOCAB, greedy_of
 
 IMAGE, START, END = 190, 192, 193

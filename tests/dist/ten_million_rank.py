@@ -25,16 +25,16 @@ import toy
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))
-from longhelix.kernels import KVLayer, native
-from longhelix.kv.placement import make_placement
-from longhelix.layout import HeadShape
-from longhelix.models import attention, overlap
-from longhelix.request import Request, SamplingParams
+from longhelix.compute.kernels import KVLayer, native
+from longhelix.compute.models import attention, overlap
+from longhelix.engine.workers.started_rank import StartedRank
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.kv.placement import make_placement
 from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import ModelSpec, RopeSpec
-from longhelix.workers.started_rank import StartedRank
+from longhelix.spec.layout import HeadShape
 from packed_pool import LARGEST, stored
 from tensors import Tensors
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from world import run_ranks
 
-from longhelix.kernels import native
+from longhelix.compute.kernels import native
 
 pytestmark = pytest.mark.dist
 WARM, LAST = 2_000, 10_000

@@ -7,8 +7,8 @@ import shutil
 import pytest
 from test_equality import TOLERANCE, deviation, first_difference, is_near_tie, make_case
 
-from longhelix.kernels import native
-from longhelix.layout import HeadShape, Layout
+from longhelix.compute.kernels import native
+from longhelix.spec.layout import HeadShape, Layout
 from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, WITH_EXPERTS, make_oracle
 
 pytestmark = pytest.mark.dist

@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from longhelix.compute.kernels import native
+from longhelix.compute.kernels.tape import Tape
+from longhelix.compute.parallel.collectives import SharedMemoryRankGroup
+from longhelix.compute.parallel.traffic import Traffic
 from longhelix.errors import CollectivesDifferError, PeerLostError
-from longhelix.kernels import native
-from longhelix.kernels.tape import Tape
-from longhelix.parallel.collectives import SharedMemoryRankGroup
-from longhelix.parallel.traffic import Traffic
 
 pytestmark = [
     pytest.mark.dist,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from longhelix import LLM, Layout, SamplingParams, ServiceLevel, UserError
-from longhelix.cache.context_folder import ContextFolder
-from longhelix.kernels import native
+from longhelix.compute.cache.context_folder import ContextFolder
+from longhelix.compute.kernels import native
 from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, NEW_TOKENS, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
+from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine.core import TokenCore
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from longhelix.models.model_files import open_checkpoint
-from longhelix.workers import pool
+from longhelix.engine.workers import pool
 from oracle import FAMILIES, make_oracle, save_tokenizer_files
 from tiers import few
 
@@ -24,7 +24,7 @@ PROMPTS = [[5, 7, 11, 13] * 9, [3], [8, 9] * 20]
 
 ENDS = """
 import os, signal
-from longhelix.runner.runner import ModelRunner
+from longhelix.compute.runner.runner import ModelRunner
 forward = ModelRunner.forward
 def end(runner, step):
     if runner.mesh.rank == 1:

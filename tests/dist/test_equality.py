@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longhelix.kernels import native
-from longhelix.kv.placement import Growing, Local, Striped
-from longhelix.layout import HeadShape, Layout
+from longhelix.compute.kernels import native
+from longhelix.scheduler.kv.placement import Growing, Local, Striped
+from longhelix.spec.layout import HeadShape, Layout
 from oracle import (
     FAMILIES,
     NATIVE_EXPERTS,

@@ -14,8 +14,8 @@ import pytest
 from served import served
 
 from longhelix import LLM, Layout, SamplingParams
+from longhelix.engine.workers import pool
 from longhelix.serve.engine_thread import Recovery
-from longhelix.workers import pool
 from oracle import FAMILIES, NATIVE_SIZES, make_oracle, save_tokenizer_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores"), pytest.mark.timeout(600)]

@@ -15,12 +15,12 @@ import psutil
 import pytest
 from world import ENVIRONMENT
 
+from longhelix.engine.workers import fork_server as servers
+from longhelix.engine.workers import process
+from longhelix.engine.workers.environment import rank_environment
+from longhelix.engine.workers.fork_server import fork_server, inheritance, server_for
+from longhelix.engine.workers.ranks import Ranks
 from longhelix.errors import EngineError
-from longhelix.workers import fork_server as servers
-from longhelix.workers import process
-from longhelix.workers.environment import rank_environment
-from longhelix.workers.fork_server import fork_server, inheritance, server_for
-from longhelix.workers.ranks import Ranks
 from tiers import few
 
 pytestmark = pytest.mark.dist
@@ -145,7 +145,7 @@ def test_what_ranks_import_looks_for_no_device():
         "def found(*_): raise SystemExit(9)\n"
         "torch._C._cuda_getDeviceCount = torch._C._cuda_init = torch.cuda._lazy_init = found\n"
         "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.current_device = found\n"
-        "import longhelix.workers.worker\n"
+        "import longhelix.engine.workers.worker\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -350,8 +350,8 @@ def test_no_descriptor_is_left_is_an_error_in_words(server):
 def test_unusual_programs_are_served(program, environment, tmp_path):
     begin = (
         "import os\nfrom longhelix.errors import EngineError\n"
-        "from longhelix.workers.environment import rank_environment\n"
-        "from longhelix.workers.fork_server import server_for\n"
+        "from longhelix.engine.workers.environment import rank_environment\n"
+        "from longhelix.engine.workers.fork_server import server_for\n"
         "def started():\n"
         "    global server\n    server = server_for(rank_environment())\n"
         "    forked = server.start(['plain_process', 'group'], stdout=-3)\n"
@@ -437,8 +437,8 @@ def test_a_copy_of_a_process_has_a_server_of_its_own_and_leaves_ranks_alone(serv
 
 def test_it_ends_with_the_process_that_asks():
     program = (
-        "import sys\nfrom longhelix.workers.environment import rank_environment\n"
-        "from longhelix.workers.fork_server import server_for\nserver = server_for(rank_environment())\n"
+        "import sys\nfrom longhelix.engine.workers.environment import rank_environment\n"
+        "from longhelix.engine.workers.fork_server import server_for\nserver = server_for(rank_environment())\n"
         "print(server.pid, flush=True)\nsys.stdin.read()\n"
     )
     for by_signal in (True, False):

@@ -10,17 +10,17 @@ from msgspec import structs
 from test_llm import needs_compiler
 from torch._dynamo.utils import counters
 
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.rank import load_model, new_pool, new_runner
+from longhelix.compute.runner.token_ranges import TokenRanges
+from longhelix.compute.runner.warm_up import warm_up
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.engine.shown_images import ShownImage, ShownImages
-from longhelix.layout import Layout
-from longhelix.models.model_files import open_checkpoint
-from longhelix.parallel.mesh import Mesh
-from longhelix.request import ImageSpan, Request, SamplingParams
-from longhelix.runner.rank import load_model, new_pool, new_runner
-from longhelix.runner.token_ranges import TokenRanges
-from longhelix.runner.warm_up import warm_up
+from longhelix.scheduler.request import ImageSpan, Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.spec.layout import Layout
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800), needs_compiler]
 

@@ -7,8 +7,8 @@ from test_cached_prefix import layer_block_bytes
 from test_equality import assert_equal, make_case
 
 from longhelix import LLM, SamplingParams
-from longhelix.kv.placement import Growing
-from longhelix.layout import Layout
+from longhelix.scheduler.kv.placement import Growing
+from longhelix.spec.layout import Layout
 from oracle import FAMILIES, NATIVE_SIZES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from longhelix import LLM, EngineError, Guide, Layout, SamplingParams, UserError
-from longhelix.guide import ReasoningTags
-from longhelix.runner.matchers import Matchers
+from longhelix.compute.runner.matchers import Matchers
+from longhelix.scheduler.guide import ReasoningTags
 from oracle import FAMILIES, NATIVE_SIZES, VOCAB, greedy_of, make_oracle
 from tiers import few
 

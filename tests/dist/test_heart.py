@@ -7,15 +7,15 @@ import time
 import psutil
 import pytest
 
-from longhelix.runner.progress import Progress
-from longhelix.workers.transport import Alive, EngineSocket, WorkerSocket
+from longhelix.compute.runner.progress import Progress
+from longhelix.engine.workers.transport import Alive, EngineSocket, WorkerSocket
 
 pytestmark = pytest.mark.dist
 
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from longhelix.workers import started_rank, worker
+from longhelix.engine.workers import started_rank, worker
 directory = Path(sys.argv[1])
 started_rank.end_with_parent(os.getppid(), directory)
 worker.HEARTBEAT_S = 0
@@ -26,7 +26,7 @@ time.sleep(600)
 PARENT = """
 import subprocess, sys, time
 from pathlib import Path
-from longhelix.workers.transport import EngineSocket
+from longhelix.engine.workers.transport import EngineSocket
 directory = Path(sys.argv[1])
 socket = EngineSocket(directory)
 child = subprocess.Popen([sys.executable, "-c", sys.argv[2], str(directory)])

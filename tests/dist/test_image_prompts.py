@@ -16,11 +16,11 @@ from shown import END, IMAGE, NEW_TOKENS, START, VISION_LANGUAGE, draw, make_sho
 
 from longhelix import LLM, EngineError, ImagePrompt, Layout, SamplingParams, UserError
 from longhelix.cli.main import main
+from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine import images as engine_images
-from longhelix.models.model_files import open_checkpoint
+from longhelix.engine.vision import patches as patches_module
+from longhelix.engine.vision.tower import Tower
 from longhelix.spec import ModelSpec
-from longhelix.vision import patches as patches_module
-from longhelix.vision.tower import Tower
 from oracle import save_tokenizer_files
 
 pytestmark = pytest.mark.dist

@@ -6,7 +6,7 @@ from shown import NEW_TOKENS, PACKED, VISION_LANGUAGE, make_shown_oracle
 from test_equality import BLOCK_TOKENS, GROWTH_LIMIT_TOKENS, THRESHOLD_TOKENS, assert_equal
 from test_llm import needs_compiler
 
-from longhelix.kernels import native
+from longhelix.compute.kernels import native
 from tiers import few
 
 pytestmark = pytest.mark.dist

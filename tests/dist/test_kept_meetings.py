@@ -11,7 +11,7 @@ from oracle import FAMILIES, make_oracle, save_tokenizer_files
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
 KEEP_FEW = """
-import longhelix.parallel.meetings as meetings
+import longhelix.compute.parallel.meetings as meetings
 meetings._KEPT_STEPS = 20
 """
 

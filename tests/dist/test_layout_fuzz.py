@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from test_equality import first_difference, is_near_tie
 
-from longhelix.layout import Layout
-from longhelix.models.parameters import declare
+from longhelix.compute.models.parameters import declare
 from longhelix.spec import ModelSpec
+from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.dist
 

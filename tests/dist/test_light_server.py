@@ -12,15 +12,15 @@ import psutil
 import pytest
 from world import ENVIRONMENT
 
+from longhelix.engine.workers import process
+from longhelix.engine.workers.environment import rank_environment
+from longhelix.engine.workers.fork_server import server_for
+from longhelix.engine.workers.ranks import Ranks
 from longhelix.errors import EngineError
-from longhelix.workers import process
-from longhelix.workers.environment import rank_environment
-from longhelix.workers.fork_server import server_for
-from longhelix.workers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
-LIGHT = "import sys, types\nsys.modules['longhelix.workers.worker'] = types.ModuleType('worker')\n"
+LIGHT = "import sys, types\nsys.modules['longhelix.engine.workers.worker'] = types.ModuleType('worker')\n"
 
 
 @pytest.fixture
@@ -119,8 +119,8 @@ def test_ranks_that_this_user_may_not_end_are_ended_by_their_server(ranks, monke
 @pytest.mark.parametrize("end", ["sys.stdin.read()", "os._exit(0)", ""])
 def test_it_says_nothing_when_the_process_that_asks_ends_before_it_has_read_all(light, end):
     program = (
-        "import os, sys\nfrom longhelix.workers.environment import rank_environment\n"
-        "from longhelix.workers.fork_server import server_for\nserver = server_for(rank_environment())\n"
+        "import os, sys\nfrom longhelix.engine.workers.environment import rank_environment\n"
+        "from longhelix.engine.workers.fork_server import server_for\nserver = server_for(rank_environment())\n"
         f"server.await_prepared()\nprint(server.pid, flush=True)\n{end}\n"
     )
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -135,8 +135,8 @@ def test_what_an_import_prints_and_nobody_reads_is_no_error(light, tmp_path):
     """The program's standard error is a pipe that nobody reads. Its ranks print nothing of it either."""
     (tmp_path / "sitecustomize.py").write_text(LIGHT + "print('said by an import')\n")
     program = (
-        "import os\nfrom longhelix.workers.environment import rank_environment\n"
-        "from longhelix.workers.fork_server import server_for\n"
+        "import os\nfrom longhelix.engine.workers.environment import rank_environment\n"
+        "from longhelix.engine.workers.fork_server import server_for\n"
         "read, write = os.pipe()\nos.dup2(write, 2)\nos.close(read)\nserver = server_for(rank_environment())\n"
         "for _ in range(2):\n"
         "    forked = server.start(['plain_process', 'directory'], stdout=-1)\n"

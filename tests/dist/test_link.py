@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from world import run_ranks
 
 from longhelix.cli.main import main
+from longhelix.compute.kernels import native
 from longhelix.errors import EngineError
-from longhelix.kernels import native
-from longhelix.layout import Layout
 from longhelix.measure import link
 from longhelix.measure.sequence_parallelism import SequenceParallelismJob, pairs
 from longhelix.measure.world import World
+from longhelix.spec.layout import Layout
 
 pytestmark = [
     pytest.mark.dist,

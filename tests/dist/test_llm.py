@@ -20,13 +20,13 @@ from msgspec.structs import replace
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, UserError
 from longhelix.cli.generate import measurements
-from longhelix.runner.progress import Progress
-from longhelix.step import Step
-from longhelix.workers import pool, watchdog
-from longhelix.workers.environment import rank_environment
-from longhelix.workers.fork_server import server_for
-from longhelix.workers.process import Process
-from longhelix.workers.transport import Alive
+from longhelix.compute.runner.progress import Progress
+from longhelix.engine.workers import pool, watchdog
+from longhelix.engine.workers.environment import rank_environment
+from longhelix.engine.workers.fork_server import server_for
+from longhelix.engine.workers.process import Process
+from longhelix.engine.workers.transport import Alive
+from longhelix.scheduler.step import Step
 from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
@@ -92,7 +92,7 @@ def test_compiled_layers_say_which_compiler_they_miss(oracle, monkeypatch):
 @pytest.fixture
 def strangers(tmp_path, monkeypatch):
     """Ranks that take each other for processes of other hosts, and so exchange over gloo."""
-    program = "from longhelix.parallel import mesh\nmesh._share_memory = lambda: False\n"
+    program = "from longhelix.compute.parallel import mesh\nmesh._share_memory = lambda: False\n"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
@@ -578,7 +578,7 @@ def stuck_rank(tmp_path, monkeypatch):
     """Rank 1's main thread stands still in its fourth step, while its heart goes on."""
     program = """
 import sys, time
-from longhelix.runner.runner import ModelRunner
+from longhelix.compute.runner.runner import ModelRunner
 forward = ModelRunner.forward
 def stand(runner, step):
     if runner.mesh.rank == 1 and step.id == 4:
@@ -602,7 +602,7 @@ def test_a_rank_that_stands_still_is_named_with_its_step(stuck_rank, oracle):
 
 STANDS = """
 import time
-from longhelix.runner import rank, runner
+from longhelix.compute.runner import rank, runner
 {name} = {owner}.{name}
 def stand(first, *arguments):
     if {rank} == 1:
@@ -636,7 +636,7 @@ def test_ranks_that_stand_still_while_they_start_end_the_engine(
 @pytest.mark.slow  # it waits for what takes long
 def test_ranks_may_take_long_before_they_can_give_a_sign(oracle, tmp_path, monkeypatch):
     """Importing torch from a slow disk."""
-    program = "import sys, time; time.sleep(8 * ('longhelix.workers.worker' in sys.orig_argv))"
+    program = "import sys, time; time.sleep(8 * ('longhelix.engine.workers.worker' in sys.orig_argv))"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(pool, "_LOADING_SILENCE_S", 4.0)
@@ -648,7 +648,7 @@ def test_ranks_may_take_long_before_they_can_give_a_sign(oracle, tmp_path, monke
 def test_ranks_that_do_not_say_what_their_experts_had_end_the_engine(tmp_path, tmp_path_factory, monkeypatch):
     program = """
 import time
-from longhelix.models.decoder import Decoder
+from longhelix.compute.models.decoder import Decoder
 Decoder.expert_rows = lambda model: time.sleep(600)
 """
     (tmp_path / "sitecustomize.py").write_text(program)
@@ -666,7 +666,7 @@ Decoder.expert_rows = lambda model: time.sleep(600)
 def one_rank_without_packed_kernels(tmp_path, monkeypatch):
     program = """
 from dataclasses import replace
-from longhelix.runner import rank
+from longhelix.compute.runner import rank
 find = rank.find
 rank.find = lambda mesh, *parts: replace(find(mesh, *parts), packed=mesh.rank != 1)
 """
@@ -817,7 +817,7 @@ def test_worker_whose_parent_is_gone_before_it_is_up_ends_itself(tmp_path):
     directory = tmp_path / "sockets"
     directory.mkdir()
     arguments = ["--rank", "0", "--directory", str(directory), "--parent", "1"]
-    worker = server_for(rank_environment()).start(["longhelix.workers.worker", *arguments])
+    worker = server_for(rank_environment()).start(["longhelix.engine.workers.worker", *arguments])
     assert worker.wait(60) == 1
     worker.close()
     assert not directory.exists()

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from longhelix import LLM, Layout, SamplingParams
+from longhelix.engine.workers import watchdog
 from longhelix.scheduler.recording import Completed, Scheduled
-from longhelix.workers import watchdog
 from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
@@ -91,7 +91,7 @@ def standing(tmp_path, monkeypatch):
     program = """
 import os, time
 from pathlib import Path
-from longhelix.runner.runner import ModelRunner
+from longhelix.compute.runner.runner import ModelRunner
 execute, done, count = ModelRunner.execute, Path(os.environ["DONE"]), 0
 
 def stand(runner, step):
@@ -142,7 +142,7 @@ def slowed(tmp_path, monkeypatch):
     """After each of its steps a rank stands for 50 ms: rank 1, or those that the test names."""
     program = """
 import os, time
-from longhelix.runner.runner import ModelRunner
+from longhelix.compute.runner.runner import ModelRunner
 execute = ModelRunner.execute
 
 def slowly(runner, step):
@@ -224,7 +224,7 @@ def test_what_is_sampled_does_not_depend_on_who_shares_it(oracles, execution):
 @pytest.fixture
 def gloo(tmp_path, monkeypatch):
     """Ranks do not find that they share memory."""
-    program = "from longhelix.parallel import mesh\nmesh._share_memory = lambda: False\n"
+    program = "from longhelix.compute.parallel import mesh\nmesh._share_memory = lambda: False\n"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 

@@ -125,7 +125,7 @@ def slow_stage(tmp_path, monkeypatch):
     program = """
 import os, time
 from pathlib import Path
-from longhelix.runner.runner import ModelRunner
+from longhelix.compute.runner.runner import ModelRunner
 hand_over, layers = ModelRunner._hand_over, {}
 done = Path(os.environ["DONE"])
 ahead, first, last = (int(os.environ[name]) for name in ("AHEAD", "FIRST", "LAST"))
@@ -204,7 +204,7 @@ def warmed_up(tmp_path, monkeypatch):
     """Ranks run all warm-up steps, as where a compiler is at work."""
     program = """
 from dataclasses import replace
-from longhelix.runner import execution
+from longhelix.compute.runner import execution
 resolve = execution.Execution.resolve.__func__
 execution.Execution.resolve = classmethod(lambda cls, *asked: replace(resolve(cls, *asked), compiles=True))
 """

@@ -187,7 +187,7 @@ def test_a_preempted_request_has_each_of_them_once(oracle, layout, prefix_cache)
 def broken_logits(tmp_path, monkeypatch):
     """Where one row is asked about, its logits are not finite."""
     program = """
-from longhelix.runner.scoring import Scoring
+from longhelix.compute.runner.scoring import Scoring
 gather = Scoring._gather
 def broken(scoring, logits_Sv, targets_S, count):
     if len(targets_S) == 1:

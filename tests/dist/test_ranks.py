@@ -14,10 +14,10 @@ import psutil
 import pytest
 from world import ENVIRONMENT
 
+from longhelix.engine.workers.fork_server import ForkServer
+from longhelix.engine.workers.process import Process
+from longhelix.engine.workers.ranks import Ranks
 from longhelix.errors import EngineError
-from longhelix.workers.fork_server import ForkServer
-from longhelix.workers.process import Process
-from longhelix.workers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
@@ -166,7 +166,7 @@ def test_an_interrupt_is_the_parents_to_handle():
 @pytest.mark.slow
 def test_nothing_is_left_when_the_parent_is_killed():
     program = (
-        "import subprocess, sys\nfrom longhelix.workers.ranks import Ranks\nranks = Ranks()\n"
+        "import subprocess, sys\nfrom longhelix.engine.workers.ranks import Ranks\nranks = Ranks()\n"
         f"ranks.start('plain_rank', range(2), 'stay', 'stay', environment={ENVIRONMENT!r}, stdout=subprocess.PIPE)\n"
         "[process.stdout.readline() for process in ranks.processes.values()]\n"
         "print(*ranks.process_ids.values(), ranks.directory, flush=True)\nsys.stdin.read()\n"

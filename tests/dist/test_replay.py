@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from longhelix import Layout, SamplingParams, ServiceLevel
+from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine.core import TokenCore
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from longhelix.models.model_files import open_checkpoint
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.recording import Aborted, Added, Completed, Scheduled
 from longhelix.scheduler.scheduler import Scheduler

@@ -6,7 +6,7 @@ import json
 import pytest
 from served import events, served
 
-from longhelix.text.chat_template import ChatTemplate
+from longhelix.engine.text.chat_template import ChatTemplate
 
 pytestmark = pytest.mark.dist
 

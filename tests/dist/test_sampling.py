@@ -5,7 +5,7 @@ import torch
 from test_equality import make_case
 
 import sorted_rows
-from longhelix.request import SamplingParams
+from longhelix.scheduler.request import SamplingParams
 from oracle import FAMILIES, NEW_TOKENS, VOCAB, make_oracle
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors, tra
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.guide import Guide
+from longhelix.scheduler.guide import Guide
 
 pytestmark = pytest.mark.dist
 

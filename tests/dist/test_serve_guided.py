@@ -6,7 +6,7 @@ import re
 import pytest
 from test_serve import events, served
 
-from longhelix.text.chat_template import ChatTemplate
+from longhelix.engine.text.chat_template import ChatTemplate
 from tiers import few
 
 pytestmark = pytest.mark.dist

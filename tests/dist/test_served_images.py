@@ -11,7 +11,7 @@ from served import events, served, settled
 from shown import NEW_TOKENS, VISION_LANGUAGE, draw, make_shown_oracle
 
 from longhelix import LLM, ImagePrompt, Layout, SamplingParams
-from longhelix.vision.tower import Tower
+from longhelix.engine.vision.tower import Tower
 from oracle import save_tokenizer_files
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ import test_images
 from test_equality import deviation, make_case
 from test_llm import needs_compiler
 
-from longhelix.kernels import native
+from longhelix.compute.kernels import native
 from oracle import NATIVE_EXPERTS, NATIVE_LATENTS, NATIVE_SIZES, make_oracle
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(600)]

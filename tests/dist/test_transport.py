@@ -7,15 +7,12 @@ import msgspec
 import pytest
 
 from builtin import builtin
+from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.progress import Progress
+from longhelix.compute.runner.trace import TraceEvent
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from longhelix.errors import UserError
-from longhelix.layout import Layout
-from longhelix.runner.execution import Execution, Found
-from longhelix.runner.progress import Progress
-from longhelix.runner.trace import TraceEvent
-from longhelix.step import Step, StepResult
-from longhelix.workers.transport import (
+from longhelix.engine.workers.transport import (
     Alive,
     CountRows,
     Done,
@@ -32,6 +29,9 @@ from longhelix.workers.transport import (
     Warmed,
     WorkerSocket,
 )
+from longhelix.errors import UserError
+from longhelix.scheduler.step import Step, StepResult
+from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.dist
 

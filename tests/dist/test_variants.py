@@ -10,7 +10,7 @@ from test_equality import TOLERANCE, assert_equal, deviation, make_case
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longhelix import LLM, Layout, SamplingParams
-from longhelix.kernels import native
+from longhelix.compute.kernels import native
 from oracle import (
     FAMILIES,
     NATIVE_EXPERTS,

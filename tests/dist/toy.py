@@ -4,16 +4,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from longhelix.cache.pool import KVPool
-from longhelix.kernels import KVFormat, native
-from longhelix.layout import HeadShape, Layout
-from longhelix.models.decoder import Decoder
-from longhelix.models.parameters import declare
-from longhelix.models.weights import Weights
-from longhelix.parallel.mesh import Mesh
-from longhelix.runner.execution import Execution
-from longhelix.runner.rank import find, meet
-from longhelix.runner.runner import ModelRunner
+from longhelix.compute.cache.pool import KVPool
+from longhelix.compute.kernels import KVFormat, native
+from longhelix.compute.models.decoder import Decoder
+from longhelix.compute.models.parameters import declare
+from longhelix.compute.models.weights import Weights
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.execution import Execution
+from longhelix.compute.runner.rank import find, meet
+from longhelix.compute.runner.runner import ModelRunner
+from longhelix.spec.layout import HeadShape, Layout
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")

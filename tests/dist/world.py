@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from longhelix.workers.ranks import Ranks
+from longhelix.engine.workers.ranks import Ranks
 
 CASE_TIMEOUT_S = 180
 _PATHS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from longhelix import LLM, SamplingParams
-from longhelix.kernels import native
+from longhelix.compute.kernels import native
 from oracle import (
     FAMILIES,
     NATIVE_LATENTS,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from block_extents import side_by_side
-from longhelix.kernels import (
+from longhelix.compute.kernels import (
     PLAIN,
     ROWS,
     Experts,

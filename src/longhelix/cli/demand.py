@@ -10,7 +10,7 @@ from longhelix.cli.values import Size
 from longhelix.cli.workload import read_trace
 from longhelix.errors import UserError
 from longhelix.plan.demand import Demand
-from longhelix.request import ANY_SERVICE
+from longhelix.scheduler.request import ANY_SERVICE
 from longhelix.simulate.synthetic import Synthetic, parse_mix
 
 _DRAWN = 4096  # requests of a mix

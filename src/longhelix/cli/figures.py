@@ -7,15 +7,14 @@ from typing import Literal
 
 from rich.table import Table
 
-from longhelix import papers
 from longhelix.cli.planning import stdout
 from longhelix.cli.values import Flag
 from longhelix.errors import UserError
-from longhelix.papers import drawings, report
-from longhelix.papers.claims import Reproduction
+from longhelix.figures import drawings, report
+from longhelix.figures.claims import Reproduction
 from longhelix.perf.setting import Setting
-from longhelix.presets import load_model, load_system
 from longhelix.spec import HardwareSpec
+from longhelix.spec.presets import load_model, load_system
 
 
 def figures(paper: Literal["helix", "medha"], /, *, out: Path, json: Flag = False) -> None:
@@ -52,11 +51,11 @@ def _make(folder: Path) -> None:
 
 def _system(name: str) -> HardwareSpec:
     """The system that a paper has, with constants fitted to that paper alone; plans are made with the preset."""
-    return load_system(str(Path(papers.__file__).parent / "systems" / f"{name}.toml"))
+    return load_system(str(Path(drawings.__file__).parent / "systems" / f"{name}.toml"))
 
 
 def _helix() -> Reproduction:
-    from longhelix.papers.helix import helix
+    from longhelix.figures.helix import helix
 
     system = _system("gb200")
     r1, dense = (Setting(load_model(name), system, "fp4", "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
@@ -65,7 +64,7 @@ def _helix() -> Reproduction:
 
 
 def _medha() -> Reproduction:
-    from longhelix.papers.medha import medha
+    from longhelix.figures.medha import medha
 
     system = _system("h100")
     small, large = (Setting(load_model(name), system, "bfloat16", "bfloat16") for name in ("llama-3-8b", "llama-3-70b"))

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.table import Table
 
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.result import Result
-from longhelix.runner.config import EngineConfig
 
 
 def fullest(load: list[list[int]]) -> str:

@@ -12,18 +12,18 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from longhelix.cache.context_folder import ContextFolder
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
+from longhelix.compute.cache.context_folder import ContextFolder
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.llm import LLM
 from longhelix.engine.options import Count, CountOrAuto, EngineOptions, Words, compilation, path, rope_settings, weights
 from longhelix.errors import UserError
-from longhelix.guide import Guide
-from longhelix.layout import Layout, widest_ep
-from longhelix.presets import load_model
-from longhelix.request import MOST_TOKENS, SamplingParams
-from longhelix.runner.config import EngineConfig
+from longhelix.scheduler.guide import Guide
+from longhelix.scheduler.request import MOST_TOKENS, SamplingParams
+from longhelix.spec.layout import Layout, widest_ep
+from longhelix.spec.presets import load_model
 from longhelix.values import above_zero, flag, seconds
 
 stderr = Console(stderr=True)

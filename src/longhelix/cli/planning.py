@@ -11,11 +11,11 @@ from rich.console import Console
 
 from longhelix.cli.values import tied_layout
 from longhelix.errors import UserError
-from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.plan.question import MOST_GPUS
-from longhelix.presets import load_model, load_system
 from longhelix.spec import FORMATS, number_format
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 from longhelix.values import whole
 
 _TABLE_WIDTH = 160  # where standard output is no terminal

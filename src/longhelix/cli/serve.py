@@ -13,10 +13,10 @@ from cyclopts import Parameter
 from longhelix.cli.options import EngineFlags, ModelOptions, describe, held_tokens, parsed_object
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.engine.text.reasoning import PARSERS
 from longhelix.errors import UserError
-from longhelix.runner.config import EngineConfig
 from longhelix.serve.journal import Journal
-from longhelix.text.reasoning import PARSERS
 from longhelix.values import seconds, whole
 
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
@@ -89,13 +89,13 @@ def serve(
         Variables for the model's chat template, as a JSON object such as '{"enable_thinking": false}'. Requests may
         replace them with chat_template_kwargs.
     """
+    from longhelix.engine.text.chat_template import checked_variables
     from longhelix.serve.driver import Driver, Limits  # loads what answers HTTP
     from longhelix.serve.engine_thread import Recovery
     from longhelix.serve.gate import Admission
     from longhelix.serve.server import Address, run
     from longhelix.serve.serving import Serving
     from longhelix.serve.traces import Traces
-    from longhelix.text.chat_template import checked_variables
 
     keys = _keys(api_key_file)
     address = Address(host, whole("port", port, 0, 65535), seconds("drain", drain))

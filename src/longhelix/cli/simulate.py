@@ -20,12 +20,11 @@ from longhelix.cli.workload import WorkloadOptions
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import scheduler_config
 from longhelix.errors import UserError
-from longhelix.kv.placement import PLACEMENTS
-from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
-from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.policy import POLICIES
+from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
 from longhelix.simulate.capacity import Capacity, find_capacity
 from longhelix.simulate.chrome_trace import ChromeTrace
@@ -33,6 +32,7 @@ from longhelix.simulate.pool import num_blocks
 from longhelix.simulate.report import Run, Variant, as_json, table
 from longhelix.simulate.simulation import Observer, Outcome, Server
 from longhelix.simulate.simulation import simulate as simulate_workload
+from longhelix.spec.layout import Layout
 from longhelix.values import one_of
 
 

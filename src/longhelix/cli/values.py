@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter, Token
 
 from longhelix.errors import UserError
-from longhelix.layout import Layout
+from longhelix.spec.layout import Layout
 
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}

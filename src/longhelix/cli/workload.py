@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.errors import UserError
-from longhelix.request import ServiceLevel
+from longhelix.scheduler.request import ServiceLevel
 from longhelix.simulate.arrival import Arrival, Workload
 from longhelix.simulate.synthetic import Synthetic, parse_mix
 from longhelix.simulate.trace import read_csv, read_jsonl

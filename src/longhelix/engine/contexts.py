@@ -11,19 +11,19 @@ from pathlib import Path
 
 import msgspec
 
-from longhelix.cache.context_folder import ContextFolder, tokens_checksum
-from longhelix.cache.rank_file import RankFile
-from longhelix.cache.saved_context import Origin, SavedContext, SavedFile, file_name
+from longhelix.compute.cache.context_folder import ContextFolder, tokens_checksum
+from longhelix.compute.cache.rank_file import RankFile
+from longhelix.compute.cache.saved_context import Origin, SavedContext, SavedFile, file_name
+from longhelix.compute.models.checkpoint import Checkpoint
+from longhelix.compute.models.fingerprint import fingerprint
+from longhelix.compute.models.rope import inverse_frequencies
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.core import TokenCore
 from longhelix.engine.prompt import token_ids
+from longhelix.engine.workers.transport import LoadBlocks, SaveBlocks
 from longhelix.errors import UserError
-from longhelix.kv.blocks import Block
-from longhelix.models.checkpoint import Checkpoint
-from longhelix.models.fingerprint import fingerprint
-from longhelix.models.rope import inverse_frequencies
-from longhelix.request import MOST_PRIORITY, SamplingParams, ServiceLevel
-from longhelix.runner.config import EngineConfig
-from longhelix.workers.transport import LoadBlocks, SaveBlocks
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.request import MOST_PRIORITY, SamplingParams, ServiceLevel
 
 # That a rank writes or reads at a time.
 _PART_BYTES = 2**27

@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from longhelix.compute.models.rope import inverse_frequencies
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.trace import TraceEvent
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.guides import Guides
 from longhelix.engine.observation import Observation, RanStep, StepLog, observe
 from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
 from longhelix.engine.shown_images import ShownImage, ShownImages
+from longhelix.engine.workers.pool import WorkerPool
+from longhelix.engine.workers.transport import LoadBlocks, SaveBlocks, TakeTokens
 from longhelix.errors import EngineError, UserError
-from longhelix.guide import Guide
-from longhelix.models.rope import inverse_frequencies
-from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
-from longhelix.runner.config import EngineConfig
-from longhelix.runner.trace import TraceEvent
+from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
 from longhelix.scheduler.recording import Event
+from longhelix.scheduler.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.step import Step, StepResult
 from longhelix.scheduler.token_event import TokenEvent, Usage
-from longhelix.step import Step, StepResult
 from longhelix.values import shown
-from longhelix.workers.pool import WorkerPool
-from longhelix.workers.transport import LoadBlocks, SaveBlocks, TakeTokens
 
 
 @dataclass

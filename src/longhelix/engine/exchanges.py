@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from longhelix.step import StepResult
+from longhelix.scheduler.step import StepResult
 
 
 @dataclass(frozen=True)

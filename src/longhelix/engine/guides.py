@@ -2,11 +2,11 @@
 
 from functools import cached_property
 
+from longhelix.engine.text.tokenizer import Tokenizer
+from longhelix.engine.workers.guide_checker import GuideChecker
 from longhelix.errors import UserError
-from longhelix.guide import Guide, TokenTable
+from longhelix.scheduler.guide import Guide, TokenTable
 from longhelix.spec import ModelSpec
-from longhelix.text.tokenizer import Tokenizer
-from longhelix.workers.guide_checker import GuideChecker
 
 
 class Guides:

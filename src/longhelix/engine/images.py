@@ -5,17 +5,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from longhelix.compute.models.checkpoint import Checkpoint
+from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCheckpoint
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.prompt import ImagePrompt, ReadPrompt, token_ids
 from longhelix.engine.shown_images import ShownImage
+from longhelix.engine.vision.patches import Patcher, Patches
+from longhelix.engine.vision.tower import Tower
 from longhelix.errors import UserError
-from longhelix.models.checkpoint import Checkpoint
-from longhelix.models.vision_language_checkpoint import VisionLanguageCheckpoint
-from longhelix.request import ImageSpan
-from longhelix.runner.config import EngineConfig
+from longhelix.scheduler.request import ImageSpan
 from longhelix.spec import VisionSpec
 from longhelix.values import refused
-from longhelix.vision.patches import Patcher, Patches
-from longhelix.vision.tower import Tower
 
 _MOST_IMAGES = 1024  # of one prompt: each is opened before the first is looked at
 

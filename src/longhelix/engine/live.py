@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from longhelix.engine.exchanges import Moment
 from longhelix.engine.result import Delta
 from longhelix.engine.shown_images import ShownImage
-from longhelix.request import Request
+from longhelix.engine.text.reasoning import Reasoning
+from longhelix.engine.text.stop_strings import StopStrings
+from longhelix.engine.text.text_stream import TextStream
+from longhelix.scheduler.request import Request
+from longhelix.scheduler.step import SampledToken
 from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
-from longhelix.step import SampledToken
-from longhelix.text.reasoning import Reasoning
-from longhelix.text.stop_strings import StopStrings
-from longhelix.text.text_stream import TextStream
 
 
 @dataclass

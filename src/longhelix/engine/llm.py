@@ -12,8 +12,12 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
-from longhelix.cache.context_folder import ContextFolder
-from longhelix.cache.saved_context import SavedContext
+from longhelix.compute.cache.context_folder import ContextFolder
+from longhelix.compute.cache.saved_context import SavedContext
+from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.trace import TraceFile
 from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext, ReadContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
@@ -28,20 +32,16 @@ from longhelix.engine.result import Delta, Result
 from longhelix.engine.saving import Computing, Saving
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
+from longhelix.engine.text.reasoning import Reasoning
+from longhelix.engine.text.stop_strings import StopStrings
+from longhelix.engine.text.tokenizer import Tokenizer
+from longhelix.engine.workers import ranks, torchrun
 from longhelix.errors import EngineError, UserError
-from longhelix.guide import Guide, ReasoningTags
-from longhelix.layout import Layout
-from longhelix.models.gguf_checkpoint import GgufCheckpoint
-from longhelix.models.model_files import open_checkpoint
-from longhelix.request import ANY_SERVICE, MOST_TOKENS, SamplingParams, ServiceLevel
-from longhelix.runner.config import EngineConfig
-from longhelix.runner.trace import TraceFile
+from longhelix.scheduler.guide import Guide, ReasoningTags
+from longhelix.scheduler.request import ANY_SERVICE, MOST_TOKENS, SamplingParams, ServiceLevel
 from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
-from longhelix.text.reasoning import Reasoning
-from longhelix.text.stop_strings import StopStrings
-from longhelix.text.tokenizer import Tokenizer
+from longhelix.spec.layout import Layout
 from longhelix.values import real, refused, whole
-from longhelix.workers import ranks, torchrun
 
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)  # what computes a context samples it, and nobody reads
 

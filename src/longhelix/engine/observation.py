@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from longhelix.scheduler.recording import Completed, Event, Scheduled
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.sequence import Sequence
-from longhelix.step import Chunk, Step
-from longhelix.work import Work
+from longhelix.scheduler.step import Chunk, Step
+from longhelix.scheduler.work import Work
 
 _MOST_KEPT = 4096  # steps that nobody has taken
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from longhelix.errors import UserError
-from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.policy import POLICIES
+from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES
 from longhelix.values import above_zero, flag, one_of, refused, seconds, text, weight, whole
 

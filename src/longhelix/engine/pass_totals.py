@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from longhelix.workers.transport import PassReport
+from longhelix.engine.workers.transport import PassReport
 
 
 def totals(stages: Sequence[PassReport]) -> dict[str, Any]:

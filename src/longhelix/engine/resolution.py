@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from longhelix.compute.machine import host
+from longhelix.compute.machine.devices import free_gpu_bytes, has_native_kernels, multiplies_integers
+from longhelix.compute.machine.system import machine
+from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.compute.models.parameters import check
+from longhelix.compute.models.rope import inverse_frequencies
+from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
+from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCheckpoint
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.pool_size import affordable_blocks, num_blocks, num_blocks_of_many, split_state_bytes
 from longhelix.engine.options import MOST_CHUNK_TOKENS, EngineOptions
 from longhelix.engine.sequence_parallelism import token_ranges
 from longhelix.errors import UserError
-from longhelix.layout import HeadShape, Layout
-from longhelix.machine import host
-from longhelix.machine.devices import free_gpu_bytes, has_native_kernels, multiplies_integers
-from longhelix.machine.system import machine
-from longhelix.models.gguf_checkpoint import GgufCheckpoint
-from longhelix.models.parameters import check
-from longhelix.models.rope import inverse_frequencies
-from longhelix.models.safetensors_checkpoint import SafetensorsCheckpoint
-from longhelix.models.vision_language_checkpoint import VisionLanguageCheckpoint
 from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.threshold import local_threshold_tokens
-from longhelix.runner.config import EngineConfig
-from longhelix.runner.pool_size import affordable_blocks, num_blocks, num_blocks_of_many, split_state_bytes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, product_dtype, unread_fields
+from longhelix.spec.layout import HeadShape, Layout
 from longhelix.values import one_of, refused
 
 # Ranks that wait for each other at every exchange take turns on the cores that they share.

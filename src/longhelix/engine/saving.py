@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Literal
 
-from longhelix.cache.saved_context import SavedContext
+from longhelix.compute.cache.saved_context import SavedContext
 from longhelix.engine.contexts import Contexts, NewContext
 from longhelix.engine.result import Delta
 from longhelix.errors import RequestError, UserError

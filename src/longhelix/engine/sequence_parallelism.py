@@ -4,11 +4,11 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from longhelix.compute.runner.token_ranges import TokenRanges
 from longhelix.engine.options import EngineOptions
 from longhelix.errors import UserError
-from longhelix.layout import Layout
-from longhelix.runner.token_ranges import TokenRanges
 from longhelix.spec import ModelSpec
+from longhelix.spec.layout import Layout
 
 _DENSE_TOKENS, _EXPERT_TOKENS = 1000, 1  # the fewest of a step, where nobody says it
 

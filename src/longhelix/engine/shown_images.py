@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from longhelix.request import ImageSpan
-from longhelix.step import Step
-from longhelix.workers.transport import TakeImageRows
+from longhelix.engine.workers.transport import TakeImageRows
+from longhelix.scheduler.request import ImageSpan
+from longhelix.scheduler.step import Step
 
 
 @dataclass(frozen=True)

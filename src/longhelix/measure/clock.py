@@ -3,7 +3,7 @@
 from types import TracebackType
 from typing import Self
 
-from longhelix.kernels import native
+from longhelix.compute.kernels import native
 
 # What native calls count as.
 KINDS = ("attention_s", "products_s", "rotation_s", "collectives_s", "other_s")

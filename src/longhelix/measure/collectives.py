@@ -8,12 +8,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from longhelix.compute.kernels import native
+from longhelix.compute.parallel import shared_memory
+from longhelix.compute.runner.rank import meet
 from longhelix.errors import UserError
-from longhelix.kernels import native
 from longhelix.measure.timing import Timing
 from longhelix.measure.world import Row, collect
-from longhelix.parallel import shared_memory
-from longhelix.runner.rank import meet
 
 DTYPE = torch.bfloat16
 # A gloo call leaves threads at work behind it, which would slow the call of the other that follows: shm after a gloo

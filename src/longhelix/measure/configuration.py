@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from longhelix.compute.machine import host
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
-from longhelix.layout import Layout
-from longhelix.machine import host
-from longhelix.models.model_files import open_checkpoint
-from longhelix.request import MOST_TOKENS
-from longhelix.runner.config import EngineConfig
+from longhelix.scheduler.request import MOST_TOKENS
+from longhelix.spec.layout import Layout
 from longhelix.values import whole
 
 # Every repetition computes the same steps.

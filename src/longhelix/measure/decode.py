@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.measure import memory
 from longhelix.measure.clock import Clock
 from longhelix.measure.model import LongRequests, RankModel
 from longhelix.measure.timing import forget_peak, interleave, resident_bytes, seconds
 from longhelix.measure.world import Row, collect
-from longhelix.runner.config import EngineConfig
 
 
 class DecodeJob(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from longhelix.runner.config import EngineConfig
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.spec import FORMATS, ModelSpec
 
 _FLOAT_BYTES = 4  # of an LSE, and of a scale

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from longhelix.compute.kernels import native
 from longhelix.errors import UserError
-from longhelix.kernels import native
 from longhelix.measure.timing import seconds
 
 READ_BYTES = 1 << 29  # beyond the caches of all but the largest servers

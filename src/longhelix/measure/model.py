@@ -7,17 +7,17 @@ from typing import Self
 
 import torch
 
-from longhelix.cache.pool import KVPool
-from longhelix.kernels import KVFormat, KVLayer, write_kv
-from longhelix.kv.blocks import Block
-from longhelix.kv.placement import Placement
-from longhelix.parallel.mesh import Mesh
-from longhelix.request import SamplingParams
-from longhelix.runner.config import EngineConfig
-from longhelix.runner.rank import join, load_model, new_pool, new_runner
-from longhelix.runner.runner import ModelRunner
-from longhelix.step import Chunk, NewSequence, Step
-from longhelix.work import Work
+from longhelix.compute.cache.pool import KVPool
+from longhelix.compute.kernels import KVFormat, KVLayer, write_kv
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.rank import join, load_model, new_pool, new_runner
+from longhelix.compute.runner.runner import ModelRunner
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.kv.placement import Placement
+from longhelix.scheduler.request import SamplingParams
+from longhelix.scheduler.step import Chunk, NewSequence, Step
+from longhelix.scheduler.work import Work
 
 _FILL_BLOCKS = 1024
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.measure import memory
 from longhelix.measure.clock import Clock
 from longhelix.measure.decode import conditions
@@ -13,7 +14,6 @@ from longhelix.measure.formulas import prefill_flops
 from longhelix.measure.model import RankModel, prefill_steps
 from longhelix.measure.timing import interleave, seconds
 from longhelix.measure.world import Row, collect
-from longhelix.runner.config import EngineConfig
 
 WARM_UP = 1
 

@@ -9,8 +9,8 @@ import json
 import msgspec
 import torch
 
-from longhelix.workers.failure import failure
-from longhelix.workers.started_rank import StartedRank
+from longhelix.engine.workers.failure import failure
+from longhelix.engine.workers.started_rank import StartedRank
 
 
 def main() -> int:

@@ -9,19 +9,19 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from longhelix.compute.kernels import native
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.rank import meet, new_pool, new_runner
+from longhelix.compute.runner.runner import ModelRunner
 from longhelix.errors import UserError
-from longhelix.kernels import native
-from longhelix.layout import Layout
 from longhelix.measure.configuration import configure
 from longhelix.measure.formulas import prefill_sent_bytes
 from longhelix.measure.link import LOOPBACK, RANKS, Link, burst_bytes, join
 from longhelix.measure.model import RankModel, prefill_steps
 from longhelix.measure.timing import interleave
 from longhelix.measure.world import Row, collect
-from longhelix.parallel.mesh import Mesh
-from longhelix.runner.config import EngineConfig
-from longhelix.runner.rank import meet, new_pool, new_runner
-from longhelix.runner.runner import ModelRunner
+from longhelix.spec.layout import Layout
 
 _BYTES = {"weight_dtype": "int8", "activation_dtype": "int8"}
 # Settings of a variant: those that its baseline has as well, and that which turns sequence parallelism on.

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from longhelix.engine.workers.ranks import Ranks
+from longhelix.engine.workers.transport import Failed
 from longhelix.errors import EngineError, UserError
-from longhelix.workers.ranks import Ranks
-from longhelix.workers.transport import Failed
 
 # The longest that one point may take; filling the KV of millions of tokens takes a minute.
 POINT_TIMEOUT_S = 900.0

@@ -9,7 +9,7 @@ from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
 from longhelix.perf.sparse import chosen, index_items
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
 
 
 def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed: bool = False) -> list[CostItem]:

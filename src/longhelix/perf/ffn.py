@@ -7,7 +7,7 @@ from longhelix.perf.collectives import RankGroups, Sent
 from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
 
 _BEFORE, _AFTER = "gather before FFN", "all-reduce after FFN"
 

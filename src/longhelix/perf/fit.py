@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longhelix.layout import Layout
 from longhelix.perf import collectives
 from longhelix.perf.collectives import RankGroups
 from longhelix.perf.layouts import Array, Layouts
@@ -13,6 +12,7 @@ from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.spec import HardwareSpec
+from longhelix.spec.layout import Layout
 
 REQUEST_CONSTANTS = ("memory_efficiency", "compute_efficiency", "attention_efficiency")
 COLLECTIVE_CONSTANTS = ("collective_s", "scale_up.latency_s", "scale_up.bytes_per_s")

@@ -7,8 +7,8 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from longhelix.layout import HeadShape, Layout
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
+from longhelix.spec.layout import HeadShape, Layout
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

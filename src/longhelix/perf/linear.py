@@ -7,8 +7,8 @@ from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, STATE_BYTES, Setting
+from longhelix.scheduler.work import Work
 from longhelix.spec import LinearAttention
-from longhelix.work import Work
 
 _KERNELS = 3.0  # the convolution, the delta rule, the gated norm
 

@@ -7,7 +7,7 @@ import numpy as np
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import cycle_seconds, step_seconds
-from longhelix.work import NO_WORK, Work
+from longhelix.scheduler.work import NO_WORK, Work
 
 # Chunk times are piecewise linear in the prefix: a sum over thousands of chunks is taken at so many of them.
 _NODES = 16

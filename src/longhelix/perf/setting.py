@@ -6,10 +6,10 @@ from functools import cached_property
 import numpy as np
 
 from longhelix.errors import UserError
-from longhelix.layout import HeadShape
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.runs import most_in_runs
 from longhelix.spec import FORMATS, HardwareSpec, ModelSpec, number_format
+from longhelix.spec.layout import HeadShape
 from longhelix.spec.weights import WeightSpec, layer_weights
 
 ACTIVATION_DTYPE = "bfloat16"

@@ -7,8 +7,8 @@ from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
+from longhelix.scheduler.work import Work
 from longhelix.spec import Indexer
-from longhelix.work import Work
 
 _SCORE_BYTES = 4.0
 _CANDIDATE_BYTES = 8.0  # a score and a token's position

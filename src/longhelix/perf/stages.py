@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from longhelix.layout import Layout, split
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_items
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
+from longhelix.spec.layout import Layout, split
 
 # A chunk of a prompt beside some decodes: what a pipeline is for.
 _STEP = Work.chunk(512, 4096) + Work.decode(4, 4096)

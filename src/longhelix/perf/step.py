@@ -14,7 +14,7 @@ from longhelix.perf.ffn import dense_items, moe_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.linear import linear_items
 from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, CANDIDATES_SUM_BYTES, LOGIT_BYTES, Setting
-from longhelix.work import CANDIDATES, Number, Work
+from longhelix.scheduler.work import CANDIDATES, Number, Work
 
 WAIT = "wait for the slowest stage"
 # What the first and the last stage do beside their layers, and all of them.

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 
-from longhelix.layout import Layout
 from longhelix.perf import collectives
 from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import kernels
@@ -12,7 +11,8 @@ from longhelix.perf.memory import token_bytes
 from longhelix.perf.scalar import scalar
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
+from longhelix.spec.layout import Layout
 
 _KEPT = 16  # of what was asked last
 

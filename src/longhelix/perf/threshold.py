@@ -1,9 +1,9 @@
 """The length up to which a request's KV stays on one KVP rank (placement "auto")."""
 
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
+from longhelix.spec.layout import Layout
 
 # What a request may lose of its own speed, alone on the machine, for ranks that need not compute or send for it.
 _LOSS = 0.05

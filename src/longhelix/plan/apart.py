@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.linear import request_bytes
 from longhelix.plan.candidate import degrees
@@ -13,6 +12,7 @@ from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, prompts
 from longhelix.plan.space import Space
 from longhelix.plan.sweep import MOST_BATCH, largest
+from longhelix.spec.layout import Layout
 
 _BEST = 24  # layouts of each kind that are tried with each other, in all numbers that there may be of them
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import Points
+from longhelix.spec.layout import Layout
 
 _DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
 

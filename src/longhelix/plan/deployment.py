@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longhelix.errors import UserError
-from longhelix.layout import HeadShape, Layout
-from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, number_format
 from longhelix.spec.family import PLANNED_FAMILIES
+from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.weights import Dim, Split, Stored, layer_weights
 from longhelix.values import one_of, refused, whole
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longhelix.layout import Layout
 from longhelix.perf.cost_item import CostItem
 from longhelix.perf.flops import model_flops
 from longhelix.perf.layouts import Layouts
@@ -14,6 +13,7 @@ from longhelix.plan.candidate import degrees
 from longhelix.plan.deployment import check_experts
 from longhelix.plan.provenance import source
 from longhelix.plan.service import Use, service
+from longhelix.spec.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from longhelix.page import page
 from longhelix.plan.answer import Plan
+from longhelix.plan.html import page
 from longhelix.plan.page_data import page_data
 
 _ASSETS = Path(__file__).parent / "assets"

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from longhelix.layout import HeadShape, Layout
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import WAIT, decode_items
@@ -25,6 +24,7 @@ from longhelix.plan.service import CHUNKS, Use, mixed_seconds, prompts
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import MOST_BATCH, Points, Sweep, unit_sweep, units
 from longhelix.spec import ModelSpec
+from longhelix.spec.layout import HeadShape, Layout
 
 # Of the lengths that are asked for.
 LENGTHS = (1 / 16, 1 / 4, 1.0, 4.0)

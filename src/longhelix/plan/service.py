@@ -11,7 +11,7 @@ from longhelix.perf.prefill import prefill
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import cycle_seconds, token_seconds
 from longhelix.plan.demand import Demand, Kind
-from longhelix.work import NO_WORK, Work
+from longhelix.scheduler.work import NO_WORK, Work
 
 CHUNKS = tuple(2**power for power in range(5, 14))
 _LATE = 0.05  # the share of requests that may wait for longer: what is told of waits is their 95th percentile

@@ -7,21 +7,21 @@ from collections.abc import Sequence as Items
 from operator import attrgetter
 
 from longhelix.errors import UserError
-from longhelix.kv.blocks import Block, Slot
-from longhelix.kv.placement import Behind, Continued, Local, Placement, blocks_needed
-from longhelix.request import Request
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import later_ranks
 from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.kv.blocks import Block, Slot
+from longhelix.scheduler.kv.placement import Behind, Continued, Local, Placement, blocks_needed
 from longhelix.scheduler.notices import Begun
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
 from longhelix.scheduler.queue import WaitingQueue
+from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Job, Sequence
-from longhelix.step import NewSequence
+from longhelix.scheduler.step import NewSequence
 
 # After so many a request is admitted only with all that it may ever need, so that none is preempted again and again.
 MOST_PREEMPTIONS = 2

@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
 
-from longhelix.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, by_rank, kept, set_hashes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
+from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, by_rank, kept, set_hashes
 from longhelix.scheduler.matches import Matches
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.swaps import Swaps

@@ -6,8 +6,8 @@ from hashlib import sha256
 from itertools import compress, count
 from operator import ne
 
-from longhelix.request import ImageSpan, Request
-from longhelix.step import TOKEN_BYTES
+from longhelix.scheduler.request import ImageSpan, Request
+from longhelix.scheduler.step import TOKEN_BYTES
 
 _HASHED_AT_ONCE = 16  # blocks, where the next hash of a prompt is asked for
 

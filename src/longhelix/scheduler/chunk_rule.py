@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.sequence import Sequence
-from longhelix.work import Cost
+from longhelix.scheduler.work import Cost
 
 # Steps without decodes may take so many times the target: nobody waits for a next token, and newcomers for the step.
 _ALONE = 4.0

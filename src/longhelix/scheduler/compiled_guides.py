@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from longhelix.guide import Guide, KeptGuides
-from longhelix.request import Request
-from longhelix.step import NewSequence
+from longhelix.scheduler.guide import Guide, KeptGuides
+from longhelix.scheduler.request import Request
+from longhelix.scheduler.step import NewSequence
 
 _MOST_S = 0.02  # a quarter of the time between tokens that nobody asked for
 

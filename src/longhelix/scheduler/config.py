@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from longhelix.errors import UserError
-from longhelix.kv.placement import Placement, make_placement, placement_by_length
-from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.kv.placement import Placement, make_placement, placement_by_length
 from longhelix.scheduler.policy import POLICIES
+from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.values import above_zero, flag, one_of, seconds, weight, whole
 
 DEFAULT_TBT_S = 0.08  # between tokens, where nobody asked for a time

@@ -2,7 +2,7 @@
 
 from statistics import median_low
 
-from longhelix.work import Cost, Work
+from longhelix.scheduler.work import Cost, Work
 
 _STEPS = 20  # a factor is the middle one of these at first, and then goes so small a part of the way with each one more
 _FARTHEST = 16.0  # from the prediction, either way

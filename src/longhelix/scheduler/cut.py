@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
 
 
 class CostByParts(Protocol):

@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 
 from longhelix.scheduler.sequence import Sequence
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
 
 
 class Decodes:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from longhelix.kv.blocks import BlockAllocator
-from longhelix.kv.placement import Behind, Continued, Growing, Placement
+from longhelix.scheduler.kv.blocks import BlockAllocator
+from longhelix.scheduler.kv.placement import Behind, Continued, Growing, Placement
 from longhelix.scheduler.sequence import Sequence
 
 

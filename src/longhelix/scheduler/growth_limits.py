@@ -3,9 +3,9 @@
 from functools import lru_cache
 
 from longhelix.errors import UserError
-from longhelix.request import Request
 from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
-from longhelix.work import Cost, Work
+from longhelix.scheduler.request import Request
+from longhelix.scheduler.work import Cost, Work
 
 # Of the time between two tokens what a request's own decode may take on its ranks; the rest is for what runs beside it.
 _SHARE = 0.5

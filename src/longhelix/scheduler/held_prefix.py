@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from longhelix.kv.blocks import Block
-from longhelix.kv.placement import Continued, Placement
 from longhelix.scheduler.block_pool import BlockPool
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.kv.placement import Continued, Placement
 
 
 @dataclass(frozen=True)

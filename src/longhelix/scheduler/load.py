@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.sequence import Sequence
-from longhelix.work import Cost, Work
+from longhelix.scheduler.work import Cost, Work
 
 
 class _Own(NamedTuple):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from longhelix.request import Request
 from longhelix.scheduler.recording import Aborted, Added, Completed, Event, Scheduled
+from longhelix.scheduler.request import Request
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.step import Step, StepResult
 from longhelix.scheduler.token_event import TokenEvent, Usage
-from longhelix.step import Step, StepResult
 
 # Ranks begin the next step while the scheduler takes the tokens of the last one.
 STEPS_IN_FLIGHT = 2

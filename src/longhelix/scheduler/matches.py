@@ -6,8 +6,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice
 
-from longhelix.kv.blocks import Block, BlockAllocator, Slot
 from longhelix.scheduler.chain import Chain
+from longhelix.scheduler.kv.blocks import Block, BlockAllocator, Slot
 
 
 @dataclass(eq=False, slots=True)

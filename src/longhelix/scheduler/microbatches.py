@@ -6,7 +6,7 @@ from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.load import Load
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.turns import Turn
-from longhelix.work import Cost
+from longhelix.scheduler.work import Cost
 
 # Of steps of one microbatch, where there are others: its next one is on its way to the first stage when the last one
 # leaves the last stage, and requests that come meanwhile wait for no more.

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from longhelix.kv.blocks import Block
+from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.sequence import Sequence
+from longhelix.scheduler.step import NewSequence
 from longhelix.scheduler.turns import Turn
-from longhelix.step import NewSequence
 
 Copies = tuple[tuple[Block, Block], ...]
 

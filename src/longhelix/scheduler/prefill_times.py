@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from longhelix.work import Cost, Work
+from longhelix.scheduler.work import Cost, Work
 
 _TOKENS = 1024
 _MOST_TABLES = 64  # requests may have limits of their own

@@ -9,10 +9,10 @@ from hashlib import sha256
 from operator import attrgetter
 from typing import Protocol
 
-from longhelix.kv.blocks import Block, Slot, kept
-from longhelix.request import Request
 from longhelix.scheduler.chain import Chain, block_hashes
+from longhelix.scheduler.kv.blocks import Block, Slot, kept
 from longhelix.scheduler.matches import Match, Matches
+from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Sequence
 
 

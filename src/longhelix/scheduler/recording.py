@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from longhelix.request import Request
-from longhelix.step import Step, StepResult
+from longhelix.scheduler.request import Request
+from longhelix.scheduler.step import Step, StepResult
 
 
 class Added(NamedTuple):

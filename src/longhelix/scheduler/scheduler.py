@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from longhelix.kv.blocks import Block
-from longhelix.request import Request
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
@@ -22,6 +20,7 @@ from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.instances import Instances, tokens_within
+from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.microbatches import Microbatches
 from longhelix.scheduler.notices import Notices
@@ -29,13 +28,14 @@ from longhelix.scheduler.order import Order
 from longhelix.scheduler.policy import Policy, make_policy
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.prefix import PrefixCache, Prefixes
+from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
+from longhelix.scheduler.step import Chunk, PromptLogprobs, SampledToken, Scored, Step, StepResult
 from longhelix.scheduler.token_event import TokenEvent, Usage
 from longhelix.scheduler.turns import Turn, Turns
 from longhelix.scheduler.widening import Widening
-from longhelix.step import Chunk, PromptLogprobs, SampledToken, Scored, Step, StepResult
-from longhelix.work import Cost
+from longhelix.scheduler.work import Cost
 
 _LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
 _MARGIN = 0.85  # of targets: steps take longer than predicted as often as not

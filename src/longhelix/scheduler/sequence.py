@@ -3,9 +3,9 @@
 from array import array
 from dataclasses import dataclass, field
 
-from longhelix.kv.blocks import Block
-from longhelix.kv.placement import Placement
-from longhelix.request import Request
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.kv.placement import Placement
+from longhelix.scheduler.request import Request
 
 
 @dataclass(eq=False, slots=True)

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 
-from longhelix.kv.blocks import Block, CacheWatcher, Slot
+from longhelix.scheduler.kv.blocks import Block, CacheWatcher, Slot
 from longhelix.scheduler.turns import Turn
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from longhelix.scheduler.sequence import Job
-from longhelix.step import SampledToken
+from longhelix.scheduler.step import SampledToken
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from longhelix.kv.blocks import Block
-from longhelix.kv.placement import Continued, Striped, blocks_needed
 from longhelix.scheduler.block_pool import BlockPool
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.kv.placement import Continued, Striped, blocks_needed
 from longhelix.scheduler.sequence import Sequence
-from longhelix.step import Move, Widened
+from longhelix.scheduler.step import Move, Widened
 
 # Blocks of one sequence in one step: ranks keep all that moves beside their pools, and stand still meanwhile.
 _MOST_MOVED = 64

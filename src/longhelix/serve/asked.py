@@ -8,8 +8,8 @@ from typing import TypeVar
 from longhelix.engine.contexts import ReadContext
 from longhelix.engine.prompt import Prompt
 from longhelix.engine.result import Delta
-from longhelix.guide import ReasoningTags
-from longhelix.request import SamplingParams, ServiceLevel
+from longhelix.scheduler.guide import ReasoningTags
+from longhelix.scheduler.request import SamplingParams, ServiceLevel
 from longhelix.serve.course import Course
 
 _Value = TypeVar("_Value")

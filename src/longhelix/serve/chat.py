@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from longhelix.engine.result import Delta, Result
+from longhelix.engine.text.tool_calls import ToolCalls, ToolForm
 from longhelix.errors import UserError
-from longhelix.guide import Guide
+from longhelix.scheduler.guide import Guide
 from longhelix.serve import answers as forms
 from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import ChatBody
@@ -20,7 +21,6 @@ from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 from longhelix.serve.token_logprobs import bytes_of_tokens, chat_logprobs, prompt_logprobs
 from longhelix.serve.tool_calls import calling_guide, deltas, reply
-from longhelix.text.tool_calls import ToolCalls, ToolForm
 
 
 def routes(serving: Serving) -> APIRouter:

@@ -5,7 +5,7 @@ from functools import partial
 
 from fastapi import APIRouter
 
-from longhelix.cache.saved_context import SavedContext
+from longhelix.compute.cache.saved_context import SavedContext
 from longhelix.engine.saving import Saving
 from longhelix.errors import UserError
 from longhelix.serve import answers as forms

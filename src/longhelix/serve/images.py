@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Sequence
 from io import BytesIO
 
+from longhelix.engine.vision.patches import missing_extra
 from longhelix.serve.errors import ClientError
 from longhelix.values import shown
-from longhelix.vision.patches import missing_extra
 
 MOST_IMAGES = 64  # of one request
 MOST_BYTES = 20 * 2**20  # of an image's file

@@ -12,10 +12,10 @@ from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, RootModel
 
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
-from longhelix.runner.config import EngineConfig
 from longhelix.serve.driver import Driver
 from longhelix.serve.errors import Refusal, event_stream, of_error, statuses
 from longhelix.serve.form import one_line

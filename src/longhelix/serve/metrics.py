@@ -19,10 +19,10 @@ from prometheus_client import (
     generate_latest,
 )
 
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.observation import Observation, RankBlocks, RanStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError, UserError
-from longhelix.runner.config import EngineConfig
 from longhelix.serve.course import Course
 from longhelix.serve.driver import Driver
 from longhelix.serve.refusals import RestartingError, ShuttingDownError

@@ -9,9 +9,11 @@ from typing import Any
 
 from longhelix.engine.llm import LLM
 from longhelix.engine.prompt import ImagePrompt, ReadPrompt
+from longhelix.engine.text.reasoning import PARSERS, ReasoningForm
+from longhelix.engine.text.text_too_long import TextTooLongError
 from longhelix.errors import UserError
-from longhelix.guide import Guide, ReasoningTags
-from longhelix.request import SamplingParams
+from longhelix.scheduler.guide import Guide, ReasoningTags
+from longhelix.scheduler.request import SamplingParams
 from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import ChatBody, ContextBody, Message, ResponseBody, Sampled, TokenizeBody
 from longhelix.serve.calls import Call, current
@@ -25,8 +27,6 @@ from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.room import Room
 from longhelix.serve.traces import Traces
-from longhelix.text.reasoning import PARSERS, ReasoningForm
-from longhelix.text.text_too_long import TextTooLongError
 from longhelix.values import one_of
 
 _MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them

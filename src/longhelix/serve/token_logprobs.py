@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from longhelix.engine.text.tokenizer import Tokenizer
 from longhelix.errors import UserError
 from longhelix.serve.answers import (
     ChatLogprobs,
@@ -12,7 +13,6 @@ from longhelix.serve.answers import (
     PromptLogprobs,
     PromptToken,
 )
-from longhelix.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # as vLLM writes it
 

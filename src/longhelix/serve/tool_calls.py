@@ -4,10 +4,10 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from longhelix.guide import Guide
+from longhelix.engine.text.tool_calls import Arguments, Call, Piece, Text, ToolCalls, ToolForm
+from longhelix.scheduler.guide import Guide
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import ChatBody, Function
-from longhelix.text.tool_calls import Arguments, Call, Piece, Text, ToolCalls, ToolForm
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from longhelix.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
+from longhelix.scheduler.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):

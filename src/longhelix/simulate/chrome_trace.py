@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from longhelix.runner.trace import TraceEvent, TraceFile
+from longhelix.compute.runner.trace import TraceEvent, TraceFile
 from longhelix.simulate.ledger import Account
 from longhelix.simulate.runner import RanStep
 from longhelix.simulate.simulation import Observer

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longhelix.request import ServiceLevel
+from longhelix.scheduler.request import ServiceLevel
+from longhelix.scheduler.step import SampledToken
 from longhelix.scheduler.token_event import TokenEvent
 from longhelix.simulate.histogram import Histogram, rank
 from longhelix.simulate.runner import RanStep
-from longhelix.step import SampledToken
 
 TBT_PERCENT = 99  # of a request's times between tokens, which is held against its SLO
 _SPARE = 4096

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longhelix.page import page
+from longhelix.plan.html import page
 from longhelix.simulate.histogram import RELATIVE_ERROR
 from longhelix.simulate.ledger import TBT_PERCENT
 from longhelix.simulate.report import Run, rows

@@ -1,10 +1,10 @@
 """How many KV blocks a KVP rank's pool holds on the system that is simulated."""
 
 from longhelix.errors import UserError
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, memory, token_bytes
 from longhelix.perf.setting import Setting
+from longhelix.spec.layout import Layout
 
 
 def num_blocks(

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from longhelix.scheduler.recording import Aborted, Added, Completed, Event, Scheduled
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.step import Step, StepResult
 from longhelix.simulate.runner import SimulatedRunner
 from longhelix.simulate.simulation import Simulation
-from longhelix.step import Step, StepResult
 
 
 class MeasuredRunner(SimulatedRunner):

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import NamedTuple
 
-from longhelix.kv.blocks import Block
-from longhelix.step import SampledToken, Step, StepResult
-from longhelix.work import Cost
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.step import SampledToken, Step, StepResult
+from longhelix.scheduler.work import Cost
 
 
 class RanStep(NamedTuple):

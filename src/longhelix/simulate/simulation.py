@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from longhelix.errors import UserError
-from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.config import SchedulerConfig
@@ -19,6 +18,7 @@ from longhelix.simulate.histogram import Histogram
 from longhelix.simulate.ledger import Account, Ledger
 from longhelix.simulate.runner import PredictedRunner, RanStep, SimulatedRunner
 from longhelix.simulate.timeline import Sample, Timeline
+from longhelix.spec.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longhelix.errors import UserError
-from longhelix.request import ANY_SERVICE, MOST_TOKENS, ServiceLevel
+from longhelix.scheduler.request import ANY_SERVICE, MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.values import one_of, real, whole
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from longhelix.errors import UserError
-from longhelix.request import MOST_TOKENS, ServiceLevel
+from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.values import items, real, refused, shown, whole
 

@@ -1,7 +1,7 @@
 """Number formats: what a stored number takes, who stores it, and how. All that asks for bytes or choices asks here.
 
-A format is stored as weights, as keys and values, or as both, each in some arrangements (`kernels/weight.py`,
-`kernels/layer.py`). To add one, name it in `FORMATS`.
+A format is stored as weights, as keys and values, or as both, each in some arrangements (`compute/kernels/weight.py`,
+`compute/kernels/layer.py`). To add one, name it in `FORMATS`.
 """
 
 from collections.abc import Mapping

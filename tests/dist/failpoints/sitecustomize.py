@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-import longhelix.models.overlap as overlap
-from longhelix.runner.runner import ModelRunner
+import longhelix.compute.models.overlap as overlap
+from longhelix.compute.runner.runner import ModelRunner
 
 _FILE = Path(os.environ["FAULT_FILE"])
 _SLOW_S = 2.0

@@ -17,10 +17,10 @@ from longhelix.cli.chat.lines import Pipe, notes_on
 from longhelix.cli.options import ChatSamplingOptions
 from longhelix.engine.exchanges import HopB
 from longhelix.engine.result import Delta, Result
+from longhelix.engine.text.reasoning import Reasoning
 from longhelix.errors import RequestError, UserError
-from longhelix.guide import ReasoningTags
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.text.reasoning import Reasoning
+from longhelix.scheduler.guide import ReasoningTags
 
 pytestmark = pytest.mark.unit
 

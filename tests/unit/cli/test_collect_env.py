@@ -6,7 +6,7 @@ import pytest
 
 from longhelix.cli import collect_env as module
 from longhelix.cli.main import main
-from longhelix.machine import devices, host
+from longhelix.compute.machine import devices, host
 
 pytestmark = pytest.mark.unit
 

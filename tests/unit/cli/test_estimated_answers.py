@@ -11,7 +11,7 @@ from longhelix.perf.setting import Setting
 from longhelix.plan.choice import Chooser
 from longhelix.plan.question import Question
 from longhelix.plan.space import OVERLAPPED, STRATEGIES, space
-from longhelix.presets import load_model, load_system
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

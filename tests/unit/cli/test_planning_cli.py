@@ -10,8 +10,8 @@ from longhelix.cli.layout_file import read_layout
 from longhelix.cli.main import main
 from longhelix.cli.options import EngineFlags, ModelOptions
 from longhelix.errors import UserError
-from longhelix.layout import Layout
-from longhelix.presets import load_system, write_system
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_system, write_system
 
 pytestmark = pytest.mark.unit
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from longhelix import papers
+from longhelix import figures
 from longhelix.cli.main import main
 
 pytestmark = [pytest.mark.unit, pytest.mark.slow]
 
 TRACES = Path(__file__).parents[3] / "benchmarks/traces"
 # The H100 whose attention takes so long that prompts take what was published.
-H100 = str(Path(papers.__file__).parent / "systems" / "h100.toml")
+H100 = str(Path(figures.__file__).parent / "systems" / "h100.toml")
 COMMON = ("--model", "llama-3-8b", "--system", H100, "--max-running", "256", "--no-prefix-cache")
 LARS = ("--policy", "lars")
 WHOLE_BUDGETS = ("--policy", "fcfs", "--chunk-tokens", "8192")

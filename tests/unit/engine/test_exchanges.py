@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.engine.exchanges import ExchangeLog, HopB
-from longhelix.step import StepResult
+from longhelix.scheduler.step import StepResult
 
 pytestmark = pytest.mark.unit
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from longhelix.engine.core import TokenCore
-from longhelix.guide import Guide
-from longhelix.request import SamplingParams
+from longhelix.scheduler.guide import Guide
+from longhelix.scheduler.request import SamplingParams
 
 pytestmark = pytest.mark.unit
 

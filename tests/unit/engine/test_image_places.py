@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from longhelix.engine.images import _expanded
-from longhelix.request import ImageSpan
+from longhelix.scheduler.request import ImageSpan
 
 pytestmark = pytest.mark.unit
 

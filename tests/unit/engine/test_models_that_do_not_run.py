@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import _max_model_len, resolve
 from longhelix.errors import UserError
-from longhelix.layout import Layout
-from longhelix.models.model_files import open_checkpoint
 from longhelix.spec import FAMILIES, PLANNED_FAMILIES, ModelSpec, RopeSpec
+from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
 

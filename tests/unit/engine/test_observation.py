@@ -5,11 +5,11 @@ from array import array
 import pytest
 
 from longhelix.engine.observation import RanChunk, RankBlocks, StepLog, observe
-from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.step import SampledToken, StepResult
+from longhelix.scheduler.step import SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from anything import VALUES, Text
 from builtin import builtin
 from longhelix import LLM, UserError
+from longhelix.compute.machine import host
+from longhelix.compute.models.rope import inverse_frequencies
+from longhelix.compute.runner import pool_size
+from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine import resolution
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from longhelix.layout import Layout
-from longhelix.machine import host
-from longhelix.models.rope import inverse_frequencies
-from longhelix.runner import pool_size
-from longhelix.runner.config import EngineConfig
 from longhelix.spec import RopeSpec
+from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
 

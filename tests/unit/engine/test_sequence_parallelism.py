@@ -6,11 +6,11 @@ import pytest
 
 from builtin import builtin
 from longhelix import UserError
+from longhelix.compute.runner.token_ranges import TokenRanges
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.engine.sequence_parallelism import token_ranges
-from longhelix.layout import Layout
-from longhelix.runner.token_ranges import TokenRanges
+from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
 

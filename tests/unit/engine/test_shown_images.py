@@ -3,8 +3,8 @@
 import pytest
 
 from longhelix.engine.shown_images import ShownImage, ShownImages
-from longhelix.request import ImageSpan, SamplingParams
-from longhelix.step import Chunk, NewSequence, Step
+from longhelix.scheduler.request import ImageSpan, SamplingParams
+from longhelix.scheduler.step import Chunk, NewSequence, Step
 
 LAYERS, ROW_BYTES = 2, 3
 

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 
 from longhelix import SamplingParams, UserError
-from longhelix.cache.saved_context import Origin, SavedContext
+from longhelix.compute.cache.saved_context import Origin, SavedContext
 from longhelix.engine.contexts import Contexts
-from longhelix.kv.blocks import Block
 from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.kv.blocks import Block
 
 pytestmark = pytest.mark.unit
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from longhelix.cache.pool import KVPool
-from longhelix.kernels import KVFormat, native, partial_attention
-from longhelix.layout import Layout
+from longhelix.compute.cache.pool import KVPool
+from longhelix.compute.kernels import KVFormat, native, partial_attention
 from longhelix.measure import decode, model, prefill
 from longhelix.measure.clock import KINDS, Clock
 from longhelix.measure.configuration import configure
@@ -16,6 +15,7 @@ from longhelix.measure.formulas import attention_flops, causal_pairs, linear_flo
 from longhelix.measure.model import LongRequests, RankModel, fill, prefill_steps
 from longhelix.measure.timing import Timing, interleave
 from longhelix.spec import KV_DTYPES
+from longhelix.spec.layout import Layout
 
 pytestmark = [
     pytest.mark.unit,

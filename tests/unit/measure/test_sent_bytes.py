@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from longhelix.bench import sequence_parallelism
+from longhelix.compute.kernels import native
 from longhelix.errors import UserError
-from longhelix.kernels import native
-from longhelix.layout import Layout
+from longhelix.measure.bench import sequence_parallelism
 from longhelix.measure.formulas import prefill_sent_bytes
 from longhelix.measure.sequence_parallelism import VARIANTS, SequenceParallelismJob, combine, pairs
-from longhelix.presets import load_model
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model
 
 pytestmark = [
     pytest.mark.unit,

@@ -9,8 +9,8 @@ import threading
 import psutil
 import pytest
 
+from longhelix.compute.kernels import native
 from longhelix.errors import EngineError
-from longhelix.kernels import native
 from longhelix.measure.collectives import CollectivesJob
 from longhelix.measure.world import World
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
-from longhelix.presets import load_model, load_system
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longhelix.layout import Layout
 from longhelix.perf import collectives
 from longhelix.perf.collectives import RankGroups
 from longhelix.perf.flops import attention_flops
@@ -15,9 +14,10 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
-from longhelix.presets import load_model, load_system
+from longhelix.scheduler.work import Work
 from longhelix.spec import MLA, Indexer, ModelSpec, RopeSpec
-from longhelix.work import Work
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

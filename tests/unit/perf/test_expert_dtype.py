@@ -6,15 +6,15 @@ import pytest
 
 from longhelix.cli.planning import PlannedModel
 from longhelix.errors import UserError
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan.deployment import Deployment, runnable
 from longhelix.plan.peer_limits import weight_notes
-from longhelix.presets import load_model, load_system
 from longhelix.spec import ModelSpec
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 from longhelix.spec.weights import Split, embedding, layer_weights
 
 pytestmark = pytest.mark.unit

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longhelix.layout import Layout
 from longhelix.perf import fit
 from longhelix.perf.fit import COLLECTIVE_CONSTANTS, REQUEST_CONSTANTS, MeasuredCollective, MeasuredRequest
 from longhelix.perf.setting import Setting
-from longhelix.presets import load_model, load_system
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

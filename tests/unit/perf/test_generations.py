@@ -2,11 +2,11 @@
 
 import pytest
 
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items
-from longhelix.presets import load_model, load_system
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

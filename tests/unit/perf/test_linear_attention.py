@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longhelix.layout import Layout
 from longhelix.perf.flops import attention_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, weights_bytes
@@ -13,10 +12,11 @@ from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
-from longhelix.presets import load_model, load_system
+from longhelix.scheduler.work import Work
 from longhelix.simulate.pool import num_blocks
 from longhelix.spec import LinearAttention, ModelSpec, MoE, RopeSpec
-from longhelix.work import Work
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix import Layout, UserError
-from longhelix.kernels.candidates import Candidates
-from longhelix.layout import HeadShape
+from longhelix.compute.kernels.candidates import Candidates
 from longhelix.perf import collectives
 from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import total_seconds
@@ -23,9 +22,10 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds, token_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
-from longhelix.presets import load_model, load_system
+from longhelix.scheduler.work import CANDIDATES, Work
+from longhelix.spec.layout import HeadShape
+from longhelix.spec.presets import load_model, load_system
 from longhelix.spec.weights import num_active_parameters, num_parameters
-from longhelix.work import CANDIDATES, Work
 
 pytestmark = pytest.mark.unit
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.scalar import scalar
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
 from longhelix.perf.step_cost import StepCost
-from longhelix.presets import load_system
+from longhelix.scheduler.work import Work
 from longhelix.spec import ModelSpec
-from longhelix.work import Work
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_system
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longhelix.layout import Layout
 from longhelix.perf.flops import attention_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, weights_bytes
@@ -16,9 +15,10 @@ from longhelix.perf.stages import balanced
 from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
-from longhelix.presets import load_model, load_system
+from longhelix.scheduler.work import Work
 from longhelix.spec import ModelSpec, MoE, RopeSpec
-from longhelix.work import Work
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

@@ -21,7 +21,7 @@ from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, service
 from longhelix.plan.space import OVERLAPPED, STRATEGIES, space
 from longhelix.plan.sweep import full_sweep, units
-from longhelix.presets import load_model, load_system
+from longhelix.spec.presets import load_model, load_system
 from tiers import few
 
 pytestmark = pytest.mark.unit

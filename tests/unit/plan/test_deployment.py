@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from longhelix import UserError
 from longhelix.cli.layout_file import read_layout
+from longhelix.compute.kernels import native
+from longhelix.compute.models.parameters import declare
 from longhelix.engine.options import EngineOptions
-from longhelix.kernels import native
-from longhelix.models.parameters import declare
 from longhelix.plan import deployment as module
 from longhelix.plan.candidate import degrees
 from longhelix.plan.deployment import Deployment, as_yaml, comment, runnable
 from longhelix.plan.space import space
-from longhelix.presets import load_model
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES
+from longhelix.spec.presets import load_model
 from longhelix.spec.weights import Stored
 
 pytestmark = pytest.mark.unit

@@ -27,7 +27,7 @@ from longhelix.plan.page_data import MOST_POINTS, gpu_caps, kind_of, page_data
 from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, Use, mixed_seconds, prompts, service
 from longhelix.plan.space import OVERLAPPED, STRATEGIES
-from longhelix.presets import load_model, load_system, model_names
+from longhelix.spec.presets import load_model, load_system, model_names
 
 pytestmark = pytest.mark.unit
 
@@ -240,7 +240,7 @@ def test_caps_are_powers_of_two_and_the_most():
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 def test_every_strategy_has_a_colour_on_light_and_on_dark_and_a_mark(strategy):
     source = Path(longhelix.__file__).parent
-    assert (source / "page/assets/page.css").read_text().count(f"--{strategy.name}: #") == 2
+    assert (source / "plan/html/assets/page.css").read_text().count(f"--{strategy.name}: #") == 2
     looks = (source / "plan/assets/frontier.js").read_text().partition("};")[0]
     mark = re.search(rf'\b{strategy.name}: "(\w+)"', looks)[1]
     assert f"  {mark}: (x, y, r) =>" in (source / "plan/assets/chart.js").read_text()

@@ -15,7 +15,7 @@ from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.page import write_page
 from longhelix.plan.question import Question
 from longhelix.plan.space import STRATEGIES
-from longhelix.presets import load_model, load_system
+from longhelix.spec.presets import load_model, load_system
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

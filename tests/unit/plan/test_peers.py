@@ -18,9 +18,9 @@ from longhelix.plan.deployment import Deployment
 from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Option, Options
 from longhelix.plan.peers import CONFIG_FILE, OPTIONS, commands
 from longhelix.plan.space import space
-from longhelix.presets import load_model
 from longhelix.spec import FORMATS
 from longhelix.spec.family import FAMILIES
+from longhelix.spec.presets import load_model
 
 pytestmark = pytest.mark.unit
 

@@ -28,7 +28,7 @@ from longhelix.plan.reasons import neighbours, rejections
 from longhelix.plan.service import CHUNKS, Use, mixed_seconds, service
 from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import batches, sweep
-from longhelix.presets import load_model, load_system, model_names, system_names
+from longhelix.spec.presets import load_model, load_system, model_names, system_names
 
 pytestmark = pytest.mark.unit
 

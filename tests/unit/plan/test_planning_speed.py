@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from longhelix.bench import planner
+from longhelix.measure.bench import planner
 from longhelix.perf.setting import Setting
 from longhelix.plan.answer import answer
 from longhelix.plan.question import MOST_GPUS, Question
-from longhelix.presets import load_model, load_system
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

@@ -3,8 +3,8 @@
 import pytest
 
 from longhelix.plan.positions import beyond_positions
-from longhelix.presets import load_model
 from longhelix.spec import ModelSpec
+from longhelix.spec.presets import load_model
 
 pytestmark = pytest.mark.unit
 

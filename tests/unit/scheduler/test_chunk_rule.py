@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhelix.layout import Layout
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
-from longhelix.presets import load_model, load_system
 from longhelix.scheduler.chunk_rule import AdaptiveChunks
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.load import Load
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

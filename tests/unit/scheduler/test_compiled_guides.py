@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import Engine, config, expected_output, request
 
-from longhelix import guide as guide_module
-from longhelix.guide import Guide, KeptGuides
+from longhelix.scheduler import guide as guide_module
 from longhelix.scheduler.compiled_guides import CompiledGuides
+from longhelix.scheduler.guide import Guide, KeptGuides
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.step import NewSequence, SampledToken, StepResult
+from longhelix.scheduler.step import NewSequence, SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhelix.layout import Layout
+from longhelix.engine.workers.step_cost import step_cost
 from longhelix.measure.configuration import configure
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
 from longhelix.perf.step_cost import StepCost
-from longhelix.presets import load_model, load_system
 from longhelix.scheduler.cut import Cut
-from longhelix.work import PART_ROWS, Work
-from longhelix.workers.step_cost import step_cost
+from longhelix.scheduler.work import PART_ROWS, Work
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

@@ -8,11 +8,11 @@ from test_pressure import LONG, ByWork, Pressed, check_blocks, request
 from test_scheduler import expected_output
 
 from longhelix.errors import UserError
-from longhelix.request import ServiceLevel
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth_limits import limit_within
+from longhelix.scheduler.request import ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
 
 pytestmark = pytest.mark.unit
 

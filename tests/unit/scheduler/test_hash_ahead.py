@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from test_prefix import BLOCK_TOKENS, LONG, config, request
 from test_scheduler import Engine, expected_output
 
-from longhelix.request import ImageSpan
 from longhelix.scheduler import admission, chain
 from longhelix.scheduler.chain import Chain
+from longhelix.scheduler.request import ImageSpan
 
 pytestmark = pytest.mark.unit
 

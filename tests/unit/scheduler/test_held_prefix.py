@@ -7,9 +7,9 @@ from test_prefix import BLOCK_TOKENS, LONG, request
 from test_prefix import config as plain_config
 from test_scheduler import Engine, expected_output
 
-from longhelix.kv.blocks import BlockAllocator
-from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import ServiceLevel
+from longhelix.scheduler.kv.blocks import BlockAllocator
+from longhelix.scheduler.kv.placement import PLACEMENTS
+from longhelix.scheduler.request import ServiceLevel
 
 pytestmark = pytest.mark.unit
 

@@ -10,10 +10,10 @@ from test_pressure import LONG, ByWork, check_blocks, config, request
 from test_scheduler import expected_output, next_token
 
 from longhelix.errors import UserError
-from longhelix.kv.blocks import Block
+from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.step import NewSequence, SampledToken, StepResult
+from longhelix.scheduler.step import NewSequence, SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ from test_pressure import LONG, ByWork, Pressed, config, request
 
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.step import StepResult
-from longhelix.work import NO_WORK, Work
+from longhelix.scheduler.step import StepResult
+from longhelix.scheduler.work import NO_WORK, Work
 
 pytestmark = pytest.mark.unit
 

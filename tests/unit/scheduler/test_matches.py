@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_pressure import LONG, Pressed, Traffic, config, request
 from test_scheduler import expected_output
 
-from longhelix.kv.blocks import Block
 from longhelix.scheduler.admission import Admission
+from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.prefix import PrefixCache
 
 pytestmark = pytest.mark.unit

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
-from longhelix.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.policy import POLICIES, make_policy
+from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.step import SampledToken, StepResult
-from longhelix.work import Work
+from longhelix.scheduler.step import SampledToken, StepResult
+from longhelix.scheduler.work import Work
 
 pytestmark = pytest.mark.unit
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_scheduler import VOCAB, WHOLE, Engine, expected_output
 
-from longhelix.cache.block_arena import BlockArena
-from longhelix.kv.blocks import IDS_PER_BLOCK, Block
-from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import Request, SamplingParams
+from longhelix.compute.cache.block_arena import BlockArena
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block
+from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
-from longhelix.step import NewSequence, Step
+from longhelix.scheduler.request import Request, SamplingParams
+from longhelix.scheduler.step import NewSequence, Step
 
 pytestmark = pytest.mark.unit
 

@@ -8,7 +8,7 @@ import pytest
 from test_pressure import LONG, Pressed, check_blocks, config, request
 from test_scheduler import expected_output
 
-from longhelix.kv.placement import PLACEMENTS
+from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.prefix import PrefixCache
 
 pytestmark = pytest.mark.unit

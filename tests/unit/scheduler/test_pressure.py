@@ -10,15 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 from test_scheduler import VOCAB, Engine, FakeRunner, expected_logprobs, expected_output
 
-from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler import admission, chain
 from longhelix.scheduler.admission import MOST_PREEMPTIONS
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.policy import POLICIES
+from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.work import Work
+from longhelix.scheduler.work import Work
 
 pytestmark = pytest.mark.unit
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from longhelix.errors import UserError
-from longhelix.kv.blocks import Block
-from longhelix.kv.placement import PLACEMENTS
-from longhelix.request import Request, SamplingParams
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.held_prefix import HeldPrefix
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import Prefixes
+from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.step import Chunk, NewSequence, PromptLogprobs, SampledToken, StepResult
 from longhelix.scheduler.token_event import Usage
-from longhelix.step import Chunk, NewSequence, PromptLogprobs, SampledToken, StepResult
-from longhelix.work import NO_WORK, Work
+from longhelix.scheduler.work import NO_WORK, Work
 
 pytestmark = pytest.mark.unit
 

@@ -6,8 +6,8 @@ from test_pressure import LONG, ByWork, Pressed, config, request
 from test_scheduler import expected_output
 
 from longhelix.errors import UserError
-from longhelix.kv.placement import PLACEMENTS
-from longhelix.work import Work
+from longhelix.scheduler.kv.placement import PLACEMENTS
+from longhelix.scheduler.work import Work
 
 pytestmark = pytest.mark.unit
 

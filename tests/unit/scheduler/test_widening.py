@@ -7,7 +7,7 @@ import pytest
 from test_pressure import LONG, Pressed, check_blocks, config, request
 from test_scheduler import expected_output
 
-from longhelix.request import SamplingParams
+from longhelix.scheduler.request import SamplingParams
 
 pytestmark = pytest.mark.unit
 

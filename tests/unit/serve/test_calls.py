@@ -16,7 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from longhelix.engine.observation import Observation, RanChunk, RankBlocks, RanStep
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
-from longhelix.layout import HeadShape, Layout
 from longhelix.serve import json_reader, reading
 from longhelix.serve import serving as serving_module
 from longhelix.serve.app import build
@@ -27,6 +26,7 @@ from longhelix.serve.gate import Admission
 from longhelix.serve.journal import Journal
 from longhelix.serve.json_reader import DEEPEST, LONG_TEXT
 from longhelix.serve.serving import _TEXT_THREADS, Serving
+from longhelix.spec.layout import HeadShape, Layout
 
 pytestmark = pytest.mark.unit
 

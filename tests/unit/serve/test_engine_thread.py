@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from longhelix.request import ANY_SERVICE, SamplingParams
+from longhelix.scheduler.request import ANY_SERVICE, SamplingParams
 from longhelix.serve import engine_thread
 from longhelix.serve.asked import Answer, Asked
 from longhelix.serve.engine_thread import EngineThread, Recovery

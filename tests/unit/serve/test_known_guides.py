@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from longhelix.errors import UserError
-from longhelix.guide import Guide
+from longhelix.scheduler.guide import Guide
 from longhelix.serve.errors import ClientError
 from longhelix.serve.line import Line
 from longhelix.serve.serving import Serving

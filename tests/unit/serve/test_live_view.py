@@ -11,9 +11,9 @@ from longhelix import Layout
 from longhelix.engine.observation import Observation, RanStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
-from longhelix.layout import HeadShape
 from longhelix.serve import live
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
+from longhelix.spec.layout import HeadShape
 
 pytestmark = pytest.mark.unit
 

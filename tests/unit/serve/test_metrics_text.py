@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from longhelix.engine.observation import Observation, RanChunk, RankBlocks, RanStep, RunningRequest
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
-from longhelix.layout import Layout
 from longhelix.serve import metrics as metrics_module
 from longhelix.serve.course import Course
 from longhelix.serve.metrics import Metrics
+from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
 

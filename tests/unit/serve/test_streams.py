@@ -10,7 +10,7 @@ import pytest
 from longhelix import SamplingParams, UserError
 from longhelix.engine.result import Delta
 from longhelix.errors import PassingError, RequestError
-from longhelix.request import ServiceLevel
+from longhelix.scheduler.request import ServiceLevel
 from longhelix.serve import driver, streams
 from longhelix.serve.asked import Answer, Asked, Progress, Quiet
 from longhelix.serve.errors import ClientError, of_error

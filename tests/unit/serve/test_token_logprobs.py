@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
+from longhelix.engine.text.tokenizer import Tokenizer
 from longhelix.serve.token_logprobs import chat_logprobs, completion_logprobs
-from longhelix.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.unit
 

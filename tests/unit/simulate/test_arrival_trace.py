@@ -6,7 +6,7 @@ from zlib import crc32
 import pytest
 
 from longhelix.errors import UserError
-from longhelix.request import ServiceLevel
+from longhelix.scheduler.request import ServiceLevel
 from longhelix.simulate.arrival import rate_per_s
 from longhelix.simulate.trace import read_csv, read_jsonl
 

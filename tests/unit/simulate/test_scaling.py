@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from longhelix import papers
-from longhelix.layout import Layout
+from longhelix import figures
 from longhelix.perf.setting import Setting
-from longhelix.presets import load_model, load_system
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Observer, Server, simulate
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 
 # The paper's own, whose attention takes as long as the paper says.
-H100 = load_system(str(Path(papers.__file__).parent / "systems" / "h100.toml"))
+H100 = load_system(str(Path(figures.__file__).parent / "systems" / "h100.toml"))
 SETTING = Setting(load_model("llama-3-70b"), H100, "bfloat16", "bfloat16")
 
 

@@ -4,7 +4,7 @@ import pytest
 from test_simulation import run
 
 from longhelix.errors import UserError
-from longhelix.request import ServiceLevel
+from longhelix.scheduler.request import ServiceLevel
 from longhelix.simulate.arrival import Arrival, Sooner
 from longhelix.simulate.arrivals import Arrivals
 from longhelix.simulate.trace import read_csv

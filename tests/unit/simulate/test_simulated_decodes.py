@@ -2,15 +2,15 @@
 
 import pytest
 
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
-from longhelix.presets import load_model, load_system
-from longhelix.request import MOST_TOKENS
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Observer, Server, simulate
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
-from longhelix.presets import load_model, load_system
-from longhelix.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.step import SampledToken, StepResult
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.runner import PredictedRunner
 from longhelix.simulate.simulation import Server, Simulation, simulate
 from longhelix.simulate.synthetic import Synthetic, chat, parse_mix
-from longhelix.step import SampledToken, StepResult
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from longhelix.compute.kernels import TILES, KVFormat, make_weight, native
 from longhelix.errors import UserError
-from longhelix.kernels import TILES, KVFormat, make_weight, native
-from longhelix.layout import Layout
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
-from longhelix.presets import load_model, load_system
 from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, CacheEntry, number_format
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 

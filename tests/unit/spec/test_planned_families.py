@@ -21,8 +21,8 @@ from transformers import (
 
 from anything import VALUES
 from longhelix.errors import UserError
-from longhelix.presets import load_model
 from longhelix.spec import FAMILIES, PLANNED_FAMILIES, Indexer, LinearAttention, ModelSpec, MoE
+from longhelix.spec.presets import load_model
 from longhelix.spec.weights import num_parameters
 
 pytestmark = pytest.mark.unit

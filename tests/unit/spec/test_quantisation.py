@@ -9,8 +9,8 @@ from transformers.utils.quantization_config import QuantizationMethod
 from anything import VALUES
 from longhelix.cli.planning import PlannedModel
 from longhelix.errors import UserError
-from longhelix.presets import load_model
 from longhelix.spec import FORMATS, ModelSpec
+from longhelix.spec.presets import load_model
 from longhelix.spec.quantisation import stored_dtype, stores_experts_alone
 
 pytestmark = pytest.mark.unit

@@ -21,9 +21,8 @@ from transformers import (
 )
 
 from anything import VALUES
+from longhelix.compute.models.parameters import declare
 from longhelix.errors import UserError
-from longhelix.layout import Layout
-from longhelix.models.parameters import declare
 from longhelix.spec import (
     FAMILIES,
     FORMATS,
@@ -36,6 +35,7 @@ from longhelix.spec import (
     RopeSpec,
 )
 from longhelix.spec.config_fields import NEUTRAL, OPTIONAL, REQUIRED, WINDOW
+from longhelix.spec.layout import Layout
 from longhelix.spec.weights import num_parameters
 
 pytestmark = pytest.mark.unit

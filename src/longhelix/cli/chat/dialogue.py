@@ -10,9 +10,9 @@ from rich.progress import Progress
 from longhelix.cli.chat.conversation import Conversation
 from longhelix.engine.llm import LLM
 from longhelix.engine.result import Delta, Result
+from longhelix.engine.text.reasoning import ReasoningForm
 from longhelix.errors import RequestError
-from longhelix.request import SamplingParams
-from longhelix.text.reasoning import ReasoningForm
+from longhelix.scheduler.request import SamplingParams
 
 _LONG_TOKENS = 512  # a shorter prompt is read before a bar is seen
 

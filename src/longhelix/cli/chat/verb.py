@@ -7,8 +7,8 @@ from longhelix.cli.chat.dialogue import Dialogue
 from longhelix.cli.chat.interrupts import on_interrupt
 from longhelix.cli.chat.lines import open_lines
 from longhelix.cli.options import ChatSamplingOptions, EngineFlags, ModelOptions
+from longhelix.engine.text.reasoning import PARSERS
 from longhelix.errors import RequestError, UserError
-from longhelix.text.reasoning import PARSERS
 
 
 def chat(

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from longhelix.cache.context_folder import context_name
-from longhelix.request import MOST_TOKENS
+from longhelix.compute.cache.context_folder import context_name
+from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.values import text
 
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
 from longhelix.serve.bodies.reasoned import Reasoned

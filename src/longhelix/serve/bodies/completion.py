@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from longhelix.request import MAX_LOGPROBS, MOST_TOKENS
+from longhelix.scheduler.request import MAX_LOGPROBS, MOST_TOKENS
 from longhelix.serve.bodies.prompt import Prompts
 from longhelix.serve.bodies.sampled import Scored
 

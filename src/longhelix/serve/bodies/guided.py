@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longhelix.errors import UserError
-from longhelix.guide import Guide
+from longhelix.scheduler.guide import Guide
 from longhelix.serve.bodies.body import Body, Text, few
 from longhelix.serve.bodies.unserved import Unserved, check_unserved
 

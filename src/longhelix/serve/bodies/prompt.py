@@ -5,7 +5,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import PlainValidator, WithJsonSchema
 
-from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.request import MOST_TOKENS
 
 _MOST_PROMPTS = 1024
 _PART = 1 << 16  # of a list, which other threads wait for

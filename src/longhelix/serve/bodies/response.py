@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from longhelix.guide import Guide
-from longhelix.request import MOST_TOKENS
+from longhelix.scheduler.guide import Guide
+from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text, few
 from longhelix.serve.bodies.message import (
     COUNTED,

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from longhelix.errors import UserError
-from longhelix.guide import Guide
-from longhelix.request import MAX_LOGPROBS, MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
+from longhelix.scheduler.guide import Guide
+from longhelix.scheduler.request import MAX_LOGPROBS, MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
 from longhelix.serve.bodies.body import Body, ContextName, ModelName, TokenId, few
 from longhelix.serve.bodies.guided import Guided
 from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved

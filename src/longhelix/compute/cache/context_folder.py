@@ -1,0 +1,326 @@
+"""The folder of saved contexts: each a folder of its own, there with all of its files or not at all."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import threading
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
+from pathlib import Path
+from tempfile import mkdtemp
+
+import msgspec
+
+from longhelix.compute.cache.rank_file import damaged
+from longhelix.compute.cache.saved_context import VERSION, SavedContext
+from longhelix.errors import UserError
+from longhelix.values import refused, text
+
+_LONGEST_NAME = 100
+_MANIFEST, _TOKENS = "context.json", "token_ids.int32"
+_UNFINISHED = ".unfinished-"  # no context's name begins with a dot
+_REMOVING = "removes contexts"  # the name of threads
+
+
+class _Manifest(msgspec.Struct):
+    """checksum: SHA-256 of `context`, as it is written."""
+
+    version: int
+    checksum: str
+    context: msgspec.Raw
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def context_name(value: object) -> str:
+    """A name that can be that of a folder."""
+    name = text("a context's name", value)
+    printable = bool(name.strip()) and name.isprintable()  # and so it can be encoded
+    if not printable or name.startswith((".", "-")) or len(name.encode()) > _LONGEST_NAME:
+        allowed = f"1 to {_LONGEST_NAME} printable bytes that do not begin with a dot or a hyphen"
+        raise refused("a context's name", value, allowed)
+    if "/" in name or "\\" in name:
+        raise refused("a context's name", value, "one without / and \\")
+    return name
+
+
+def _shown(disk_name: str) -> str:
+    """What a folder is called here: its name, or where no context may have that, a printable form of it, which is of no
+    other folder."""
+    return disk_name if _may_be(disk_name) else disk_name.encode("unicode_escape").decode()
+
+
+def _may_be(name: str) -> bool:
+    """Whether a context may have that name."""
+    try:
+        context_name(name)
+    except UserError:
+        return False
+    return True
+
+
+class ContextFolder:
+    """Saved contexts by name. Raises UserError for what is not there, is damaged, or cannot be written.
+
+    asked: the folder, or None: that of the user's data, as the XDG base directory specification has it.
+    """
+
+    def __init__(self, asked: Path | None) -> None:
+        self._asked = asked
+        self._has_looked = False  # for what others have left
+
+    @cached_property
+    def path(self) -> Path:
+        """Absolute: ranks may have another working directory."""
+        if self._asked is not None:
+            return self._asked.absolute()
+        try:
+            data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
+        except RuntimeError as error:  # there is no home
+            raise UserError("this user has no home for contexts: set XDG_DATA_HOME, or --contexts-dir") from error
+        return data.absolute() / "longhelix" / "contexts"
+
+    def names(self) -> list[str]:
+        """Of all that are there: damaged ones as well, and folders whose names no context may have, as `_shown` has
+        them."""
+        return sorted(self._folders())
+
+    def _folders(self) -> dict[str, str]:
+        """Of all names what the disk has in their places."""
+        try:
+            return {_shown(entry.name): entry.name for entry in os.scandir(self.path) if _is_context(entry)}
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise disk_error(f"the folder of contexts {self.path} cannot be read", error) from error
+
+    def at(self, name: str) -> Path:
+        """The folder of a context that is there."""
+        if context_name(name) not in self.names():
+            known = f"known are {', '.join(self.names())}" if self.names() else "there is none"
+            raise UserError(f"there is no context {name!r} in {self.path}: {known}", "unknown_context")
+        return self.path / name
+
+    def to_remove(self, name: str) -> Path:
+        """The folder of that name, which need not be one that a context may have."""
+        disk_name = self._folders().get(name) if isinstance(name, str) else None
+        return self.at(name) if disk_name is None else self.path / disk_name
+
+    def manifest(self, name: str) -> SavedContext:
+        return self._manifest(name, self.at(name) / _MANIFEST)
+
+    def manifests(self) -> dict[str, SavedContext | UserError]:
+        """Of all that are there, by name, in one look at the folder: the error of what is damaged or no context."""
+        found: dict[str, SavedContext | UserError] = {}
+        for name in self.names():
+            if not _may_be(name):
+                found[name] = UserError(
+                    f"the folder '{name}' has a name that no context may have: rename it, or remove it",
+                    "invalid_context",
+                )
+                continue
+            try:
+                found[name] = self._manifest(name, self.path / name / _MANIFEST)
+            except UserError as error:
+                if (self.path / name).is_dir():  # or it was removed meanwhile
+                    found[name] = error
+        return found
+
+    def _manifest(self, name: str, path: Path) -> SavedContext:
+        found = _read(path)
+        try:
+            version = msgspec.json.decode(found, type=_Version).version
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise damaged(path, "it is no manifest") from error
+        if version != VERSION:
+            raise UserError(
+                f"context {name!r} has version {version} of the format, and this longhelix reads {VERSION}: save it "
+                "again",
+                "invalid_context",
+            )
+        try:
+            manifest = msgspec.json.decode(found, type=_Manifest)
+            context = msgspec.json.decode(manifest.context, type=SavedContext)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise damaged(path, "it is no manifest") from error
+        if _sha256(bytes(manifest.context)) != manifest.checksum:
+            raise damaged(path, "it has changed since it was saved")
+        return msgspec.structs.replace(context, name=name)  # a folder may be renamed
+
+    def token_ids(self, context: SavedContext) -> "array[int]":
+        path = self.at(context.name) / _TOKENS
+        found = _read(path)
+        if len(found) != 4 * context.num_tokens or _sha256(found) != context.tokens_checksum:
+            raise damaged(path, "it has changed since it was saved")
+        return array("i", found)
+
+    def remove(self, name: str) -> None:
+        with _in_words(f"context {name!r} cannot be removed"), self._without(self.to_remove(name)):
+            pass
+
+    @contextmanager
+    def _without(self, path: Path, later: bool = False) -> Iterator[None]:
+        """A context is gone at once, and its files then, or `later`, on a thread of their own; it is back if what is
+        done meanwhile fails."""
+        gone, lock = self.path / f"{_UNFINISHED}{secrets.token_hex(8)}", _lock(path)
+        try:
+            os.rename(path, gone)
+            try:
+                yield
+            except BaseException:
+                os.rename(gone, path)
+                raise
+        except BaseException:
+            os.close(lock)
+            raise
+        if later:
+            threading.Thread(target=_remove, args=(gone, lock), name=_REMOVING).start()
+        else:
+            _remove(gone, lock)
+
+    def check_free(self, name: str, replace: bool) -> None:
+        if context_name(name) in self.names() and not replace:
+            raise UserError(
+                f"there is a context {name!r} in {self.path} already: choose another name, or set replace",
+                "context_exists",
+            )
+        if name not in self.names() and os.path.lexists(self.path / name):
+            raise UserError(
+                f"{self.path / name} is there already, and is no folder: choose another name, or remove it",
+                "context_exists",
+            )
+
+    @contextmanager
+    def new(self, name: str, replace: bool) -> Iterator[Path]:
+        """A folder for files of a context, which is the context's if `finish` was called, and gone otherwise."""
+        self.check_free(name, replace)
+        with _in_words(f"context {name!r} cannot be saved in {self.path}"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not self._has_looked:
+                self._has_looked = True
+                left = list(self.path.glob(f"{_UNFINISHED}*"))  # before there is one of its own
+                threading.Thread(target=_remove_left, args=(left,), name=_REMOVING).start()
+            folder, lock = _unfinished(self.path)
+            try:
+                yield folder
+            finally:
+                _remove(folder, lock)
+
+    def finish(self, folder: Path, context: SavedContext, token_ids: "array[int]", replace: bool) -> None:
+        """Make a folder with the files of ranks the context of that name, in one step. Raises OSError."""
+        encoded = msgspec.json.encode(context)
+        _write(folder / _TOKENS, token_ids.tobytes())
+        _write(folder / _MANIFEST, msgspec.json.encode(_Manifest(VERSION, _sha256(encoded), msgspec.Raw(encoded))))
+        _sync(folder)
+        self.check_free(context.name, replace)
+        path = self.path / context.name
+        with self._without(path, later=True) if context.name in self.names() else nullcontext():
+            os.rename(folder, path)
+        _sync(self.path)
+
+
+def _unfinished(path: Path) -> tuple[Path, int]:
+    """A new folder in it, and its lock."""
+    while True:
+        folder = Path(mkdtemp(prefix=_UNFINISHED, dir=path))
+        with suppress(FileNotFoundError):
+            lock = _lock(folder)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+        # Somebody took it for one that was left, before it had its lock.
+
+
+def _lock(folder: Path) -> int:
+    """The descriptor of a folder that is written or removed. While it is open nobody takes it for one that was left:
+    the system lets go of the lock of a process that ends, however it does. Where there are no locks nothing is left to
+    others."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _is_context(entry: "os.DirEntry[str]") -> bool:
+    """Whether an entry of the folder of contexts is a folder that is no writer's. What cannot be looked at, such as a
+    link into a folder that may not be read, is none."""
+    try:
+        return entry.is_dir() and not entry.name.startswith(".")
+    except OSError:
+        return False
+
+
+def _remove(folder: Path, lock: int) -> None:
+    if folder.is_symlink():  # whose target is somebody else's
+        folder.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
+def _remove_left(folders: list[Path]) -> None:
+    """Those whose writers have ended before them."""
+    for folder in folders:
+        with suppress(OSError):  # one that is written, or gone already
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def tokens_checksum(token_ids: "array[int]") -> str:
+    return _sha256(token_ids.tobytes())
+
+
+def disk_error(what: str, error: OSError) -> UserError:
+    """What went wrong with a disk."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError(
+            f"{what}: the disk is full, or files may not be that large; make room, or choose another --contexts-dir",
+            "disk_full",
+        )
+    return UserError(f"{what}: {error.strerror or error}", "disk_error")
+
+
+@contextmanager
+def _in_words(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise disk_error(what, error) from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise damaged(path, "it is missing") from None
+    except OSError as error:
+        raise damaged(path, f"it cannot be read ({error.strerror})") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

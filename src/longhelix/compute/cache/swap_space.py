@@ -1,0 +1,56 @@
+"""Where a rank keeps swapped KV blocks: pinned memory of the host for a GPU's pool, a file for a pool in memory."""
+
+import mmap
+import os
+import tempfile
+
+import torch
+from torch import Tensor
+
+from longhelix.compute.cache.pool import KVPool
+from longhelix.errors import UserError
+
+
+class SwapSpace:
+    """`num_slots` slots of one KV block each, whose contents start undefined. The file has no name, in the folder of
+    temporary files, and ends with the process.
+
+    swapped_blocks: how many have gone either way so far. Raises UserError where there is no room for all slots.
+    """
+
+    def __init__(self, pool: KVPool, num_slots: int) -> None:
+        self._pool = pool
+        self.swapped_blocks = 0
+        size = num_slots * pool.block_bytes
+        try:
+            bytes_X = _pinned(size) if pool.device.type == "cuda" else _mapped(size)
+        except (OSError, RuntimeError) as error:
+            place = "pinned memory" if pool.device.type == "cuda" else tempfile.gettempdir()
+            raise UserError(
+                f"swapped KV blocks need {size} bytes of {place} on a rank, which cannot be had: {error}; lower "
+                "--swap-tokens" + ("" if pool.device.type == "cuda" else ", or set TMPDIR to a folder on a larger disk")
+            ) from error
+        self._slots_SX = bytes_X.view(num_slots, pool.block_bytes)
+
+    def swap_out(self, block: int, slot: int) -> None:
+        """Keep a KV block's content in a slot."""
+        self._slots_SX[slot].copy_(self._pool.read([block]))
+        self.swapped_blocks += 1
+
+    def swap_in(self, slot: int, block: int) -> None:
+        """Fill a KV block with what a slot keeps."""
+        self._pool.write([block], self._slots_SX[slot])
+        self.swapped_blocks += 1
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _mapped(size: int) -> Tensor:
+    """A file in memory, for all of which there is room: the system would end a process that writes beyond it."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    with tempfile.TemporaryFile() as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)

@@ -1,0 +1,307 @@
+"""The ops of an FFN with experts: which of them a row takes, and what these make of it. CPUs run native
+kernels over weights in panels, GPUs grouped products over weights in rows, everything else the reference.
+
+Shared experts are one expert more, of number `num_experts`, which every row takes last: routed experts and shared ones
+are one op, and one sum.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from longhelix.compute.kernels import native, reference
+from longhelix.compute.kernels.library import dense, is_compiling, library, triton_kernels
+from longhelix.compute.kernels.operands import check_operands, check_taken
+from longhelix.compute.kernels.weight import PANELS, PLAIN, Arrangement, Weight
+from longhelix.spec import MoE
+
+
+def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
+    """The taken experts' weights and numbers, weights_TY (float32) and experts_TY (int64), best first.
+
+    logits_TX (float32): of the experts, and, where there is a shared gate, of that. bias_E (float32): added where
+    experts are chosen. Y are the experts per token, with one more where experts are shared: it comes last, weighted
+    with 1 or the sigmoid of its gate. Of equal scores the expert of the lower number is better, and the group.
+
+    Softmax routing as in Mixtral (arXiv 2401.04088) and DeepSeek-V2 (arXiv 2405.04434, group-limited); sigmoid routing
+    with a bias that only chooses as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+    """
+    if _is_native(logits_TX) and not is_compiling():
+        return _route_native(logits_TX, bias_E, moe)
+    return torch.ops.longhelix.route(logits_TX, bias_E, *_routing(moe))
+
+
+library.define(
+    "route(Tensor logits_TX, Tensor? bias_E, int num_experts, int experts_per_token, bool shared, bool shared_gate, "
+    "bool sigmoid, bool normalised, int num_groups, int groups_per_token, float scale) -> (Tensor, Tensor)"
+)
+
+
+def _routing(moe: MoE) -> tuple[int, int, bool, bool, bool, bool, int, int, float]:
+    sizes = moe.num_experts, moe.experts_per_token, moe.shared_size > 0, moe.shared_gate
+    return *sizes, moe.sigmoid, moe.normalised, moe.num_groups, moe.groups_per_token, moe.scale
+
+
+def _route(logits_TX, bias_E, num_experts, per_token, shared, shared_gate, sigmoid, normalised, groups, taken, scale):
+    moe = MoE(
+        num_experts,
+        per_token,
+        expert_size=0,
+        shared_size=int(shared),
+        shared_gate=shared_gate,
+        sigmoid=sigmoid,
+        normalised=normalised,
+        num_groups=groups,
+        groups_per_token=taken,
+        scale=scale,
+    )
+    return (_route_native if _is_native(logits_TX) else reference.route)(logits_TX, bias_E, moe)
+
+
+def _is_native(logits_TX: Tensor) -> bool:
+    return native.module is not None and logits_TX.device.type == "cpu"
+
+
+def _route_native(logits_TX, bias_E, moe):
+    logits_TX, bias_E = logits_TX.contiguous(), None if bias_E is None else bias_E.contiguous()
+    rows, columns = len(logits_TX), moe.experts_per_token + (moe.shared_size > 0)
+    weights_TY = logits_TX.new_empty(rows, columns)
+    experts_TY = logits_TX.new_empty(rows, columns, dtype=torch.int64)
+    native.module.route(
+        logits_TX.data_ptr(),
+        rows,
+        0 if bias_E is None else bias_E.data_ptr(),
+        moe.num_experts,
+        moe.experts_per_token,
+        moe.num_groups,
+        moe.groups_per_token,
+        moe.sigmoid,
+        moe.normalised,
+        moe.scale,
+        moe.shared_size > 0,
+        moe.shared_gate,
+        weights_TY.data_ptr(),
+        experts_TY.data_ptr(),
+    )
+    return weights_TY, experts_TY
+
+
+@torch.library.register_fake("longhelix::route", lib=library)
+def _(logits_TX, bias_E, num_experts, per_token, shared, *_):
+    shape = logits_TX.shape[0], per_token + shared
+    return logits_TX.new_empty(shape), logits_TX.new_empty(shape, dtype=torch.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """This rank's experts, by their numbers `ids`: the products of each, all in one arrangement.
+
+    A rank may have no columns of an expert; it still counts its rows. rows_e (int64, where the weights are): the rows
+    that each has had. addresses: how the op of a graph finds the weights without a list of them: on GPUs see
+    `addresses`, of panels one number, that in `_NUMBERED`; empty: it takes lists.
+    """
+
+    ids: tuple[int, ...]
+    gate_up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+    rows_e: Tensor
+    addresses: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        ids: tuple[int, ...],
+        gate_up: tuple[Weight, ...],
+        down: tuple[Weight, ...],
+        num_experts: int,
+        device: torch.device,
+    ) -> "Experts":
+        """Those on `device`, of `num_experts` on all ranks, without rows so far."""
+        rows_e = torch.zeros(len(ids), dtype=torch.int64, device=device)
+        if rows_e.is_cuda:
+            return cls(ids, gate_up, down, rows_e, addresses(ids, gate_up, down, num_experts))
+        found = cls(ids, gate_up, down, rows_e)
+        if found.arrangement is PANELS:
+            number = next(_NUMBERS)
+            found = _NUMBERED[number] = replace(found, addresses=(torch.tensor([number]),))
+        return found
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Of all weights; a rank that has none runs the native kernels where there are any."""
+        panels = all(weight.arrangement is PANELS for weight in (*self.gate_up, *self.down))
+        return PANELS if panels and native.module is not None else PLAIN
+
+    @property
+    def hidden(self) -> int | None:
+        """Inputs and outputs of each; None where there are none."""
+        return self.down[0].outputs if self.down else None
+
+    @property
+    def weight_dtype(self) -> str | None:
+        """Of all weights; None where there are none."""
+        return self.down[0].dtype if self.down else None
+
+    @cached_property
+    def handle(self):
+        """The weights as the native kernels know them."""
+        gate_up, down = ([weight.handle for weight in weights] for weights in (self.gate_up, self.down))
+        return native.module.ExpertSet(self.ids, gate_up, down)
+
+
+_NUMBERED: WeakValueDictionary[int, Experts] = WeakValueDictionary()  # experts whose weights are panels
+_NUMBERS = itertools.count()
+
+
+def addresses(
+    ids: Sequence[int], gate_up: Sequence[Weight], down: Sequence[Weight], num_experts: int
+) -> tuple[Tensor, Tensor]:
+    """Where the kernels of GPUs find weights, which stay where they are.
+
+    index_E (int32): the index of each of `num_experts` among this rank's e, -1 if it is elsewhere. weights_e3 (int64):
+    the address of gate and up (2 f, H), that of down (H, f), and the columns f.
+    """
+    index = [-1] * num_experts
+    for place, number in enumerate(ids):
+        index[number] = place
+    found = [(a.values.data_ptr(), b.values.data_ptr(), b.depth) for a, b in zip(gate_up, down, strict=True)]
+    assert all(address % 16 == 0 for *both, _ in found for address in both)
+    device = down[0].values.device if down else None
+    return (
+        torch.tensor(index, dtype=torch.int32, device=device),
+        torch.tensor(found, dtype=torch.int64, device=device).view(-1, 3),
+    )
+
+
+def run_experts(
+    x_TH: Tensor,
+    experts: Experts,
+    weights_TY: Tensor,
+    experts_TY: Tensor,
+    *,
+    norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    scales_TX: Tensor | None = None,
+) -> Tensor:
+    """residual + the sum of each row's experts, as far as this rank has them, weighted; in `dtype`, by default that of
+    x.
+
+    An expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of x, after an RMSNorm if `norm` has its weights.
+    weights_TY, experts_TY: as `route` gives them; a number that no expert has takes none. Adds the rows of each expert
+    to `experts.rows_e`. The sum is float32, rounded once. scales_TX: as of `linear`. Raises ValueError for operands of
+    another shape or dtype than these; a residual may be of any dtype.
+    """
+    dtype = dtype or x_TH.dtype
+    around = norm, norm_eps, residual, dtype, scales_TX, experts.rows_e
+    numbered = len(experts.addresses) == 1  # panels: no need to look at the weights of each expert
+    if not is_compiling() and (numbered or experts.arrangement is PANELS) and _is_native(x_TH):
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
+    # What has addresses is found by them: lists of hundreds of tensors take the dispatcher longer than kernels run.
+    listed = len(experts.addresses) == 0
+    gate_up = [weight.values for weight in experts.gate_up] if listed else []
+    down = [weight.values for weight in experts.down] if listed else []
+    return torch.ops.longhelix.run_experts(
+        x_TH,
+        gate_up,
+        down,
+        list(experts.addresses),
+        weights_TY,
+        experts_TY,
+        *around,
+        [] if numbered else experts.ids,
+        [] if numbered else [weight.depth for weight in experts.down],
+        experts.hidden,
+        experts.weight_dtype,
+        PANELS.name if numbered else experts.arrangement.name,
+    )
+
+
+library.define(
+    "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor[] addresses, Tensor weights_TY, "
+    "Tensor experts_TY, Tensor? norm, float norm_eps, Tensor? residual, ScalarType dtype, Tensor? scales_TX, "
+    "Tensor(a!) rows_e, int[] ids, int[] columns, int? hidden, str? weight_dtype, str arrangement) -> Tensor"
+)
+
+
+def _run_experts(
+    x_TH,
+    gate_up,
+    down,
+    addresses,
+    weights_TY,
+    experts_TY,
+    norm,
+    norm_eps,
+    residual,
+    dtype,
+    scales_TX,
+    rows_e,
+    ids,
+    columns,
+    hidden,
+    weight_dtype,
+    arrangement,
+):
+    around = norm, norm_eps, residual, dtype, scales_TX, rows_e
+    if len(addresses) == 1:
+        return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *around)
+    if not addresses and arrangement == PANELS.name and _is_native(x_TH):
+        gate_ups = (Weight(w, weight_dtype, 2 * f, hidden, PANELS) for w, f in zip(gate_up, columns, strict=True))
+        downs = (Weight(w, weight_dtype, hidden, f, PANELS) for w, f in zip(down, columns, strict=True))
+        experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
+    if scales_TX is not None or dtype != x_TH.dtype:
+        raise ValueError("rows of bytes, and results of another dtype, are of native kernels: leave them out")
+    check_operands(x_TH, weight_dtype, hidden, hidden, norm, residual, dtype, scales_TX)
+    check_taken(weights_TY, experts_TY, x_TH.shape[0])
+    residual = None if residual is None else residual.to(dtype)
+    if addresses:
+        taken = weights_TY, experts_TY, rows_e
+        return triton_kernels().run_experts(x_TH, *addresses, columns, *taken, norm, norm_eps, residual)
+    normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
+    out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
+    return out_TH if residual is None else residual + out_TH
+
+
+def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, dtype, scales_TX, rows_e):
+    hidden = experts.hidden
+    check_operands(x_TH, experts.weight_dtype, hidden, hidden, norm, residual, dtype, scales_TX)
+    check_taken(weights_TY, experts_TY, x_TH.shape[0])
+    if residual is not None and residual.dtype != dtype:
+        residual = residual.to(dtype)
+    x_TH, weights_TY, experts_TY = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY))
+    norm, residual, scales_TX = dense(norm), dense(residual), dense(scales_TX)
+    out_TH = x_TH.new_empty(x_TH.shape, dtype=dtype)
+    native.module.experts(
+        x_TH.data_ptr(),
+        native.module.Number.int8 if scales_TX is not None else native.NUMBER_BY_DTYPE[x_TH.dtype],
+        0 if scales_TX is None else scales_TX.data_ptr(),
+        *x_TH.shape,
+        0 if norm is None else norm.data_ptr(),
+        norm_eps,
+        experts.handle,
+        weights_TY.data_ptr(),
+        experts_TY.data_ptr(),
+        experts_TY.shape[1],
+        0 if residual is None else residual.data_ptr(),
+        out_TH.data_ptr(),
+        native.NUMBER_BY_DTYPE[dtype],
+        rows_e.data_ptr(),
+    )
+    return out_TH
+
+
+@torch.library.register_fake("longhelix::run_experts", lib=library)
+def _(x_TH, gate_up, down, addresses, weights_TY, experts_TY, norm, norm_eps, residual, dtype, *_):
+    return x_TH.new_empty(x_TH.shape, dtype=dtype)
+
+
+library.impl("route", _route, "CompositeExplicitAutograd")
+library.impl("run_experts", _run_experts, "CompositeExplicitAutograd")

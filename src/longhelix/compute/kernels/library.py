@@ -1,0 +1,44 @@
+"""The torch library of our ops, and what their forms share.
+
+An op has a signature with shapes (letters in docs/shapes.md), a reference, fast forms, and a fake, so that graphs keep
+it whole. Registered as torch.ops.longhelix.*. Packed operands run the native CPU kernels, CUDA tensors the Triton
+kernels, everything else the reference. Outside of a graph a native kernel is called directly: the dispatcher costs more
+than a small kernel does.
+"""
+
+import torch
+from torch import Tensor
+
+from longhelix.compute.kernels.layer import ARRANGEMENTS, KVFormat, KVLayer
+
+library = torch.library.Library("longhelix", "DEF")
+is_compiling = torch.compiler.is_compiling
+
+
+def dense_rows(rows: Tensor) -> Tensor:
+    """Rows that are each one run of memory, at whatever distance from each other."""
+    if rows.stride(-1) == 1 and (rows.dim() == 2 or rows.stride(1) == rows.shape[2]):
+        return rows
+    return rows.contiguous()
+
+
+def dense(values: Tensor | None) -> Tensor | None:
+    return values if values is None or values.is_contiguous() else values.contiguous()
+
+
+def triton_kernels():
+    """The GPU kernels; Triton is not imported where there is no GPU."""
+    from longhelix.compute.kernels import triton
+
+    return triton
+
+
+def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool, bool]:
+    format = layer.format
+    return format.arrangement.name, format.dtype, format.value_size, format.shared_values, format.rounded
+
+
+def layer_of(values, scales, key_size, arrangement, dtype, value_size, *flags) -> KVLayer:
+    """The layer that an op was given, put together again from its tensors."""
+    chosen = ARRANGEMENTS[arrangement]
+    return KVLayer(KVFormat(dtype, *chosen.sizes(values), key_size, value_size, chosen, *flags), values, scales)

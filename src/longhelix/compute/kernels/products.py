@@ -1,0 +1,204 @@
+"""Products of rows with weights, rows as bytes for them, and picking rows out of a batch."""
+
+import torch
+from torch import Tensor
+
+from longhelix.compute.kernels import native, reference
+from longhelix.compute.kernels.library import dense, dense_rows, is_compiling, library, triton_kernels
+from longhelix.compute.kernels.operands import check_operands, num_blocks
+from longhelix.compute.kernels.weight import ARRANGEMENTS, PANELS, Weight
+
+
+def linear(
+    x_TX: Tensor,
+    weight: Weight,
+    *,
+    bias: Tensor | None = None,
+    norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    scales_TX: Tensor | None = None,
+) -> Tensor:
+    """x W^T + bias, with what a decoder has around it: a memory-bound product hides it.
+
+    `norm`: weight of an RMSNorm (arXiv 1910.07467) of x before the product. `swiglu`: the first half of the outputs
+    gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. `scales_TX`: x_TX is int8, rows of
+    `quantise_rows` with these scales, for a weight of w8a8; then there is no norm. A weight of w8a8 rounds other rows
+    itself, to the same numbers. Returns `dtype`, by default that of x; of int8 it must be given. Raises ValueError for
+    operands of another shape or dtype than these; a residual may be of any dtype.
+    """
+    dtype = dtype or x_TX.dtype
+    if weight.arrangement is PANELS and not is_compiling():
+        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
+    return torch.ops.longhelix.linear(
+        x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *_weight_arguments(weight)
+    )
+
+
+library.define(
+    "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, bool swiglu, Tensor? residual, "
+    "ScalarType dtype, Tensor? scales_TX, str weight_dtype, int outputs, int depth, str arrangement) -> Tensor"
+)
+
+
+def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *weight):
+    *shape, arrangement = weight
+    weight = Weight(values, *shape, ARRANGEMENTS[arrangement])
+    if weight.arrangement is PANELS:
+        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
+    if scales_TX is not None:
+        raise ValueError("scales are of rows of int8 for a weight of w8a8 in panels: leave them out elsewhere")
+    _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
+    if x_TX.is_cuda:
+        return _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
+    return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
+
+
+def _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype):
+    """The reference, with one launch for the norm and one for the gate."""
+    if norm is not None:
+        x_TX, norm = triton_kernels().norm_rows(dense_rows(x_TX), norm, norm_eps), None
+    if not swiglu:
+        return reference.linear(x_TX, values, bias, norm, norm_eps, False, residual, dtype)
+    own = torch.promote_types(x_TX.dtype, values.dtype)
+    out_TO = triton_kernels().gate_rows(reference.linear(x_TX, values, bias, norm, norm_eps, False, None, own))
+    return (out_TO if residual is None else out_TO + residual).to(dtype)
+
+
+def _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX):
+    outputs = weight.outputs // 2 if swiglu else weight.outputs
+    check_operands(x_TX, weight.dtype, weight.depth, outputs, norm, residual, dtype, scales_TX)
+    if bias is not None and bias.shape != (weight.outputs,):
+        raise ValueError(f"{weight.outputs} outputs have a bias of shape {tuple(bias.shape)}: give it one for each")
+    if bias is not None and scales_TX is None and bias.dtype != x_TX.dtype:
+        raise ValueError(f"rows of {x_TX.dtype} have a bias of {bias.dtype}: give both in one dtype")
+
+
+def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):
+    _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
+    rows, outputs = x_TX.shape[0], weight.outputs // 2 if swiglu else weight.outputs
+    x_TX, norm, bias, scales_TX = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TX)
+    if scales_TX is not None and bias is not None:
+        bias = bias.to(dtype)  # elsewhere it is of the dtype of x
+    if residual is not None:
+        residual = dense_rows(residual if residual.dtype == dtype else residual.to(dtype))
+    out_TX = x_TX.new_empty(rows, outputs, dtype=dtype)
+    number = native.module.Number.int8 if x_TX.dtype == torch.int8 else native.NUMBER_BY_DTYPE[x_TX.dtype]
+    native.module.linear(
+        x_TX.data_ptr(),
+        number,
+        x_TX.stride(0),
+        0 if scales_TX is None else scales_TX.data_ptr(),
+        rows,
+        0 if norm is None else norm.data_ptr(),
+        norm_eps,
+        weight.handle,
+        0 if bias is None else bias.data_ptr(),
+        swiglu,
+        0 if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.stride(0),
+        out_TX.data_ptr(),
+        native.NUMBER_BY_DTYPE[dtype],
+        outputs,
+    )
+    return out_TX
+
+
+@torch.library.register_fake("longhelix::linear", lib=library)
+def _(
+    x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, weight_dtype, outputs, depth, arrangement
+):
+    return x_TX.new_empty(x_TX.shape[0], outputs // 2 if swiglu else outputs, dtype=dtype)
+
+
+def quantise_rows(x_TX: Tensor, *, norm: Tensor | None = None, norm_eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Rows as bytes, x = scale * q: q_TX (int8, -127 to 127) and a scale for each scale block of 64 inputs, scales_TX
+    (float32).
+
+    A block's largest magnitude becomes 127, the others the nearest, ties to even. Of a block below 2^-112 nothing is
+    left; the scale of one with an infinity or a NaN is NaN. `norm`: as of `linear`.
+    """
+    if not is_compiling() and _rounds_natively(x_TX, norm):
+        return _round_rows(x_TX, norm, norm_eps)
+    return torch.ops.longhelix.quantise_rows(x_TX, norm, norm_eps)
+
+
+library.define("quantise_rows(Tensor x_TX, Tensor? norm, float norm_eps) -> (Tensor, Tensor)")
+
+
+def _quantise_rows(x_TX, norm, norm_eps):
+    if _rounds_natively(x_TX, norm):
+        return _round_rows(x_TX, norm, norm_eps)
+    return reference.quantise_rows(x_TX if norm is None else reference.rms_norm(x_TX, norm, norm_eps))
+
+
+def _rounds_natively(x_TX, norm):
+    on_cpu = native.module is not None and not x_TX.is_cuda
+    return on_cpu and x_TX.shape[1] % native.LANES == 0 and (norm is None or norm.dtype == x_TX.dtype)
+
+
+def _round_rows(x_TX, norm, norm_eps):
+    x_TX, norm = dense_rows(x_TX), dense(norm)
+    q_TX = x_TX.new_empty(x_TX.shape, dtype=torch.int8)
+    scales_TX = x_TX.new_empty(len(x_TX), num_blocks(x_TX.shape[1]), dtype=torch.float32)
+    native.module.round(
+        x_TX.data_ptr(),
+        native.NUMBER_BY_DTYPE[x_TX.dtype],
+        x_TX.stride(0),
+        *x_TX.shape,
+        0 if norm is None else norm.data_ptr(),
+        norm_eps,
+        q_TX.data_ptr(),
+        scales_TX.data_ptr(),
+    )
+    return q_TX, scales_TX
+
+
+@torch.library.register_fake("longhelix::quantise_rows", lib=library)
+def _(x_TX, norm, norm_eps):
+    rows, depth = x_TX.shape
+    return x_TX.new_empty(rows, depth, dtype=torch.int8), x_TX.new_empty(rows, num_blocks(depth), dtype=torch.float32)
+
+
+def take_rows(x_TX: Tensor, rows_t: Tensor) -> Tensor:
+    """Rows `rows_t` (int64) of x_TX, in that order: x_tX."""
+    if native.module is not None and not x_TX.is_cuda and not is_compiling():
+        return _copy_rows(x_TX, rows_t)
+    return torch.ops.longhelix.take_rows(x_TX, rows_t)
+
+
+library.define("take_rows(Tensor x_TX, Tensor rows_t) -> Tensor")
+
+
+def _take_rows(x_TX, rows_t):
+    return x_TX.index_select(0, rows_t)
+
+
+def _copy_rows(x_TX, rows_t):
+    x_TX = dense_rows(x_TX)
+    x_tX = x_TX.new_empty(len(rows_t), x_TX.shape[1])
+    native.module.take_rows(
+        x_TX.data_ptr(),
+        x_TX.stride(0) * x_TX.element_size(),
+        x_TX.shape[1] * x_TX.element_size(),
+        rows_t.data_ptr(),
+        len(rows_t),
+        x_tX.data_ptr(),
+    )
+    return x_tX
+
+
+@torch.library.register_fake("longhelix::take_rows", lib=library)
+def _(x_TX, rows_t):
+    return x_TX.new_empty(rows_t.shape[0], x_TX.shape[1])
+
+
+library.impl("linear", _linear, "CompositeExplicitAutograd")
+library.impl("quantise_rows", _quantise_rows, "CompositeExplicitAutograd")
+library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
+
+
+def _weight_arguments(weight: Weight) -> tuple[str, int, int, str]:
+    return weight.dtype, weight.outputs, weight.depth, weight.arrangement.name

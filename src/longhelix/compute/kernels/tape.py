@@ -1,0 +1,71 @@
+"""Tapes: the native calls of one step, recorded once and run again without Python between them.
+
+What a step computes in Python between kernels takes longer than many of the kernels, and on a CPU there is no queue
+that hides it. A tape is to native calls what a CUDA graph is to launches: it keeps their arguments, addresses included.
+"""
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longhelix.compute.kernels import native
+
+# Operators that compute nothing: memory for a kernel that is on the tape, or another view of it.
+_EMPTY = {"empty", "new_empty", "empty_like"}
+_VIEWS = {"detach", "view", "flatten", "unflatten", "slice", "select", "unsqueeze", "squeeze"}
+
+
+class Tape:
+    """Records what runs inside of `with tape:`; `run` does it again, reading and writing the same memory.
+
+    Recording changes nothing of what runs, so ranks that wait for each other meanwhile may record or not. What a tape
+    cannot hold makes it incomplete, and then it cannot run.
+    """
+
+    def __init__(self) -> None:
+        self._calls = native.module.Tape()
+        self._watch = _Watch()
+
+    def __enter__(self) -> None:
+        self._watch.__enter__()
+        native.module.record(self._calls)  # last: what is entered in vain is never left
+
+    def __exit__(self, *error: object) -> None:
+        native.module.record(None)
+        self._watch.__exit__(*error)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that ran was native calls, so that `run` does the same."""
+        return self._watch.complete
+
+    def run(self) -> None:
+        """Run the recorded calls, in order. Raises what they raise."""
+        assert self.complete, "a tape lacks what ran outside of native calls"
+        self._calls.run()
+
+
+class _Watch(TorchDispatchMode):
+    """Keeps alive every tensor that is made, and notes operators that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete = True
+        self._kept: list[Tensor] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled while a tape is recorded, and what would keep the compiler away imports it: 1.3 s.
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        if name in _EMPTY or (name in _VIEWS and _shares_memory(result, args[0])):
+            self._kept.append(result)
+        else:
+            self.complete = False
+        return result
+
+
+def _shares_memory(view: Tensor, base: Tensor) -> bool:
+    """Some views copy where strides do not allow one."""
+    return view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()

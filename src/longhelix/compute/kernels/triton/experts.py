@@ -1,0 +1,300 @@
+"""FFNs with experts as grouped products: rows are sorted by expert on the device, and a program takes some columns of
+one expert for a tile of its rows.
+
+Launches follow from shapes alone, nothing is read back, and every sum has one order: a row's experts are summed as it
+names them, and its bits depend on no other row's routing.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longhelix.compute.kernels.triton.expert_rows import SortedRows, most_places_and_tiles, sort_rows
+
+_ALIGNED_BYTES = 16  # where weights, and their rows too, begin at multiples of it, loads are wide
+_PARTS_BYTES = 256 * 2**20  # for what experts make of their rows, in float32: more hidden channels take turns
+
+
+class Tile(NamedTuple):
+    """What a program holds: rows and columns of its result, inputs per turn; its warps and stages of loads."""
+
+    rows: int
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+# By the mean number of rows of an expert, up to which they serve. Where an expert has few rows, its weights are what is
+# read, by many programs of few columns each. Shared memory (227 KB) takes all stages of rows and weights (two: gate and
+# up), registers two float32 sums for every row and column.
+_TILES = {16: Tile(16, 32, 128, 4, 4), 64: Tile(64, 64, 64, 4, 4), 2**30: Tile(128, 128, 64, 8, 3)}
+# For so few rows that what they take would be fewer programs than two for each multiprocessor of a large GPU.
+_NARROW, _PROGRAMS = Tile(16, 16, 256, 4, 4), 264
+# Full float32 products do not run on tensor cores, and keep their operands in registers.
+_FLOAT32 = Tile(16, 16, 32, 4, 3)
+
+_DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def run_experts(
+    x_TH: Tensor,
+    index_E: Tensor,
+    weights_e3: Tensor,
+    columns: Sequence[int],
+    weights_TY: Tensor,
+    experts_TY: Tensor,
+    rows_e: Tensor,
+    norm: Tensor | None,
+    norm_eps: float,
+    residual: Tensor | None,
+) -> Tensor:
+    """`ops.run_experts` of weights in rows, all in the dtype of x (float32, bfloat16, float16), found by
+    `experts.addresses`. columns: of each of this rank's experts.
+
+    Sums are float32; between the two products an expert's activations are rounded to the dtype of x. An expert's
+    outputs take memory meanwhile: 4 bytes for each hidden channel of each pair that this rank can have, and
+    _PARTS_BYTES at most.
+    """
+    rows, hidden = x_TH.shape
+    num_experts = len(rows_e)
+    if rows == 0 or num_experts == 0:
+        return torch.zeros_like(x_TH) if residual is None else residual.clone()
+    most_columns = max(columns)
+    aligned = all(size * x_TH.itemsize % _ALIGNED_BYTES == 0 for size in (hidden, *columns))
+    mean_rows = experts_TY.numel() / len(index_E)
+    tile = _FLOAT32 if x_TH.dtype == torch.float32 else _tile(mean_rows, num_experts, most_columns)
+    taken = sort_rows(experts_TY, index_E, rows_e, tile.rows)
+    out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    if most_columns == 0:
+        return out_TH.zero_() if residual is None else out_TH.copy_(residual)
+    places, tiles = most_places_and_tiles(*experts_TY.shape, num_experts, tile.rows)
+    inner_Xf = x_TH.new_empty(places, most_columns)
+    shared = {
+        "H": hidden,
+        "F": most_columns,
+        "ALIGNED": _ALIGNED_BYTES // x_TH.itemsize if aligned else 1,
+        "M": tile.rows,
+        "N": tile.columns,
+        "C": tile.inputs,
+        "DTYPE": _DOT_DTYPES[x_TH.dtype],
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    _gate_up[tiles, triton.cdiv(most_columns, tile.columns)](
+        x_TH.contiguous() if norm is None else _normed(x_TH, norm, norm_eps),
+        weights_e3,
+        *taken[1:],
+        inner_Xf,
+        Y=experts_TY.shape[1],
+        **shared,
+    )
+    width = _channels_at_once(places, hidden)
+    parts_XH = x_TH.new_empty(places, width, dtype=torch.float32)
+    for first in range(0, hidden, width):
+        channels = min(width, hidden - first)
+        _down[tiles, triton.cdiv(channels, tile.columns)](
+            inner_Xf, weights_e3, *taken[2:], parts_XH, first, width, **shared
+        )
+        _sum(parts_XH, taken, weights_TY, residual, out_TH, first, channels)
+    return out_TH
+
+
+def _tile(mean_rows: float, num_experts: int, columns: int) -> Tile:
+    """For experts that have so many rows each, were they taken evenly."""
+    tile = next(tile for most, tile in _TILES.items() if mean_rows <= most)
+    expected_tiles = num_experts * min(mean_rows, 1.0)
+    few = mean_rows <= 1 and expected_tiles * triton.cdiv(columns, tile.columns) < _PROGRAMS
+    return _NARROW if few else tile
+
+
+def _channels_at_once(places: int, hidden: int) -> int:
+    """A multiple of what any tile has of columns."""
+    return min(hidden, max(_PARTS_BYTES // (4 * places) // 128 * 128, 128))
+
+
+def _normed(x_TH: Tensor, norm: Tensor, eps: float) -> Tensor:
+    normed_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    rows, hidden = x_TH.shape
+    assert x_TH.stride(1) == 1
+    _norm[rows,](x_TH, norm, normed_TH, x_TH.stride(0), eps, H=hidden, PADDED=triton.next_power_of_2(hidden))
+    return normed_TH
+
+
+def _sum(
+    parts_XH: Tensor,
+    taken: SortedRows,
+    weights_TY: Tensor,
+    residual: Tensor | None,
+    out_TH: Tensor,
+    first: int,
+    channels: int,
+) -> None:
+    rows, per_row = weights_TY.shape
+    residual = None if residual is None else residual.contiguous()
+    width = min(1024, triton.next_power_of_2(channels))
+    _sum_parts[rows, triton.cdiv(channels, width)](
+        parts_XH,
+        taken.place_X,
+        weights_TY.contiguous(),
+        residual,
+        out_TH,
+        first,
+        channels,
+        parts_XH.shape[1],
+        H=out_TH.shape[1],
+        Y=per_row,
+        N=width,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _norm(x_ptr, norm_ptr, normed_ptr, stride_T, eps, H: tl.constexpr, PADDED: tl.constexpr):
+    """One row; rounded before the weight, as the reference is."""
+    row = tl.program_id(0).to(tl.int64)
+    h_H = tl.arange(0, PADDED)
+    x_H = tl.load(x_ptr + row * stride_T + h_H, mask=h_H < H, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x_H * x_H, 0) / H + eps)
+    normed_H = (x_H * scale).to(normed_ptr.dtype.element_ty).to(tl.float32)
+    weight_H = tl.load(norm_ptr + h_H, mask=h_H < H, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + row * H + h_H, (normed_H * weight_H).to(normed_ptr.dtype.element_ty), mask=h_H < H)
+
+
+@triton.jit
+def _weight(weights_ptr, expert, side, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where an expert's gate and up (side 0) or down (1) begin, and its columns; told to be as aligned as they are."""
+    weight_ptr = tl.load(weights_ptr + 3 * expert + side).to(tl.pointer_type(DTYPE))
+    columns = tl.load(weights_ptr + 3 * expert + 2).to(tl.int32)
+    if ALIGNED > 1:
+        weight_ptr, columns = tl.multiple_of(weight_ptr, 16), tl.multiple_of(columns, ALIGNED)
+    return weight_ptr, columns
+
+
+@triton.jit
+def _gate_up(
+    x_ptr,
+    weights_ptr,
+    pair_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    inner_ptr,
+    Y: tl.constexpr,
+    H: tl.constexpr,
+    F: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """silu(gate(x)) * up(x) of M rows: N columns."""
+    tile, n_N = tl.program_id(0), tl.program_id(1) * N + tl.arange(0, N)
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    expert, begin = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1)
+    count = tl.load(tiles_ptr + 3 * tile + 2)
+    gate_ptr, columns = _weight(weights_ptr, expert, 0, DTYPE, ALIGNED)
+    if tl.program_id(1) * N >= columns:
+        return
+    m_M = tl.arange(0, M)
+    row_M = tl.load(pair_ptr + begin + m_M, mask=m_M < count, other=0) // Y
+    up_ptr = gate_ptr + columns.to(tl.int64) * H
+    gate_MN = tl.zeros([M, N], tl.float32)
+    up_MN = tl.zeros([M, N], tl.float32)
+    for start in range(0, H, C):
+        h_C = start + tl.arange(0, C)
+        x_MC = tl.load(
+            x_ptr + row_M.to(tl.int64)[:, None] * H + h_C[None, :],
+            mask=(m_M < count)[:, None] & (h_C < H)[None, :],
+            other=0.0,
+        )
+        offset_NC = n_N.to(tl.int64)[:, None] * H + h_C[None, :]
+        real_NC = (n_N < columns)[:, None] & (h_C < H)[None, :]
+        gate_NC = tl.load(gate_ptr + offset_NC, mask=real_NC, other=0.0)
+        up_NC = tl.load(up_ptr + offset_NC, mask=real_NC, other=0.0)
+        gate_MN = tl.dot(x_MC, tl.trans(gate_NC), gate_MN, input_precision="ieee")
+        up_MN = tl.dot(x_MC, tl.trans(up_NC), up_MN, input_precision="ieee")
+    inner_MN = gate_MN / (1 + tl.exp(-gate_MN)) * up_MN
+    offset_MN = (begin + m_M).to(tl.int64)[:, None] * F + n_N[None, :]
+    tl.store(inner_ptr + offset_MN, inner_MN.to(DTYPE), mask=(m_M < count)[:, None] & (n_N < columns)[None, :])
+
+
+@triton.jit
+def _down(
+    inner_ptr,
+    weights_ptr,
+    tiles_ptr,
+    num_tiles_ptr,
+    parts_ptr,
+    first,
+    width,
+    H: tl.constexpr,
+    F: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    C: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """What an expert makes of M rows: N hidden channels of those from `first` on."""
+    tile, n_N = tl.program_id(0), tl.program_id(1) * N + tl.arange(0, N)
+    if tile >= tl.load(num_tiles_ptr):
+        return
+    expert, begin = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1)
+    count = tl.load(tiles_ptr + 3 * tile + 2)
+    down_ptr, columns = _weight(weights_ptr, expert, 1, DTYPE, ALIGNED)
+    m_M = tl.arange(0, M)
+    h_N = first + n_N
+    part_MN = tl.zeros([M, N], tl.float32)
+    for start in range(0, columns, C):
+        f_C = start + tl.arange(0, C)
+        inner_MC = tl.load(
+            inner_ptr + (begin + m_M).to(tl.int64)[:, None] * F + f_C[None, :],
+            mask=(m_M < count)[:, None] & (f_C < columns)[None, :],
+            other=0.0,
+        )
+        down_NC = tl.load(
+            down_ptr + h_N.to(tl.int64)[:, None] * columns + f_C[None, :],
+            mask=(h_N < H)[:, None] & (f_C < columns)[None, :],
+            other=0.0,
+        )
+        part_MN = tl.dot(inner_MC, tl.trans(down_NC), part_MN, input_precision="ieee")
+    offset_MN = (begin + m_M).to(tl.int64)[:, None] * width + n_N[None, :]
+    real_N = (n_N < width) & (h_N < H)
+    tl.store(parts_ptr + offset_MN, part_MN, mask=(m_M < count)[:, None] & real_N[None, :])
+
+
+@triton.jit
+def _sum_parts(
+    parts_ptr,
+    place_ptr,
+    weights_ptr,
+    residual_ptr,
+    out_ptr,
+    first,
+    channels,
+    width,
+    H: tl.constexpr,
+    Y: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One row's experts, in the order in which it names them; rounded, and once more with the residual."""
+    row, n_N = tl.program_id(0).to(tl.int64), tl.program_id(1) * N + tl.arange(0, N)
+    real_N = n_N < channels
+    sum_N = tl.zeros([N], tl.float32)
+    for y in range(Y):
+        place = tl.load(place_ptr + row * Y + y)
+        weight = tl.load(weights_ptr + row * Y + y)
+        part_N = tl.load(parts_ptr + place.to(tl.int64) * width + n_N, mask=real_N & (place >= 0), other=0.0)
+        sum_N += tl.where(place >= 0, weight * part_N, 0.0)
+    out_N = sum_N.to(out_ptr.dtype.element_ty)
+    at = row * H + first
+    if residual_ptr is not None:
+        residual_N = tl.load(residual_ptr + at + n_N, mask=real_N, other=0.0)
+        out_N = (residual_N.to(tl.float32) + out_N.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at + n_N, out_N, mask=real_N)

@@ -1,0 +1,163 @@
+"""Weights of matrix products, and how they can lie in memory."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longhelix.compute.kernels import native
+from longhelix.errors import UserError
+from longhelix.spec import FORMATS
+
+
+class Arrangement(Protocol):
+    """How a weight lies in memory. `longhelix.spec.formats` says which number formats it holds, by its name."""
+
+    name: str
+
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
+        """Whether a matrix of that shape can lie so there, stored in `dtype`."""
+        ...
+
+    def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
+        """The matrix, laid out. `halves`: see `make_weight`."""
+        ...
+
+    def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
+        """Rows of W: (T, depth)."""
+        ...
+
+
+class Plain:
+    """W as it is, (outputs, depth). torch multiplies with it."""
+
+    name = "plain"
+
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
+        return self.name in FORMATS[dtype].weights or 0 in shape_OI
+
+    def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
+        return Weight(weight_OI, dtype, *weight_OI.shape, self)
+
+    def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
+        return weight.values[indices_T]
+
+
+class Panels:
+    """What the native CPU kernels read ("packed"): a row of panels, one for every 16 outputs: [input][output], inputs
+    in pairs where the numbers are bfloat16 or narrower. Numbers with scales come in blocks of 32 inputs: the block's
+    numbers, then 16 float16 scales and 16 float16 offsets, one for each output; weight = scale * stored +
+    offset (csrc/kernels.hpp). w8a8 has [four inputs][output], signed bytes, and one float32 scale for each output after
+    all of a panel's inputs."""
+
+    name = "panels"
+
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
+        on_cpu = native.module is not None and device.type == "cpu"
+        return on_cpu and self.name in FORMATS[dtype].weights and shape_OI[1] % _multiple(dtype) == 0
+
+    def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
+        weight = self.new_panels(*weight_OI.shape, dtype, halves)
+        self.write(weight_OI, 0, weight, halves)
+        return weight
+
+    def new_panels(self, outputs: int, depth: int, dtype: str, halves: int) -> "Weight":
+        """Panels whose outputs `write` then lays out one after the other; what fills up the last ones is zero."""
+        panels = halves * -(-outputs // halves // native.LANES)
+        panel_bytes = native.LANES * FORMATS[dtype].weight_row_bytes(depth)
+        new = torch.empty if depth else torch.zeros  # without inputs there is nothing to lay out
+        values = new(panels * panel_bytes, dtype=torch.uint8)
+        if depth and outputs // halves % native.LANES:
+            values.view(halves, -1)[:, -panel_bytes:] = 0
+        return Weight(values, dtype, outputs, depth, self)
+
+    def write(self, rows_OI: Tensor, first: int, weight: "Weight", halves: int) -> None:
+        """Lay out some rows of W, float32, bfloat16 or float16, as its outputs `first` and those after it."""
+        rows_OI = rows_OI if rows_OI.stride(1) == 1 else rows_OI.contiguous()
+        width = weight.outputs // halves
+        padded_width = -(-width // native.LANES) * native.LANES
+        for half in range(halves):
+            start, stop = max(half * width, first), min((half + 1) * width, first + len(rows_OI))
+            if start < stop and weight.depth:
+                native.module.pack(
+                    rows_OI[start - first].data_ptr(),
+                    native.NUMBER_BY_DTYPE[rows_OI.dtype],
+                    rows_OI.stride(0),
+                    stop - start,
+                    half * padded_width + start - half * width,
+                    weight.values.data_ptr(),
+                    getattr(native.module.Number, weight.dtype),
+                    weight.depth,
+                )
+
+    def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
+        step = 2 if weight.dtype == "bfloat16" else 1
+        panels = weight.values.view(getattr(torch, weight.dtype)).view(-1, weight.depth // step, native.LANES, step)
+        return panels[indices_T // native.LANES, :, indices_T % native.LANES].flatten(1)
+
+    def handle(self, weight: "Weight"):
+        """The weight as the native kernels know it."""
+        number = getattr(native.module.Number, weight.dtype)
+        return native.module.Weight(weight.values.data_ptr(), number, weight.depth)
+
+
+def _multiple(dtype: str) -> int:
+    """Of which the inputs of panels are one."""
+    return FORMATS[dtype].weight_scales.numbers or native.LANES
+
+
+PLAIN, PANELS = Plain(), Panels()
+ARRANGEMENTS: dict[str, Arrangement] = {PANELS.name: PANELS, PLAIN.name: PLAIN}  # the faster first
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """y = x W^T. `values`: W (outputs, depth), or its panels (bytes); `dtype`: a number format's name."""
+
+    values: Tensor
+    dtype: str
+    outputs: int
+    depth: int
+    arrangement: Arrangement
+
+    @cached_property
+    def handle(self):
+        """What the native kernels know it as; of panels alone."""
+        return self.arrangement.handle(self)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether `rows` can give them back as they were."""
+        return not FORMATS[self.dtype].weight_scales.bits
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        """Rows of W: (T, depth)."""
+        return self.arrangement.rows(self, indices_T)
+
+
+def make_weight(weight_OI: Tensor, dtype: str, halves: int = 1) -> Weight:
+    """In the first arrangement that holds it, quantised if `dtype` is narrow. Raises UserError if none does.
+
+    `halves`: 2 for a gate and an up projection side by side; each half is padded to whole panels.
+    """
+    return choose_arrangement([tuple(weight_OI.shape)], dtype, weight_OI.device).new_weight(weight_OI, dtype, halves)
+
+
+def choose_arrangement(shapes: Iterable[tuple[int, int]], dtype: str, device: torch.device) -> Arrangement:
+    """The first arrangement that holds matrices of all these shapes. Raises UserError if none does."""
+    shapes = list(shapes)
+    for arrangement in ARRANGEMENTS.values():
+        if all(arrangement.holds(shape_OI, dtype, device) for shape_OI in shapes):
+            return arrangement
+    multiple = _multiple(dtype)
+    depth = next((depth for _, depth in shapes if depth % multiple), shapes[0][1])
+    asked, instead = f"weight_dtype {dtype}", "set weight_dtype to the model's dtype"
+    if FORMATS[dtype].rounds_inputs:
+        asked, instead = "activation_dtype int8", "leave it out"
+    raise UserError(
+        f"{asked} needs the native CPU kernels and inputs of a multiple of {multiple}, but a weight has {depth}: "
+        f"{instead}"
+    )

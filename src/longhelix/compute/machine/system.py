@@ -1,0 +1,32 @@
+"""This machine as a system: the constants that the engine's own decisions are made with."""
+
+import os
+
+from longhelix.compute.machine.devices import gpu_names
+from longhelix.spec import KV_DTYPES, HardwareSpec
+from longhelix.spec.presets import load_system, local_system_path, system_names
+
+_UNKNOWN_GPU = "h100"
+
+
+def machine(device: str) -> HardwareSpec:
+    """What ranks on `device`, cpu or cuda, run on.
+
+    CPUs: the system "local" where `longhelix calibrate` has written one, else the preset "cpu". GPUs: the preset that
+    the first one's name has in it, else that of H100s. Every dtype of a KV cache has a rate. Raises UserError where
+    "local" cannot be read.
+    """
+    if device == "cpu":
+        measured = local_system_path()
+        system = load_system("local" if measured is not None and os.path.isfile(measured) else "cpu")
+    else:
+        system = load_system(_preset_of(gpu_names()))
+    converted = [f"flops_per_s.{dtype}" for dtype in (*KV_DTYPES, "w8a8") if dtype not in system.flops_per_s]
+    rate = system.rate("bfloat16")
+    return system.replaced(dict.fromkeys(converted, rate), "assumed: as bfloat16, into which our kernels turn it")
+
+
+def _preset_of(names: list[str]) -> str:
+    words = names[0].lower() if names else ""
+    found = [name for name in system_names() if name in words]
+    return max(found, key=len, default=_UNKNOWN_GPU)  # B200 is in the name of a GB200 as well

@@ -1,0 +1,72 @@
+"""GQA attention of one layer, the Helix way: local attention, one exchange, output projection at TP = N."""
+
+from torch import Tensor, nn
+
+from longhelix.compute.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
+from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.overlap import attend_and_exchange, attend_and_meet
+from longhelix.compute.models.projection import add_projected, own_normed, project_normed
+from longhelix.compute.models.weights import Weights
+from longhelix.compute.parallel.exchange import gather_heads
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.spans import UNTRACED, Spans
+from longhelix.spec import ModelSpec
+from longhelix.spec.layout import HeadShape
+
+
+class Attention(nn.Module):
+    """Helix, arXiv 2507.07120, section 2.1: every KVP rank computes QKV for the heads of its TPA shard, which are the
+    same on all ranks that keep KV of a request. It writes only the KV that it owns, attends to its own KV shard, and
+    exchanges partial outputs for whole heads."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        weights: Weights,
+        prefix: str,
+        spans: Spans = UNTRACED,
+    ) -> None:
+        super().__init__()
+        layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
+        self.mesh = mesh
+        self.spans = spans
+        self.scale = spec.head_size**-0.5
+        self.eps = spec.rms_norm_eps
+        self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
+        self.norm = weights.take(prefix + "attention_norm")
+        self.qkv = weights.product(prefix + "qkv")
+        self.qkv_bias = weights.find(prefix + "qkv_bias")
+        self.q_norm = weights.find(prefix + "q_norm")
+        self.k_norm = weights.find(prefix + "k_norm")
+        self.output = weights.product(prefix + "output")
+        self.output_bias = weights.find(prefix + "output_bias")
+
+    @property
+    def products(self) -> tuple[Weight, ...]:
+        return self.qkv, self.output
+
+    def forward(self, hidden_TH: Tensor, batch: Batch, kv: KVLayer) -> Tensor:
+        """hidden_TH with this layer's attention added."""
+        span = self.spans.begin("QKV")
+        if batch.holders is None:
+            qkv_tX = project_normed(hidden_TH, self.qkv, self.norm, self.eps, batch, bias=self.qkv_bias)
+        else:
+            x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
+            qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **more)
+        q_tqC = rotate_and_write(
+            qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_t
+        )
+        self.spans.end(span)
+        if batch.shared is not None:
+            out_TnC = attend_and_meet(q_tqC, kv, batch, batch.shared, self.scale, partial_attention, self.spans)
+        else:
+            out_TnC = attend_and_exchange(
+                q_tqC, kv, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, partial_attention, self.spans
+            )
+        span = self.spans.follow("merge and output projection")
+        if self.mesh.layout.ffn_replicas > 1 and batch.shared is None:
+            out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
+        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch)
+        self.spans.end(span)
+        return hidden_TH

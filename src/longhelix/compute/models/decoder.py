@@ -1,0 +1,131 @@
+"""The decoder: one model for all supported architectures. They differ in the spec and in the weights."""
+
+import torch
+from torch import Tensor, nn
+
+from longhelix.compute.cache.pool import KVPool
+from longhelix.compute.kernels import PLAIN, KVLayer, Weight, linear
+from longhelix.compute.models.attention import Attention
+from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.experts import ExpertFFN
+from longhelix.compute.models.ffn import DenseFFN
+from longhelix.compute.models.latent_attention import LatentAttention
+from longhelix.compute.models.weights import Weights
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.spans import UNTRACED, Spans
+from longhelix.spec import FORMATS, ModelSpec
+
+
+class Layer(nn.Module):
+    """Attention and FFN, each with a norm before it and added to the residual. `entries`: what the layer caches, by
+    name."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, index: int, spans: Spans) -> None:
+        super().__init__()
+        self.spans = spans
+        prefix = f"layers.{index}."
+        attention = Attention if spec.mla is None else LatentAttention
+        self.attention = attention(spec, mesh, weights, prefix, spans)
+        ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
+        self.ffn = ffn(spec, mesh, weights, prefix)
+
+    def forward(self, hidden_TH: Tensor, batch: Batch, entries: dict[str, KVLayer]) -> Tensor:
+        hidden_TH = self.attention(hidden_TH, batch, **entries)
+        span = self.spans.begin("FFN")
+        hidden_TH = self.ffn(hidden_TH, batch)
+        self.spans.end(span)
+        return hidden_TH
+
+
+class Decoder(nn.Module):
+    """This rank's shard of the model: the layers of its stage, the embedding on the first stage, the head on the last.
+
+    `weights`: those of `parameters.declare` for the same layout and rank, of which all are taken. `spans` are told of
+    what layers do.
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, spans: Spans = UNTRACED) -> None:
+        super().__init__()
+        layout, rank = mesh.layout, mesh.rank
+        self.spans = spans
+        self.mesh = mesh
+        self.eps = spec.rms_norm_eps
+        self.hidden_size = spec.hidden_size
+        self.layers_begun = 0  # op by op: those of tapes and graphs are not seen
+        self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
+        self.indices = layout.layers(spec.num_layers, rank)
+        self.dtype = weights.dtype
+        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, spans) for index in self.indices)
+        self.norm = weights.find("norm")
+        self.head = weights.product("head") if "head" in weights.left else None
+        if layout.has_head(rank) and self.head is None:  # one matrix: embeddings are tied, and this rank has both
+            self.embedding, self.head = _tied(weights)
+        else:
+            self.embedding = _embedding(weights) if layout.has_embedding(rank) else None
+        assert not weights.left, f"declared, but not used: {weights.left}"
+
+    def products(self) -> list[Weight]:
+        """The weights that this rank multiplies with. A weight of which the rank has nothing is left out."""
+        layers = [(*layer.attention.products, *layer.ffn.products) for layer in self.layers]
+        head = () if self.head is None else (self.head,)
+        return [weight for weight in (*sum(layers, ()), *head) if weight.outputs and weight.depth]
+
+    def expert_rows(self) -> list[list[int]]:
+        """How many rows each expert of this rank has had, by layer of its stage. Empty for layers without experts."""
+        ffns = [layer.ffn for layer in self.layers]
+        return [ffn.rows_per_expert.tolist() if isinstance(ffn, ExpertFFN) else [] for ffn in ffns]
+
+    def forget_expert_rows(self) -> None:
+        """Set the counts of `expert_rows` to 0."""
+        for layer in self.layers:
+            if isinstance(layer.ffn, ExpertFFN):
+                layer.ffn.rows_per_expert.zero_()
+
+    def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
+        """hidden_TH after the layers of this stage. Writes the rows' KV into the pool."""
+        if batch.shards is not None:
+            hidden_TH = batch.shards.own(hidden_TH)
+        for index, layer, entries in zip(self.indices, self.layers, pool.layers, strict=True):
+            if not torch.compiler.is_compiling():
+                self.layers_begun += 1
+            self.spans.layer(index)
+            hidden_TH = layer(hidden_TH, batch, entries)
+            if batch.images is not None:
+                hidden_TH = batch.images.add_after(index, hidden_TH, batch.shards)
+        self.spans.layer(None)
+        return hidden_TH if batch.shards is None else batch.shards.whole(hidden_TH)
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """logits_Tv: logits over the vocabulary of this rank, float32. For ranks of the last stage."""
+        return linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """Hidden states before the first layer. For ranks of the first stage.
+
+        Vocabulary-parallel: each rank looks up the tokens that it has and gives zeros for the others; the sum has all.
+        """
+        if self.mesh.ffn.size == 1:
+            return self.embedding.rows(token_ids_T)
+        local_T = token_ids_T - self.vocabulary.start
+        elsewhere_T = (local_T < 0) | (local_T >= len(self.vocabulary))
+        if not len(self.vocabulary):
+            hidden_TH = torch.zeros(len(token_ids_T), self.hidden_size, dtype=self.dtype, device=token_ids_T.device)
+        else:
+            hidden_TH = self.embedding.rows(local_T.masked_fill(elsewhere_T, 0))
+            hidden_TH = hidden_TH.masked_fill(elsewhere_T.unsqueeze(-1), 0.0)
+        return self.mesh.ffn.all_reduce(hidden_TH)
+
+
+def _tied(weights: Weights) -> tuple[Weight, Weight]:
+    """The embedding and the head: one weight, where the head's format can give its rows back."""
+    if not FORMATS[weights.weight_dtype].weight_scales.bits:
+        shared = weights.product("embedding")
+        return shared, shared
+    embedding = _embedding(weights)
+    return embedding, weights.lay_out(embedding.values)
+
+
+def _embedding(weights: Weights) -> Weight:
+    """A weight of which only rows are read."""
+    embedding_vH = weights.take("embedding")
+    return Weight(embedding_vH, weights.weight_dtype, *embedding_vH.shape, PLAIN)

@@ -1,0 +1,100 @@
+"""The FFN with experts at TPF x EP."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longhelix.compute.kernels import Experts, Weight, linear, make_weight, quantise_rows, rms_norm, route, run_experts
+from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.weights import Weights
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.spec import FORMATS, ModelSpec
+
+
+class ExpertFFN(nn.Module):
+    """Experts over EP, the columns of each over TPF, shared experts over all ranks; one all-reduce adds up everything.
+
+    Every rank has all rows, and routes all of them the same way, so no row travels. A rank computes its experts'
+    outputs for the rows that take them (Helix, arXiv 2507.07120, section 2.2; the paper's all-reduce inside an expert
+    group and its sum over groups are one sum here).
+    """
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, prefix: str) -> None:
+        super().__init__()
+        assert spec.moe is not None
+        self.moe = spec.moe
+        self.mesh = mesh
+        self.eps = spec.rms_norm_eps
+        self.norm = weights.take(prefix + "ffn_norm")
+        self.rounds_inputs = FORMATS[weights.weight_dtype].rounds_inputs
+        router_XH = weights.take(prefix + "router")
+        if spec.moe.shared_gate:
+            router_XH = torch.cat((router_XH, weights.take(prefix + "shared_gate")))
+        # In float32, since near scores choose experts.
+        self.router = make_weight(router_XH.float(), "float32")
+        bias_E = weights.find(prefix + "routing_bias")
+        self.bias_E = None if bias_E is None else bias_E.float()
+        held = mesh.layout.experts(spec.moe.num_experts, mesh.rank)
+        self.num_held = len(held)
+        stems = {expert: f"{prefix}experts.{expert}." for expert in held}
+        if spec.moe.shared_size:
+            stems[spec.moe.num_experts] = prefix + "shared."
+        num_experts = spec.moe.num_experts + (spec.moe.shared_size > 0)
+        self.experts = _make_experts(weights, stems, num_experts, self.norm.device)
+
+    @property
+    def products(self) -> tuple[Weight, ...]:
+        return self.router, *self.experts.gate_up, *self.experts.down
+
+    @property
+    def rows_per_expert(self) -> Tensor:
+        """How many rows each of this rank's routed experts has had, (e) int64."""
+        return self.experts.rows_e[: self.num_held]
+
+    def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
+        """hidden_TH with the FFN's output added. Rows of the padding (bool) take no expert."""
+        x_TH, logits_TX, more = self._rows_and_logits(hidden_TH, batch)
+        weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
+        if batch.padding_T is not None:
+            experts_TY = experts_TY.masked_fill(batch.padding_T.unsqueeze(1), self.moe.num_experts + 1)
+        taken = weights_TY, experts_TY
+        if self.mesh.ffn.size == 1:
+            return run_experts(x_TH, self.experts, *taken, **more, residual=hidden_TH)
+        part_TH = run_experts(x_TH, self.experts, *taken, **more)
+        if batch.pass_shards is not None:
+            return hidden_TH + batch.pass_shards.whole(batch.pass_shards.summed(part_TH))
+        if batch.shards is not None:
+            return hidden_TH + batch.shards.summed(part_TH)
+        return self.mesh.ffn.all_reduce_add(part_TH, hidden_TH)
+
+    def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """All rows, the router's logits of each, and what is left to `run_experts`: the norm. Of token shards each rank
+        norms and routes its own rows, and both are gathered, the rows as bytes and scales if experts round them to
+        these anyway."""
+        norm = {"norm": self.norm, "norm_eps": self.eps}
+        shards = batch.shards or batch.pass_shards
+        if shards is None:
+            return hidden_TH, linear(hidden_TH, self.router, **norm, dtype=torch.float32), norm
+        if batch.pass_shards is None:
+            x_LH = hidden_TH
+        else:
+            x_LH, norm = shards.own(rms_norm(hidden_TH, self.norm, self.eps)), {}
+        logits_TX = shards.whole(linear(x_LH, self.router, **norm, dtype=torch.float32))
+        if self.rounds_inputs:
+            q_LH, scales_LX = quantise_rows(x_LH, **norm)
+            more = {"scales_TX": shards.whole(scales_LX), "dtype": hidden_TH.dtype}
+            return shards.whole(q_LH), logits_TX, more
+        return shards.whole(rms_norm(x_LH, self.norm, self.eps) if norm else x_LH), logits_TX, {}
+
+
+def _make_experts(weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device) -> Experts:
+    """The experts with the weights whose names begin with `stems`, by number, of `num_experts` on all ranks."""
+    # Where one cannot lie in panels, none does.
+    arrangement = weights.arrangement(stem + name for stem in stems.values() for name in ("gate_up", "down"))
+    gate_up, down = [], []
+    for stem in stems.values():
+        gate_up.append(weights.product(stem + "gate_up", 2, arrangement))
+        down.append(weights.product(stem + "down", 1, arrangement))
+    return Experts.of(tuple(stems), tuple(gate_up), tuple(down), num_experts, device)

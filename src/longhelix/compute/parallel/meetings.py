@@ -1,0 +1,81 @@
+"""Meetings: KVP instances with clocks of their own, and the groups in which they work on requests that they share."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout  # no public way to the store
+
+from longhelix.compute.parallel.collectives import RankGroup, group_of
+from longhelix.spans import UNTRACED, Spans
+
+_KEPT_STEPS = 1000  # by their numbers, after the last one that needed a group
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Rows of a batch that several instances have, each with its own part of their KV. rows_S: where they are among the
+    batch's rows, int64; as many on each of the instances, in the same order. heads_per_rank: how the q local query
+    heads fall to the ranks of `group`."""
+
+    group: RankGroup
+    rows_S: Tensor
+    heads_per_rank: list[int]
+
+
+class Meetings:
+    """The groups of a rank with those in its place in other instances.
+
+    A group is made when its instances first share a request, by them alone: all of them come to it in the same step,
+    whatever the others do meanwhile. It is dropped, with its memory and file descriptors, once no step has needed it
+    for a while, and made again by the next one that does. Its ranks agree on that without a word: each knows the number
+    of the last step that needed it, and the number of this one.
+    """
+
+    def __init__(self, kvp: RankGroup, rank: int, backend: str | None, spans: Spans = UNTRACED) -> None:
+        """kvp: the group of all instances."""
+        self._kvp, self._rank, self._backend, self._spans = kvp, rank, backend, spans
+        self._made: dict[tuple[int, ...], RankGroup] = {}
+        self._last_step: dict[tuple[int, ...], int] = {}  # that needed each of them
+        self._step_id = 0
+
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        """Those that were made, in their order."""
+        return tuple(self._made.values())
+
+    def begin(self, step_id: int) -> None:
+        """A step begins: drop the groups that none has needed for a while."""
+        self._step_id = step_id
+        for instances in [one for one, last in self._last_step.items() if step_id - last > _KEPT_STEPS]:
+            del self._made[instances], self._last_step[instances]
+
+    def of(self, instances: tuple[int, ...]) -> RankGroup:
+        """The group of some instances, in ascending order, of which this rank's is one."""
+        if len(instances) == self._kvp.size:
+            return self._kvp
+        if instances not in self._made:
+            ranks = tuple(self._kvp.ranks[one] for one in instances)
+            handle = _meet(ranks, self._rank, self._backend, self._step_id)
+            self._made[instances] = group_of(ranks, self._rank, handle, self._backend, self._spans)
+        self._last_step[instances] = self._step_id
+        return self._made[instances]
+
+
+def _meet(ranks: tuple[int, ...], rank: int, backend: str | None, step_id: int) -> dist.Backend | dist.ProcessGroup:
+    """What carries a group's collectives. Its ranks alone call this, in the same step: torch's own `new_group` wants
+    all ranks of the world, and where it does not, names a group by how many the caller has, which here is not the same
+    on all."""
+    store = dist.PrefixStore(f"{'-'.join(map(str, ranks))}@{step_id}", _get_default_store())
+    index, size = ranks.index(rank), len(ranks)
+    match backend or dist.get_backend():
+        case "shm":
+            from longhelix.compute.parallel.shared_memory import SharedMemoryProcessGroup  # needs the native module
+
+            return SharedMemoryProcessGroup(store, index, size, default_pg_timeout)
+        case "gloo":
+            return dist.ProcessGroupGloo(store, index, size, default_pg_timeout)
+        case "nccl":
+            return dist.ProcessGroupNCCL(store, index, size, dist.ProcessGroupNCCL.Options())
+        case other:
+            raise AssertionError(other)

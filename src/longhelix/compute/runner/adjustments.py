@@ -1,0 +1,108 @@
+"""What is done to the logits of one sequence, in a part of the vocabulary, before candidates are taken of them."""
+
+from array import array
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longhelix.compute.runner.matchers import GuideError, Matcher
+from longhelix.scheduler.step import NewSequence
+
+
+class TokenCounts:
+    """How often a sequence has generated each token of `vocabulary`, for its penalties of presence and frequency."""
+
+    def __init__(self, vocabulary: range) -> None:
+        self._vocabulary = vocabulary
+        self._indices: dict[int, int] = {}  # of tokens, in the arrays
+        self._places, self._counts = array("q"), array("q")  # of the different ones, in the order in which they came
+
+    def add_one(self, token_id: int) -> None:
+        if token_id not in self._vocabulary:
+            return
+        index = self._indices.setdefault(token_id, len(self._counts))
+        if index == len(self._counts):
+            self._places.append(token_id - self._vocabulary.start)
+            self._counts.append(0)
+        self._counts[index] += 1
+
+    def penalise(self, logits_v: Tensor, presence: float, frequency: float) -> None:
+        """Subtract presence + frequency * count where the count is above 0, in place. logits_v: float32."""
+        if not self._counts:
+            return
+        # What is in pageable memory is read before `to` returns, and may change from then on.
+        counts_X, places_X = (
+            torch.frombuffer(numbers, dtype=torch.int64).to(logits_v.device, non_blocking=True)
+            for numbers in (self._counts, self._places)
+        )
+        logits_v.index_add_(0, places_X, counts_X.float() * frequency + presence, alpha=-1)
+
+
+Record = TokenCounts | Matcher  # is told every token that a sequence generates
+
+
+class Adjustments:
+    """Logit bias, penalties of presence and frequency, no stop token before `min_tokens` new tokens, and only tokens
+    that the guide allows, in the part `vocabulary` of the vocabulary.
+
+    matcher: of its guide, at the beginning of its text, None without one. counts: of the tokens that it has generated,
+    None where none are counted. Whoever has the sequence tells both of its tokens (`records`).
+    """
+
+    def __init__(
+        self,
+        new: NewSequence,
+        vocabulary: range,
+        eos_token_ids: Collection[int],
+        device: torch.device,
+        matcher: Matcher | None = None,
+    ) -> None:
+        params = new.sampling
+        biased = [token_id for token_id in params.logit_bias if token_id in vocabulary]
+        self._stops = sorted({*params.stop_token_ids, *eos_token_ids})
+        stops = [token_id for token_id in self._stops if token_id in vocabulary]
+        self._biased_X = torch.tensor(biased, dtype=torch.int64, device=device) - vocabulary.start
+        biases = [params.logit_bias[token_id] for token_id in biased]
+        self._biases_X = torch.tensor(biases, dtype=torch.float32, device=device)
+        self._stops_X = torch.tensor(stops, dtype=torch.int64, device=device) - vocabulary.start
+        self._first_end = new.capacity_tokens - params.max_new_tokens + params.min_tokens  # of its tokens, prompt first
+        self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
+        self._part = slice(vocabulary.start, vocabulary.stop)
+        self._matcher = matcher
+        self.counts = TokenCounts(vocabulary) if params.counts_tokens else None
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return tuple(record for record in (self.counts, self._matcher) if record is not None)
+
+    def adjust(self, logits_v: Tensor, length: int) -> str:
+        """In place, before the token behind `length` others is chosen. logits_v: float32. Returns why no token can be
+        chosen, or "": then all logits are NaN."""
+        if len(self._biased_X):
+            logits_v.index_add_(0, self._biased_X, self._biases_X)
+        if self.counts is not None:
+            self.counts.penalise(logits_v, self._presence, self._frequency)
+        if self._matcher is not None and not self._matcher.has_ended:
+            try:
+                allowed_V = self._allowed(self._matcher, length)
+            except GuideError as error:
+                logits_v.fill_(torch.nan)
+                return f"the guide cannot be followed any further: {error}"
+            banned_v = torch.from_numpy(~allowed_V[self._part]).to(logits_v.device)
+            logits_v.masked_fill_(banned_v, -torch.inf)
+        elif length < self._first_end:
+            logits_v.index_fill_(0, self._stops_X, -torch.inf)
+        return ""
+
+    def _allowed(self, matcher: Matcher, length: int) -> NDArray[np.bool_]:
+        """allowed_V, of the whole vocabulary: ranks would disagree about what is left if each looked at its part."""
+        allowed_V = matcher.allowed()
+        if length < self._first_end:
+            going_on_V = allowed_V.copy()
+            going_on_V[[token_id for token_id in self._stops if token_id < len(allowed_V)]] = False
+            if going_on_V.any():
+                return going_on_V
+        return allowed_V

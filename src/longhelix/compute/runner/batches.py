@@ -1,0 +1,264 @@
+"""What the model takes in each step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longhelix.compute.cache.block_arena import BlockArena
+from longhelix.compute.cache.lines import Lines
+from longhelix.compute.kernels.angles import rotation, rotation_by_axes
+from longhelix.compute.models.batch import Batch, ImageRows
+from longhelix.compute.models.image_positions import positions as image_positions
+from longhelix.compute.parallel.holders import Holders
+from longhelix.compute.parallel.meetings import Shared
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.config import takes_images
+from longhelix.compute.runner.decode_rows import DecodeRows
+from longhelix.compute.runner.row_memory import RowMemory, RowParts, RowTensors
+from longhelix.compute.runner.sequence_state import HELD, SequenceState, by_instances, token_ids
+from longhelix.scheduler.step import Chunk, Step
+from longhelix.spec import ModelSpec
+from longhelix.spec.layout import HeadShape
+
+_MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from the last one's
+
+
+class _ChunkRows(NamedTuple):
+    """Rows of a prompt that attend here. int64. positions_3T: by axis, or without images in the prompt those of one."""
+
+    positions_3T: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    limits: NDArray[np.int64]
+
+
+class Batches:
+    """Makes a batch of each step, and advances its sequences.
+
+    sequences, numbers, arena: of the sequences that run their states, and where these keep numbers and block ids.
+    image_rows: by sequence and place in its prompt, states_LXH: rows that an image fills in the step that comes, as the
+    states of `ImageRows` have them.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        block_tokens: int,
+        sequences: Mapping[int, SequenceState],
+        numbers: Lines,
+        arena: BlockArena,
+        image_rows: Mapping[tuple[int, int], Tensor],
+    ) -> None:
+        self._spec, self._mesh = spec, mesh
+        self._kvp_rank = mesh.layout.kvp_rank(mesh.rank)
+        self._block_tokens = block_tokens
+        self._sequences, self._numbers, self._arena, self._given_rows = sequences, numbers, arena, image_rows
+        self._device = arena.blocks_X.device
+        self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
+        self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, spec.rotated_size // 2)
+        self._axes_R = torch.tensor(spec.rope.axes, dtype=torch.int64, device=self._device)
+        self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
+
+    def of(self, step: Step, decoding: DecodeRows) -> Batch:
+        """The rows of a step: those of the sequences that decode in it, then its chunks."""
+        for sequence_id, block in step.grown:
+            self._sequences[sequence_id].add_blocks((block,), self._kvp_rank)
+        for seq, record in decoding.records:
+            record.add_one(seq.last_token)
+        num_held, everywhere = self._rows.advance(decoding)
+        if step.chunks:
+            return self._mixed_batch(step, decoding, self._rows.arrays(len(decoding), num_held))
+        tensors = self._rows.tensors(len(decoding), num_held)
+        held = b"" if everywhere else self._held(decoding.lines).tobytes()
+        turns, frequencies = (tensors.cos_bR, tensors.sin_bR), self._frequencies_of(decoding, (), ())
+        rotation(tensors.rows.positions_b, frequencies, self._spec.rope.attention_factor, turns)
+        batch = self._decode_batch(tensors, held, step.most_tokens, step.work.parts)
+        return replace(batch, shared=self._shared(step, decoding)) if step.instances else batch
+
+    def _new_decode_batch(self, tensors: RowTensors, held: bytes, most_tokens: int, parts: int) -> Batch:
+        """held: which KVP ranks hold KV for which row; empty if all do for all rows."""
+        token_ids_B, _, slots_b, limits_b, row_starts_b, extents_b2 = tensors.rows
+        return Batch(
+            token_ids_T=token_ids_B,
+            holders=self._holders(np.frombuffer(held, np.bool_)) if held else None,
+            cos_tR=tensors.cos_bR,
+            sin_tR=tensors.sin_bR,
+            slots_t=slots_b,
+            limits_t=limits_b,
+            row_starts_b=row_starts_b,
+            blocks_X=self._arena.blocks_X,
+            extents_b2=extents_b2,
+            max_rows=min(len(slots_b), 1),
+            num_sequences=len(token_ids_B),
+            most_tokens=most_tokens,
+            parts=parts,
+            stays=True,
+        )
+
+    def _mixed_batch(self, step: Step, decoding: DecodeRows, decodes: RowParts) -> Batch:
+        prompts = [self._sequences[chunk.id] for chunk in step.chunks]
+        tokens = [decodes.token_ids_B, *map(_prompt_tokens, prompts, step.chunks)]
+        chunks = list(map(self._chunk_rows, prompts, step.chunks))
+        lengths = [len(some.limits) for some in chunks if len(some.limits)]
+        ends = len(decodes.limits_b) + np.cumsum(lengths, dtype=np.int64)
+        extents = [self._arena.extents.values[seq.extent.line] for seq in prompts if self._kvp_rank in seq.holders]
+        token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X = self._on_device(
+            tokens,
+            [decodes.positions_b, *(some.positions_3T[0] for some in chunks)],
+            [decodes.slots_b, *(some.slots for some in chunks)],
+            [decodes.limits_b, *(some.limits for some in chunks)],
+            [decodes.row_starts_b, ends],
+            [decodes.extents_b2.reshape(-1), *extents],
+        )
+        frequencies = self._frequencies_of(decoding, prompts, lengths)
+        turns = rotation(positions_t, frequencies, self._spec.rope.attention_factor)
+        self._turn_by_axes(turns, prompts, chunks)
+        held_NS = self._held(np.append(decoding.lines, [seq.line for seq in prompts]))
+        counts = [1] * len(decoding) + [chunk.num_tokens for chunk in step.chunks]
+        return Batch(
+            token_ids_T=token_ids_T,
+            holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
+            cos_tR=turns[0],
+            sin_tR=turns[1],
+            slots_t=slots_t,
+            limits_t=limits_t,
+            row_starts_b=row_starts_b,
+            blocks_X=self._arena.blocks_X,
+            extents_b2=bounds_X.view(-1, 2),
+            max_rows=max(lengths, default=min(len(decodes.limits_b), 1)),
+            num_sequences=len(decoding) + len(prompts),
+            most_tokens=step.most_tokens,
+            parts=step.work.parts,
+            shared=self._shared(step, decoding) if step.instances else None,
+            images=self._image_rows(step, len(decoding)),
+        )
+
+    def _turn_by_axes(
+        self, turns: tuple[Tensor, Tensor], prompts: Sequence[SequenceState], chunks: Sequence[_ChunkRows]
+    ) -> None:
+        """Rotate the rows of prompts with images, the last of all that attend here, by their positions on each axis."""
+        start = len(turns[0]) - sum(len(rows.limits) for rows in chunks)
+        for seq, rows in zip(prompts, chunks, strict=True):
+            own = slice(start, start + len(rows.limits))
+            if seq.new.images and len(rows.limits):
+                positions_3T = torch.from_numpy(rows.positions_3T).to(self._device)
+                into, factor = (turns[0][own], turns[1][own]), self._spec.rope.attention_factor
+                rotation_by_axes(positions_3T, self._axes_R, seq.frequencies_R, factor, into)
+            start = own.stop
+
+    def _image_rows(self, step: Step, first: int) -> ImageRows | None:
+        """The rows of the step that images fill, where this rank's stage takes images. first: the first row of
+        chunks. Before the step's layers run, the sequences' lengths are those after it."""
+        found: list[tuple[slice, Tensor]] = []
+        for chunk in step.chunks if self._takes_images else ():
+            seq = self._sequences[chunk.id]
+            start, stop = seq.length - chunk.num_tokens, seq.length
+            for image in seq.new.images:
+                own = range(max(image.start, start), min(image.stop, stop))
+                if own:
+                    rows = slice(first + own.start - start, first + own.stop - start)
+                    found.append((rows, self._given_rows[chunk.id, own.start]))
+            first += chunk.num_tokens
+        if not found:
+            return None
+        layers, _, size = found[0][1].shape
+        mask_T = torch.zeros(first, dtype=torch.bool, device=self._device)
+        states_LTH = found[0][1].new_zeros(layers, first, size)
+        for rows, states_LXH in found:
+            mask_T[rows] = True
+            states_LTH[:, rows] = states_LXH
+        return ImageRows(mask_T, states_LTH.unbind())
+
+    def _shared(self, step: Step, decoding: DecodeRows) -> tuple[Shared, ...]:
+        """The rows that other instances have as well."""
+        assert self._mesh.meetings is not None
+        heads, rows = HeadShape(self._spec.num_query_heads, self._spec.num_kv_heads), dict[int, range]()
+        sequences = [*decoding.sequences, *(self._sequences[chunk.id] for chunk in step.chunks)]
+        counts = [1] * len(decoding) + [chunk.num_tokens for chunk in step.chunks]
+        for seq, (start, stop) in zip(sequences, pairwise(accumulate(counts, initial=0)), strict=True):
+            rows[seq.new.id] = range(start, stop)
+        found: list[Shared] = []
+        for instances, together in by_instances(sequences):
+            rows_S = torch.tensor([row for seq in together for row in rows[seq.new.id]], device=self._device)
+            group = self._mesh.meetings.of(tuple(sorted(instances)))
+            found.append(Shared(group, rows_S, self._mesh.layout.heads_among(heads, self._mesh.rank, group.size)))
+        return tuple(found)
+
+    def _on_device(self, *groups: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
+        """Integers as tensors, each of a group's pieces. They are copied there at once.
+
+        Each tensor begins at a multiple of 16 bytes: Triton compiles a kernel once more for pointers that do not.
+        """
+        lengths = [sum(map(len, group)) for group in groups]
+        odd = np.zeros(1, np.int64)
+        pieces = [[*group, odd] if length % 2 else group for group, length in zip(groups, lengths, strict=True)]
+        together_X = torch.from_numpy(np.concatenate([piece for group in pieces for piece in group])).to(self._device)
+        placed = together_X.split([length + length % 2 for length in lengths])
+        return tuple(tensor[:length] for tensor, length in zip(placed, lengths, strict=True))
+
+    def _held(self, lines_S: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which KVP ranks hold KV for which sequences, by their lines."""
+        return self._numbers.values[lines_S, HELD:].T == 1
+
+    def _holders(self, held_NT: NDArray[np.bool_]) -> Holders:
+        return Holders.of(held_NT.reshape(self._mesh.layout.kvp, -1), self._kvp_rank, self._device)
+
+    def _frequencies_of(self, decoding: DecodeRows, prompts: Sequence[SequenceState], lengths: Sequence[int]) -> Tensor:
+        """Those of the rows that attend here: frequencies_tR, or frequencies_R where all have the same.
+
+        lengths: of the prompts that keep KV here the rows.
+        """
+        different = decoding.frequencies
+        if prompts:
+            different = different.union(seq.frequencies_R for seq in prompts)
+        if len(different) == 1:
+            return next(iter(different))
+        held = [seq for seq in (*decoding.sequences, *prompts) if self._kvp_rank in seq.holders]
+        if not held:  # without rows any will do
+            return next(iter(different))
+        counts = [1] * (len(held) - len(lengths)) + [*lengths]
+        frequencies_bR = torch.stack([seq.frequencies_R for seq in held])
+        return frequencies_bR.repeat_interleave(torch.tensor(counts, device=self._device), dim=0)
+
+    def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _ChunkRows:
+        """The next rows of a prompt, which see and are stored as decodes. None if the sequence keeps no KV here."""
+        start, stop = seq.length, seq.length + chunk.num_tokens
+        owners = self._owners(seq, chunk)
+        seq.add_blocks(chunk.new_blocks, self._kvp_rank)
+        seq.length = stop
+        if self._kvp_rank not in seq.holders:
+            return _ChunkRows(np.zeros((1, 0), np.int64), *[np.zeros(0, np.int64)] * 2)
+        positions = np.arange(start, stop)
+        mine = np.array(owners)[positions // self._block_tokens - start // self._block_tokens] == self._kvp_rank
+        limits = seq.local_length + mine.cumsum()
+        # Local order follows position, so the i-th local token lies in the sequence's local block i // D. A row that
+        # writes nothing here may find no block, and takes any.
+        local_index = np.maximum(limits - 1, 0)
+        blocks = self._arena.ids(seq.extent)
+        block = blocks.take(local_index // self._block_tokens, mode="clip") if len(blocks) else 0
+        slots = np.where(mine, block * self._block_tokens + local_index % self._block_tokens, -1)
+        seq.local_length = int(limits[-1])
+        by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
+        return _ChunkRows(by_axes, slots, limits)
+
+    def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
+        """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the
+        last old one."""
+        stop_block = -(-(seq.length + chunk.num_tokens) // self._block_tokens)
+        num_old = stop_block - seq.length // self._block_tokens - len(chunk.new_blocks)
+        return [seq.last_owner] * num_old + [block.owner for block in chunk.new_blocks]
+
+
+def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
+    """The tokens of a chunk. They count as seen from here on."""
+    ids = token_ids(chunk.token_ids)
+    if seq.seen is not None:
+        seq.seen.add(ids)
+    return ids

@@ -1,0 +1,100 @@
+"""The configuration of an engine: all that ranks and scheduler need to know."""
+
+from dataclasses import dataclass
+
+from longhelix.compute.models.parameters import declare, stored_bytes
+from longhelix.compute.runner.pool_size import kv_bytes_per_token
+from longhelix.compute.runner.token_ranges import TokenRanges
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.spec import HardwareSpec, ModelSpec, product_dtype
+from longhelix.spec.layout import HeadShape, Layout
+
+
+def takes_images(spec: ModelSpec, layout: Layout, rank: int) -> bool:
+    """Whether a rank needs what images are made of: it embeds rows, or has layers that the vision tower adds to."""
+    if spec.vision is None:
+        return False
+    return layout.has_embedding(rank) or layout.layers(spec.num_layers, rank).start < spec.vision.num_deepstack
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All that ranks and scheduler need to know. Nothing in it changes after `resolve`.
+
+    `activation_dtype`: int8, or None: products round their inputs to bytes. `attention_dtype`: int8, or None: attention
+    rounds queries and softmax weights to bytes. `system`: the machine by whose costs the engine decides. `hop_b`: the
+    most parts that a batch attends in, each exchanged while the next one attends; None: as many as take the fewest
+    seconds on `system`. `compile`: layers are one graph of torch.compile. `token_ranges`: which steps have compiled
+    graphs of their own, and which are sequence-parallel. `replay`: layers run from tapes on CPUs and from CUDA graphs
+    on GPUs, where they can. `trace`: ranks report what they do and when. `image_bytes`: the most that the
+    engine's process keeps of images that waiting requests show, and again of those that the vision tower has seen last.
+    """
+
+    model_path: str
+    spec: ModelSpec
+    layout: Layout
+    dtype: str
+    weight_dtype: str
+    activation_dtype: str | None
+    kv_dtype: str
+    attention_dtype: str | None
+    threads_per_rank: int
+    scheduler: SchedulerConfig
+    device: str
+    system: HardwareSpec
+    compile: bool
+    token_ranges: TokenRanges
+    replay: bool
+    attention: str
+    hop_b: int | None
+    trace: bool
+    image_bytes: int
+
+    @property
+    def execution(self) -> str:
+        """`compile` and `replay` as the value of the option --execution."""
+        return "compiled" if self.compile else "recorded" if self.replay else "eager"
+
+    @property
+    def product_dtype(self) -> str:
+        """The number format of products' weights, which says what becomes of their inputs too."""
+        return product_dtype(self.weight_dtype, self.activation_dtype)
+
+    @property
+    def heads(self) -> HeadShape:
+        return HeadShape(self.spec.num_query_heads, self.spec.num_kv_heads)
+
+    @property
+    def image_ranks(self) -> tuple[int, ...]:
+        """The ranks that need what images are made of."""
+        return tuple(rank for rank in range(self.layout.world_size) if takes_images(self.spec, self.layout, rank))
+
+    def weight_elements(self, rank: int) -> int:
+        """Numbers in the weights that `rank` keeps."""
+        return sum(parameter.num_elements for parameter in declare(self.spec, self.layout, rank))
+
+    def weight_bytes(self, rank: int) -> int:
+        """Bytes of the weights that `rank` keeps."""
+        return sum(self._stored_bytes(rank).values())
+
+    def weight_bytes_read(self, rank: int) -> int:
+        """Bytes of weights that a decode step of one row reads: all weights except an embedding that is not also the
+        head, and of the experts only those that the row takes."""
+        found = self._stored_bytes(rank)
+        experts = sum(size for name, size in found.items() if ".experts." in name)
+        others = sum(found.values()) - found.get("embedding", 0) - experts
+        moe = self.spec.moe
+        return others + (0 if moe is None else experts * moe.experts_per_token // moe.num_experts)
+
+    def _stored_bytes(self, rank: int) -> dict[str, int]:
+        return stored_bytes(self.spec, self.layout, rank, self.dtype, self.product_dtype)
+
+    def kv_bytes_per_token(self, rank: int) -> int:
+        """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
+        return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, self.device, rank)
+
+    @property
+    def instance_kv_bytes_per_token(self) -> int:
+        """Bytes of one token's K and V over all ranks that keep some of it, those of one KVP rank."""
+        ranks = range(self.layout.world_size)
+        return sum(self.kv_bytes_per_token(rank) for rank in ranks if self.layout.kvp_rank(rank) == 0)

@@ -1,0 +1,272 @@
+"""Guides that a text can follow into a dead end: a place from which no text ends.
+
+llguidance refuses most schemas that nothing satisfies. A bounded search finds some of what it lets pass.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from longhelix.compute.runner.matchers import Matchers
+from longhelix.errors import UserError
+from longhelix.scheduler.guide import Guide, TokenTable
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_EOS = 256
+_BLANKS = frozenset(b" \t\r\n")
+_MOST_STEPS = 500  # bytes of all texts that one search tries
+_LONGEST_TEXT = 200
+_MOST_S = 0.2  # of CPU time, for guides whose every byte takes long
+_FEW_BYTES = 16  # that may follow: each of them is tried
+_STRUCTURE = frozenset(b'"\\{}[]():,;<>=|')  # each of them is tried where many may follow
+_QUOTED = 60  # characters of a text, in a message
+
+
+class DeadEnds:
+    """Looks for dead ends of guides, with texts that are made byte by byte of the bytes that a vocabulary has."""
+
+    def __init__(self, table: TokenTable) -> None:
+        has = set().union(*table.tokens)
+        tokens = [bytes([byte]) if byte in has else b"" for byte in range(_EOS)]
+        self._matchers = Matchers(TokenTable((*tokens, b"<end>"), (_EOS,), (_EOS,)))
+
+    def check(self, guide: Guide) -> None:
+        """Raise UserError for a guide with a dead end."""
+        if guide.kind in ("regex", "choice"):
+            return  # of these llguidance allows only bytes from which a text can end
+        for schema in _schemas(guide):
+            self._check_schema(schema)
+        found = self._search(guide)
+        if found is not None:
+            said = found.decode(errors="replace")
+            raise UserError(
+                f"the guide cannot be used: after {said[-_QUOTED:]!r} no text can end, so answers would run into their "
+                "limit; change what it allows there",
+                "invalid_guide",
+            )
+
+    def _check_schema(self, schema: Mapping[str, Any]) -> None:
+        endless = _endless(schema)
+        if endless is not None:
+            raise UserError(
+                f"the JSON schema cannot be used: no value satisfies {endless}, which requires itself without an end; "
+                "make what it requires optional, or give it an alternative such as null",
+                "invalid_guide",
+            )
+        for patterns, names in _closed_objects(schema):
+            if not self._has_more_names(patterns, names):
+                raise UserError(
+                    f"the JSON schema cannot be used: patternProperties {', '.join(patterns)[:_QUOTED]} match only "
+                    f"keys that properties names already ({', '.join(names)[:_QUOTED] or 'none'}), and other keys are "
+                    "not allowed: leave these patterns out",
+                    "invalid_guide",
+                )
+
+    def _has_more_names(self, patterns: list[str], names: list[str]) -> bool:
+        """Whether a key of an object can match one of the patterns and be none of the names."""
+        null = {"type": "null"}
+        schema = {
+            "type": "object",
+            "properties": dict.fromkeys(names, null),
+            "required": names,
+            "patternProperties": dict.fromkeys(patterns, null),
+            "additionalProperties": False,
+        }
+        matcher = self._matchers.compiled(Guide.of_schema(schema))
+        begun = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:null," for name in names)
+        if not matcher.consume_tokens(list(begun.encode())) or matcher.is_error():
+            return True  # it is not written like that, and the search says more
+        return ord('"') in _allowed(matcher)
+
+    def _search(self, guide: Guide) -> bytes | None:
+        """A text after which none can end, if some texts that differ as much as possible lead to one."""
+        start, tried, steps = self._matchers.compiled(guide), Counter[tuple[bytes, int]](), 0
+        until_s = time.process_time() + _MOST_S
+        while steps < _MOST_STEPS:
+            matcher, text = start.deep_copy(), bytearray()
+            while len(text) < _LONGEST_TEXT:
+                allowed = _allowed(matcher)
+                if not allowed and _is_limit(matcher):
+                    return None
+                if not allowed - _BLANKS and not _goes_on_after_blanks(matcher, allowed):
+                    return bytes(text)
+                if allowed == {_EOS} or steps >= _MOST_STEPS or time.process_time() > until_s:
+                    break
+                place = bytes(sorted(allowed - {_EOS}))
+                options = sorted(allowed - _BLANKS - {_EOS}) or sorted(allowed & _BLANKS)
+                kinds = {byte: byte if len(options) <= _FEW_BYTES or byte in _STRUCTURE else -1 for byte in options}
+                byte = min(options, key=lambda byte: (tried[place, kinds[byte]], tried[place, byte + _EOS], byte))
+                tried[place, kinds[byte]] += 1
+                tried[place, byte + _EOS] += 1
+                matcher.consume_token(byte)
+                text.append(byte)
+                steps += 1
+            else:
+                continue
+            if not text or steps >= _MOST_STEPS or time.process_time() > until_s:
+                return None
+        return None
+
+
+def _allowed(matcher: "LLMatcher") -> set[int]:
+    """Bytes that may come next, and the end; none at a dead end."""
+    if matcher.is_error():
+        return set()
+    bits = int.from_bytes(matcher.compute_bitmask(), "little")
+    return set() if matcher.is_error() else {place for place in range(_EOS + 1) if bits >> place & 1}
+
+
+def _is_limit(matcher: "LLMatcher") -> bool:
+    """Whether a limit is what ends a text, which says nothing of dead ends."""
+    return matcher.is_error() and "NoExtension" not in matcher.get_error()
+
+
+def _goes_on_after_blanks(matcher: "LLMatcher", allowed: set[int]) -> bool:
+    """Whether a token other than a blank may follow after some blanks, such as a line's end with its indentation."""
+    for blank in allowed & _BLANKS:
+        after = matcher.deep_copy()
+        after.consume_token(blank)
+        more = _allowed(after)
+        if more - _BLANKS or _is_limit(after):
+            return True
+        if blank != ord(" ") and ord(" ") in more:
+            for _ in range(64):
+                after.consume_token(ord(" "))
+                more = _allowed(after)
+                if more - _BLANKS:
+                    return True
+                if ord(" ") not in more:
+                    break
+    return False
+
+
+def _schemas(guide: Guide) -> Iterator[Mapping[str, Any]]:
+    """Those that a guide has, inside of a grammar too."""
+    if guide.kind == "json_schema":
+        yield json.loads(guide.text)
+    elif guide.kind == "grammar":
+        for part in guide.text.split("%json")[1:]:
+            try:
+                schema, _ = json.JSONDecoder().raw_decode(part.lstrip())
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(schema, dict):
+                yield schema
+
+
+def _resolved(root: Any, reference: object) -> Any:
+    """What a reference within a schema leads to; True, which allows everything, if it does not."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return True
+    found = root
+    for name in reference[1:].split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+            found = found[int(name)]
+        else:
+            return True
+    return found
+
+
+def _children(root: Any, node: Mapping[str, Any]) -> Iterator[Any]:
+    """Schemas nested in this one, which the value or a part of it may also have to satisfy."""
+    for name in ("properties", "patternProperties"):
+        if isinstance(node.get(name), dict):
+            yield from node[name].values()
+    for name in ("prefixItems", "allOf", "anyOf", "oneOf"):
+        if isinstance(node.get(name), list):
+            yield from node[name]
+    yield from (node.get(name, True) for name in ("items", "additionalProperties"))
+    if "$ref" in node:
+        yield _resolved(root, node["$ref"])
+
+
+def _nodes(root: Any) -> list[dict[str, Any]]:
+    """Every schema that a part of a value may have to satisfy."""
+    found: dict[int, dict[str, Any]] = {}
+    left = [root]
+    while left:
+        node = left.pop()
+        if isinstance(node, dict) and id(node) not in found:
+            found[id(node)] = node
+            left += _children(root, node)
+    return list(found.values())
+
+
+def _endless(root: Any) -> str | None:
+    """A schema that only endless values satisfy, in words."""
+    finite: set[int] = set()  # those that a value of some depth satisfies, or that somebody else refuses
+
+    def is_finite(node: Any) -> bool:
+        return not isinstance(node, dict) or id(node) in finite
+
+    left = _nodes(root)[::-1]  # parts mostly before what has them
+    while left:
+        still = []
+        for node in left:
+            if all(map(is_finite, _needed(root, node, is_finite))):
+                finite.add(id(node))
+            else:
+                still.append(node)
+        if len(still) == len(left):
+            definitions = root.get("$defs", root.get("definitions"))
+            names = [name for name, inner in (definitions or {}).items() if any(inner is node for node in still)]
+            if names:
+                return f"the definition {names[0]!r}"
+            return "it" if any(root is node for node in still) else "a part of it"
+        left = still
+    return None
+
+
+def _needed(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]) -> Iterator[Any]:
+    """Schemas of parts that every value must have. Of alternatives, one that is known to be finite, if there is one."""
+    if "$ref" in node:
+        yield _resolved(root, node["$ref"])
+    if isinstance(node.get("allOf"), list):
+        yield from node["allOf"]
+    for name in ("anyOf", "oneOf"):
+        options = node.get(name)
+        if isinstance(options, list) and options:
+            yield next(filter(is_finite, options), options[0])
+    if node.get("type") in ("object", ["object"]) and isinstance(node.get("required"), list):
+        properties = node.get("properties", {})
+        for name in node["required"]:
+            if isinstance(name, str) and isinstance(properties, dict):
+                others = True if "patternProperties" in node else node.get("additionalProperties", True)
+                yield properties.get(name, others)
+    least = node.get("minItems", 0)
+    if node.get("type") in ("array", ["array"]) and isinstance(least, int) and least > 0:
+        first = node.get("prefixItems", [])
+        if isinstance(first, list):
+            yield from first[:least]
+            if least > len(first):
+                yield node.get("items", True)
+
+
+def _closed_objects(root: Any) -> Iterator[tuple[list[str], list[str]]]:
+    """Of schemas of objects with patternProperties and without other keys: the patterns, and the properties' names."""
+    for node in _nodes(root):
+        parts, left = list[Mapping[str, Any]](), [node]
+        while left:
+            part = left.pop()
+            if isinstance(part, dict) and all(part is not other for other in parts):
+                parts.append(part)
+                left += part["allOf"] if isinstance(part.get("allOf"), list) else []
+                left += [_resolved(root, part["$ref"])] if "$ref" in part else []
+        patterns, names = dict[str, None](), dict[str, None]()
+        for part in parts:
+            patterns |= dict.fromkeys(_names(part.get("patternProperties")))
+            names |= dict.fromkeys([*_names(part.get("properties")), *_names(part.get("required"))])
+        if patterns and any(part.get("additionalProperties") is False for part in parts):
+            yield list(patterns), list(names)
+
+
+def _names(given: object) -> list[str]:
+    """Of what has names; a schema from outside may have anything in its place."""
+    return [name for name in given if isinstance(name, str)] if isinstance(given, (dict, list)) else []

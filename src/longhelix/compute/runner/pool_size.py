@@ -1,0 +1,83 @@
+"""How many KV blocks a rank's pool holds: as many as were asked for, or as many as memory allows."""
+
+import warnings
+
+from longhelix.compute.models.parameters import stored_bytes
+from longhelix.errors import UserError
+from longhelix.scheduler.kv.splits import most_state_bytes
+from longhelix.spec import ModelSpec
+from longhelix.spec.layout import HeadShape, Layout
+
+# What the pool may take of the memory that is free once the weights are in.
+_POOL_SHARE = 0.8
+
+
+def kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, device: str, rank: int) -> int:
+    """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
+    heads, layers = HeadShape(spec.num_query_heads, spec.num_kv_heads), layout.layers(spec.num_layers, rank)
+    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)), len(layers), device)
+
+
+def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:
+    """Memory that a GPU's attention takes beside the pool, with sequences of up to `longest_tokens` on that GPU."""
+    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
+    value_size = spec.head_size if spec.mla is None else spec.mla.kv_lora_rank
+    return most_state_bytes(longest_tokens, len(layout.query_heads(heads, rank)), value_size)
+
+
+def affordable_blocks(
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: str,
+    weight_dtype: str,
+    kv_dtype: str,
+    device: str,
+    block_tokens: int,
+    memory_bytes: int,
+    ranks: range,
+) -> int:
+    """KV blocks that each of `ranks` can have in the memory that they share, beside their weights."""
+    held_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
+    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank) for rank in ranks)
+    affordable_tokens = int((memory_bytes - held_bytes) * _POOL_SHARE) // token_bytes
+    if affordable_tokens < 1:
+        raise UserError(
+            f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: "
+            "free some, or use a smaller model or dtype",
+            "out_of_memory",
+        )
+    if affordable_tokens < block_tokens:
+        raise UserError(
+            f"what memory is free beside the weights holds {affordable_tokens} tokens of KV cache, and not one block "
+            f"of {block_tokens}: set --block-tokens to at most {affordable_tokens}, or free some",
+            "out_of_memory",
+        )
+    return affordable_tokens // block_tokens
+
+
+def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, block_tokens: int, kvp: int) -> int:
+    """KV blocks of each KVP rank: what was asked for, else room for one request of the longest length, as far as memory
+    allows."""
+    affordable_tokens = affordable * block_tokens * kvp
+    if asked_tokens is None:
+        wanted = -(-longest_tokens // block_tokens)
+        if wanted > affordable:
+            warnings.warn(
+                f"memory holds {affordable_tokens} tokens of KV cache, less than one request of max_model_len",
+                stacklevel=3,
+            )
+        return min(wanted, affordable)
+    if asked_tokens > affordable_tokens:
+        raise UserError(
+            f"kv_cache_tokens is {asked_tokens}, but what memory is free beside the weights holds "
+            f"{affordable_tokens}: set --kv-cache-tokens to at most {affordable_tokens}",
+            "out_of_memory",
+        )
+    return -(-asked_tokens // (block_tokens * kvp))
+
+
+def num_blocks_of_many(tokens: int, affordable: int, block_tokens: int, kvp: int, *, shares_memory: bool) -> int:
+    """KV blocks of each KVP rank for `tokens` of many requests, as far as memory allows. shares_memory: with other
+    programs, which it leaves half of what is free."""
+    most = max(affordable // 2, 1) if shares_memory else affordable
+    return min(-(-tokens // (block_tokens * kvp)), most)

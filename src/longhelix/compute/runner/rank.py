@@ -1,0 +1,145 @@
+"""What a rank is made of, from the configuration: its place in the world, its model, its pool, its runner."""
+
+import os
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from longhelix.compute.cache.pool import KVPool
+from longhelix.compute.cache.swap_space import SwapSpace
+from longhelix.compute.kernels import PANELS, KVFormat, flashinfer, native
+from longhelix.compute.kernels.flashinfer import PageLists
+from longhelix.compute.machine import host
+from longhelix.compute.models.decoder import Decoder
+from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.compute.models.parameters import declare
+from longhelix.compute.models.weights import Weights
+from longhelix.compute.parallel.mesh import Mesh
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.runner import ModelRunner
+from longhelix.errors import UserError
+from longhelix.spans import UNTRACED, Spans
+
+# Small beside what is left free beside a pool: ranks that are done with theirs do not take their share again.
+_PARTS_OF_LAYER = 8
+
+
+def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRACED) -> Mesh:
+    """Meet the other ranks in a directory that all of them know, and make the layout's groups with them."""
+    native.set_num_threads(config.threads_per_rank)
+    device = device_of(config, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if config.layout.world_size > 1 and not dist.is_initialized():
+        meet(config.layout.world_size, rank, directory, "nccl" if device.type == "cuda" else "gloo")
+    return Mesh.build(config.layout, rank, spans=spans)
+
+
+def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo", interface: str = "lo") -> None:
+    """Make the world of ranks, all on this host. Nothing listens on the network, unless `interface` is part of it."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    dist.init_process_group(backend, init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size)
+
+
+def load_model(
+    config: EngineConfig,
+    mesh: Mesh,
+    progress: Callable[[int], None] = lambda elements: None,
+    spans: Spans = UNTRACED,
+) -> Decoder:
+    """This rank's shard of the model. `progress` is called with elements of weights as they are loaded.
+    `spans` are told of what layers do, except in compiled graphs, which cannot tell."""
+    weights = Weights(
+        open_checkpoint(config.model_path),
+        declare(config.spec, config.layout, mesh.rank),
+        getattr(torch, config.dtype),
+        config.product_dtype,
+        device_of(config, mesh.rank),
+        progress,
+    )
+    return Decoder(config.spec, mesh, weights, UNTRACED if config.compile else spans)
+
+
+def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
+    """This rank's pool of `num_blocks` KV blocks. Raises UserError if memory that was free when the engine started no
+    longer is."""
+    spec, device = config.spec, device_of(config, rank)
+    num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
+    num_layers = len(config.layout.layers(spec.num_layers, rank))
+    block_tokens = config.scheduler.block_tokens
+    formats = {
+        entry.name: KVFormat.choose(
+            config.kv_dtype,
+            block_tokens,
+            num_kv_heads,
+            entry.key_size,
+            entry.value_size,
+            device,
+            entry.shared_values,
+            config.attention_dtype is not None,
+        )
+        for entry in spec.cache_entries
+    }
+    pool = KVPool(formats, num_layers, num_blocks, device)
+    if device.type == "cpu":
+        _take_memory(pool, config.layout.world_size)
+    return pool
+
+
+def _take_memory(pool: KVPool, sharers: int) -> None:
+    """Write to all of a pool now, piece by piece. Otherwise the system has only promised the memory, perhaps to another
+    engine too. `sharers` ranks do so at the same time."""
+    left_bytes = pool.num_bytes
+    for piece in chain.from_iterable(
+        tensor.view(-1).chunk(_PARTS_OF_LAYER) for entry in pool.entries() for tensor in entry.tensors
+    ):
+        free_bytes = host.available_bytes()
+        if free_bytes < sharers * piece.nbytes:
+            raise UserError(
+                f"the KV cache needs {left_bytes} bytes more on a rank, but {free_bytes} are free for {sharers}: other "
+                "processes have taken memory since the engine started; end some, or lower --kv-cache-tokens or "
+                "--max-model-len",
+                "out_of_memory",
+            )
+        piece.zero_()
+        left_bytes -= piece.nbytes
+
+
+def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
+    """The runner of this rank's steps. `spans`: those of the model. Raises UserError where there is no room for swapped
+    KV blocks."""
+    whole = config.attention == "flashinfer"
+    execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool), config.token_ranges)
+    page_lists, num_slots = new_page_lists(config, mesh.rank, pool), config.scheduler.swap_blocks
+    swap_space = SwapSpace(pool, num_slots) if num_slots else None
+    return ModelRunner(config.spec, mesh, model, pool, execution, page_lists, spans, swap_space)
+
+
+def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
+    """What `Execution.resolve` needs to know of this rank."""
+    return Found(
+        device=pool.device.type,
+        native=native.module is not None,
+        overlaps=mesh.kvp.overlaps,
+        sums_in_rank_order=mesh.stage.sums_in_rank_order and mesh.kvp.sums_in_rank_order,
+        packed=pool.packed and all(weight.arrangement is PANELS for weight in model.products()),
+    )
+
+
+def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists | None:
+    """What lists pages for FlashInfer, where that was asked for. Raises UserError if it cannot read this pool."""
+    num_query_heads = len(config.layout.query_heads(config.heads, rank))
+    if config.attention != "flashinfer" or not num_query_heads:
+        return None
+    (format,) = pool.formats.values()
+    flashinfer.check(format, config.dtype)
+    return PageLists(format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
+
+
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """The CPU, or a GPU of its own for every rank."""
+    return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")

@@ -1,0 +1,131 @@
+"""What rows of decodes are made of: one memory, written by one call in every step."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longhelix.compute.cache.block_arena import BlockArena
+from longhelix.compute.cache.lines import Lines
+from longhelix.compute.kernels import native
+from longhelix.compute.runner.decode_rows import DecodeRows
+from longhelix.compute.runner.sequence_state import EXTENT, HELD, LAST_OWNER, LAST_TOKEN, LENGTH, LOCAL_LENGTH, SHIFT
+
+
+class RowParts(NamedTuple):
+    """Parts of the memory: arrays on the host, or tensors where steps run. int64.
+
+    Of B rows the tokens; of the b sequences among them that keep KV here what `models.batch.Batch` says of rows.
+    """
+
+    token_ids_B: Any
+    positions_b: Any
+    slots_b: Any
+    limits_b: Any
+    row_starts_b: Any
+    extents_b2: Any
+
+    @classmethod
+    def of(cls, memory_X: Any, rows: int, held: int) -> "RowParts":
+        """As `advance` writes them, each with room for all rows."""
+        tokens, positions, slots, limits, starts, extents = (memory_X[place * rows :] for place in range(6))
+        parts = tokens[:rows], positions[:held], slots[:held], limits[:held], starts[: held + 1]
+        return cls(*parts, extents[1 : 1 + 2 * held].reshape(held, 2))
+
+    @staticmethod
+    def size(rows: int) -> int:
+        """How many integers there are."""
+        return 7 * rows + 1
+
+
+@dataclass(frozen=True, eq=False)
+class RowTensors:
+    """What a batch of decodes has where steps run: the same objects in all steps of as many rows."""
+
+    rows: RowParts
+    cos_bR: Tensor
+    sin_bR: Tensor
+
+
+class RowMemory:
+    """Lets sequences go on by a token, all at once, and keeps what their rows are made of. The next step writes over
+    it.
+
+    numbers: of the sequences. num_pairs: R of the rotation.
+    """
+
+    def __init__(self, numbers: Lines, arena: BlockArena, kvp_rank: int, block_tokens: int, num_pairs: int) -> None:
+        self._numbers, self._arena = numbers, arena
+        self._kvp_rank, self._block_tokens, self._num_pairs = kvp_rank, block_tokens, num_pairs
+        self._take(8)
+
+    @torch.inference_mode()  # as what else a step has is made: compiled graphs are for tensors of one kind
+    def _take(self, most_rows: int) -> None:
+        self._most_rows, device = most_rows, self._arena.blocks_X.device
+        self._host_X = torch.zeros(RowParts.size(most_rows), dtype=torch.int64)
+        self._device_X = self._host_X.to(device)
+        self._turns_2X = torch.zeros(2, most_rows * self._num_pairs, device=device)
+        self._tensors = lru_cache(64)(self._new_tensors)
+
+    def advance(self, decoding: DecodeRows) -> tuple[int, bool]:
+        """Every sequence goes on by a token. Returns how many of them keep KV here, and whether all KVP ranks keep KV
+        of all of them.
+
+        A row sees the local tokens up to its own position; that is the whole causal mask. Its KV goes into the last KV
+        block.
+        """
+        if len(decoding) > self._most_rows:
+            self._take(2 * len(decoding))
+        if native.module is None:
+            return self._advance(decoding.lines)
+        return native.module.advance(
+            self._numbers.address,
+            self._numbers.values.shape[1],
+            decoding.lines_address,
+            len(decoding),
+            self._arena.extents.address,
+            self._arena.ids_address,
+            self._block_tokens,
+            self._kvp_rank,
+            self._host_X.data_ptr(),
+        )
+
+    def arrays(self, rows: int, held: int) -> RowParts:
+        """Of the last step, on the host."""
+        return RowParts.of(self._host_X.numpy(), rows, held)
+
+    def tensors(self, rows: int, held: int) -> RowTensors:
+        """Of the last step, where it runs; cosines and sines are not written yet."""
+        if self._device_X is not self._host_X:
+            size = RowParts.size(rows)
+            self._device_X[:size] = self._host_X[:size]
+        return self._tensors(rows, held)
+
+    def _new_tensors(self, rows: int, held: int) -> RowTensors:
+        turns_2bR = self._turns_2X[:, : held * self._num_pairs].unflatten(1, (held, self._num_pairs))
+        return RowTensors(RowParts.of(self._device_X, rows, held), *turns_2bR)
+
+    def _advance(self, lines_B: NDArray[np.int64]) -> tuple[int, bool]:
+        """As csrc/advance.hpp, where that was not built."""
+        values = self._numbers.values
+        now_BC = values[lines_B]
+        values[lines_B, LENGTH] += 1
+        held_BN = now_BC[:, HELD:] == 1
+        held_B = held_BN[:, self._kvp_rank]
+        now_bC = now_BC[held_B]
+        parts = self.arrays(len(lines_B), len(now_bC))
+        local_b, mine_b = now_bC[:, LOCAL_LENGTH], now_bC[:, LAST_OWNER] == self._kvp_rank
+        block_b, offset_b = np.divmod(local_b, self._block_tokens)
+        parts.token_ids_B[:] = now_BC[:, LAST_TOKEN]
+        parts.positions_b[:] = now_bC[:, LENGTH] + now_bC[:, SHIFT]
+        parts.limits_b[:] = values[lines_B[held_B], LOCAL_LENGTH] = local_b + mine_b
+        parts.row_starts_b[:] = np.arange(len(now_bC) + 1)
+        parts.extents_b2[:] = self._arena.extents.values[now_bC[:, EXTENT]]
+        # Of rows whose KV goes elsewhere the place may be anything.
+        ids_b = self._arena.ids_at(parts.extents_b2[:, 0] + block_b)
+        parts.slots_b[:] = np.where(mine_b, ids_b * self._block_tokens + offset_b, -1)
+        return len(now_bC), bool(held_BN.all())

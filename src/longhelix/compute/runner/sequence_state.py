@@ -1,0 +1,156 @@
+"""A running sequence, as a rank follows it."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longhelix.compute.cache.block_arena import BlockArena, Extent
+from longhelix.compute.cache.lines import Lines
+from longhelix.compute.models.image_positions import shift
+from longhelix.compute.parallel.pipeline import Travelling
+from longhelix.compute.runner.adjustments import Adjustments, Record
+from longhelix.compute.runner.seen_tokens import SeenTokens
+from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.step import NewSequence, Widened
+
+# The columns of a sequence's line. SHIFT: what is added to its length for the next row's position. From HELD on one for
+# each KVP rank, 1 if it is among the holders.
+LENGTH, LOCAL_LENGTH, LAST_OWNER, LAST_TOKEN, EXTENT, SHIFT, HELD = range(7)
+
+
+def sequence_numbers(kvp: int) -> Lines:
+    """The numbers of sequences of `kvp` KVP ranks."""
+    return Lines(HELD + kvp)
+
+
+@dataclass(frozen=True, eq=False)
+class AwaitedTokens:
+    """The tokens of a step, on their way from the last pipeline stage, and whose they are."""
+
+    sequences: "Sequence[SequenceState]"
+    travelling: Travelling
+
+
+class _Number:
+    """One of the numbers in a sequence's line."""
+
+    def __init__(self, column: int) -> None:
+        self._column = column
+
+    def __get__(self, seq: "SequenceState", kind: type | None = None) -> int:
+        return seq.numbers.values.item(seq.line, self._column)
+
+    def __set__(self, seq: "SequenceState", value: int) -> None:
+        seq.numbers.values[seq.line, self._column] = value
+
+
+class SequenceState:
+    """This rank's copy of a sequence; steps bring its changes. What changes with every token lies in its `line` of
+    `numbers`, where a step changes all sequences at once.
+
+    length: tokens that have KV. local_length: those of them that have it on this rank. last_owner: of the last KV
+    block. last_token: that was sampled, on every rank of the last stage and of the first one. seen: which tokens the
+    sequence has, in this rank's part of the vocabulary, where a repetition penalty needs them. adjustments: what comes
+    before that penalty there, where anything does. instances: see `NewSequence`; more may come.
+    """
+
+    length = _Number(LENGTH)
+    local_length = _Number(LOCAL_LENGTH)
+    last_owner = _Number(LAST_OWNER)
+    last_token = _Number(LAST_TOKEN)
+
+    def __init__(
+        self,
+        new: NewSequence,
+        frequencies_R: Tensor,
+        numbers: Lines,
+        arena: BlockArena,
+        seen: SeenTokens | None = None,
+        adjustments: Adjustments | None = None,
+    ) -> None:
+        self.new = new
+        self.frequencies_R = frequencies_R
+        self.seen = seen
+        self.adjustments = adjustments
+        self.awaited: AwaitedTokens | None = None  # with which the last token comes, while it is on its way
+        self.microbatch = 0
+        self.instances = new.instances
+        self.numbers = numbers
+        self.line = numbers.take()
+        self.last_owner, self.last_token = -1, new.last_token or 0
+        numbers.values[self.line, SHIFT] = shift(new.images)
+        self._arena = arena
+
+    @property
+    def holders(self) -> set[int]:
+        """The KVP ranks that take part: all, or the owners so far."""
+        return set(self.numbers.values[self.line, HELD:].nonzero()[0].tolist())
+
+    @property
+    def records(self) -> tuple[SeenTokens | Record, ...]:
+        """What is kept of its tokens."""
+        seen = () if self.seen is None else (self.seen,)
+        return seen if self.adjustments is None else (*seen, *self.adjustments.records)
+
+    def begin(self, kvp_rank: int, block_tokens: int) -> None:
+        """Take over the cached tokens. Their blocks are full, except perhaps the last one."""
+        self._open(self.new.blocks_per_rank[kvp_rank])
+        # An instance with a clock of its own has only sequences that it takes part in.
+        if self.new.spread or self.instances:
+            self.numbers.values[self.line, HELD:] = 1
+        blocks = self.new.cached_blocks
+        self.add_blocks(blocks, kvp_rank)
+        self.length = self.new.cached_tokens
+        missing = len(blocks) * block_tokens - self.length if self.last_owner == kvp_rank else 0
+        self.local_length = len(self._arena.ids(self.extent)) * block_tokens - missing
+
+    def end(self) -> None:
+        self._arena.close(self.extent)
+        self.numbers.give_back(self.line)
+
+    def widen(self, widened: Widened, kvp_rank: int, block_tokens: int) -> None:
+        """Blocks that move leave this rank or come to it. They are full, and local order follows position as before."""
+        left = [move.source.id for move in widened.moves if move.source.owner == kvp_rank]
+        come = [move for move in widened.moves if move.target.owner == kvp_rank]
+        ids = self._arena.ids(self.extent)
+        ids = ids[~np.isin(ids, left)]
+        # Each goes before what will lie behind it, counted without those that have come.
+        before = [move.place - earlier for earlier, move in enumerate(come)]
+        ids = np.insert(ids, before, [move.target.id for move in come])
+        self._arena.close(self.extent)
+        self._open(widened.blocks_per_rank[kvp_rank])
+        self._arena.append(self.extent, ids)
+        self._hold(move.target.owner for move in widened.moves)
+        self.local_length += (len(come) - len(left)) * block_tokens
+
+    def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int) -> None:
+        if blocks:
+            self.last_owner = blocks[-1].owner
+        self._hold(block.owner for block in blocks)
+        self._arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
+
+    def _open(self, room: int) -> None:
+        self.extent: Extent = self._arena.open(room)
+        self.numbers.values[self.line, EXTENT] = self.extent.line
+
+    def _hold(self, owners: Iterable[int]) -> None:
+        for owner in set(owners):
+            self.numbers.values[self.line, HELD + owner] = 1
+
+
+def by_instances(sequences: Iterable[SequenceState]) -> list[tuple[tuple[int, ...], list[SequenceState]]]:
+    """The sequences that several instances take part in, by these; all of them come to the same in the same order."""
+    found: defaultdict[tuple[int, ...], list[SequenceState]] = defaultdict(list)
+    for seq in sorted(sequences, key=lambda seq: seq.new.id):
+        if len(seq.instances) > 1:
+            found[seq.instances].append(seq)
+    return sorted(found.items())
+
+
+def token_ids(message: bytes) -> NDArray[np.int64]:
+    """Of a message from the scheduler."""
+    return np.frombuffer(message, np.int32).astype(np.int64)

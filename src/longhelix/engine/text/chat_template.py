@@ -1,0 +1,218 @@
+"""The model's own chat template: messages in, prompt text out."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from jinja2 import Environment, Template, TemplateError, meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from longhelix.engine.text.tool_calls import ToolForm, form_of
+from longhelix.errors import UserError
+from longhelix.values import entries, text
+
+# What messages may go on after: templates want users and assistants to take turns, and some have no system prompt.
+_USER, _ASSISTANT = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
+_EARLIER = ([_USER, _ASSISTANT], [_USER], [{"role": "system", "content": "."}])
+
+
+# It ends with a blank, so that it shows whether a template trims.
+_MARK = "LONGHELIX_CONTINUES_HERE "
+_MOST_VARIABLES = 64
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+
+
+class ChatTemplate:
+    """A Jinja template from a checkpoint, rendered in a sandbox: it is foreign code.
+
+    Args:
+        source: The template.
+        special_tokens: Variables it may name, such as `bos_token` and `eos_token`.
+        tool_source: The template of conversations that offer tools, where the checkpoint has one for them.
+
+    Attributes:
+        check_length: Is called with the number of characters that have been rendered so far. What it raises ends the
+            rendering.
+    """
+
+    check_length: Callable[[int], None] = staticmethod(lambda num_characters: None)
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        self.source = source
+        self._tool_source = tool_source or source
+        self._special_tokens = dict(special_tokens)
+
+    @cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the model calls functions; None if the template does not take any, or shows a form that is not known."""
+        try:
+            names = meta.find_undeclared_variables(self._environment.parse(self._tool_source))
+        except TemplateError:  # whoever renders it is told
+            return None
+        return form_of(self._tool_source) if "tools" in names else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the prompt that the template makes of a conversation.
+
+        Args:
+            tools: the functions that the assistant may call, as OpenAI has them.
+            variables: more of the template's variables, such as enable_thinking.
+            add_generation_prompt: end where the assistant speaks next, and not behind the last message.
+            continue_final_message: end inside of the last message, which the answer goes on with.
+
+        Raises UserError where the template refuses the messages.
+        """
+        if continue_final_message:
+            return self._open_ended(messages, tools, variables)
+        try:
+            template = self._template if tools is None else self._tool_template
+            pieces = template.generate(
+                # Templates compare these with none, and an undefined name is not none.
+                {"documents": None}
+                | self._special_tokens
+                | checked_variables(variables)
+                | {
+                    "messages": [dict(message) for message in messages],
+                    "tools": None if tools is None else [dict(tool) for tool in tools],
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+            return "".join(self._counted(pieces))
+        except UserError:
+            raise
+        except Exception as error:  # a template can raise whatever an expression can
+            raise UserError(
+                f"the model's chat template failed on these messages ({error}); "
+                "change the messages, or use generate without --chat",
+                code="chat_template_failed",
+            ) from error
+
+    def _open_ended(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        """Return the prompt up to the end of the last message's text: the template renders it with a mark behind that
+        text, and what comes from the mark on is cut."""
+        marked, said = _marked(messages[-1]) if messages else ({}, None)
+        if said is None:
+            raise UserError("continue_final_message is set, but the last message has no text: give it some")
+        rendered = self.render([*messages[:-1], marked], tools, variables, add_generation_prompt=False)
+        end = rendered.rfind(_MARK.strip())
+        if end < 0 or said.strip() not in rendered[:end]:
+            raise UserError(
+                "continue_final_message is set, but the model's chat template does not show the last message as it is "
+                "given: change that message, or leave out continue_final_message"
+            )
+        # Templates that trim a message's end have trimmed the mark's.
+        return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()
+
+    def render_more(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **ending: bool
+    ) -> str:
+        """What `render` has of messages that come behind others: without what begins a conversation, such as a BOS and
+        a system prompt that nobody gave. UserError where the template has them only as a beginning. ending: as of
+        `render`."""
+        for before in _EARLIER:
+            try:
+                begun = self.render(before, variables=variables, add_generation_prompt=False)
+                whole = self.render([*before, *messages], variables=variables, **ending)
+            except UserError as error:
+                if error.code != "chat_template_failed":
+                    raise
+                continue  # not behind such messages
+            if whole.startswith(begun):
+                return whole[len(begun) :]
+        raise UserError(
+            "the model's chat template does not say how these messages go on after others; change the messages, or "
+            "give a prompt as text",
+            code="chat_template_failed",
+        )
+
+    def _counted(self, pieces: Iterable[str]) -> Iterator[str]:
+        """The pieces of a text, until they are too long together."""
+        length = 0
+        for piece in pieces:
+            length += len(piece)
+            self.check_length(length)
+            yield piece
+
+    # Compiled at first use, so that a broken template stops only the requests that need it.
+    @cached_property
+    def _template(self) -> Template:
+        return self._environment.from_string(self.source)
+
+    @cached_property
+    def _tool_template(self) -> Template:
+        return self._environment.from_string(self._tool_source)
+
+    @cached_property
+    def _environment(self) -> Environment:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        return environment
+
+
+def checked_variables(variables: object) -> dict[str, Any]:
+    """Return the variables for a chat template that came from outside. Raises UserError."""
+    found: dict[str, Any] = {}
+    for key, value in entries("chat_template_kwargs", {} if variables is None else variables, _MOST_VARIABLES, "names"):
+        name = text("a name in chat_template_kwargs", key)
+        if name in _OWN_VARIABLES:
+            raise UserError(f"chat_template_kwargs has {name}: give it beside chat_template_kwargs, or leave it out")
+        found[name] = value
+    return found
+
+
+def _marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Return a message with the mark behind its last text, and that text; None where it has none."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK}, content
+    parts = list(content or ())
+    place = next((place for place in reversed(range(len(parts))) if "text" in parts[place]), None)
+    if place is None:
+        return {}, None
+    said = parts[place]["text"]
+    parts[place] = {**parts[place], "text": said + _MARK}
+    return {**message, "content": parts}, said
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's text for training; for inference it is only its body."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+# Jinja's own filter escapes HTML, and models were not trained on that.
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

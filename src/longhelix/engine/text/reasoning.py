@@ -1,0 +1,134 @@
+"""Reasoning that a model writes before its answer, between tags."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from longhelix.engine.text.stop_strings import overlap
+from longhelix.scheduler.guide import ReasoningTags
+
+
+@dataclass(frozen=True)
+class ReasoningForm:
+    """How a family of models writes its reasoning.
+
+    A new family is one more entry of `FORMS`.
+    """
+
+    begin: str
+    end: str
+    is_implied: bool = False  # an answer begins inside the reasoning, although nobody has written `begin`
+
+    def is_used_by(self, template: str, tokens: Collection[str]) -> bool:
+        """Return whether a model with this chat template and vocabulary may write this form."""
+        return self.end in template or (self.begin in tokens and self.end in tokens)
+
+
+# By the names that vLLM has for its parsers. "auto" takes the first entry that the model uses and that implies nothing.
+FORMS = {
+    "qwen3": ReasoningForm("<think>", "</think>"),
+    "deepseek_r1": ReasoningForm("<think>", "</think>", is_implied=True),
+}
+PARSERS = ("auto", "none", *FORMS)
+
+
+def form_of(parser: str, template: str, tokens: Collection[str]) -> ReasoningForm | None:
+    """Return the form that `parser`, one of `PARSERS`, names; None if no reasoning is to be found."""
+    if parser != "auto":
+        return FORMS.get(parser)
+    return next((form for form in FORMS.values() if not form.is_implied and form.is_used_by(template, tokens)), None)
+
+
+class Reasoning:
+    """Splits an answer that comes piece by piece into the reasoning at its beginning and the rest, its content.
+
+    Line ends next to a tag belong to neither part. A tag that is not where reasoning begins or ends is content.
+    What is found does not depend on the pieces.
+    """
+
+    def __init__(self, tags: ReasoningTags) -> None:
+        self._begin, self._end = tags.begin, tags.end
+        self._has_begun = tags.is_open
+        self._held = ""
+        self._next: Callable[[], tuple[str, str] | None] = self._start
+        self._early_tokens = 0  # pushed before it was known whether reasoning begins
+        self.num_tokens = 0  # of the reasoning, with its tags
+        self.text = ""
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all that comes is content."""
+        return self._next in (self._behind, self._rest)
+
+    def push(self, text: str) -> tuple[str | None, str]:
+        """Take the text of the next token.
+
+        Returns more of the reasoning, None if the token is no part of it, and more of the content.
+        """
+        was_undecided, was_over = not self._has_begun, self._is_over
+        reasoning, content = self._take(text)
+        if was_over or not self._has_begun:
+            self._early_tokens += not was_over
+            return None, content
+        self.num_tokens += 1 + (self._early_tokens if was_undecided else 0)
+        return reasoning, content
+
+    def finish(self, text: str = "") -> tuple[str, str]:
+        """Take text that no token brings, the last one. Returns what is left of the reasoning and of the content."""
+        reasoning, content = self._take(text)
+        held, self._held = self._held, ""
+        if self._has_begun and not self._is_over:
+            self.text += held
+            return reasoning + held, content
+        return reasoning, content if self._next == self._behind else content + held
+
+    def _take(self, text: str) -> tuple[str, str]:
+        self._held += text
+        reasoning = content = ""
+        while (found := self._next()) is not None:
+            reasoning, content = reasoning + found[0], content + found[1]
+        self.text += reasoning
+        return reasoning, content
+
+    # Where the answer is. Each takes what it can of the held text, and returns None if more has to come.
+
+    def _start(self) -> tuple[str, str] | None:
+        begun = self._held.lstrip()
+        if begun.startswith(self._begin):
+            self._held, self._has_begun = begun.removeprefix(self._begin), True
+        elif self._begin.startswith(begun):
+            return None
+        elif not self._has_begun:
+            self._next = self._rest
+            return "", ""
+        self._next = self._blank
+        return "", ""
+
+    def _blank(self) -> tuple[str, str] | None:
+        """Before the first character of the reasoning."""
+        self._held = self._held.lstrip("\r\n")
+        if not self._held:
+            return None
+        self._next = self._inside
+        return "", ""
+
+    def _inside(self) -> tuple[str, str] | None:
+        before, tag, behind = self._held.partition(self._end)
+        if tag:
+            self._held, self._next = behind, self._behind
+            return before.rstrip("\r\n"), ""
+        # Line ends may be followed by the tag.
+        safe = before[: len(before) - overlap(before, self._end)].rstrip("\r\n")
+        self._held = before[len(safe) :]
+        return (safe, "") if safe else None
+
+    def _behind(self) -> tuple[str, str] | None:
+        """Before the first character of the content."""
+        self._held = self._held.lstrip("\r\n")
+        if not self._held:
+            return None
+        self._next = self._rest
+        return "", ""
+
+    def _rest(self) -> tuple[str, str] | None:
+        content, self._held = self._held, ""
+        return ("", content) if content else None

@@ -1,0 +1,250 @@
+"""Text to token ids and back: from a checkpoint folder or a GGUF file's metadata, whole or token by token."""
+
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from longhelix.engine.text.chat_template import ChatTemplate
+from longhelix.engine.text.encoder import BackendEncoder, Encoder
+from longhelix.engine.text.gguf_tokenizer import end_ids, read_tokenizer
+from longhelix.engine.text.reasoning import ReasoningForm, form_of
+from longhelix.engine.text.text_stream import ByteStream, DecodedStream, TextStream
+from longhelix.engine.text.text_too_long import TextTooLongError
+from longhelix.engine.text.token_bytes import token_bytes
+from longhelix.engine.text.tokenizer_folder import TokenizerFolder
+from longhelix.engine.text.tool_calls import ToolForm
+from longhelix.errors import UserError
+from longhelix.scheduler.guide import ReasoningTags
+
+_KNOWN_PIECES = 1 << 17
+_TAIL_TOKENS = 64  # of a prompt: enough for a reasoning tag and the blanks behind it
+
+
+class Tokenizer:
+    """A model's tokenizer and, where it has one, its chat template.
+
+    Attributes:
+        max_model_len: Most tokens of a prompt, if it is known. Text that cannot have as few is refused before it is
+            tokenized.
+        end_ids: Tokens that end an answer by what the tokenizer says, whatever the model's configuration says.
+    """
+
+    max_model_len: int | None = None
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None,
+        end_ids: Sequence[int] = (),
+        encoder: Encoder | None = None,
+    ) -> None:
+        # A tokenizer.json may carry its training's truncation and padding; a prompt is never cut.
+        backend.no_truncation()
+        backend.no_padding()
+        self.end_ids = tuple(end_ids)
+        self._backend = backend
+        self._encoder = encoder or BackendEncoder(backend)
+        self._chat_template = chat_template
+        if chat_template is not None:
+            chat_template.check_length = self._check_length
+        self._bytes = token_bytes(backend)  # None where tokens do not stand for bytes of their own
+        self.piece = lru_cache(_KNOWN_PIECES)(self._piece)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer":
+        """Reads the tokenizer's files, see `TokenizerFolder`; UserError if one is broken."""
+        files = TokenizerFolder(folder)
+        backend = files.backend()
+        eos_id = backend.token_to_id(files.special_tokens.get("eos_token", ""))
+        return cls(backend, files.chat_template(), () if eos_id is None else (eos_id,))
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
+        """Builds the tokenizer that a GGUF file's `tokenizer.*` keys describe; UserError if it is not known."""
+        backend, encoder, template = read_tokenizer(metadata)
+        return cls(backend, template, end_ids(metadata), encoder)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a plain prompt, with a BOS if this tokenizer adds one."""
+        return self._encode(text, add_special_tokens=True)
+
+    def parts(self, text: str) -> list[str]:
+        """The part of a plain prompt that each of its tokens stands for, see `Encoder.parts`."""
+        _check_unicode(text)
+        return self._encoder.parts(text)
+
+    def encode_more(self, text: str) -> list[int]:
+        """The ids of text that comes behind other tokens."""
+        return self._encode(text, add_special_tokens=False)
+
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How the model writes calls of functions that a conversation offers it; None if it is not known to."""
+        form = None if self._chat_template is None else self._chat_template.tool_form
+        hidden = {self._backend.id_to_token(token_id) for token_id in self.special_ids}  # which texts do not show
+        return None if form is None or {form.begin, form.end} & hidden else form
+
+    def reasoning_form(self, parser: str) -> ReasoningForm | None:
+        """Return how the model writes its reasoning, by the name of a parser or "auto"; None if it writes none."""
+        template = "" if self._chat_template is None else self._chat_template.source
+        return form_of(parser, template, self._backend.get_vocab())
+
+    def reasoning_tags(
+        self, form: ReasoningForm, prompt: Sequence[int], is_continued: bool = False
+    ) -> ReasoningTags | None:
+        """Return the tags that an answer to `prompt` may have around its reasoning.
+
+        is_continued: the prompt ends inside a message, with which the answer goes on.
+        Returns None if the prompt ends behind the reasoning, as that of a template that was told to leave it out.
+        """
+        begin_id, end_id = (
+            token_id if token_id in self.special_ids else None
+            for token_id in map(self._backend.token_to_id, (form.begin, form.end))
+        )
+        tags = ReasoningTags(form.begin, form.end, begin_id, end_id, form.is_implied)
+        if is_continued:
+            turn = self._last_turn(prompt, tags.special_ids)
+            is_open = turn.rfind(form.begin) > turn.rfind(form.end)
+            return replace(tags, is_open=True) if is_open else None
+        ending = self.spell(prompt[-_TAIL_TOKENS:]).rstrip()
+        if ending.endswith(form.end):
+            return None
+        return replace(tags, is_open=tags.is_open or ending.endswith(form.begin))
+
+    def _last_turn(self, prompt: Sequence[int], tag_ids: Collection[int]) -> str:
+        """The text behind the last special token, tags aside: chat templates begin each turn with some."""
+        marks = self.special_ids.difference(tag_ids)
+        start = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in marks), 0)
+        return self.spell(prompt[start:])
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **ending: bool,
+    ) -> list[int]:
+        """The ids of a conversation up to where the assistant speaks; UserError without a chat template. The arguments
+        are those of `ChatTemplate.render`."""
+        return self._encode_rendered(self._template.render(messages, tools, variables, **ending))
+
+    def encode_more_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **ending: bool
+    ) -> list[int]:
+        """The same, of messages that come behind other tokens, those of a conversation or others."""
+        return self._encode_rendered(self._template.render_more(messages, variables, **ending))
+
+    @property
+    def _template(self) -> ChatTemplate:
+        if self._chat_template is None:
+            raise UserError("the model has no chat template; use generate without --chat", code="no_chat_template")
+        return self._chat_template
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        # The template has written every special token that it wants.
+        return self._encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of the ids, special tokens left out."""
+        return self.spell([token_id for token_id in token_ids if token_id not in self.special_ids])
+
+    def spell(self, token_ids: Sequence[int], begins: bool = True) -> str:
+        """The text of the ids, special tokens included. begins: they begin a text, and do not come behind others."""
+        if self._bytes is not None:
+            return self._bytes.text(token_ids, begins)
+        if not begins:
+            return "".join(map(self.piece, token_ids))
+        # Of a batch, for that lets other threads run.
+        return self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """What each of these tokens adds to their text, special tokens included."""
+        stream = self._stream((), ())
+        found = [stream.push(token_id) for token_id in token_ids]
+        if found:
+            found[-1] += stream.finish()
+        return found
+
+    @cached_property
+    def token_bytes(self) -> dict[int, bytes]:
+        """What each token stands for inside of a text, by id; of special ones, what they are called. Raises UserError
+        for a tokenizer whose tokens do not stand for bytes."""
+        if self._bytes is None:
+            raise UserError(
+                "the model's tokenizer has no bytes for its tokens, which guides need: use one that is byte-level or "
+                "SentencePiece's, or ask for no guide",
+                "unsupported_model",
+            )
+        return self._bytes.everything()
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that mark something, and have no text."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that a token can stand for, at most."""
+        return max(map(len, self._backend.get_vocab()))
+
+    def most_characters(self, token_ids: "array[int]") -> int:
+        """Characters that the text of tokens has at most."""
+        return int(self._lengths.take(np.frombuffer(token_ids, np.int32), mode="clip").sum()) if token_ids else 0
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        """Characters of each token's name by its id, which are at least those of its text."""
+        vocabulary = self._backend.get_vocab()
+        found = np.zeros(max(vocabulary.values()) + 1, np.int64)
+        for name, token_id in vocabulary.items():
+            found[token_id] = len(name)
+        return found
+
+    def _check_length(self, num_characters: int) -> None:
+        """Raises TextTooLongError for a text that cannot be a prompt."""
+        most = self.max_model_len
+        if most is not None and num_characters > most and num_characters > most * self.longest_token:
+            raise TextTooLongError(most, most * self.longest_token)
+
+    def _piece(self, token_id: int) -> str:
+        """What one token stands for inside of a text."""
+        if self._bytes is not None:
+            return self._bytes.text([token_id], begins=False)
+        # Decoders drop the blank that begins a text.
+        return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
+
+    def stream(
+        self, before: Sequence[int] = (), skip_special_tokens: bool = True, shown: Collection[int] = ()
+    ) -> TextStream:
+        """A decoder for ids that come one by one, behind others. shown: special tokens that are not skipped."""
+        return self._stream(before, self.special_ids.difference(shown) if skip_special_tokens else ())
+
+    def _stream(self, before: Sequence[int], hidden: Collection[int]) -> TextStream:
+        if self._bytes is not None:
+            return ByteStream(self._bytes, before, hidden)
+        return DecodedStream(self._backend, before, hidden)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        self._check_length(len(text))
+        _check_unicode(text)
+        return self._encoder.ids(text, add_special_tokens)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"the prompt has half a surrogate pair at character {error.start}") from error

@@ -1,0 +1,201 @@
+"""A worker: one process, one rank. It does what the engine asks, and decides nothing."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from longhelix.compute.cache.context_folder import disk_error
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.progress import Progress
+from longhelix.compute.runner.rank import device_of, join, load_model, new_pool, new_runner
+from longhelix.compute.runner.runner import ModelRunner
+from longhelix.compute.runner.saved_blocks import SavedBlocks
+from longhelix.compute.runner.tracer import Tracer
+from longhelix.compute.runner.warm_up import warm_up
+from longhelix.engine.workers.failure import failure
+from longhelix.engine.workers.started_rank import StartedRank
+from longhelix.engine.workers.transport import (
+    Alive,
+    Carried,
+    CountRows,
+    Done,
+    Execute,
+    Joined,
+    LoadBlocks,
+    Loaded,
+    PassReport,
+    Ready,
+    ReportPasses,
+    RowCounts,
+    SaveBlocks,
+    Start,
+    Stop,
+    TakeImageRows,
+    TakeTokens,
+    ToWorker,
+    Traced,
+    Warmed,
+    WorkerSocket,
+)
+from longhelix.errors import UserError
+from longhelix.spans import UNTRACED, Spans
+
+HEARTBEAT_S = 1.0
+
+
+def main() -> int:
+    """A rank's process, as `Ranks` starts it. Returns its exit status."""
+    started = StartedRank.from_command_line()
+    return serve(started.directory, started.rank)
+
+
+def serve(directory: Path, rank: int) -> int:
+    """Serve the engine behind `directory` until it says stop. Returns the exit status of the process."""
+    heart = _Heart(directory, rank)
+    socket = WorkerSocket(directory, rank)
+    try:
+        _serve(socket, directory, rank, heart)
+    except Exception as error:
+        socket.send(failure(error))
+        return 1
+    finally:
+        socket.close()
+    return 0
+
+
+def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") -> None:
+    socket.send(Joined())
+    match socket.receive():
+        case Start(config):
+            tracer = Tracer(device_of(config, rank)) if config.trace else None
+            runner = _load(config, directory, rank, socket, heart, tracer or UNTRACED)
+        case _:
+            return
+    if tracer is not None:
+        tracer.take()  # what the warm-up did
+    saved = SavedBlocks.of(config, rank, runner.pool)
+    socket.send(Ready(runner.execution))
+    inbox, spans = _Inbox(socket, runner), tracer or UNTRACED
+    while True:
+        waiting = spans.begin("wait", "host")
+        message = inbox.next()
+        spans.end(waiting)
+        match message:
+            case Execute(step):
+                result = runner.execute(step)
+                if tracer is not None:
+                    socket.send(Traced(tracer.take()))
+                sending = spans.begin("send", "host")
+                socket.send(Done(result))
+                spans.end(sending)
+            case CountRows():
+                socket.send(RowCounts(runner.model.expert_rows()))
+            case ReportPasses():
+                socket.send(_pass_report())
+            case TakeImageRows(id, start, states):
+                runner.take_image_rows(id, start, states)
+            case TakeTokens(table):
+                runner.take_tokens(table)
+            case SaveBlocks() | LoadBlocks() as message:
+                socket.send(_carry(saved, message))
+            case Stop():
+                return
+
+
+class _Inbox:
+    """What the engine says, in its order. The runner is told of steps as soon as they have come."""
+
+    def __init__(self, socket: WorkerSocket, runner: ModelRunner) -> None:
+        self._socket = socket
+        self._runner = runner
+        self._messages: deque[ToWorker] = deque()
+
+    def next(self) -> ToWorker:
+        messages = [] if self._messages else [self._socket.receive()]
+        messages += self._socket.receive_waiting()
+        for message in messages:
+            if isinstance(message, Execute):
+                self._runner.expect(message.step)
+        self._messages += messages
+        return self._messages.popleft()
+
+
+def _pass_report() -> PassReport:
+    from longhelix.passes import report  # loads the compiler, which a rank that is asked has
+
+    return PassReport(**report())
+
+
+def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
+    """Save or load KV blocks. A disk or a file that does not serve ends nothing."""
+    try:
+        match message:
+            case SaveBlocks(folder, first, blocks, before, totals):
+                saved.save(Path(folder), first, blocks, before, totals)
+            case LoadBlocks(folder, files, first, blocks):
+                saved.load(Path(folder), files, first, blocks)
+    except OSError as error:
+        done = "written" if isinstance(message, SaveBlocks) else "read"
+        refusal = disk_error(f"the KV cannot be {done}", error)
+    except torch.OutOfMemoryError:
+        refusal = UserError("there is no memory to carry KV blocks between ranks and files", "out_of_memory")
+    except UserError as error:
+        refusal = error
+    else:
+        return Carried()
+    return Carried(str(refusal), refusal.code)
+
+
+def _load(
+    config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket, heart: "_Heart", spans: Spans
+) -> ModelRunner:
+    """Join the other ranks, make this rank's shard of the model, and run the steps that must not wait for the first
+    request."""
+    mesh = join(config, rank, directory, spans)
+    model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)), spans)
+    pool = new_pool(config, rank, config.scheduler.num_blocks)
+    runner = new_runner(config, mesh, model, pool, spans)
+    if config.scheduler.batch_invariant:
+        _check_batch_invariant(runner)
+    heart.progress = runner.progress
+    if runner.execution.compiles:
+        warm_up(config, runner, lambda share: socket.send(Warmed(share)))
+    return runner
+
+
+def _check_batch_invariant(runner: ModelRunner) -> None:
+    """Raise UserError unless sums have one order in every batch: packed kernels and shared memory do, products of torch
+    and gloo do not."""
+    wanted = "the native CPU kernels, ranks of one host, "
+    pool = runner.pool
+    if not runner.execution.sums_in_rank_order:
+        found = "these ranks do not share memory"
+    elif not pool.packed:
+        sizes = ", ".join(str(format.key_size) for format in pool.formats.values())
+        found = f"KV blocks of {pool.block_tokens} tokens and heads of {sizes} are not packed"
+    elif not runner.execution.packed:
+        found = "the model has products whose inputs are not a multiple of 16"
+    else:
+        return
+    raise UserError(
+        f"batch_invariant needs {wanted}KV blocks, heads and products of multiples of 16, but {found}: "
+        "leave --batch-invariant out, or change that"
+    )
+
+
+class _Heart:
+    """Tells the engine, from a thread of its own, that this process runs and how far it has come."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.progress: Callable[[], Progress] = Progress
+        threading.Thread(target=self._beat, args=(directory, rank), daemon=True).start()
+
+    def _beat(self, directory: Path, rank: int) -> None:
+        socket = WorkerSocket(directory, rank, role="heartbeat")
+        while True:
+            socket.offer(Alive(self.progress()))
+            time.sleep(HEARTBEAT_S)

@@ -1,0 +1,106 @@
+"""Helix on silicon: what TensorRT-LLM measured on GB300 NVL72, beside what plans of the preset give, one assumption at
+a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from longhelix.figures.claims import Table
+from longhelix.figures.frontiers import CONTEXT, MAX_GPUS
+from longhelix.perf.setting import Setting
+from longhelix.plan.answer import TTL_BUDGETS_S
+from longhelix.plan.pareto import Gain, gain
+from longhelix.plan.service import Use
+from longhelix.plan.space import HELIX, STRATEGIES, Space, space
+from longhelix.plan.sweep import full_sweep, sweep
+from longhelix.spec import HardwareSpec
+
+PUBLISHED = (1.8, 32.0)  # interactivity, concurrency
+_RACK = 72
+_MOST_BATCH = 4096
+_FITTED = ("kernel_s", "collective_s", "step_s", "part_fixed_share")
+_NAMES = np.array([strategy.name for strategy in STRATEGIES])
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One set of assumptions. node_gpus: of a server, whose shapes layouts have; None: any. coarse: numbers of GPUs and
+    batches that are powers of two alone. ours, baseline: the strategies that are compared."""
+
+    assumption: str
+    setting: Setting
+    max_gpus: int = MAX_GPUS
+    node_gpus: int | None = None
+    coarse: bool = False
+    ours: tuple[str, ...] = ("helix_exposed",)
+    baseline: tuple[str, ...] = field(default=tuple(name for name in _NAMES if name not in HELIX))
+
+    def gain(self) -> Gain:
+        chosen = space(self.setting.model, self.max_gpus, self.node_gpus)
+        if self.coarse:
+            kept = np.log2(chosen.layouts.world_size) % 1 == 0
+            chosen = Space(chosen.layouts.take(kept), chosen.strategy[kept])
+            found = sweep(self.setting, chosen, CONTEXT, 2.0 ** np.arange(np.log2(_MOST_BATCH) + 1))
+        else:
+            found = full_sweep(Use(self.setting, int(CONTEXT)), chosen, TTL_BUDGETS_S)
+        names = _NAMES[chosen.strategy[found.points.layout]]
+        ours, base = (found.points.take(np.isin(names, kind)) for kind in (self.ours, self.baseline))
+        return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, base.user_tokens_per_s, base.gpu_tokens_per_s)
+
+
+def measured(preset: Setting, fitted: HardwareSpec) -> Table:
+    """The gains of DeepSeek-R1 in FP4 at 1M tokens. `fitted`: the paper's system, whose fixed costs one row takes."""
+    rows: list[tuple[str | float, ...]] = [("measured", *PUBLISHED)]
+    for case in _cases(preset, fitted):
+        found = case.gain()
+        rows.append((case.assumption, found.interactivity, found.throughput))
+    return Table(
+        "measured",
+        "Measured on GB300 NVL72, and planned with the preset gb300 (DeepSeek-R1, FP4, 1M tokens)",
+        ("assumption", "user gain (x)", "GPU gain (x)"),
+        tuple(rows),
+        "Measured: TensorRT-LLM, tech blog 22 (NVIDIA/TensorRT-LLM, docs/source/blogs/tech_blog), decode servers "
+        "behind others for prefill, without HOP-B: up to 1.8x interactivity and 32x concurrency over conventional "
+        "parallelism. It prints neither the dtype of attention and KV, nor the grid of its sweep, nor which point of "
+        "which frontier gives either number, so no row is its setting. No constant of the preset is fitted to it, and "
+        "no row was chosen for it: every row after the third is that one with one assumption changed. Gains in "
+        "tokens/s/GPU at equal tokens/s/user stand for concurrency, as in the paper.",
+    )
+
+
+def _cases(preset: Setting, fitted: HardwareSpec) -> Iterator[_Case]:
+    system = preset.system
+    plain = _Case("as measured, without HOP-B", preset, node_gpus=system.node_ranks)
+    yield replace(
+        plain,
+        assumption="as plan answers: HOP-B, shapes that run, up to 64 GPUs, NVFP4 weights and KV, attention in FP8, a "
+        "tenth of memory reserved",
+        ours=HELIX,
+    )
+    yield plain
+    yield replace(plain, assumption="up to 72 GPUs, the whole rack", max_gpus=_RACK)
+    yield replace(plain, assumption="any shape", node_gpus=None)
+    yield replace(
+        plain, assumption="numbers of GPUs and batches that are powers of two, any degrees", node_gpus=None, coarse=True
+    )
+    for words, kv_dtype, attention_dtype in (
+        ("attention in FP4", "nvfp4", "fp4"),
+        ("attention in bfloat16", "nvfp4", "bfloat16"),
+        ("KV in FP8", "fp8", None),
+    ):
+        changed = replace(preset, kv_dtype=kv_dtype, attention_dtype=attention_dtype)
+        yield replace(plain, assumption=words, setting=changed)
+    systems = {
+        "nothing of memory reserved": {"reserve_bytes": 0.0},
+        "no work of the host": {"step_s": 0.0},
+        "kernels of 4 us": {"kernel_s": 4e-6},
+        "collectives of 2.5 us": {"collective_s": 2.5e-6 - system.scale_up.latency_s},
+        "fixed costs that are fitted to the paper's GB200": {name: fitted.constants[name] for name in _FITTED},
+    }
+    for words, values in systems.items():
+        changed = replace(preset, system=system.replaced(values, "assumed"))
+        yield replace(plain, assumption=words, setting=changed)
+        if "fitted" in words:
+            yield replace(plain, assumption=f"{words}, with HOP-B", setting=changed, ours=HELIX)
+    yield replace(plain, assumption="TP with stages alone as the baseline", baseline=("tp",))

@@ -1,0 +1,110 @@
+"""A reproduction as Markdown, and as one JSON object."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from longhelix.figures.claims import TOLERANCE, Claim, Reproduction, Table
+
+
+def as_dict(found: Reproduction) -> dict[str, Any]:
+    """Claims, constants and tables, by names that scripts may rely on."""
+    return {
+        "paper": found.name,
+        "title": found.title,
+        "system": found.system.name,
+        "conditions": list(found.conditions),
+        "claims": [_claim(claim) for claim in found.claims],
+        "constants": [
+            {"name": constant.name, "value": constant.value, "source": constant.source, "fitted": constant.fitted}
+            for constant in found.constants
+        ],
+        "tables": {
+            table.name: {"title": table.title, "columns": table.columns, "rows": table.rows, "note": table.note}
+            for table in found.tables
+        },
+        "left_out": list(found.left_out),
+        "drawings": [drawing.name for drawing in found.drawings],
+    }
+
+
+def as_markdown(found: Reproduction) -> str:
+    """The report; it names the drawings."""
+    fitted = [constant for constant in found.constants if constant.fitted]
+    modelled = [claim for claim in found.claims if not claim.formula]
+    outside = [claim for claim in modelled if not claim.holds]
+    blocks = [
+        f"# {found.title}: published and modelled",
+        f"Written by `longhelix figures {found.name} --out DIR`. {len(modelled)} numbers come from the model, "
+        f"{len(modelled) - len(outside)} of them within {TOLERANCE:.0%} of the paper or on its side of a bound, with "
+        f"{len(fitted)} fitted constants; {len(found.claims) - len(modelled)} more are arithmetic alone.",
+        "## Published against modelled",
+        _markdown(claims_table(found)),
+        *_noted(found.claims),
+        "## Conditions",
+        *(f"- {condition}" for condition in found.conditions),
+        f"## Constants of {found.system.name}",
+        _rows(("constant", "value", "source"), ((c.name, f"{c.value:g}", c.source) for c in found.constants)),
+        *(block for table in found.tables for block in (f"## {table.title}", _markdown(table), table.note) if block),
+        *(["## Left out", *(f"- {line}" for line in found.left_out)] if found.left_out else []),
+        "## Figures",
+        *(f"- {drawing.name}: {drawing.title}" for drawing in found.drawings),
+    ]
+    return _joined(blocks)
+
+
+def claims_table(found: Reproduction) -> Table:
+    """What is read first: a number in a row, with its residual."""
+    rows = tuple(
+        (claim.figure, claim.what, claim.setting, _number(claim.published, claim.unit, claim.bound),
+         _number(claim.modelled, claim.unit), f"{claim.residual:+.1%}" + ("" if claim.holds else " (outside)"))
+        for claim in found.claims
+    )  # fmt: skip
+    return Table("claims", "Published against modelled", _CLAIM_COLUMNS, rows)
+
+
+_CLAIM_COLUMNS = ("figure", "what", "setting", "published", "modelled", "residual")
+
+
+def _claim(claim: Claim) -> dict[str, Any]:
+    return {
+        "figure": claim.figure,
+        "what": claim.what,
+        "setting": claim.setting,
+        "bound": claim.bound,
+        "published": claim.published,
+        "modelled": claim.modelled,
+        "unit": claim.unit,
+        "residual_percent": 100 * claim.residual,
+        "holds": claim.holds,
+        "formula": claim.formula,
+        "note": claim.note,
+    }
+
+
+def _noted(claims: Sequence[Claim]) -> list[str]:
+    return [f"- {claim.figure}, {claim.what} ({claim.setting}): {claim.note}." for claim in claims if claim.note]
+
+
+def _number(value: float, unit: str, bound: str = "") -> str:
+    return f"{bound} {value:,.4g} {unit}".strip() if value < 10_000 else f"{bound} {value:,.0f} {unit}".strip()
+
+
+def _markdown(table: Table) -> str:
+    return _rows(table.columns, (tuple(map(_cell, row)) for row in table.rows))
+
+
+def _cell(value: str | float) -> str:
+    return value if isinstance(value, str) else _number(value, "")
+
+
+def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def _joined(blocks: Sequence[str]) -> str:
+    """Blank lines between blocks, but not between the points of one list."""
+    text = blocks[0]
+    for before, block in pairwise(blocks):
+        text += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block
+    return text + "\n"

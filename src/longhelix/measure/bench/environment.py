@@ -1,0 +1,51 @@
+"""The conditions under which numbers were measured, which reports show beside them."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from longhelix.compute.machine import host
+
+# Above this many runnable processes at the start, the machine is called busy.
+IDLE_LOAD = 0.5
+
+
+def environment(date: str) -> dict[str, object]:
+    """What the numbers depend on, besides the code: machine, versions, and what else was running when it began."""
+    from longhelix.compute.kernels import native
+
+    return {
+        "date": date,
+        "cpu": host.processor(),
+        "instruction_set": native.module.instruction_set() if native.module else "none: no native kernels",
+        "cores": host.cores(),
+        "last_level_cache_bytes": host.last_level_cache_bytes(),
+        "memory_bytes": host.memory_bytes(),
+        "available_memory_bytes": host.available_bytes(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "longhelix": importlib.metadata.version("longhelix"),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package lies in, if it does, and whether files have changed since."""
+    package = Path(__file__).parents[2]
+    if not _git(package, "ls-files", "__init__.py"):
+        return None
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no")
+    return _git(package, "rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    """The output of git in a directory; empty where git is not installed or the directory is no checkout."""
+    try:
+        done = subprocess.run(("git", "-C", str(directory), *arguments), capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

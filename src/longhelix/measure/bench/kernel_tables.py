@@ -1,0 +1,93 @@
+"""The tables of the native kernels: their titles, notes and columns."""
+
+from dataclasses import dataclass
+
+from longhelix.measure.bench.section import Column, Plot, Section
+from longhelix.measure.world import Row
+
+_THREADS = Column("threads", "threads", "d")
+_CONTEXT = Column("context", "context", ",d")
+_HEADS = (Column("num_query_heads", "query heads", "d"), Column("num_kv_heads", "KV heads", "d"))
+_WEIGHT = (Column("weight_dtype", "weights"), Column("outputs", "outputs", "d"), Column("depth", "inputs", "d"))
+_TIME = (Column("time_s", "time, ms", ".3f", 1e3), Column("spread", "spread, %", ".0f", 100))
+_RATE = (
+    Column("bytes_per_s", "GB/s", ".1f", 1e-9),
+    Column("memory_bytes_per_s", "memory, GB/s", ".1f", 1e-9),
+    Column("fraction", "fraction", ".2f"),
+)
+_ARITHMETIC = (
+    Column("flops_per_s", "GFLOP/s", ",.0f", 1e-9),
+    Column("bfloat16_flops_per_s", "torch.mm bf16", ",.0f", 1e-9),
+    Column("float32_flops_per_s", "torch.mm f32", ",.0f", 1e-9),
+    Column("matmul_fraction", "fraction of bf16", ".2f"),
+)
+_TORCH = (Column("torch_s", "F.linear bf16, ms", ".3f", 1e3), Column("speedup", "times faster", ".2f"))
+_MEMORY = "memory: the read kernel over 512 MiB, in turn with the kernel. fraction: GB/s over memory."
+_MATMUL = "torch.mm: square matrices, GFLOP/s, in turn with the kernel; bf16 in float32 where that is the faster."
+
+
+@dataclass(frozen=True)
+class _Table:
+    title: str
+    note: str
+    columns: tuple[Column, ...]
+    plot: Plot | None = None
+
+
+TABLES = {
+    "attention": _Table(
+        "Decode attention: one row against a long KV",
+        f"GB/s: the KV's bytes, scales included. {_MEMORY}",
+        (
+            Column("kv_dtype", "KV"),
+            Column("attention_dtype", "--attention-dtype"),
+            Column("head_size", "head size", "d"),
+            *_HEADS,
+            _CONTEXT,
+            _THREADS,
+            *_TIME,
+            *_RATE,
+        ),
+        Plot(("fraction",), ("kv_dtype", "attention_dtype", "head_size", "num_query_heads", "threads")),
+    ),
+    "latent": _Table(
+        "Decode attention, MLA absorbed: keys of 576, values their first 512, bfloat16",
+        f"GB/s: the latent's bytes, once. {_MEMORY} {_MATMUL}",
+        (*_HEADS, _CONTEXT, _THREADS, *_TIME, *_RATE, *_ARITHMETIC),
+    ),
+    "products": _Table(
+        "Products of one row",
+        "Over copies of the weight that no cache holds. GB/s: the weight's bytes, scales included. "
+        f"{_MEMORY} F.linear: torch's product of the same shape, over copies in bfloat16.",
+        (*_WEIGHT, _THREADS, *_TIME, *_RATE, *_TORCH),
+        Plot(("fraction",), ("weight_dtype", "outputs", "depth", "threads")),
+    ),
+    "chunk_attention": _Table(
+        "Attention of a prefill chunk, bfloat16",
+        "The last rows of the context, each with the keys up to its own; GFLOP/s counts what causal attention needs. "
+        f"{_MATMUL}",
+        (
+            Column("head_size", "head size", "d"),
+            *_HEADS,
+            Column("rows", "rows", "d"),
+            _CONTEXT,
+            _THREADS,
+            *_TIME,
+            *_ARITHMETIC,
+        ),
+    ),
+    "chunk_products": _Table(
+        "Products of a prefill chunk",
+        f"F.linear: torch's product of the same shape in bfloat16. {_MATMUL}",
+        (*_WEIGHT, Column("rows", "rows", "d"), _THREADS, *_TIME, *_ARITHMETIC, *_TORCH),
+    ),
+}
+
+
+def sections_of(rows: list[Row]) -> list[Section]:
+    """A table for each kind of row that there is; its key in a row is "part"."""
+    return [
+        Section(f"kernels_{kind}", table.title, table.note, table.columns, found, table.plot)
+        for kind, table in TABLES.items()
+        if (found := [row for row in rows if row["part"] == kind])
+    ]

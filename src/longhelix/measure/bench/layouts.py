@@ -1,0 +1,138 @@
+"""Layouts of the same ranks side by side: Helix, its local placement, tensor parallelism, the tied layout."""
+
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.runner import ModelRunner
+from longhelix.measure.bench.section import Column, Section
+from longhelix.measure.model import LongRequests, RankModel
+from longhelix.measure.timing import interleave
+from longhelix.measure.world import Row, collect
+from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.request import Request, SamplingParams
+from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.step import Step, StepResult
+from longhelix.spec.layout import Layout
+
+COLUMNS = (
+    Column("requests", "requests", "d"),
+    Column("context", "context", ",d"),
+    Column("strategy", "strategy"),
+    Column("layout", "kvp x tpa"),
+    Column("step_s", "step, ms", ".2f", 1e3),
+    Column("spread", "spread, %", ".0f", 100),
+    Column("over_helix", "over Helix", ".2f"),
+    Column("exchanged_bytes", "exchanged, KB", ",.1f", 1e-3),
+    Column("prefill_s", "prefill, s", ".3f"),
+    Column("prefill_over_helix", "over Helix", ".2f"),
+)
+LONGEST_PROMPT = 2048
+NOTE = (
+    "The same ranks and weights in several layouts, in turn. step: one decode step of all requests, whose KV holds "
+    "random numbers. exchanged: bytes that all ranks send in the exchange of that step. prefill: from the first chunk "
+    "to the last request's first token, through the scheduler, for prompts of up to "
+    f"{LONGEST_PROMPT:,} tokens. over Helix: times over those of Helix; below 1 is faster. local: KVP ranks, each with "
+    "requests of its own; tied: an FFN on every KVP rank; TP: heads split, KV heads duplicated where there are too few."
+)
+
+
+class LayoutsJob(msgspec.Struct, frozen=True):
+    """Every rank's job: decode and prefill with each strategy in turn.
+
+    configs: by strategy, Helix first. points: how many requests, and the context of each in tokens.
+    """
+
+    configs: dict[str, EngineConfig]
+    points: tuple[tuple[int, int], ...]
+    repeats: int
+
+    def measure(self, rank: int, directory: Path) -> Iterator[Row]:
+        models = {name: RankModel.join(config, rank, directory) for name, config in self.configs.items()}
+        for requests, context in self.points:
+            yield from self._point(models, requests, context)
+
+    def _point(self, models: dict[str, RankModel], requests: int, context: int) -> Iterator[Row]:
+        batches = {name: LongRequests(model, *(context,) * requests) for name, model in models.items()}
+        steps = interleave({name: batch.step for name, batch in batches.items()}, self.repeats)
+        prefills = {}
+        if context <= LONGEST_PROMPT:
+            prompts = torch.randint(1000, (requests, context - 1)).tolist()
+            calls = {name: _Prefill(model, prompts) for name, model in models.items()}
+            prefills = interleave(calls, max(self.repeats // 4, 3), warm_up=1)
+        for name, model in models.items():
+            group = model.mesh.kvp
+            before = group.exchanged_bytes
+            batches[name].step()
+            row = {
+                "requests": requests,
+                "context": context,
+                "strategy": name,
+                "layout": f"{model.config.layout.kvp} x {model.config.layout.tpa}",
+                **steps[name].row("step_s"),
+                "exchanged_bytes": group.exchanged_bytes - before,
+                "over_helix": steps[name].median_s / steps["Helix"].median_s,
+            }
+            if prefills:
+                row["prefill_s"] = prefills[name].median_s
+                row["prefill_over_helix"] = prefills[name].median_s / prefills["Helix"].median_s
+            yield row
+
+
+class _Prefill:
+    """Runs prompts to their first tokens. Every rank has a scheduler of its own, and all of them decide the same."""
+
+    def __init__(self, model: RankModel, prompts: list[list[int]]) -> None:
+        self._config = model.config.scheduler
+        self._prompts = prompts
+        self._runner = _Immediate(model.runner(*(len(prompt) + 1 for prompt in prompts)))
+
+    def __call__(self) -> None:
+        config = replace(self._config, num_blocks=self._runner.num_blocks, max_running=len(self._prompts))
+        loop = Loop(Scheduler(config), self._runner, time.monotonic)
+        for index, prompt in enumerate(self._prompts):
+            loop.add(Request(index, array("i", prompt), SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
+        while loop.step() is not None:
+            pass
+
+
+class _Immediate:
+    """The runner of this rank, which computes a step as soon as it is submitted."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.num_blocks = runner.pool.num_blocks
+        self._runner = runner
+        self._results: list[StepResult] = []
+
+    def submit(self, step: Step) -> None:
+        result = self._runner.execute(step)
+        self._results.append(msgspec.structs.replace(result, sampled=self._runner.tokens_of(step)))
+
+    def collect(self, timeout_s: float) -> StepResult:
+        return self._results.pop(0)
+
+
+def strategies(ranks: int, configure: Callable[[Layout], EngineConfig]) -> dict[str, EngineConfig]:
+    """The strategies that `ranks` ranks can take, Helix first."""
+    helix = configure(Layout(kvp=ranks))
+    return {
+        "Helix": helix,
+        "local": replace(helix, scheduler=replace(helix.scheduler, placement="local")),
+        "TP": configure(Layout(tpa=ranks)),
+        "tied": configure(Layout(kvp=ranks, ffn_replicas=ranks)),
+    }
+
+
+def section(job: LayoutsJob, on_point: Callable[[Row], None]) -> Section:
+    """Run the job on ranks of its own."""
+    ranks = next(iter(job.configs.values())).layout.world_size
+    rows = []
+    for found in collect(job, ranks, on_point):
+        rows.append(found[0] | {"exchanged_bytes": sum(row["exchanged_bytes"] for row in found)})
+    return Section("layouts", f"Layouts of {ranks} ranks", NOTE, COLUMNS, rows)

@@ -1,0 +1,179 @@
+"""What a user would run in longhelix's place: programs of their own (benchmarks/peers), each with its own Python."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from longhelix.compute.machine import host
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.engine.workers.environment import rank_environment
+from longhelix.measure.bench.section import Column, Plot, Section
+from longhelix.measure.world import Row
+
+PROGRAMS = Path(__file__).parents[4] / "benchmarks" / "peers"  # of a checkout; an installed package has none
+TIMEOUT_S = 1800.0
+# A peer holds its KV in bfloat16 or float32, and some copy it while they fill it.
+_COPIES = 3
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A program. environment: the virtual environment that it runs in, by name; None: the one that runs this."""
+
+    name: str
+    program: str
+    environment: str | None
+    package: str
+
+
+MODELS = (
+    Peer("openvino-genai", "openvino_run.py", "openvino", "openvino_genai"),
+    Peer("llama.cpp", "llama_cpp_run.py", "llama-cpp", "llama_cpp"),
+    Peer("transformers", "transformers_run.py", None, "transformers"),
+)
+PLANNERS = (
+    Peer("aiconfigurator", "aiconfigurator_run.py", "aiconfigurator", "aiconfigurator"),
+    Peer("genz-llm", "genz_run.py", "genz", "GenZ"),
+)
+ATTENTION = Peer("torch", "torch_attention.py", None, "torch")
+
+ATTENTION_SHAPES = ("smollm2-135m", "llama-3.1-8b", "deepseek-v2-lite")
+
+ATTENTION_COLUMNS = (
+    Column("shape", "shape"),
+    Column("heads", "query heads", "d"),
+    Column("kv_heads", "KV heads", "d"),
+    Column("head_size", "head size", "d"),
+    Column("kv", "KV"),
+    Column("context", "context", ",d"),
+    Column("threads", "threads", "d"),
+    Column("form", "form"),
+    Column("step_s", "time, ms", ".2f", 1e3),
+    Column("kv_gb_per_s", "GB/s", ".1f"),
+    Column("read_gb_per_s", "torch reads, GB/s", ".1f"),
+)
+_SIDE = (
+    Column("program", "program"),
+    Column("weights", "weights"),
+    Column("kv", "KV"),
+    Column("context", "context", ",d"),
+    Column("threads", "threads", "d"),
+)
+SIDE_COLUMNS = {
+    "decode": (*_SIDE, Column("time_s", "step, ms", ".2f", 1e3), Column("relative", "of longhelix's time", ".2f")),
+    "prefill": (*_SIDE, Column("tokens_per_s", "tokens/s", ",.0f"), Column("relative", "of longhelix's time", ".2f")),
+}
+SIDE_NOTE = (
+    "The same model by each program, all cores; peers run after longhelix and not in turn with it. Relative to the "
+    "first row of longhelix at that context. Weights and KV are held as the columns say: compare like with like."
+)
+
+
+@dataclass
+class Peers:
+    """The peers that are installed under `directory`; `remarks` has a sentence on each that is missing or fails."""
+
+    directory: Path
+    remarks: list[str] = field(default_factory=list)
+
+    def attention(self, context: int, threads: Sequence[int]) -> list[Section]:
+        """torch's own attention ops over a KV of `context` tokens."""
+        options = ["--shapes", *ATTENTION_SHAPES, "--contexts", str(context), "--threads", *map(str, threads)]
+        rows = self.points(ATTENTION, options)
+        note = "torch's own forms of one decode attention; see benchmarks/peers/README.md."
+        return [Section("kernels_torch", "Attention by torch", note, ATTENTION_COLUMNS, rows)] if rows else []
+
+    def models(self, what: str, config: EngineConfig, contexts: Sequence[int], ours: Sequence[Row]) -> list[Section]:
+        """Prefill or decode (`what`) of the same GGUF file by each peer, beside `ours`."""
+        rows = [row for peer in MODELS for row in self._model(peer, what, config, contexts)]
+        if not rows:
+            return []
+        columns = SIDE_COLUMNS[what]
+        plot = Plot((columns[-2].key,), ("program", "weights", "kv"), x="context")
+        title = f"{what.capitalize()}, beside its peers"
+        return [Section(f"{what}_peers", title, SIDE_NOTE, columns, beside([*map(own, ours), *rows]), plot)]
+
+    def _model(self, peer: Peer, what: str, config: EngineConfig, contexts: Sequence[int]) -> list[Row]:
+        if not config.model_path.endswith(".gguf"):
+            self.remarks.append(f"{peer.name} was left out: peers run GGUF files, and {config.model_path} is none.")
+            return []
+        fitting = [context for context in contexts if _fits(config, context)]
+        if len(fitting) < len(contexts):
+            self.remarks.append(f"{peer.name} was left out at {max(contexts)} tokens: memory is too small for its KV.")
+        if not fitting:
+            return []
+        threads = config.threads_per_rank * config.layout.world_size
+        options = [config.model_path, f"--{what}", "--contexts", *map(str, fitting), "--threads", str(threads)]
+        return [peer_row(point) for point in self.points(peer, [*options, "--repeats", "1"])]
+
+    def points(self, peer: Peer, options: list[str]) -> list[Row]:
+        """What the peer measured. Where it is missing or fails that is nothing, and `remarks` says why."""
+        python = sys.executable if peer.environment is None else str(self.directory / peer.environment / "bin/python")
+        program = PROGRAMS / peer.program
+        missing = peer.environment is None and importlib.util.find_spec(peer.package) is None
+        if missing or not program.exists() or not Path(python).exists():
+            where = "this install" if peer.environment is None else self.directory / peer.environment
+            self.remarks.append(f"{peer.name} was left out: it is not in {where} (benchmarks/peers/install.sh).")
+            return []
+        try:
+            done = subprocess.run(
+                [python, str(program), *options],
+                capture_output=True,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                env=rank_environment(),
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            self.remarks.append(f"{peer.name} was left out: it took more than {TIMEOUT_S:.0f} s.")
+            return []
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+            self.remarks.append(f"{peer.name} failed: {lines[-1]}")
+            return []
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def peer_row(point: Row) -> Row:
+    """A peer's point as a row: its time is that of a decode step, or of the whole prompt."""
+    speed = point["prefill_tokens_per_s"]
+    return {
+        "program": point["peer"],
+        **{name: point[name] for name in ("version", "weights", "kv", "context", "threads")},
+        "time_s": point["context"] / speed if speed else point["decode_s_per_token"],
+        "tokens_per_s": speed,
+    }
+
+
+def own(row: Row) -> Row:
+    """A row of longhelix's decode or prefill as a row of the peers' table."""
+    is_decode = "step_s" in row
+    return {
+        "program": "longhelix",
+        "weights": row["weight_dtype"],
+        "kv": row["kv_dtype"],
+        "context": row["context" if is_decode else "prompt"],
+        "threads": row["threads"] * row["ranks"],
+        "time_s": row["step_s" if is_decode else "prefill_s"],
+        "tokens_per_s": row.get("tokens_per_s"),
+    }
+
+
+def beside(rows: Sequence[Row]) -> list[Row]:
+    """The rows sorted by context, each with its time relative to the first row of its context, which is longhelix's."""
+    first: dict[int, Row] = {}
+    for row in rows:
+        first.setdefault(row["context"], row)
+    by_context = sorted(rows, key=lambda row: row["context"])
+    return [row | {"relative": row["time_s"] / first[row["context"]]["time_s"]} for row in by_context]
+
+
+def _fits(config: EngineConfig, context: int) -> bool:
+    """Whether free memory holds _COPIES copies of this KV in bfloat16, as peers may make."""
+    spec = config.spec
+    kv_bytes = context * spec.kv_bytes_per_token("bfloat16", spec.num_kv_heads, spec.num_layers, "cpu")
+    return _COPIES * kv_bytes < host.available_bytes()

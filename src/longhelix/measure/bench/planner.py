@@ -1,0 +1,128 @@
+"""The planner: how many configurations a second it costs, how long a plan takes, how long its import; its peers."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from longhelix.engine.workers.environment import rank_environment
+from longhelix.errors import UserError
+from longhelix.measure.bench.peers import PLANNERS, Peers
+from longhelix.measure.bench.section import Column, Section
+from longhelix.measure.timing import Timing, seconds
+from longhelix.measure.world import Row
+
+COLUMNS = (
+    Column("what", "what"),
+    Column("configurations", "configurations", ",d"),
+    Column("time_s", "time, s", ".2f"),
+    Column("spread", "spread, %", ".0f", 100),
+    Column("per_s", "configurations/s", ",.0f"),
+    Column("peak_bytes", "peak RSS, MB", ",.0f", 1e-6),
+)
+NOTE = (
+    "DeepSeek-R1 on GB200 at 1M tokens, FP4. sweep: every layout of up to 128 GPUs at every batch size, with so much "
+    "memory that none is left out uncosted, in a process of one thread; its peak RSS is that process's. plan: "
+    "`longhelix plan --max-gpus 64 --json`, start-up included; and with 1,024. import: of longhelix.plan.answer, numpy "
+    "included."
+)
+PEER_COLUMNS = (
+    Column("peer", "planner"),
+    Column("version", "version"),
+    Column("seconds", "time, s", ".1f"),
+    Column("points", "points", "d"),
+    Column("user_tokens_per_s", "best tokens/s/user", ".1f"),
+    Column("layout", "its layout"),
+    Column("memory_gb", "GB on a GPU", ".1f"),
+)
+PEER_NOTE = (
+    "The same question as far as each can be asked it (benchmarks/peers/README.md): DeepSeek-V3's shape, 64 GB200, 1M "
+    "tokens. Its own model of the hardware each, so times compare, and tokens/s say how far the models lie apart."
+)
+QUESTION = ("plan", "--model", "deepseek-r1", "--system", "gb200", "--context", "1M", "--json")
+_TIMEOUT_S = 300
+_SWEEP = """
+import json, time
+from dataclasses import replace
+from longhelix.perf.setting import Setting
+from longhelix.plan.space import space
+from longhelix.plan.sweep import batches, sweep
+from longhelix.spec.presets import load_model, load_system
+model, system = load_model("deepseek-r1"), replace(load_system("gb200"), memory_bytes=1e18)
+searched = space(model, 128)
+start = time.perf_counter()
+found = sweep(Setting(model, system, "fp4", "fp4", "fp4"), searched, 1e6, batches())
+took_s = time.perf_counter() - start
+# Not ru_maxrss, which begins with that of who started this program.
+peak_bytes = 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+print(json.dumps({"configurations": len(found.points), "time_s": took_s, "peak_bytes": peak_bytes}))
+"""
+_IMPORT = """
+import json, time
+start = time.perf_counter()
+import longhelix.plan.answer
+print(json.dumps({"time_s": time.perf_counter() - start}))
+"""
+
+
+def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None]) -> list[Section]:
+    """Measure our planner `repeats` times, and each peer that is installed once."""
+    rows = [_of("sweep", [_program(_SWEEP) for _ in range(repeats)])]
+    rows.append(_of("plan", [_plan(64) for _ in range(repeats)]))
+    rows.append(_of("plan of 1,024 GPUs", [_plan(1024) for _ in range(repeats)]))
+    rows.append(_of("import", [_program(_IMPORT) for _ in range(repeats)]))
+    for row in rows:
+        on_point(row)
+    found = [Section("planner", "Planner", NOTE, COLUMNS, rows)]
+    others = [row for planner in PLANNERS for row in peers.points(planner, [])] if peers else []
+    if others:
+        found.append(Section("planner_peers", "Planner, beside its peers", PEER_NOTE, PEER_COLUMNS, [_own(), *others]))
+    return found
+
+
+def _of(what: str, samples: Sequence[Row]) -> Row:
+    """The median time of repeated runs, and what the last of them counted."""
+    timing = Timing.of([row["time_s"] for row in samples])
+    counted = {name: value for name, value in samples[-1].items() if name != "time_s"}
+    row = {"what": what, **counted, **timing.row("time_s")}
+    if "configurations" in row:
+        row["per_s"] = row["configurations"] / timing.median_s
+    return row
+
+
+def _plan(max_gpus: int) -> Row:
+    """How long the command takes, start-up included."""
+    found: dict[str, object] = {}
+    took_s = seconds(lambda: found.update(_command(max_gpus)))
+    return {"time_s": took_s}
+
+
+def _own() -> Row:
+    """Our answer as a row of the peers' table."""
+    found: dict[str, object] = {}
+    took_s = seconds(lambda: found.update(_command(64)))
+    best = found["frontier"][-1]
+    layout = best["layout"]
+    return {
+        "peer": "longhelix",
+        "seconds": took_s,
+        "points": len(found["frontier"]),
+        "user_tokens_per_s": best["tokens_per_s_per_user"],
+        "layout": f"KVP {layout['kvp']} x TPA {layout['tpa']}, TPF {layout['tpf']} x EP {layout['ep']}",
+        "memory_gb": best["memory_bytes_per_gpu"] / 1e9,
+    }
+
+
+def _command(max_gpus: int) -> Row:
+    return _json([sys.executable, "-m", "longhelix", *QUESTION, "--max-gpus", str(max_gpus)])
+
+
+def _program(text: str) -> Row:
+    return _json([sys.executable, "-c", text])
+
+
+def _json(command: list[str]) -> Row:
+    done = subprocess.run(command, capture_output=True, text=True, env=rank_environment(), timeout=_TIMEOUT_S)
+    if done.returncode:
+        raise UserError(f"a benchmark of the planner failed: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout)

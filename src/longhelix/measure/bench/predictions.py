@@ -1,0 +1,86 @@
+"""Predicted beside measured: what a calibrated system says of requests, most of which it was not fitted to."""
+
+from collections.abc import Sequence
+
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.measure.bench.section import Column, Section
+from longhelix.measure.calibrate.measurements import CalibrationScope, Measurements, measured_request
+from longhelix.measure.world import Row
+from longhelix.perf.fit import request_seconds
+from longhelix.perf.setting import Setting
+from longhelix.spec import HardwareSpec
+from longhelix.spec.layout import Layout
+
+SCOPE = CalibrationScope((2048, 4096, 8192, 16384, 32768), 21, (512, 1024, 2048, 4096, 8192), 2, 15, 25)
+LAYOUTS = (Layout(), Layout(kvp=2), Layout(tpa=2), Layout(kvp=2, tpa=2), Layout(kvp=4))
+COLUMNS = (
+    Column("work", "work"),
+    Column("tokens", "tokens", ",d"),
+    Column("layout", "kvp x tpa"),
+    Column("weight_dtype", "weights"),
+    Column("kv_dtype", "KV"),
+    Column("use", "use"),
+    Column("seconds", "measured, ms", ",.2f", 1e3),
+    Column("spread", "spread, %", ".0f", 100),
+    Column("predicted_s", "predicted, ms", ",.2f", 1e3),
+    Column("error", "error, %", "+.1f", 100),
+)
+NOTE = (
+    "decode: one step of one request that holds so many tokens, the model on all ranks and sampling, without scheduler "
+    "and sockets. prefill: a prompt of so many tokens in chunks of 512. predicted: by the constants above. use: they "
+    "are fitted to the points of use fit, and to nothing of test (other lengths and layouts) or extra (other dtypes)."
+)
+
+
+def predicted(
+    system: HardwareSpec, config: EngineConfig, requests: Sequence[Row], fitted: CalibrationScope
+) -> list[Row]:
+    """The requests in the dtypes of `config`, with what the system predicts of each."""
+    setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
+    dtypes = config.weight_dtype, config.kv_dtype
+    own = [row for row in requests if (row["weight_dtype"], row["kv_dtype"]) == dtypes]
+    predictions_s = request_seconds(setting, [measured_request(row) for row in own]).tolist()
+    return [
+        row | {"predicted_s": seconds, "error": seconds / row["seconds"] - 1, "use": _use(row, fitted)}
+        for row, seconds in zip(own, predictions_s, strict=True)
+    ]
+
+
+def _use(row: Row, fitted: CalibrationScope) -> str:
+    if fitted.includes(row):
+        return "fit"
+    return "test" if row["weight_dtype"] == row["kv_dtype"] == "bfloat16" else "extra"
+
+
+def mean_errors(rows: Sequence[Row]) -> dict[str, float]:
+    """For each use of points, the mean of their errors' sizes, as a share of what was measured."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["use"], []).append(abs(row["error"]))
+    return {use: sum(errors) / len(errors) for use, errors in found.items()}
+
+
+PRODUCT_COLUMNS = (
+    Column("weight_dtype", "weights"),
+    Column("rows", "rows", "d"),
+    Column("flops_per_s", "GFLOP/s", ",.0f", 1e-9),
+)
+PRODUCT_NOTE = "The engine's own products with a square weight of 2,048, all threads, dtypes in turn."
+
+
+def sections(
+    system: HardwareSpec, measured: Measurements, configs: Sequence[EngineConfig], fitted: CalibrationScope
+) -> list[Section]:
+    """The constants, rates of products by dtype and size, and the predictions that the constants make of what was
+    measured in the dtypes of each of `configs`; `fitted` is what the constants were fitted to."""
+    rows = [row for config in configs for row in predicted(system, config, measured.requests, fitted)]
+    means = ", ".join(f"{mean:.1%} of {use} points" for use, mean in mean_errors(rows).items())
+    constants = [
+        {"constant": name, "value": value, "source": system.sources[name]} for name, value in system.constants.items()
+    ]
+    columns = (Column("constant", "constant"), Column("value", "value", ".4g"), Column("source", "source"))
+    return [
+        Section("constants", "The system local", "Seconds, bytes and operations, each a second.", columns, constants),
+        Section("products", "Products", PRODUCT_NOTE, PRODUCT_COLUMNS, measured.products),
+        Section("predictions", "Predictions", f"{NOTE} Mean error: {means}.", COLUMNS, rows),
+    ]

@@ -1,0 +1,42 @@
+"""The table of prefill: a whole prompt in chunks."""
+
+from collections.abc import Callable, Sequence
+
+from longhelix.measure import prefill
+from longhelix.measure.bench.section import Column, Plot, Section
+from longhelix.measure.world import Row
+
+COLUMNS = (
+    Column("prompt", "prompt", ",d"),
+    Column("chunk_tokens", "chunk", "d"),
+    Column("weight_dtype", "weights"),
+    Column("activation_dtype", "--activation-dtype"),
+    Column("kv_dtype", "KV"),
+    Column("attention_dtype", "--attention-dtype"),
+    Column("layout", "kvp x tpa"),
+    Column("threads", "threads", "d"),
+    Column("execution", "layers"),
+    Column("prefill_s", "prefill, s", ".3f"),
+    Column("spread", "spread, %", ".0f", 100),
+    Column("tokens_per_s", "tokens/s", ",.0f"),
+    Column("flops_per_s", "GFLOP/s", ",.0f", 1e-9),
+    Column("matmul_flops_per_s", "torch.mm, GFLOP/s", ",.0f", 1e-9),
+    Column("mfu", "MFU", ".2f"),
+    Column("attention_s", "attention, s", ".2f"),
+    Column("products_s", "products, s", ".2f"),
+    Column("collectives_s", "collectives, s", ".2f"),
+    Column("outside_s", "overhead, s", ".2f"),
+)
+NOTE = (
+    "A prompt of random tokens in chunks, first token sampled. GFLOP/s counts what causal attention needs, not what is "
+    "computed. MFU = GFLOP/s over torch.mm in the model's dtype (square matrices; in float32 where that is faster), in "
+    "turn with the prefills, all ranks together. attention, products, collectives: inside native calls of each kind; "
+    "overhead: outside of all "
+    "native calls; means over all prefills."
+)
+
+
+def section(jobs: Sequence[prefill.PrefillJob], on_point: Callable[[Row], None]) -> Section:
+    """Run each job on ranks of its own."""
+    plot = Plot(("tokens_per_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="prompt")
+    return Section("prefill", "Prefill", NOTE, COLUMNS, prefill.measure(jobs, on_point), plot)

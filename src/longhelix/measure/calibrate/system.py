@@ -1,0 +1,87 @@
+"""The system "local": what was measured of this machine, and the constants that are fitted to it."""
+
+import statistics
+from collections.abc import Sequence
+
+from longhelix.compute.machine import host
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.measure.calibrate.machine import NARROW_DTYPES, PRODUCT_ROWS, TINY_KERNELS
+from longhelix.measure.calibrate.measurements import CalibrationScope, Measurements, measured_request
+from longhelix.measure.world import Row
+from longhelix.perf.fit import MeasuredCollective, fit_collectives, fit_requests
+from longhelix.perf.setting import Setting
+from longhelix.spec import HardwareSpec
+from longhelix.spec.presets import load_system
+
+MOST_RANKS = 64
+
+
+def local_system(measured: Measurements, config: EngineConfig, fitted: CalibrationScope) -> HardwareSpec:
+    """The system "local". `config`: the model that was measured; constants are fitted to its requests in `fitted`."""
+    requests = [row for row in measured.requests if fitted.includes(row)]
+    machine = measured.machine | {
+        "step_s": _median(requests, "outside_s", "decode"),
+        "memory_bytes_per_s": _median(requests, "memory_bytes_per_s", "decode"),
+        "flops_per_s.bfloat16": _median(requests, "matmul_flops_per_s", "prefill"),
+    }
+    machine |= _narrow_rates(measured.products, machine["flops_per_s.bfloat16"])
+    started = HardwareSpec.from_mapping("local", _before_fits(machine))
+    collectives = [
+        MeasuredCollective(row["collective"], row["ranks"], row["bytes"], row["shm_s"]) for row in measured.collectives
+    ]
+    setting = Setting(config.spec, fit_collectives(started, collectives), config.product_dtype, config.kv_dtype)
+    return fit_requests(setting, [measured_request(row) for row in requests])
+
+
+def _median(requests: Sequence[Row], key: str, work: str) -> float:
+    return statistics.median(row[key] for row in requests if row["work"] == work)
+
+
+def _narrow_rates(products: Sequence[Row], bfloat16_flops_per_s: float) -> Row:
+    """Peaks of narrow weights: that of bfloat16, as much slower as the engine's products of most rows are."""
+    rates = {row["weight_dtype"]: row["flops_per_s"] for row in products if row["rows"] == max(PRODUCT_ROWS)}
+    return {f"flops_per_s.{dtype}": bfloat16_flops_per_s * rates[dtype] / rates["bfloat16"] for dtype in NARROW_DTYPES}
+
+
+def _before_fits(machine: Row) -> dict[str, Row]:
+    """The system before its fits, which replace the guesses."""
+    preset = load_system("cpu")
+    values = {
+        "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),
+        "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, which its ranks share"),
+        "reserve_bytes": (preset.reserve_bytes, f"assumed: that of the preset {preset.name}"),
+        "memory_efficiency": (0.8, "guess"),
+        "compute_efficiency": (0.8, "guess"),
+        "attention_efficiency": (0.8, "guess"),
+        "kernel_s": (machine["kernel_s"], f"measured: a tape of {TINY_KERNELS} tiny products"),
+        "collective_s": (preset.collective_s, f"assumed: that of the preset {preset.name}"),
+        "step_s": (machine["step_s"], "measured: a decode step on one rank outside of native kernels"),
+        "part_fixed_share": (1, "assumed: each part would be a collective of its own"),
+        "part_s": (preset.part_s, f"assumed: that of the preset {preset.name}"),
+        "swap_bytes_per_s": (preset.swap_bytes_per_s, f"assumed: that of the preset {preset.name}"),
+        "in_switch_reduction": (False, "assumed: between processes there is no switch"),
+        "shared": (True, "assumed: ranks are processes of this machine"),
+        "cores": (host.cores(), "measured: the cores that this process may use"),
+        "node_ranks": (preset.node_ranks, f"assumed: that of the preset {preset.name}"),
+        "flops_per_s.bfloat16": (
+            machine["flops_per_s.bfloat16"],
+            "measured: torch.mm of 1024 x 1024, in turn with prefills",
+        ),
+        "flops_per_s.float32": (machine["flops_per_s.float32"], "measured: torch.mm of 1024 x 1024, all threads"),
+        "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: as float32, in which kernels compute it"),
+        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: as bfloat16, into which kernels turn it"),
+        **{
+            f"flops_per_s.{dtype}": (
+                machine[f"flops_per_s.{dtype}"],
+                f"measured: bfloat16's, by the engine's products of {max(PRODUCT_ROWS)} rows beside each other",
+            )
+            for dtype in NARROW_DTYPES
+        },
+        "scale_up.latency_s": (5e-6, "guess"),
+        "scale_up.bytes_per_s": (4e9, "guess"),
+        "scale_up.ranks": (MOST_RANKS, "assumed: the most processes of one machine"),
+        "scale_out.latency_s": (1e-3, "assumed: there is no second machine"),
+        "scale_out.bytes_per_s": (1e9, "assumed: there is no second machine"),
+        "scale_out.ranks": (MOST_RANKS, "assumed: there is no second machine"),
+    }
+    return {name: {"value": value, "source": source} for name, (value, source) in values.items()}

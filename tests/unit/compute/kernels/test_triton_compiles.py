@@ -1,0 +1,208 @@
+"""The Triton kernels compile for a Hopper GPU, on a machine that has none: ptxas comes with Triton."""
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="Triton is not installed; it comes with torch for CUDA")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
+from triton.runtime.jit import JITFunction, mangle_type  # noqa: E402
+
+from longhelix.compute.kernels import PLAIN, Weight  # noqa: E402
+from longhelix.compute.kernels.experts import addresses  # noqa: E402
+from longhelix.compute.kernels.triton import (  # noqa: E402
+    attention,
+    expert_rows,
+    experts,
+    gate_rows,
+    merge,
+    merge_states,
+    norm_rows,
+    partial_attention,
+    rotate,
+    rows,
+    run_experts,
+    write,
+    write_kv,
+)
+
+pytestmark = pytest.mark.unit
+
+SHARED_MEMORY_BYTES = 227 * 1024
+BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+
+
+def compile_for_hopper(kernel: JITFunction, arguments: dict[str, object]) -> CompiledKernel:
+    """As a launch with these arguments would: ones and None become constants, and multiples of 16 are known as such."""
+    options = {name: arguments.pop(name) for name in set(arguments) - set(kernel.arg_names)}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value, free = arguments[parameter.name], parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
+            signature[parameter.name], constants[index,] = "constexpr", value
+            continue
+        signature[parameter.name] = mangle_type(value)
+        if torch.is_tensor(value) or (type(value) is int and value % 16 == 0 and not free):
+            attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
+    """What the launches of a test compile to; nothing is launched."""
+    kernels: list[CompiledKernel] = []
+
+    class Recorder:
+        def __init__(self, kernel: JITFunction) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*values: object, **named: object) -> None:
+                assert all(size > 0 for size in grid)
+                arguments = dict(zip(self.kernel.arg_names, values, strict=False)) | named
+                kernels.append(compile_for_hopper(self.kernel, arguments))
+
+            return launch
+
+    def record(module: ModuleType, name: str) -> None:
+        kernel = getattr(module, name)
+        if not isinstance(kernel, JITFunction):
+            pytest.skip("TRITON_INTERPRET is set, and what is interpreted is not compiled")
+        monkeypatch.setattr(module, name, Recorder(kernel))
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    record(attention, "_attend")
+    record(merge, "_merge_splits")
+    record(merge, "_merge_states")
+    record(write, "_write_kv")
+    for name in ("_norm_rows", "_gate_rows", "_rotate"):
+        record(rows, name)
+    for name in ("_count", "_place"):
+        record(expert_rows, name)
+    for name in ("_norm", "_gate_up", "_down", "_sum_parts"):
+        record(experts, name)
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype", "query_heads", "kv_heads", "key_size", "value_size"),
+    [
+        (BF16, BF16, 64, 8, 128, 128),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)  # seconds each, most of them ptxas'
+            for case in (
+                (BF16, FLOAT8, 128, 1, 576, 512),
+                (torch.float32, torch.float32, 16, 1, 576, 512),
+                (BF16, BF16, 9, 3, 64, 64),
+                (BF16, FLOAT8, 64, 8, 128, 128),
+                (BF16, INT8, 16, 1, 256, 256),
+                (BF16, BF16, 128, 1, 576, 512),
+                (BF16, BF16, 8, 1, 512, 512),
+                (BF16, FLOAT8, 64, 1, 512, 512),
+                (torch.float32, FLOAT8, 16, 1, 128, 128),
+                (torch.float16, torch.float16, 32, 32, 80, 80),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_attention_compiles_for_hopper(dtype, pool_dtype, query_heads, kv_heads, key_size, value_size, compiled):
+    rows = attention.FEW_ROWS + 1
+    size = 3, 2 if key_size == value_size else 1, 16, kv_heads
+    partial_attention(
+        torch.empty(rows, query_heads, key_size, dtype=dtype),
+        torch.empty(*size, key_size, dtype=pool_dtype),
+        torch.empty(size) if pool_dtype.itemsize == 1 else None,
+        torch.empty(9, dtype=torch.int64),
+        torch.empty(1, 2, dtype=torch.int64),
+        torch.empty(2, dtype=torch.int64),
+        torch.empty(rows, dtype=torch.int64),
+        0.1,
+        value_size,
+        rows,
+        attention.SPLIT_TOKENS + 1,
+    )
+    few, many, merged = compiled
+    for kernel in (few, many, merged):
+        assert kernel.metadata.shared <= SHARED_MEMORY_BYTES
+    for kernel in (few, many):
+        # Loads run ahead of the products, and those of half floats run on tensor cores.
+        assert "cp.async" in kernel.asm["ptx"]
+        assert ("mma" in kernel.asm["ptx"]) == (dtype != torch.float32)
+    assert dtype == torch.float32 or "wgmma" in many.asm["ptx"]
+
+
+def test_merge_and_write_compile_for_hopper(compiled):
+    merge_states(torch.empty(8, 5, 16, 128, dtype=BF16), torch.empty(8, 5, 16))
+    merge_states(torch.empty(3, 5, 16, 512, dtype=BF16), torch.empty(3, 5, 16))
+    k_TkC, v_TkC = torch.empty(5, 10, 128, dtype=BF16).split((2, 8), dim=1)[1], torch.empty(5, 8, 128, dtype=BF16)
+    slots_T = torch.empty(5, dtype=torch.int64)
+    for pool_dtype in (torch.float32, BF16, torch.float16, INT8, FLOAT8):
+        scales_PADk = torch.empty(3, 2, 16, 8) if pool_dtype.itemsize == 1 else None
+        write_kv(k_TkC, v_TkC, torch.empty(3, 2, 16, 8, 128, dtype=pool_dtype), scales_PADk, slots_T)
+    write_kv(torch.empty(5, 1, 576), None, torch.empty(3, 1, 16, 1, 576, dtype=BF16), None, slots_T)
+    assert len(compiled) == 8
+
+
+def test_rows_compile_for_hopper(compiled):
+    x_TX, cos_TR = torch.empty(5, 4096, dtype=BF16), torch.empty(5, 64)
+    norm_rows(x_TX, x_TX[0], 1e-5)
+    gate_rows(x_TX)
+    rotate(x_TX, 4, 128, None, None, 0.0, cos_TR, cos_TR)
+    rotate(x_TX, 4, 128, x_TX[0, :128], x_TX[0, :128], 1e-5, cos_TR, cos_TR)
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "hidden", "columns"),
+    [
+        (BF16, 1, 7168, 256),
+        (BF16, 4096, 7168, 256),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (BF16, 512, 2880, 2880),
+                (torch.float16, 64, 4096, 1792),
+                (torch.float32, 64, 4096, 1792),
+                (BF16, 64, 100, 50),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_experts_compile_for_hopper(dtype, rows, hidden, columns, compiled):
+    """DeepSeek's 256 experts, of which 32 are here, and a shared one."""
+    ids = (*range(32), 256)
+    gate_up, down = torch.empty(2 * columns, hidden, dtype=dtype), torch.empty(hidden, columns, dtype=dtype)
+    weights = ([Weight(weight, "", *weight.shape, PLAIN)] * len(ids) for weight in (gate_up, down))
+    x_TH, counts = torch.empty(rows, hidden, dtype=dtype), torch.empty(len(ids), dtype=torch.int64)
+    taken = torch.empty(rows, 9), torch.empty(rows, 9, dtype=torch.int64)
+    run_experts(
+        x_TH,
+        *addresses(ids, *weights, 257),
+        [columns] * len(ids),
+        *taken,
+        counts,
+        x_TH[0],
+        1e-6,
+        torch.empty_like(x_TH),
+    )
+    by_name = {kernel.metadata.name: kernel for kernel in compiled}
+    assert list(by_name) == ["_count", "_place", "_norm", "_gate_up", "_down", "_sum_parts"]
+    assert all(kernel.metadata.shared <= SHARED_MEMORY_BYTES for kernel in compiled)
+    if dtype == torch.float32 or hidden % 8:
+        return
+    for name, factors in (("_gate_up", 3), ("_down", 2)):
+        # Rows and weights alike are loaded ahead of the products, 16 bytes at a time.
+        text = by_name[name].asm["ttgir"]
+        assert len(re.findall(r"local_alloc : \(\) -> !ttg.memdesc<[2-9]x", text)) == factors
+        assert set(re.findall(r"cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", by_name[name].asm["ptx"])) == {
+            "0x10"
+        }
+        assert ("wgmma" if rows > 500 else "mma.sync") in by_name[name].asm["ptx"]

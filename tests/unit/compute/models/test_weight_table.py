@@ -1,0 +1,147 @@
+"""The readers of the table of weights against each other: what ranks load, what the cost model counts, all there is."""
+
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longhelix.compute.models.parameters import declare
+from longhelix.perf import weights as perf_weights
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import weights_bytes
+from longhelix.perf.setting import Setting
+from longhelix.spec import MLA, ModelSpec, MoE, RopeSpec
+from longhelix.spec.layout import Layout
+from longhelix.spec.presets import load_system
+from longhelix.spec.weights import (
+    Split,
+    embedding,
+    head,
+    last_norm,
+    layer_weights,
+    num_active_parameters,
+    num_parameters,
+)
+
+pytestmark = pytest.mark.unit
+
+H100 = load_system("h100")
+
+
+@st.composite
+def specs(draw):
+    """GQA or MLA, dense or with experts, biased or normed or neither."""
+    num_kv_heads, group, flags = draw(st.integers(1, 6)), draw(st.integers(1, 5)), st.booleans()
+    spec = ModelSpec(
+        "llama", draw(st.integers(1, 5)), 8 * draw(st.integers(1, 6)), num_kv_heads * group, num_kv_heads, 8,
+        draw(st.integers(1, 90)), draw(st.integers(1, 200)), 64, 1e-5, RopeSpec(), "float32",
+        tied_embeddings=draw(flags), qkv_bias=draw(flags), attention_output_bias=draw(flags), ffn_bias=draw(flags),
+        qk_norm=draw(flags),
+    )  # fmt: skip
+    if draw(flags):
+        mla = MLA(draw(st.sampled_from([None, 12])), draw(st.integers(1, 20)), 6, 4, draw(st.integers(1, 9)))
+        spec = replace(spec, architecture="deepseek_v3", num_kv_heads=1, head_size=10, mla=mla)
+    if draw(flags):
+        num_experts = draw(st.integers(1, 9))
+        moe = MoE(
+            num_experts, draw(st.integers(1, num_experts)), draw(st.integers(1, 40)), draw(st.sampled_from([0, 17])),
+            draw(st.integers(0, spec.num_layers)), routing_bias=draw(flags), shared_gate=draw(flags),
+        )  # fmt: skip
+        spec = replace(spec, moe=moe)
+    return spec
+
+
+@st.composite
+def placed(draw):
+    """A model, and a layout that can have it: one copy of the FFN, or one for each KVP rank."""
+    spec = draw(specs())
+    tpa, kvp = draw(st.integers(1, min(spec.num_query_heads, 7))), draw(st.integers(1, 4))
+    if draw(st.booleans()):
+        return spec, Layout(kvp, tpa, ffn_replicas=kvp)
+    most = spec.moe.num_experts if spec.moe else 1
+    ep = draw(st.sampled_from([ep for ep in range(1, kvp * tpa + 1) if kvp * tpa % ep == 0 and ep <= most]))
+    return spec, Layout(kvp, tpa, ep=ep)
+
+
+def elements(spec, layout, rank, layer, *names):
+    """Numbers of a rank in the matrices whose names end like this, in one layer."""
+    found = [p for p in declare(spec, layout, rank) if p.name.startswith(f"layers.{layer}.")]
+    chosen = [p for p in found if ".".join(p.name.split(".")[2:]) in names]
+    return sum(prod(source.local_shape) for p in chosen for source in p.sources if len(source.shape) == 2)
+
+
+def fullest(spec, layout, layer, *names):
+    return max(elements(spec, layout, rank, layer, *names) for rank in range(layout.num_ranks))
+
+
+@given(specs())
+def test_one_rank_declares_as_many_parameters_as_the_model_has(spec):
+    assert num_parameters(spec) == sum(parameter.num_elements for parameter in declare(spec, Layout(), 0))
+
+
+@given(specs())
+def test_a_token_meets_all_but_the_embedding_and_the_experts_that_it_does_not_take(spec):
+    parameters = declare(spec, Layout(), 0)
+    unmet = sum(p.num_elements for p in parameters if p.name == "embedding" and not spec.tied_embeddings)
+    if spec.moe is not None:
+        taken = range(spec.moe.experts_per_token)
+        unmet += sum(
+            p.num_elements for p in parameters if ".experts." in p.name and int(p.name.split(".")[3]) not in taken
+        )
+    assert num_active_parameters(spec) == num_parameters(spec) - unmet
+
+
+@given(placed())
+def test_the_cost_models_fullest_rank_is_the_one_that_declares_most(drawn):
+    spec, layout = drawn
+    how, layouts = Setting(spec, H100, "bfloat16", "bfloat16"), Layouts.of([layout])
+    last = spec.num_layers - 1
+
+    def assert_fullest(found, layer, *names):
+        assert found[0] == fullest(spec, layout, layer, *names), names
+
+    assert_fullest(perf_weights.qkv(how, layouts), 0, "qkv", "latent_down", "query_up")
+    assert_fullest(perf_weights.output_projection(how, layouts), 0, "output")
+    up = perf_weights.key_absorption(how, layouts)
+    up = up + perf_weights.value_projection(how, layouts.query_heads(how.heads))
+    assert_fullest(up, 0, "latent_up")
+    if not spec.has_experts(0):
+        assert_fullest(perf_weights.dense_ffn(how, layouts), 0, "gate_up", "down")
+    if spec.has_experts(last):
+        names = [f"experts.{i}.{name}" for i in range(spec.moe.num_experts) for name in ("gate_up", "down")]
+        held = perf_weights.num_experts(how, layouts) * perf_weights.expert(how, layouts)
+        assert_fullest(held, last, *names)
+        assert_fullest(perf_weights.shared_experts(how, layouts), last, "shared.gate_up", "shared.down")
+        assert_fullest(perf_weights.router(how, layouts), last, "router")
+    shares = [len(layout.vocabulary(spec.vocab_size, rank)) for rank in range(layout.num_ranks)]
+    assert perf_weights.vocabulary(how, layouts)[0] == max(shares) * spec.hidden_size
+
+
+@given(placed())
+def test_the_cost_models_memory_is_that_of_the_matrices_and_no_rank_has_more(drawn):
+    spec, layout = drawn
+    held = weights_bytes(Setting(spec, H100, "bfloat16", "bfloat16"), Layouts.of([layout]))[0] / 2
+    ranks = [
+        sum(prod(s.local_shape) for p in declare(spec, layout, rank) for s in p.sources if len(s.shape) == 2)
+        for rank in range(layout.num_ranks)
+    ]
+    assert max(ranks) <= held
+    if layout.num_ranks == 1:
+        assert ranks == [held]
+
+
+@given(placed())
+def test_ranks_together_have_what_is_shared_once_and_the_rest_each(drawn):
+    """With one KVP rank and no more TPA ranks than KV heads, where nothing that is shared is doubled."""
+    spec, layout = drawn
+    layout = Layout(1, min(layout.tpa, spec.num_kv_heads), ep=1)
+    tables = {layer: layer_weights(spec, spec.has_experts(layer)) for layer in range(spec.num_layers)}
+    ends = [embedding(spec), last_norm(spec), *([] if spec.tied_embeddings else [head(spec)])]
+    total = 0
+    for weight in [*ends, *(weight for table in tables.values() for weight in table)]:
+        is_shared = any(dim.split is not Split.WHOLE for dim in (*weight.dims, weight.experts))
+        total += weight.num_elements * weight.experts.count * (1 if is_shared else layout.num_ranks)
+    declared = [sum(p.num_elements for p in declare(spec, layout, rank)) for rank in range(layout.num_ranks)]
+    assert sum(declared) == total

@@ -1,0 +1,93 @@
+"""How a rank runs a step, for everything that can be asked for and found; and what options ask for."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from longhelix.compute.runner import rank
+from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.token_ranges import ONE_RANGE
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import _layers_run
+
+pytestmark = pytest.mark.unit
+
+# device, native kernels: compile, replay: what layers run as.
+LAYERS = {
+    ("cpu", False): {(0, 0): "op by op", (0, 1): "op by op", (1, 0): "compiled", (1, 1): "compiled"},
+    ("cpu", True): {(0, 0): "op by op", (0, 1): "tapes", (1, 0): "compiled", (1, 1): "compiled"},
+    ("cuda", False): {(0, 0): "op by op", (0, 1): "graphs", (1, 0): "compiled", (1, 1): "compiled in graphs"},
+    ("cuda", True): {(0, 0): "op by op", (0, 1): "graphs", (1, 0): "compiled", (1, 1): "compiled in graphs"},
+}
+FLAGS = {
+    "op by op": (False, False, False),
+    "tapes": (False, True, False),
+    "graphs": (False, False, True),
+    "compiled": (True, False, False),
+    "compiled in graphs": (True, False, True),
+}
+OVERLAPS = {"alone": False, "shared memory": False, "gloo": True, "NCCL": True}
+BOTH = (False, True)
+
+
+@pytest.mark.parametrize("transport", OVERLAPS)
+@pytest.mark.parametrize(("device", "native"), LAYERS)
+def test_every_combination(device, native, transport):
+    overlaps, rank_order = OVERLAPS[transport], transport in ("alone", "shared memory")
+    for compile, replay, whole, packed in itertools.product(BOTH, repeat=4):
+        found = Found(device, native, overlaps, rank_order, packed)
+        made = Execution.resolve(compile, replay, whole, found)
+        assert (made.compiled, made.tapes, made.graphs) == FLAGS[LAYERS[device, native][compile, replay]]
+        assert (made.overlaps, made.sums_in_rank_order) == (overlaps, rank_order)
+        assert made.parts == (transport in ("gloo", "NCCL") and not compile and not whole)
+        assert made.sees_waits == (transport in ("gloo", "NCCL") and device == "cpu" and not compile)
+        assert made.packed == (device == "cuda" or packed)
+        assert made.compiles == (device == "cuda" or compile)
+
+
+def test_what_changes_collectives_follows_from_nothing_that_ranks_decide_alone():
+    """Whether a rank has native kernels, or could pack its weights, is its own; the transport is that of all."""
+    for compile, replay, whole, overlaps in itertools.product(BOTH, repeat=4):
+        ranks = [
+            Execution.resolve(compile, replay, whole, Found("cpu", native, overlaps, not overlaps, packed))
+            for native, packed in itertools.product(BOTH, repeat=2)
+        ]
+        assert len({rank.parts for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("execution", "device", "trace", "expected"),
+    [
+        ("recorded", "cpu", False, (False, True)),
+        ("recorded", "cpu", True, (False, True)),
+        ("recorded", "cuda", False, (False, True)),
+        ("recorded", "cuda", True, (False, False)),
+        ("compiled", "cpu", False, (True, False)),
+        ("compiled", "cpu", True, (True, False)),
+        ("compiled", "cuda", False, (True, True)),
+        ("compiled", "cuda", True, (True, True)),
+        ("eager", "cpu", False, (False, False)),
+        ("eager", "cuda", True, (False, False)),
+    ],
+)
+def test_the_option_means_compile_and_replay(execution, device, trace, expected):
+    options = EngineOptions(execution=execution, trace="t.json" if trace else None)
+    assert _layers_run(options, device) == expected
+
+
+def test_flashinfer_attends_to_whole_batches(monkeypatch):
+    """Where our own attention would attend in parts."""
+    found = Found("cuda", native=True, overlaps=True, sums_in_rank_order=False, packed=False)
+    monkeypatch.setattr(rank, "find", lambda *of_a_rank: found)
+    monkeypatch.setattr(rank, "new_page_lists", lambda *of_a_pool: None)
+    monkeypatch.setattr(rank, "ModelRunner", lambda spec, mesh, model, pool, execution, *more: execution)
+
+    def parts(attention):
+        scheduler = SimpleNamespace(swap_blocks=0)
+        config = SimpleNamespace(
+            attention=attention, compile=False, replay=True, spec=None, scheduler=scheduler, token_ranges=ONE_RANGE
+        )
+        return rank.new_runner(config, SimpleNamespace(rank=0), model=None, pool=None).parts
+
+    assert (parts("own"), parts("flashinfer")) == (True, False)
