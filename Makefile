@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 RUN_DOCUMENTS := docs/shapes.md docs/simulate.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
-.PHONY: setup run test test-all test-optimized test-arm sanitize check wheel bench bench-gpu clean
+.PHONY: setup run test test-all test-optimized test-arm sanitize check docs wheel bench bench-gpu clean
 
 setup: .venv/installed
 
@@ -64,6 +64,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation site, in build/site. It needs no network, and every broken link is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # For machines like this one (processor, glibc, Python's minor version), which then need no compiler.
 wheel: setup

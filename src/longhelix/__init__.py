@@ -1,4 +1,22 @@
-"""Exact LLM inference with contexts of millions of tokens: plan a parallel layout, run it, serve it."""
+"""Exact LLM inference with contexts of millions of tokens: plan a parallel layout, run it, serve it.
+
+Packages, each of which imports only packages below it:
+
+    cli        the command line
+    serve      HTTP in the form of OpenAI's API, metrics, and the server's page
+    figures    the papers' figures: published beside modelled
+    measure    measurements: benchmarks, and the calibration of this machine
+    engine     ranks as processes, the token loop, `LLM`, prompts, saved contexts
+    simulate   a trace of requests on a predicted clock
+    plan       the search for the best layout, and its reports
+    compute    what one rank computes: models, kernels, collectives, the bytes of the KV cache
+    perf       what a step costs, in seconds and bytes
+    scheduler  what runs next, and which rank holds each KV block
+    spec       what a model, a layout, a system and a number format are
+    passes     sequence parallelism for any torch module: needs torch alone
+
+Modules: `errors`, `values` (checks of values from outside), `spans` (traces of what begins and ends).
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,14 +26,25 @@ from longhelix.scheduler.request import SamplingParams, ServiceLevel
 from longhelix.spec.layout import Layout
 
 if TYPE_CHECKING:
+    from longhelix.compute.kernels import merge_states
     from longhelix.engine.llm import LLM
     from longhelix.engine.prompt import ImagePrompt
 
-__all__ = ["LLM", "EngineError", "Guide", "ImagePrompt", "Layout", "SamplingParams", "ServiceLevel", "UserError"]
+__all__ = [
+    "LLM",
+    "EngineError",
+    "Guide",
+    "ImagePrompt",
+    "Layout",
+    "SamplingParams",
+    "ServiceLevel",
+    "UserError",
+    "merge_states",
+]
 
 
 def __getattr__(name: str) -> Any:
-    # Planning and estimating need no engine, so its sockets and tokenizers load with the first LLM.
+    # Planning and estimating need no engine, so sockets and tokenizers load with the first `LLM`.
     if name == "LLM":
         from longhelix.engine.llm import LLM
 
@@ -24,4 +53,8 @@ def __getattr__(name: str) -> Any:
         from longhelix.engine.prompt import ImagePrompt
 
         return ImagePrompt
+    if name == "merge_states":  # loads torch
+        from longhelix.compute.kernels import merge_states
+
+        return merge_states
     raise AttributeError(f"module 'longhelix' has no attribute {name!r}")
