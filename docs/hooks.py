@@ -153,10 +153,14 @@ def _http() -> str:
             statuses = " ".join(sorted(route["responses"]))
             rows.append([f"`{method.upper()} {path}`", says, _schema(body) if body else "", statuses])
     parts.append(_table(["endpoint", "what it does", "body", "statuses"], rows) + "\n")
-    parts.append("## Fields\n")
-    for name, schema in sorted(api.get("components", {}).get("schemas", {}).items()):
-        if not schema.get("properties"):
-            continue
+    schemas = {name: each for name, each in api["components"]["schemas"].items() if each.get("properties")}
+    bodies = [name for name in sorted(schemas) if name.endswith("Body")]
+    answers = [name for name in sorted(schemas) if not name.endswith(("Body", "ValidationError"))]
+    parts.append("## Request bodies\n")
+    for name in (*bodies, *answers):
+        if answers and name == answers[0]:
+            parts.append("## Parts of requests and responses\n")
+        schema = schemas[name]
         required = schema.get("required", ())
         rows = []
         for each, about in schema["properties"].items():
@@ -171,17 +175,23 @@ def _http() -> str:
 
 
 def _metrics() -> str:
-    from longhelix.serve.metrics import Metrics
+    from prometheus_client.metrics import MetricWrapperBase
+
+    from longhelix.serve import metrics
     from longhelix.spec.layout import Layout
 
     driver, config = MagicMock(), MagicMock()
     config.layout = Layout(kvp=2)
-    metrics = Metrics(driver, config, "MODEL")
-    rows, collectors = [], {id(each): each for each in metrics._registry._names_to_collectors.values()}
-    for collector in collectors.values():
-        for family in collector.describe() if hasattr(collector, "describe") else []:
+    registry = MagicMock()  # notes what registers itself
+    with patch.object(metrics, "CollectorRegistry", lambda: registry):
+        metrics.Metrics(driver, config, "MODEL")
+    rows = []
+    for (collector,), _ in registry.register.call_args_list:
+        if not isinstance(collector, MetricWrapperBase):
+            continue  # the process's own metrics
+        for family in collector.describe():
             ending = "_total" if family.type == "counter" else ""
-            labels = " ".join(f"`{label}`" for label in getattr(collector, "_labelnames", ()))
+            labels = " ".join(f"`{label}`" for label in collector._labelnames)
             rows.append([f"`{family.name}{ending}`", family.type, labels, _prose(family.documentation)])
     return _table(["metric", "type", "labels", "meaning"], rows)
 
