@@ -1,0 +1,77 @@
+"""Commands in README and docs are valid and run, and pages that are filled from the code can be filled."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from longhelix.cli.main import app, main
+
+pytestmark = pytest.mark.unit
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "deploy" / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+PREDICTIONS = ("plan", "estimate", "simulate")
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The arguments of each `longhelix` command in the code blocks of a page."""
+    blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if re.match(r"(\.venv/bin/)?longhelix ", line)]
+
+
+EVERY_COMMAND = sorted({tuple(command) for page in PAGES for command in commands(page)})
+NEEDS_NO_FILES = [command for command in EVERY_COMMAND if not re.search(r"/|FOLDER|\.\w{3,}( |$)", " ".join(command))]
+PREDICTED = [command for command in NEEDS_NO_FILES if command[0] in PREDICTIONS]
+ANSWERED = [command for command in NEEDS_NO_FILES if command[0] == "generate" and "--context" not in command]
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("hooks", REPOSITORY / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_there_are_commands_of_each_kind():
+    assert {command[0] for command in PREDICTED} == set(PREDICTIONS)
+    assert ANSWERED
+
+
+@pytest.mark.parametrize("command", EVERY_COMMAND, ids=" ".join)
+def test_every_command_has_known_options(command):
+    app.parse_args(command, exit_on_error=False, print_error=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [*PREDICTED, *ANSWERED, ("collect-env",)], ids=" ".join)
+def test_commands_that_need_no_files_run(command, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 0
+    assert capfd.readouterr().out
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "docs" in page.parts], ids=lambda page: page.name)
+def test_marks_of_a_page_are_filled(hooks, page):
+    text = page.read_text(encoding="utf-8")
+    filled = hooks.on_page_markdown(text)
+    assert not re.search(r"^\{\{", filled, re.MULTILINE)
+
+
+def test_references_name_what_the_code_has(hooks):
+    text = {name: fill() for name, fill in hooks._REFERENCES.items()}
+    assert "`--kv-cache-tokens`" in text["command-line"]
+    assert "## `longhelix context save`" in text["command-line"]
+    assert "`POST /v1/chat/completions`" in text["http"]
+    assert "`longhelix:kv_blocks`" in text["metrics"]
+    assert "`kv_cache_tokens`" in text["engine-settings"]
+    assert "| `deepseek_v3` | yes | yes |" in text["families"]
+    assert "| `qwen3_next` | no | yes |" in text["families"]
