@@ -226,7 +226,7 @@ def _variables() -> str:
             "LONGHELIX_" + name[2:].upper().replace("-", "_")
             for option in app["serve"].assemble_argument_collection()
             for name in option.names[:1]
-            if name.startswith("--")
+            if name.startswith("--") and name != "--config"
         }
     )
     return ", ".join(f"`{name}`" for name in names) + "."
