@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from longhelix.errors import EngineError, PassingError, RequestError, UserError
 from longhelix.serve.answers import FailureReason
-from longhelix.serve.bodies import Ended, Scored
+from longhelix.serve.bodies import Ended, ScoredBody
 from longhelix.serve.calls import current
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 
@@ -87,7 +87,7 @@ _BEGINNINGS = {
     "a token id of logit_bias": "logit_bias",
     "prompt token": "prompt",
     "every token": "stop_token_ids",
-} | {name: name for name in (*Scored.model_fields, *Ended.model_fields)}
+} | {name: name for name in (*ScoredBody.model_fields, *Ended.model_fields)}
 _ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # how a sentence about one field begins
 _AT = re.compile(r"(messages|input)\[\d+\][\w.\[\]]*: ")  # and one about a part of a message
 logger = logging.getLogger(__name__)
