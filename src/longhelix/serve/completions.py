@@ -194,4 +194,6 @@ class _Echo(_Form):
     def _usage(self) -> forms.UsageAnswer:
         count = self.prompt_tokens
         details = forms.PromptDetails(cached_tokens=0)
-        return forms.UsageAnswer(prompt_tokens=count, completion_tokens=0, total_tokens=count, prompt_tokens_details=details)
+        return forms.UsageAnswer(
+            prompt_tokens=count, completion_tokens=0, total_tokens=count, prompt_tokens_details=details
+        )

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.request import MOST_TOKENS
-from longhelix.serve.bodies.body import Body, Text, few
+from longhelix.serve.bodies.body import Body, Text, check_quoted, few
 from longhelix.serve.bodies.message import (
     COUNTED,
     MOST_MESSAGES,
@@ -119,6 +119,7 @@ class TextFormat(Body):
     def _check(self) -> Self:
         if (self.type == "json_schema") != (self.content is not None):
             raise ValueError("it has a schema where its type is json_schema, and nowhere else")
+        check_quoted(self.model_extra)
         return self
 
     def guide(self) -> Guide | None:
@@ -134,6 +135,7 @@ class TextOptions(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_unserved(self.model_extra, {"verbosity": UNSERVED["verbosity"]})
+        check_quoted(self.model_extra)
         return self
 
 
