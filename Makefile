@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 # The main job asks about the project's own papers: several thousand tokens, and a question whose answer begins.
 # Of the architecture it reads the rules between the rooms: together they stay well within the model's positions.
-RUN_DOCUMENTS := docs/shapes.md docs/simulate.md
+RUN_DOCUMENTS := docs/shapes.md docs/guides/simulating.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
 .PHONY: setup run test test-all test-optimized test-arm sanitize check wheel bench bench-gpu clean

@@ -386,7 +386,7 @@ BUILTIN_TOKENS = 4096
 def test_the_builtin_model_answers_alike_under_other_layouts(tmp_path):
     """TTFT and the time to load are measured in benchmarks/contexts.py."""
     repository = Path(__file__).parents[2]
-    text = "".join(file.read_text() for file in sorted((repository / "docs").glob("*.md")))
+    text = "".join(file.read_text() for file in sorted((repository / "docs").rglob("*.md")))
     question, sampling = "\n\nQuestion: what is a KV block?\nAnswer:", SamplingParams(max_new_tokens=32)
     with LLM("builtin", Layout(kvp=2), dtype="float32", contexts_dir=tmp_path) as llm:
         context = llm.tokenizer.encode(text)[:BUILTIN_TOKENS]

@@ -433,7 +433,8 @@ class LLM:
         without the pass. The ranks are asked when this is called.
 
         {"patterns": {name: matches}, "collectives": {"before": {kind: count}, "after": {}}, "bytes": {"before": {dtype:
-        bytes that a rank sends}, "after": {}}, "left_alone": [why a collective stayed]}; docs/passes.md has the names.
+        bytes that a rank sends}, "after": {}}, "left_alone": [why a collective stayed]}. The names are in
+        docs/guides/sequence-parallel-passes.md.
         A graph for any number of tokens counts the bytes of as many as it was traced with."""
         return self._core.pass_report()
 
