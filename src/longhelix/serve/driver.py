@@ -207,7 +207,7 @@ class Driver:
         alone = not waiting and len(lengths) == 1
         tokens_beyond = not alone and before + sum(lengths) > self._limits.prompt_tokens
         if len(waiting) + len(lengths) > self._limits.requests or tokens_beyond:
-            raise OverloadedError(f"{len(waiting)} requests with {before} prompt tokens wait already: try again later")
+            raise OverloadedError(f"{len(waiting)} requests with {before} prompt tokens are waiting: try again later")
 
     def _check_running(self) -> None:
         if self.failure:

@@ -58,7 +58,7 @@ _IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
     ),
     "no_chat_template": ("the model has no chat template: ask /v1/completions", "messages"),
     "missing_extra": ("this server lacks the packages that read images: give text alone", "messages"),
-    "unsupported_model": ("the model reads no images: give text alone", "messages"),
+    "unsupported_model": ("the model does not take images: send text only", "messages"),
     "invalid_checkpoint": ("the model's files on the server are damaged, or lack what this needs", None),
     "unknown_context": (
         "there is no context of that name, or it is not ready: GET /v1/contexts says which are there",
@@ -162,9 +162,9 @@ def _told(error: Exception) -> tuple[int, str, str, str | None]:
             return 503, str(error), "restarting", None
         case EngineError():
             # Its words may name paths, processes and memory; whoever runs the server is told them when it fails.
-            return 503, "the engine has failed: the server's log says why", error.code, None
+            return 503, "the engine has failed: see the server's log for the reason", error.code, None
         case DisconnectedError():
-            return 499, "the client has gone", "disconnected", None
+            return 499, "the client has disconnected", "disconnected", None
         case PassingError():
             return 503, f"{error}: try again later", error.code, None
         case RequestError():

@@ -145,7 +145,7 @@ class View:
         if self._driver.restarting:
             raise RestartingError
         if len(self._watchers) >= MOST_WATCHERS:
-            raise OverloadedError(f"{MOST_WATCHERS} watch already: close a page, or try again later")
+            raise OverloadedError(f"{MOST_WATCHERS} pages are watching: close one, or try again later")
         watcher = Watcher()
         if not self._watchers:
             self._driver.listeners.append(self._hear)

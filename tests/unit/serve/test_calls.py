@@ -512,7 +512,7 @@ def test_an_engine_that_fails_is_said_once_and_in_one_line():
         error = answer.json()["error"]
         assert (error["code"], error["message"]) == (
             "engine_failed",
-            "the engine has failed: the server's log says why",
+            "the engine has failed: see the server's log for the reason",
         )
         assert await counted(client, "longhelix:engine_up") == 0
         assert await counted(client, "longhelix:request_success_total", finished_reason="error") == 1

@@ -71,11 +71,11 @@ class ChatBody(ScoredBody, Ended, Reasoned):
     def _check_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise ValueError("two of the tools have one name: give each another one")
+            raise ValueError("two tools have the same name: give each tool its own name")
         if not names and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice wants a call, but there are no tools: give some, or leave it out")
+            raise ValueError("tool_choice requires a call, but there are no tools: add tools, or leave out tool_choice")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice wants {self.tool_choice.function.name}, which is none of the tools")
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name}, which is not one of the tools")
         return self
 
     def _effort(self) -> Mapping[str, Any]:

@@ -118,7 +118,7 @@ class TextFormat(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.type == "json_schema") != (self.content is not None):
-            raise ValueError("it has a schema where its type is json_schema, and nowhere else")
+            raise ValueError("schema is required if type is json_schema, and not allowed otherwise")
         check_quoted(self.model_extra)
         return self
 
