@@ -50,7 +50,7 @@ def plan(
     users
         Requests at a time, at least.
     min_gpus
-        Of what meets the targets take the fewest GPUs, in place of the most tokens/s/GPU.
+        Of what meets the targets take the fewest GPUs, in place of the max tokens/s/GPU.
     gpu_hour
         The price of a GPU for an hour, for the cost of a million tokens.
     any_shape

@@ -84,10 +84,10 @@ def test_plan_prints_tables_and_the_best_layout(capfd):
     expected = (
         "tokens/s per GPU, over tokens/s per user",
         "frontier of",
-        "users held within a TTL",
+        "users served within a time per token (TTL)",
         "TTFT against TBT",
-        "below 1 KVP pays",
-        "layouts that do not hold one request",
+        "below 1, KVP pays off",
+        "layouts in which one request does not fit",
         "why not another layout",
         "Best: ",
     )
