@@ -176,9 +176,9 @@ def make_python(environment, script):
             ],
             4,
         ),
-        (["layouts", "--requests", "1", "--contexts", "1k", "2k"], "give as many"),
+        (["layouts", "--requests", "1", "--contexts", "1k", "2k"], "give the same number of both"),
         (["all", "--out", "report.txt"], "give the name of a Markdown file"),
-        (["all", "--out", "/proc/nowhere/report.md"], "cannot be made"),
+        (["all", "--out", "/proc/nowhere/report.md"], "cannot be created"),
         (["fast"], "fast"),
     ],
 )
