@@ -18,7 +18,7 @@ from longhelix.spec.layout import Layout
 
 if TYPE_CHECKING:  # these modules import torch, so each command imports them when it runs
     from longhelix.compute.runner.config import EngineConfig
-    from longhelix.measure.bench.report import Report
+    from longhelix.measure.bench.report import BenchReport
     from longhelix.measure.bench.suite import Suite
 
 app = App(name="bench")
@@ -49,7 +49,7 @@ def check_out(out: Path, kind: str, example: str) -> None:
         raise UserError(f"{out if out.exists() else out.parent} is not writable: set --out to a file in another folder")
 
 
-def show(report: "Report") -> None:
+def show(report: "BenchReport") -> None:
     """Print the tables of a report."""
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     for shown in report.shown():

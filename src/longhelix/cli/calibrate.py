@@ -33,7 +33,7 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
     from longhelix.measure import progress
     from longhelix.measure.bench.environment import environment
     from longhelix.measure.bench.predictions import sections
-    from longhelix.measure.bench.report import Report
+    from longhelix.measure.bench.report import BenchReport
     from longhelix.measure.calibrate.measurements import FULL, SHORT, Measurements
     from longhelix.measure.calibrate.system import local_system
     from longhelix.measure.memory import check_native
@@ -45,7 +45,7 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
     measured = Measurements.take(scope, [config], progress.by_name(lambda line: print(line, file=sys.stderr)))
     system = local_system(measured, config, scope)
     write_system(system, path)
-    report = Report(conditions, sections(system, measured, [config], scope))
+    report = BenchReport(conditions, sections(system, measured, [config], scope))
     if json:
         print(json_module.dumps({"path": str(path)} | json_module.loads(report.as_json())))
         return

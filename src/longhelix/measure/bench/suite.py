@@ -20,7 +20,7 @@ from longhelix.measure.bench import (
 )
 from longhelix.measure.bench.environment import environment
 from longhelix.measure.bench.peers import Peers
-from longhelix.measure.bench.report import Report
+from longhelix.measure.bench.report import BenchReport
 from longhelix.measure.calibrate import measurements
 from longhelix.measure.calibrate.system import local_system
 from longhelix.measure.configuration import check_positive, check_threads, configure
@@ -74,7 +74,7 @@ class Suite:
 
     def __init__(self, date: str, peers: Path | None, tell: Callable[[str], None]) -> None:
         check_native()
-        self._report = Report(environment(date))
+        self._report = BenchReport(environment(date))
         self._peers = None if peers is None else Peers(peers)
         self._tell = tell
         self._on_point = progress.by_name(tell)
@@ -191,7 +191,7 @@ class Suite:
         system = local_system(measured, configs[0], fitted)
         self._report.sections += predictions.sections(system, measured, [configs[0], configs[-1]], fitted)
 
-    def finish(self) -> Report:
+    def finish(self) -> BenchReport:
         """The report, with the remarks on peers."""
         if self._peers:
             self._report.remarks += dict.fromkeys(self._peers.remarks)

@@ -12,7 +12,7 @@ from longhelix.compute.kernels import native
 from longhelix.measure import memory
 from longhelix.measure.bench import kernels, peers, suite
 from longhelix.measure.bench.peers import Peers, beside
-from longhelix.measure.bench.report import Report
+from longhelix.measure.bench.report import BenchReport
 from longhelix.measure.bench.section import Column, Plot, Section
 from longhelix.measure.configuration import configure
 from longhelix.measure.sequence_parallelism import link_label
@@ -44,7 +44,7 @@ def report():
         {"n": 2000, "t_s": 0.02, "spread": 0.3, "kind": "a"},
     ]
     section = Section("part", "A part", "As it was measured.", columns, rows, Plot(("t_s",), ("kind",), x="n"))
-    return Report(dict(ENVIRONMENT), [section], ["A peer was left out."])
+    return BenchReport(dict(ENVIRONMENT), [section], ["A peer was left out."])
 
 
 def test_markdown_has_the_conditions_the_tables_and_what_was_noisy():
@@ -153,7 +153,7 @@ def make_python(environment, script):
         (["kernels", "--threads", "1", "100000"], "threads is 100000: set it to a whole number from 1 to "),
         (["kernels", "--kv-dtype", "int3"], "kv-dtype 'int3' is not known"),
         (["kernels", "--group", "0"], "group is 0"),
-        (["collectives", "--ranks", "1"], "1 ranks exchange nothing"),
+        (["collectives", "--ranks", "1"], "--ranks has 1, but collectives need at least two ranks"),
         (["collectives", "--bytes", "6", "--ranks", "2"], "give multiples of 4"),
         (["layouts", "--ranks", "0"], "ranks is 0"),
         *few(
