@@ -423,7 +423,7 @@ def test_chat_over_a_pipe_keeps_the_conversation(chat_folder, tmp_path):
     assert first == again == expected_tokens(chat_folder, [1, 2], 3)
     assert second == expected_tokens(chat_folder, [1, 2, *first, 3], 3)
     assert done.stderr.count("[The answer is incomplete: it reached --max-new-tokens 3.]") == 3
-    for words in ("TTFT", "9 of 128 tokens", "file.txt goes with your next message", "did you mean /file?"):
+    for words in ("TTFT", "9 of 128 tokens", "Attached file.txt to your next message", "did you mean /file?"):
         assert words in done.stderr
 
 

@@ -127,8 +127,8 @@ class AttentionCase:
         """Create the inputs. Raises UserError if there is no native kernel for the head size."""
         if format.arrangement is not TILES:
             raise UserError(
-                f"--head-size has {format.key_size}, but the native kernels need multiples of {native.LANES}: give only "
-                "multiples"
+                f"--head-size has {format.key_size}, but the native kernels need multiples of {native.LANES}: give "
+                "only multiples"
             )
         pool = KVPool({"kv": format}, 1, -(-context // BLOCK_TOKENS), _CPU)
         fill(pool)

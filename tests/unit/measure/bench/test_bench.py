@@ -54,11 +54,11 @@ def test_markdown_has_the_conditions_the_tables_and_what_was_noisy():
         "|--:|--:|---|",
         "| 1,000 | 12.3 | a |",
         "- A peer was left out.",
-        "- 1 of 2 medians are noisy: their quartiles lie more than 20% of the median apart.",
+        "- 1 of 2 medians are noisy: their quartiles are more than 20% of the median apart.",
         "![A part](part.png)",
     ):
         assert line in text.splitlines()
-    assert "a CPU, 2 cores, a set kernels; 8 GB of memory, 4 GB of it free" in text
+    assert "a CPU, 2 cores, a set kernels; 8 GB of memory, 4 GB free" in text
     assert "not idle" not in text
 
 
@@ -161,11 +161,11 @@ def make_python(environment, script):
                 (["sp", "--variants", "sp"], "variant 'sp' is not known: use one or more of flash-comm-v1, "),
                 (["sp", "--rates-mbit", "1000", "0"], "rates_mbit is 0.0: set it to a number from 0.001 to 1,000,000"),
                 (["sp", "--kvp", "2"], "the layout has 4 ranks"),
-                (["sp", "--prompts", "512", "9k"], "a prompt has 9000 tokens, but the model is made for 8192"),
+                (["sp", "--prompts", "512", "9k"], "--prompts has 9000 tokens, but the model supports 8192"),
                 (["sp", "--rates-mbit", "1e-9"], "rates_mbit is 1e-09: set it to a number from 0.001 to 1,000,000"),
                 (["sp", "--rates-mbit", "1e300"], "rates_mbit is 1e+300"),
                 (["sp", "--rates-mbit", "inf"], "rates_mbit is inf"),
-                (["sp", "--tpa", "1"], "the layout has 1 ranks, but a link joins two"),
+                (["sp", "--tpa", "1"], "the layout has 1 ranks, but the link joins two"),
                 (["sp", "--prompts", "0"], "a context or prompt is 0"),
                 (["sp", "--prompts", "1G"], "a prompt has 1000000000 tokens, but the model is made for 8192"),
                 (["sp", "--repeats", "0"], "repeats is 0"),
@@ -177,7 +177,7 @@ def make_python(environment, script):
             4,
         ),
         (["layouts", "--requests", "1", "--contexts", "1k", "2k"], "give the same number of both"),
-        (["all", "--out", "report.txt"], "give the name of a Markdown file"),
+        (["all", "--out", "report.txt"], "is not the name of a Markdown file"),
         (["all", "--out", "/proc/nowhere/report.md"], "cannot be created"),
         (["fast"], "fast"),
     ],

@@ -117,7 +117,8 @@ def test_points_are_told_by_what_they_are_used_for(measured):
 
 
 @pytest.mark.parametrize(
-    ("out", "sentence"), [("local.json", "give the name of a TOML file"), ("/proc/nowhere/x.toml", "cannot be created")]
+    ("out", "sentence"),
+    [("local.json", "is not the name of a TOML file"), ("/proc/nowhere/x.toml", "cannot be created")],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_all_work(out, sentence, monkeypatch, capsys):
     monkeypatch.setattr(Measurements, "take", None)
