@@ -46,8 +46,8 @@ class DemandOptions:
         Raises:
             UserError: lengths are given in no way or in several ways, or a value is out of range.
         """
-        told = (self.context, self.isl if self.osl is None else self.osl, self.mix, self.trace)
-        if sum(way is not None for way in told) != 1:
+        ways = (self.context, self.isl if self.osl is None else self.osl, self.mix, self.trace)
+        if sum(way is not None for way in ways) != 1:
             raise UserError(
                 "the lengths of requests must be given in exactly one way: set one of --context, --isl with --osl, "
                 "--mix and --trace"

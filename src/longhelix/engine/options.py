@@ -97,7 +97,7 @@ Check = Callable[[str, object], Any]
 
 
 def _setting(default: Any, check: Check, documentation: str, flag: str = "", negative: str = "") -> Any:
-    """`flag`: its name on the command line, where that differs; `negative`: that which sets it to False."""
+    """Field of a setting. `flag`: its command-line name if it differs; `negative`: the flag that sets it to False."""
     metadata = {"check": check, "documentation": documentation, "flag": flag, "negative": negative}
     return field(default=default, metadata=metadata)
 

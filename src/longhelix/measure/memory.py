@@ -10,7 +10,7 @@ from longhelix.measure.timing import seconds
 
 READ_BYTES = 1 << 29  # beyond the caches of all but the largest servers
 DTYPES = ("bfloat16", "float32")  # dtypes of the multiplied matrices
-SQUARE = 1024  # rows of the matrices whose product is the arithmetic peak
+SQUARE = 1024  # rows of the square matrices that measure the arithmetic peak
 SQUARES = 4  # products of one measurement
 PROBE = 256  # rows of the matrices that decide which dtype is faster
 

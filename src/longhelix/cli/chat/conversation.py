@@ -108,8 +108,8 @@ class Conversation:
             num_tokens: tokens of the whole conversation up to here.
             reasoning: the reasoning before the answer. The chat template may leave it out.
         """
-        told = {"reasoning_content": reasoning} if reasoning else {}
-        self._messages += [_user(self._with_files(text)), {"role": "assistant", "content": answer} | told]
+        extra = {"reasoning_content": reasoning} if reasoning else {}
+        self._messages += [_user(self._with_files(text)), {"role": "assistant", "content": answer} | extra]
         self._message_tokens = num_tokens
         self.detach()
 

@@ -95,7 +95,9 @@ class Peers:
         columns = SIDE_COLUMNS[what]
         plot = Plot((columns[-2].key,), ("program", "weights", "kv"), x="context")
         title = f"{what.capitalize()}, compared with peers"
-        return [Section(f"{what}_peers", title, SIDE_NOTE, columns, beside([*map(own, ours), *rows]), plot)]
+        return [
+            Section(f"{what}_peers", title, SIDE_NOTE, columns, with_relative_times([*map(own, ours), *rows]), plot)
+        ]
 
     def _model(self, peer: Peer, what: str, config: EngineConfig, contexts: Sequence[int]) -> list[Row]:
         if not config.model_path.endswith(".gguf"):
@@ -167,7 +169,7 @@ def own(row: Row) -> Row:
     }
 
 
-def beside(rows: Sequence[Row]) -> list[Row]:
+def with_relative_times(rows: Sequence[Row]) -> list[Row]:
     """Sort rows by context, and add the time relative to the first row of the same context, which is longhelix's."""
     first: dict[int, Row] = {}
     for row in rows:

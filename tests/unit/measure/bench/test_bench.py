@@ -11,7 +11,7 @@ from longhelix.cli.main import main
 from longhelix.compute.kernels import native
 from longhelix.measure import memory
 from longhelix.measure.bench import kernels, peers, suite
-from longhelix.measure.bench.peers import Peers, beside
+from longhelix.measure.bench.peers import Peers, with_relative_times
 from longhelix.measure.bench.report import BenchReport
 from longhelix.measure.bench.section import Column, Plot, Section
 from longhelix.measure.configuration import configure
@@ -95,7 +95,12 @@ def test_a_report_is_written_with_or_without_plots(tmp_path):
 
 def test_peers_are_compared_with_the_first_row_of_their_context():
     rows = [{"context": context, "time_s": time_s} for context, time_s in ((8, 1.0), (9, 2.0), (8, 3.0), (9, 1.0))]
-    assert [(row["context"], row["relative"]) for row in beside(rows)] == [(8, 1.0), (8, 3.0), (9, 1.0), (9, 0.5)]
+    assert [(row["context"], row["relative"]) for row in with_relative_times(rows)] == [
+        (8, 1.0),
+        (8, 3.0),
+        (9, 1.0),
+        (9, 0.5),
+    ]
 
 
 def test_a_peer_runs_or_is_said_in_a_sentence(tmp_path, config, monkeypatch):
