@@ -233,5 +233,5 @@ def test_a_size_is_exact(text, number):
 
 @pytest.mark.parametrize("text", ["8x", "1.5", "2i", "0.3Ki", "", "-1", "9" * 400, "9" * 400 + "Gi", "9" * 5000])
 def test_what_is_no_size_is_said(text):
-    with pytest.raises(ValueError, match="is no size: give a whole number"):
+    with pytest.raises(ValueError, match="is not a size: give a whole number"):
         size(int, (Token(value=text),))
