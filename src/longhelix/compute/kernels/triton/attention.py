@@ -26,7 +26,7 @@ _MOST_TURNS = 16
 _DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Tile(NamedTuple):
+class AttentionTile(NamedTuple):
     """What a program holds: row-heads (one query head of one row), tokens per turn; its warps and stages of loads."""
 
     row_heads: int
@@ -38,13 +38,33 @@ class Tile(NamedTuple):
 # By the padded channels of a value. Shared memory (227 KB) takes the queries and all stages of K and V; registers take
 # a float32 sum for every row-head and channel. Block ids come a stage before K and V: 3 stages load those of the next
 # turn, 5 those of the next two.
-_FEW = {64: Tile(64, 128, 4, 4), 128: Tile(64, 64, 4, 5), 256: Tile(64, 32, 4, 5), 512: Tile(64, 64, 8, 3)}
-_MANY = {64: Tile(128, 64, 8, 5), 128: Tile(128, 64, 4, 4), 256: Tile(64, 64, 8, 3), 512: Tile(64, 64, 8, 3)}
+_FEW = {
+    64: AttentionTile(64, 128, 4, 4),
+    128: AttentionTile(64, 64, 4, 5),
+    256: AttentionTile(64, 32, 4, 5),
+    512: AttentionTile(64, 64, 8, 3),
+}
+_MANY = {
+    64: AttentionTile(128, 64, 8, 5),
+    128: AttentionTile(128, 64, 4, 4),
+    256: AttentionTile(64, 64, 8, 3),
+    512: AttentionTile(64, 64, 8, 3),
+}
 # Of keys and values in bytes, which are made wider between loads and products: by few warps, which wait for each other.
-_FEW_BYTES = {64: Tile(16, 128, 2, 5), 128: Tile(16, 32, 1, 5), 256: Tile(16, 32, 2, 5), 512: Tile(16, 32, 4, 5)}
-_TWO_ARRAYS_OF_512 = Tile(64, 32, 8, 3)
+_FEW_BYTES = {
+    64: AttentionTile(16, 128, 2, 5),
+    128: AttentionTile(16, 32, 1, 5),
+    256: AttentionTile(16, 32, 2, 5),
+    512: AttentionTile(16, 32, 4, 5),
+}
+_TWO_ARRAYS_OF_512 = AttentionTile(64, 32, 8, 3)
 # Full float32 products do not run on tensor cores, and keep their operands in registers.
-_FLOAT32 = {64: Tile(16, 32, 4, 3), 128: Tile(16, 16, 4, 3), 256: Tile(16, 16, 4, 3), 512: Tile(16, 16, 8, 3)}
+_FLOAT32 = {
+    64: AttentionTile(16, 32, 4, 3),
+    128: AttentionTile(16, 16, 4, 3),
+    256: AttentionTile(16, 16, 4, 3),
+    512: AttentionTile(16, 16, 8, 3),
+}
 
 
 def partial_attention(
@@ -154,7 +174,7 @@ def partial_attention(
 
 def _tiles(
     dot_dtype: torch.dtype, pool_dtype: torch.dtype, num_arrays: int, group: int, value_size: int
-) -> tuple[Tile, Tile]:
+) -> tuple[AttentionTile, AttentionTile]:
     """For sequences with few rows, and with many."""
     size = max(64, _padded(value_size))
     if dot_dtype == torch.float32:
