@@ -97,7 +97,7 @@ class SequenceParallel(CustomGraphPass):
     def uuid(self) -> str:
         """Of all that decides what it does, for torch's cache of compiled graphs."""
         self._expect_agreement()  # torch asks for this first, and then runs the pass or finds what it made before
-        return self._of_options() + "-left" * agreement.differ(self.group)
+        return self._of_options() + "-left" * agreement.found_difference(self.group)
 
     @property
     def _in_words(self) -> str:
@@ -133,7 +133,7 @@ class SequenceParallel(CustomGraphPass):
             return
         self._expect_agreement()
         reason = refusal(graph)
-        if agreement.differ(self.group):
+        if agreement.found_difference(self.group):
             reason = "ranks were found to differ in an earlier graph"
         changed: list[str] = []
         if reason is not None:
@@ -183,7 +183,7 @@ class SequenceParallel(CustomGraphPass):
         return []
 
     def _carry_out(self, graph: Graph, plan: ShardingPlan) -> list[str]:
-        changed = list(agreement.lines(graph, plan))
+        changed = list(agreement.shard_lines(graph, plan))
         quantisation = self._quantisation(places(graph, plan, changed))
         rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.in_pieces, quantisation)
         try:
