@@ -106,7 +106,7 @@ def test_a_rule_that_is_wrong_leaves_the_graph_as_it_is(caplog):
         sp = pass_of(0, 2, min_tokens=1, token_wise={torch.ops.longhelix_tests.twice.default: ["x"]})
         sp(graph)
         assert str(graph) == before
-        assert "the graph stays as it is" in caplog.text
+        assert "the graph stays unchanged" in caplog.text
         assert "another shape" in sp.explain()
         assert not any(sp.report()["patterns"].values())
         outcome = Lockstep([Twice(rank, 2) for rank in range(2)], min_tokens=1)(rows(13))
@@ -132,7 +132,7 @@ def test_what_ranks_have_of_their_own_is_not_sharded():
         first, second, _ = (each[0] for each in outcome.plain.returned)
         assert (first - second).abs().max() > 0.1
         assert not found(outcome)
-        assert "of which ranks may have different values" in outcome.explained
+        assert "which may differ between ranks" in outcome.explained
 
 
 class Summand(nn.Module):
@@ -388,30 +388,36 @@ def test_the_threshold_that_nobody_set():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"min_tokens": 0}, "1 or more, not 0"),
+        ({"min_tokens": 0}, "min_tokens must be an integer of 1 or more, not 0"),
         ({"min_tokens": -5}, "1 or more, not -5"),
         ({"min_tokens": 2.0}, "not 2.0"),
         ({"min_tokens": True}, "not True"),
         ({"quantize": "int4"}, "'int4' is not known: use one of int8, fp8"),
         ({"group": "tp"}, "ProcessGroup, not str"),
-        ({"tokens": (5, 4)}, "the least and the most tokens"),
-        ({"tokens": (0, None)}, "the least and the most tokens"),
-        ({"tokens": 7}, "the least and the most tokens"),
+        ({"tokens": (5, 4)}, "the smallest and the largest number of tokens"),
+        ({"tokens": (0, None)}, "the smallest and the largest number of tokens"),
+        ({"tokens": 7}, "the smallest and the largest number of tokens"),
         ({"scales": {"x": 1.0}}, "set quantize as well"),
-        ({"quantize": "int8", "scales": {"int8/x": 0.0}}, "the scale of int8/x is 0.0: scales are floats above 0"),
-        ({"quantize": "int8", "scales": {"int8/x": 1}}, "the scale of int8/x is 1: scales are floats"),
-        ({"quantize": "int8", "scales": {"fp8/x": 1.0}}, "'fp8/x', which is no place of int8: give calibration.scales"),
-        ({"quantize": "int8", "scales": {0: 1.0}}, "has 0, which is no place of int8"),
+        (
+            {"quantize": "int8", "scales": {"int8/x": 0.0}},
+            "int8/x is 0.0: it must be a finite float above 0",
+        ),
+        ({"quantize": "int8", "scales": {"int8/x": 1}}, "the scale of int8/x is 1: it must be a finite float"),
+        ({"quantize": "int8", "scales": {"fp8/x": 1.0}}, "'fp8/x', which is not for int8: pass calibration.scales"),
+        ({"quantize": "int8", "scales": {0: 1.0}}, "has the key 0, which is not for int8"),
         ({"quantize": ["int8"]}, r"quantize \['int8'\] is not known"),
-        ({"quantize": "int8", "scales": 2.0}, "what a Calibration gives, or that itself, not float"),
+        (
+            {"quantize": "int8", "scales": 2.0},
+            r"a Calibration, or the dict that its scales\(\) returns, not float",
+        ),
         ({"in_rank_order": "no"}, "True, False or None, not 'no'"),
         ({"own_chunks": 3}, "True or False, not 3"),
-        ({"token_wise": [1]}, "ops and names of their operands"),
-        ({"token_wise": {"x": ["x"]}}, "ops and names of their operands"),
-        ({"token_wise": {torch.ops.aten.relu.default: "self"}}, "ops and names of their operands"),
-        ({"token_wise": {torch.ops.aten.relu.default: ["x"]}}, "ops and names of their operands"),
-        ({"norms": 5}, "a list of ops"),
-        ({"norms": "abc"}, "a list of ops"),
+        ({"token_wise": [1]}, "must map ops to names of their operands"),
+        ({"token_wise": {"x": ["x"]}}, "must map ops to names of their operands"),
+        ({"token_wise": {torch.ops.aten.relu.default: "self"}}, "must map ops to names of their operands"),
+        ({"token_wise": {torch.ops.aten.relu.default: ["x"]}}, "must map ops to names of their operands"),
+        ({"norms": 5}, "norms must be a list of ops"),
+        ({"norms": "abc"}, "norms must be a list of ops"),
     ],
 )
 def test_values_that_cannot_be(options, sentence):
