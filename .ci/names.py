@@ -21,6 +21,7 @@ _URL = re.compile(r"\w+://\S+|\]\([^)]*\)")
 _QUOTED = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(rf"(?<![\w/.~<>*{{}}$-])(?:[\w.-]+/)+[\w.-]+\.(?:{'|'.join(_SUFFIXES)})(?![\w/])")
 _FOLDER = re.compile(rf"(?:{'|'.join(_TOP_FOLDERS)})(?:/[\w.-]+)+/?")
+_FILE = re.compile(r"[A-Za-z]\w*\.(?:py|cpp|hpp)")
 _NAME = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)(?:\(.*\))?")
 # A text that cites a commit cites files of another project, which has docs/ and tests/ as well.
 _CITATION = re.compile(r"\bat [0-9a-f]{12}\b|github\.com/")
@@ -144,7 +145,11 @@ def _texts(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def _missing_paths(line: str, roots: list[Path], folders: Collection[str]) -> Iterator[str]:
+def _missing_paths(line: str, roots: list[Path], folders: Collection[str], files: Collection[str]) -> Iterator[str]:
+    """Paths in a line that exist under none of the roots, and names in backticks that no file has."""
+    for quoted in _QUOTED.findall(line):
+        if _FILE.fullmatch(quoted) and quoted not in files:
+            yield f"`{quoted}` is the name of no file"
     line = _URL.sub("", line)
     found = {match.group() for match in _PATH.finditer(line)}
     found |= {quoted for quoted in _QUOTED.findall(line) if _FOLDER.fullmatch(quoted)}
@@ -173,6 +178,7 @@ def wrong_references(repository: Path, package: Package) -> Iterator[str]:
     """Paths and names in docs, docstrings and comments that do not exist."""
     home = repository / "src" / "longhelix"
     folders = {*_TOP_FOLDERS, ".", "..", *(path.name for path in home.rglob("*") if path.is_dir())}
+    files = {path.name for folder in _TOP_FOLDERS for path in (repository / folder).rglob("*.*")}
     fields: set[str] = set()
     for path in sorted(home.rglob("*.py")):
         source = path.read_text("utf-8")
@@ -181,13 +187,13 @@ def wrong_references(repository: Path, package: Package) -> Iterator[str]:
         variables = _variables(tree) | _strings(tree)
         roots, own = [repository, home, path.parent], _own_folders(folders, source)
         for number, line in _texts(source, tree):
-            for why in (*_missing_paths(line, roots, own), *_wrong_names(line, package, variables)):
+            for why in (*_missing_paths(line, roots, own, files), *_wrong_names(line, package, variables)):
                 yield f"{path}:{number}: {why}"
     for path in sorted({path for pattern in _DOCS for path in repository.glob(pattern)}):
         roots = [repository, home, path.parent]
         for number, line, paragraph in _doc_lines(path.read_text("utf-8")):
             own = _own_folders(folders, paragraph)
-            for why in (*_missing_paths(line, roots, own), *_wrong_names(line, package, fields)):
+            for why in (*_missing_paths(line, roots, own, files), *_wrong_names(line, package, fields)):
                 yield f"{path}:{number}: {why}"
 
 

@@ -62,6 +62,7 @@ def repository(tmp_path):
         "See scheduler/gone.py.",
         "See `src/longhelix/gone`.",
         "See (docs/gone.md).",
+        "See `gone.py`.",
     ],
 )
 def test_it_finds_wrong_references(check, repository, capsys, wrong):
@@ -77,7 +78,7 @@ def test_it_finds_wrong_references(check, repository, capsys, wrong):
     [
         "`Scheduler.add`, `Scheduler.limit`, `Scheduler.added`, `Eager.add` and `Scheduler.__init__`",
         "`scheduler.merge`, `scheduler.Scheduler.add(request)` and `longhelix.scheduler.scheduler.merge`",
-        "scheduler/scheduler.py, `src/longhelix/scheduler/` and docs/page.md",
+        "scheduler/scheduler.py, `scheduler.py`, `src/longhelix/scheduler/` and docs/page.md",
         "`usage.prompt_tokens`, `torch.compile`, `Other.thing` and `plan.json`",
         "vllm/config/model.py, and docs/features/fp8.md at 024460769793",
         "[a page](https://example.org/docs/gone.md)",
