@@ -61,6 +61,7 @@ test-arm: setup
 check: setup
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/python .ci/forbidden.py src
+	$(BIN)/python .ci/names.py
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -1,4 +1,4 @@
-"""The names under which matches are reported: those of the patterns that others match one by one."""
+"""Name matches as vLLM's and vllm-ascend's pattern-based passes name them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,9 +25,14 @@ _NARROW = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "F
 
 
 def count_patterns(plan: ShardingPlan, how: str | None) -> Counter[str]:
-    """Matches by name. A collective that is followed by a norm on a shard is one match; where what is gathered after
-    the norm is narrow, the name ends with how: StaticINT8, DynamicINT8, StaticFP8, DynamicFP8. how: what the plan
-    quantises."""
+    """Count matches by name.
+
+    Each collective that is followed by a norm on a shard is one match. If the value gathered after the norm is
+    quantised, the name ends with StaticINT8, DynamicINT8, StaticFP8 or DynamicFP8.
+
+    Args:
+        how: Ending for values that the plan quantises; None if it quantises nothing.
+    """
     found: Counter[str] = Counter()
     for source in plan.sources:
         norm = _first_norm(plan, source)
@@ -39,13 +44,13 @@ def count_patterns(plan: ShardingPlan, how: str | None) -> Counter[str]:
 
 
 def _first_norm(plan: ShardingPlan, source: Source) -> Norm | None:
-    """The nearest norm that a collective's value goes to."""
+    """Return the nearest norm that a collective's value reaches on shards."""
     by_node = {norm.node: norm for norm in plan.norms}
     return next((by_node[node] for node in _after(plan, source.node) if node in by_node), None)
 
 
 def _after(plan: ShardingPlan, start: Node) -> Iterator[Node]:
-    """What is computed on shards from a node's, the nearest first."""
+    """Yield the nodes computed on shards from `start`, the nearest first."""
     seen, pending = {start}, [start]
     while pending:
         node = pending.pop(0)
@@ -58,18 +63,18 @@ def _after(plan: ShardingPlan, start: Node) -> Iterator[Node]:
 
 def _name(plan: ShardingPlan, source: Source, norm: Norm) -> str:
     terms = len(_terms(plan, norm.normed, plan.normed - {norm.normed}))
-    beside = norm.is_used_beside()
+    reused = norm.has_other_users()
     if isinstance(source, Reduced):
         first, middle, last, deepstack = REDUCED
         if terms == 1:
             return first
     else:
         middle, last, deepstack = GATHERED
-    return deepstack if terms > 2 else middle if beside else last
+    return deepstack if terms > 2 else middle if reused else last
 
 
 def _terms(plan: ShardingPlan, total: Node, ends: set[Node]) -> list[Node]:
-    """The rows that are added up to a value: this rank's of collectives' values, of residuals, of other inputs."""
+    """Return the nodes that are added up to a value: collectives' values, residuals and other inputs."""
     node = carried(total)
     if node.target is not aten.add.Tensor or node not in plan.region.calls or node in plan.region.sources:
         return [node]

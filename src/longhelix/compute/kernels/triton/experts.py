@@ -53,7 +53,7 @@ def run_experts(
     norm_eps: float,
     residual: Tensor | None,
 ) -> Tensor:
-    """`ops.run_experts` of weights in rows, all in the dtype of x (float32, bfloat16, float16), found by
+    """`kernels.experts.run_experts` of weights in rows, all in the dtype of x (float32, bfloat16, float16), found by
     `experts.addresses`. columns: of each of this rank's experts.
 
     Sums are float32; between the two products an expert's activations are rounded to the dtype of x. An expert's
