@@ -184,11 +184,11 @@ def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
         ([1, IMAGE, 2], {}, "token 190, which stands for images, but no image for it"),
         ("w1 w190", {}, "token 190, which stands for images, but no image for it"),
         (ImagePrompt([1], [wide, wide]), {}, r"has 133 tokens with the first 2 of its 2 images, but .* is 128"),
-        (ImagePrompt([1], [image]), {"context": "it"}, "no images go with it"),
+        (ImagePrompt([1], [image]), {"context": "it"}, "cannot be combined with images"),
     ):
         with pytest.raises(UserError, match=words):
             llm.generate(prompt, GREEDY, **more)
-    with pytest.raises(UserError, match="a saved context has tokens alone"):
+    with pytest.raises(UserError, match="a saved context cannot have images"):
         llm.save_context("it", ImagePrompt([1], [image]))
     assert not llm._core._loop.scheduler.num_waiting
     assert llm.image_bytes == 0

@@ -341,7 +341,7 @@ def test_an_interrupted_add_leaves_the_others_running(llm, monkeypatch):
 def test_a_request_that_nothing_runs_for_is_said_and_not_waited_for(llm, monkeypatch):
     stream = llm.stream(PROMPT, SamplingParams(max_new_tokens=4))
     monkeypatch.setattr(llm._core._loop.scheduler, "schedule", lambda now_s, busy: None)
-    with pytest.raises(EngineError, match="the engine has nothing to do"):
+    with pytest.raises(EngineError, match="the engine has nothing to run"):
         next(stream)
     monkeypatch.undo()
     stream.close()

@@ -148,7 +148,7 @@ class TokenCore:
     ) -> Request:
         """What `add` queues, with a number of its own."""
         self.check_running()
-        self.check_asked(sampling, service)
+        self.check_types(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
         self._check_images(prompt_ids, images)
         eos_token_ids = self.config.spec.eos_token_ids
@@ -211,7 +211,7 @@ class TokenCore:
                 "images beside it, or leave it out"
             )
 
-    def check_asked(self, sampling: SamplingParams, service: ServiceLevel) -> None:
+    def check_types(self, sampling: SamplingParams, service: ServiceLevel) -> None:
         """Raise UserError for what is of another type."""
         if not isinstance(sampling, SamplingParams):
             raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")

@@ -66,7 +66,7 @@ def test_defaults(options, expected):
         ({"sp_min_token_num": 0}, "sp_min_token_num is 0: set it to a whole number from 1"),
         ({"enable_sp": 1}, "enable_sp is 1: set it to True or False"),
         ({"compilation_config": 3}, "compilation_config is 3: set it to settings such as"),
-        ({"compilation_config": {"level": 3}}, "there is no setting 'level'"),
+        ({"compilation_config": {"level": 3}}, "unknown setting 'level'"),
         ({"compilation_config": {"pass_config": {"enable_spp": True}}}, "did you mean enable_sp?"),
         ({"compilation_config": {"pass_config": [1]}}, "pass_config is [1]: set it to settings"),
         ({"compilation_config": {"pass_config": {"sp_min_token_num": -1}}}, "sp_min_token_num is -1"),
