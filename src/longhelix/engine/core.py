@@ -16,7 +16,7 @@ from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceEvent
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.guides import Guides
-from longhelix.engine.observation import Observation, RanStep, StepLog, observe
+from longhelix.engine.observation import Observation, ObservedStep, StepLog, observe
 from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
 from longhelix.engine.shown_images import ShownImage, ShownImages
@@ -230,7 +230,7 @@ class TokenCore:
         assert cost is not None
         return cost.decode_factor, cost.chunk_factor
 
-    def ran_steps(self) -> list[RanStep]:
+    def ran_steps(self) -> list[ObservedStep]:
         """The steps that have come back since the last call."""
         return self._steps.take()
 
