@@ -92,7 +92,7 @@ def serve(
     from longhelix.engine.text.chat_template import checked_variables
     from longhelix.serve.driver import Driver, Limits  # loads what answers HTTP
     from longhelix.serve.engine_thread import Recovery
-    from longhelix.serve.gate import Admission
+    from longhelix.serve.gate import AccessControl
     from longhelix.serve.server import Address, run
     from longhelix.serve.serving import Serving
     from longhelix.serve.traces import Traces
@@ -134,7 +134,7 @@ def serve(
             )
             run(
                 serving,
-                Admission(keys, most_bytes, address.is_loopback),
+                AccessControl(keys, most_bytes, address.is_loopback),
                 address,
                 lambda url: journal.tell("ready", f"serving {name} at {url}", model=name, url=url),
             )

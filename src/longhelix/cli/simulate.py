@@ -29,7 +29,7 @@ from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
 from longhelix.simulate.capacity import Capacity, find_capacity
 from longhelix.simulate.chrome_trace import ChromeTrace
 from longhelix.simulate.pool import num_blocks
-from longhelix.simulate.report import Run, Variant, as_json, table
+from longhelix.simulate.report import Variant, VariantResult, as_json, table
 from longhelix.simulate.simulation import Observer, Outcome, Server
 from longhelix.simulate.simulation import simulate as simulate_workload
 from longhelix.spec.layout import Layout
@@ -126,7 +126,7 @@ def simulate(
         stdout().print(table(runs))
 
 
-def _write(folder: Path, runs: Sequence[Run], title: str, about: str) -> None:
+def _write(folder: Path, runs: Sequence[VariantResult], title: str, about: str) -> None:
     """Plotly is loaded for the page alone."""
     from longhelix.simulate.page import write_page
 
@@ -193,7 +193,9 @@ class _Watched:
         self.progress.remove_task(task)
 
 
-def _run(variant: Variant, server: Server, workload: Workload, observer: Observer | None, with_capacity: bool) -> Run:
+def _run(
+    variant: Variant, server: Server, workload: Workload, observer: Observer | None, with_capacity: bool
+) -> VariantResult:
     with Progress(console=stderr, transient=True) as progress:
 
         def simulated(requests: Workload, observer: Observer | None = None) -> Outcome:
@@ -202,7 +204,7 @@ def _run(variant: Variant, server: Server, workload: Workload, observer: Observe
         start_s = time.perf_counter()
         outcome = simulated(workload, observer)
         wall_s = time.perf_counter() - start_s
-        return Run(variant, outcome, wall_s, _capacity(simulated, workload) if with_capacity else None)
+        return VariantResult(variant, outcome, wall_s, _capacity(simulated, workload) if with_capacity else None)
 
 
 def _capacity(simulated: Callable[[Workload], Outcome], workload: Workload) -> Capacity:
@@ -213,7 +215,7 @@ def _capacity(simulated: Callable[[Workload], Outcome], workload: Workload) -> C
     return find_capacity(lambda rate: simulated(Sooner(workload, rate / rate_rps)).slo_attainment, rate_rps)
 
 
-def _warn(runs: Sequence[Run]) -> None:
+def _warn(runs: Sequence[VariantResult]) -> None:
     """Say which requests were refused, and why, of the first run that refused any."""
     refusing = next((run.outcome for run in runs if run.outcome.refused), None)
     if refusing is not None:

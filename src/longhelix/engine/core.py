@@ -16,7 +16,7 @@ from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceEvent
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.guides import Guides
-from longhelix.engine.observation import Observation, RanStep, StepLog, observe
+from longhelix.engine.observation import Observation, ObservedStep, StepLog, observe
 from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
 from longhelix.engine.shown_images import ShownImage, ShownImages
@@ -258,7 +258,7 @@ class TokenCore:
         assert cost is not None
         return cost.decode_factor, cost.chunk_factor
 
-    def ran_steps(self) -> list[RanStep]:
+    def ran_steps(self) -> list[ObservedStep]:
         """Return the steps that finished since the last call."""
         return self._steps.take()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from longhelix.engine.exchanges import Moment
 from longhelix.engine.result import Delta
 from longhelix.engine.shown_images import ShownImage
-from longhelix.engine.text.reasoning import Reasoning
+from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.engine.text.stop_strings import StopStrings
 from longhelix.engine.text.text_stream import TextStream
 from longhelix.scheduler.request import Request
@@ -33,7 +33,7 @@ class Live:
     failures: int = 0
     new_tokens: int = 0
     spent: Usage | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSplitter | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)

@@ -24,7 +24,7 @@ from longhelix.engine.guides import Guides
 from longhelix.engine.images import Images
 from longhelix.engine.live import Live
 from longhelix.engine.lost_requests import LostRequests
-from longhelix.engine.observation import Observation, RanStep
+from longhelix.engine.observation import Observation, ObservedStep
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import ImagePrompt, Prompt, ReadPrompt, as_prompts
 from longhelix.engine.resolution import resolve
@@ -32,7 +32,7 @@ from longhelix.engine.result import Delta, Result
 from longhelix.engine.saving import Computing, Saving
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
-from longhelix.engine.text.reasoning import Reasoning
+from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.engine.text.stop_strings import StopStrings
 from longhelix.engine.text.tokenizer import Tokenizer
 from longhelix.engine.workers import ranks, torchrun
@@ -334,7 +334,7 @@ class LLM:
         """
         return self._core.cost_factors
 
-    def ran_steps(self) -> list[RanStep]:
+    def ran_steps(self) -> list[ObservedStep]:
         """Return the steps that finished since the last call, at most the last few thousand."""
         return self._core.ran_steps()
 
@@ -414,7 +414,7 @@ class LLM:
         stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         name = None if context is None else context.saved.name
         live = Live(request, stream, stops, deltas, before, name, unseen)
-        live.reasoning = None if reasoning is None else Reasoning(reasoning)
+        live.reasoning = None if reasoning is None else ReasoningSplitter(reasoning)
         if not self._lost.take(live, self._live):
             self._core.queue(request, images, hashes)
             self._live[request.id] = live

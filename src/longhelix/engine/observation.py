@@ -22,7 +22,7 @@ class RanChunk:
 
 
 @dataclass(frozen=True)
-class RanStep:
+class ObservedStep:
     """A step that has come back. predicted_s: what it was to take when it was sent, None where no cost says; taken_s:
     what it took. exposed_s: what ranks waited for exchanges in it, None where nobody measured. parts: see `Work`."""
 
@@ -108,7 +108,7 @@ class StepLog:
     def __init__(self, predict: Callable[[Work], float | None]) -> None:
         self._predict = predict
         self._sent: dict[int, tuple[Step, float | None]] = {}
-        self._ran: deque[RanStep] = deque(maxlen=_MOST_KEPT)
+        self._ran: deque[ObservedStep] = deque(maxlen=_MOST_KEPT)
 
     def hear(self, event: Event) -> None:
         match event:
@@ -117,7 +117,7 @@ class StepLog:
             case Completed(result):
                 step, predicted_s = self._sent.pop(result.step_id)
                 self._ran.append(
-                    RanStep(
+                    ObservedStep(
                         id=step.id,
                         microbatch=step.microbatch,
                         decode_rows=int(step.work.decode_rows),
@@ -130,7 +130,7 @@ class StepLog:
                     )
                 )
 
-    def take(self) -> list[RanStep]:
+    def take(self) -> list[ObservedStep]:
         """Those since the last call, the last few thousand of them."""
         ran = list(self._ran)
         self._ran.clear()

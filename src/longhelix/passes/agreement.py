@@ -17,10 +17,10 @@ from torch._guards import CompileContext
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.fx import Graph, Node
 
-from longhelix.passes.collectives import Collective, RankGroup
-from longhelix.passes.plan import Plan
+from longhelix.passes.collectives import Collective, PassGroup
+from longhelix.passes.plan import ShardingPlan
 from longhelix.passes.region import Gathered
-from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
+from longhelix.passes.rules import OwnRows, ShardOperand, ShardRows, Squeezed
 
 # Which numbers of a module are constants of its graph, and which are operands, torch may decide by the order of a set,
 # which every process has its own of.
@@ -43,7 +43,7 @@ def summary(options: str, graph_lines: list[str], after: list[Collective]) -> st
     return f"{said}, {len(graph_lines)} ops on token shards ({options}; {digest})"
 
 
-def lines(graph: Graph, plan: Plan) -> Iterator[str]:
+def lines(graph: Graph, plan: ShardingPlan) -> Iterator[str]:
     """A line for each node that is on token shards, the same on ranks whose shards are computed alike."""
     numbers = {node: number for number, node in enumerate(node for node in graph.nodes if node in _on_shards(plan))}
     for node, number in numbers.items():
@@ -59,15 +59,15 @@ def lines(graph: Graph, plan: Plan) -> Iterator[str]:
             yield f"{number}: rows of {numbers.get(dict(plan.chunks)[node])}"
 
 
-def _on_shards(plan: Plan) -> set[Node]:
+def _on_shards(plan: ShardingPlan) -> set[Node]:
     return {*plan.sharded, *(source.node for source in plan.sources), *(chunk for chunk, _ in plan.chunks)}
 
 
 def _said(argument: Any, numbers: dict[Node, int]) -> str:
     """An argument of a call on a shard. Of values that are none, only what ranks have alike: not their sizes."""
-    if isinstance(argument, Shard):
+    if isinstance(argument, ShardOperand):
         return f"%{numbers.get(argument.node)}"
-    if isinstance(argument, Chunk):
+    if isinstance(argument, OwnRows):
         return "rows of " + _said(argument.node, numbers)
     if isinstance(argument, Squeezed):
         return _said(argument.node, numbers)
@@ -89,7 +89,7 @@ def _said(argument: Any, numbers: dict[Node, int]) -> str:
 class _Ranks:
     """A group's ranks, where they tell each other, and the summaries that all of them have had."""
 
-    group: RankGroup
+    group: PassGroup
     store: dist.Store
     agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     differ: bool = False
@@ -108,7 +108,7 @@ _ranks: dict[str, _Ranks] = {}  # by the group's name
 _compiling: dict[str, "_Compiling"] = {}  # by the prefix of a pass's counts
 
 
-def expect(prefix: str, group: RankGroup) -> None:
+def expect(prefix: str, group: PassGroup) -> None:
     """Something is compiled now: what is counted under the prefix has to be agreed on before it runs."""
     context = CompileContext.try_get()
     # One that has failed midway may have left its entry.
@@ -120,7 +120,7 @@ def expect(prefix: str, group: RankGroup) -> None:
     _compiling[prefix] = _Compiling(context, _ranks[group.name], Counter(counters["inductor"]))
 
 
-def differ(group: RankGroup) -> bool:
+def differ(group: PassGroup) -> bool:
     """Whether the group's ranks have been found to differ."""
     return group.name in _ranks and _ranks[group.name].differ
 

@@ -29,7 +29,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class PassGroup:
     """The group as a pass knows it: the name that graphs have for it, its ranks, and the place of this one."""
 
     name: str
@@ -62,7 +62,7 @@ def group_of(node: Node) -> str:
     return name if isinstance(name, str) else str(name)
 
 
-def collectives(graph: Graph, group: RankGroup) -> Iterator[Collective]:
+def collectives(graph: Graph, group: PassGroup) -> Iterator[Collective]:
     """Those of the group."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _NAMES and group_of(node) == group.name:

@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from longhelix.passes.collectives import RankGroup
+from longhelix.passes.collectives import PassGroup
 from longhelix.passes.cut import cheapest_cut
 from longhelix.passes.norms import Norm, find_norms
 from longhelix.passes.region import Gathered, Reduced, Region, Source, computes, find_region
@@ -20,7 +20,7 @@ _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardingPlan:
     """`sharded`: the nodes that are computed on token shards. `gathered`: those that are then gathered, for ops that
     take all tokens; `quantised`: those of them that the pass quantises on their way. What else ops take is computed of
     these for all tokens, as before. `norms`: those on shards; `normed`: what any norm of the graph is of. `left_alone`:
@@ -50,13 +50,13 @@ class Plan:
 
 def make_plan(
     graph: Graph,
-    group: RankGroup,
+    group: PassGroup,
     rules: Rules,
     norm_ops: Collection[OpOverload],
     applies: Callable[[int | torch.SymInt], bool],
     quantises: bool,
     own_chunks: bool,
-) -> Plan:
+) -> ShardingPlan:
     """The plan for a graph. applies: whether values of that many tokens are to be kept as shards. quantises: whether
     what is gathered for ops travels as narrow numbers. own_chunks: see `find_region`."""
     norms = list(find_norms(graph, norm_ops))
@@ -73,7 +73,7 @@ def make_plan(
         left |= {node: _reason(region, region.sources[node]) for node in region.sources if node in useless}
 
 
-def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quantises: bool) -> Plan:
+def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quantises: bool) -> ShardingPlan:
     demanded = {node for node in region.tokens if any(map(computes, region.outside(node)))}
     try:
         cut = cheapest_cut(region, demanded)
@@ -82,14 +82,14 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
             f"{_name(source)}: rows of its values have no size that is known" for source in region.sources.values()
         ]
         nothing = frozenset[Node]()
-        return Plan(region, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
+        return ShardingPlan(region, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
     whole = _upstream(region, demanded - cut, cut)
     returned = {node for node in region.tokens if region.outside(node)} - whole - cut
     kept = {node for node in cut if node in region.sources}
     gathered = (cut - kept) | returned
     sharded = _upstream(region, gathered | set(region.chunks.values()), kept)
     staying = [_reason(region, source) for node, source in region.sources.items() if node in kept]
-    return Plan(
+    return ShardingPlan(
         region,
         frozenset(sharded),
         frozenset(gathered),
@@ -123,7 +123,7 @@ def _upstream(region: Region, nodes: Iterable[Node], until: Collection[Node]) ->
     return found
 
 
-def _without_norm(plan: Plan) -> set[Node]:
+def _without_norm(plan: ShardingPlan) -> set[Node]:
     """The sources that are connected with no norm, and no shard that the graph takes itself, by what is computed on
     shards: nothing is gained with them."""
     linked = nx.Graph()

@@ -11,13 +11,13 @@ from longhelix.passes.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
-    RankGroup,
+    PassGroup,
     group_of,
     is_first_item,
     waited,
 )
-from longhelix.passes.rules import Call, NotTokenWiseError, Rules
-from longhelix.passes.tokens import Tokens, first_value, same, shard_rows
+from longhelix.passes.rules import NotTokenWiseError, Rules, ShardedCall
+from longhelix.passes.tokens import TokenDims, first_value, same, shard_rows
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ class Reduced:
     """A value that an all-reduce gives. A reduce-scatter gives its shard."""
 
     node: Node
-    tokens: Tokens
+    tokens: TokenDims
     collective: Node
 
 
@@ -39,7 +39,7 @@ class Gathered:
     """A value that an all-gather gives, perhaps less its padding. `shard` is what was gathered."""
 
     node: Node
-    tokens: Tokens
+    tokens: TokenDims
     collective: Node
     shard: Node
 
@@ -54,9 +54,9 @@ class Region:
     shard already, by the node whose shard they are. `reasons`: why nodes that take a value of the region are not in it.
     """
 
-    tokens: Mapping[Node, Tokens]
+    tokens: Mapping[Node, TokenDims]
     sources: Mapping[Node, Source]
-    calls: Mapping[Node, Call]
+    calls: Mapping[Node, ShardedCall]
     chunks: Mapping[Node, Node]
     reasons: Mapping[Node, str]
 
@@ -86,7 +86,7 @@ def computes(user: Node) -> bool:
     return user.op != "output" and user.target is not aten.copy_.default
 
 
-def find_region(graph: Graph, group: RankGroup, rules: Rules, own_chunks: bool, left: Collection[Node] = ()) -> Region:
+def find_region(graph: Graph, group: PassGroup, rules: Rules, own_chunks: bool, left: Collection[Node] = ()) -> Region:
     """The region of the group's collectives, without the sources `left`. own_chunks: whether the graph takes its rank's
     rows of values itself."""
     known = {source.node: source for source in _sources(graph, group)}
@@ -104,7 +104,7 @@ def find_region(graph: Graph, group: RankGroup, rules: Rules, own_chunks: bool, 
 
 def _grow(
     graph: Graph,
-    group: RankGroup,
+    group: PassGroup,
     rules: Rules,
     sources: Mapping[Node, Source],
     varying: set[Node],
@@ -112,7 +112,7 @@ def _grow(
     may_be_chunks: set[Node],
 ) -> Region:
     tokens = {node: source.tokens for node, source in sources.items()}
-    calls: dict[Node, Call] = {}
+    calls: dict[Node, ShardedCall] = {}
     chunks: dict[Node, Node] = {}
     reasons: dict[Node, str] = {}
     for node in graph.nodes:
@@ -135,11 +135,11 @@ def _grow(
         calls[node] = call
         value = first_value(node)
         assert value is not None
-        tokens[node] = Tokens.of(value, call.dims)
+        tokens[node] = TokenDims.of(value, call.dims)
     return Region(tokens, sources, calls, chunks, reasons)
 
 
-def _sources(graph: Graph, group: RankGroup) -> list[Source]:
+def _sources(graph: Graph, group: PassGroup) -> list[Source]:
     found: list[Source] = []
     for node in graph.nodes:
         collective = waited(node)
@@ -148,7 +148,7 @@ def _sources(graph: Graph, group: RankGroup) -> list[Source]:
         value = node.meta["val"]
         if collective.target is ALL_REDUCE and collective.args[1] == "sum" and value.dim() > 1:
             if list(collective.users) == [node]:
-                found.append(Reduced(node, Tokens.of(value, value.dim() - 1), collective))
+                found.append(Reduced(node, TokenDims.of(value, value.dim() - 1), collective))
         elif collective.target is ALL_GATHER and value.dim() > 1:
             shard = collective.args[0]
             assert isinstance(shard, Node)
@@ -156,10 +156,10 @@ def _sources(graph: Graph, group: RankGroup) -> list[Source]:
     return found
 
 
-def _cuts(gathered: Node, group: RankGroup) -> list[tuple[Node, Tokens]]:
+def _cuts(gathered: Node, group: PassGroup) -> list[tuple[Node, TokenDims]]:
     """An all-gathered value, or what is left of it without padding, with the tokens of each."""
     value = gathered.meta["val"]
-    found = [(gathered, Tokens.of(value, 1))]
+    found = [(gathered, TokenDims.of(value, 1))]
     for user in gathered.users:
         cut = user
         if user.target is aten.split_with_sizes.default and _dim_of(user) == 0:
@@ -170,7 +170,7 @@ def _cuts(gathered: Node, group: RankGroup) -> list[tuple[Node, Tokens]]:
         if cut is not user or user.target is aten.slice.Tensor:
             rows = shard_rows(left.shape[0], group.size)
             if same(rows * group.size, value.shape[0]):
-                found.append((cut, Tokens.of(left, 1)))
+                found.append((cut, TokenDims.of(left, 1)))
     return found
 
 
@@ -184,7 +184,7 @@ def _dim_of(node: Node) -> object:
     return node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
 
 
-def _chunked(node: Node, tokens: Mapping[Node, Tokens], group: RankGroup) -> Node | None:
+def _chunked(node: Node, tokens: Mapping[Node, TokenDims], group: PassGroup) -> Node | None:
     """The node whose shard on this rank `node` is: its rows of that node, or of it with padding after it."""
     whole = _whole(node, group)
     if whole is None:
@@ -206,7 +206,7 @@ def _pads_at_the_end(node: Node) -> bool:
     return not any(others) and before == 0 and (len(node.args) < 3 or node.args[2] == 0)
 
 
-def _whole(node: Node, group: RankGroup) -> Node | None:
+def _whole(node: Node, group: PassGroup) -> Node | None:
     """The value of which `node` is part number `rank` of as many parts as the group has ranks."""
     if node.op != "call_function":
         return None
@@ -236,7 +236,7 @@ def _varying(graph: Graph, rules: Rules, sources: Collection[Node]) -> set[Node]
     return found
 
 
-def _summed_again(graph: Graph, group: RankGroup, region: Region) -> set[Node]:
+def _summed_again(graph: Graph, group: PassGroup, region: Region) -> set[Node]:
     """The nodes where a value that is no shard enters what an all-reduce adds up. Such a value is a part of a sum, and
     may be another one on every rank."""
     summed = [

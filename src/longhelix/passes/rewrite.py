@@ -12,12 +12,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from longhelix.passes import pieces
-from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT, RankGroup, waited
-from longhelix.passes.plan import Plan
+from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT, PassGroup, waited
+from longhelix.passes.plan import ShardingPlan
 from longhelix.passes.region import Gathered, Reduced
-from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
+from longhelix.passes.rules import OwnRows, ShardOperand, ShardRows, Squeezed
 from longhelix.passes.scales import LARGEST, OBSERVED, Quantisation
-from longhelix.passes.tokens import Tokens, same, shard_rows
+from longhelix.passes.tokens import TokenDims, same, shard_rows
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Size = int | Node
@@ -33,8 +33,8 @@ class Rewrite:
     def __init__(
         self,
         graph: Graph,
-        plan: Plan,
-        group: RankGroup,
+        plan: ShardingPlan,
+        group: PassGroup,
         in_rank_order: bool,
         in_pieces: bool,
         quantisation: Quantisation | None,
@@ -100,10 +100,10 @@ class Rewrite:
         arguments, named = map_aggregate((call.arguments, dict(call.named)), lambda each: self._operand(each, tokens))
         return self._add(node.target, *arguments, **named)
 
-    def _operand(self, argument: Any, tokens: Tokens) -> Any:
-        if isinstance(argument, Shard):
+    def _operand(self, argument: Any, tokens: TokenDims) -> Any:
+        if isinstance(argument, ShardOperand):
             return self._shard_of(argument.node)
-        if isinstance(argument, Chunk):
+        if isinstance(argument, OwnRows):
             return self._rows_of(argument.node, argument.tokens)
         if isinstance(argument, Squeezed):
             value = argument.node.meta["val"]
@@ -117,7 +117,7 @@ class Rewrite:
         source = self._plan.region.sources[node]
         return source.shard if isinstance(source, Gathered) else self._rows_of(node, source.tokens)
 
-    def _rows_of(self, node: Node, tokens: Tokens) -> Node:
+    def _rows_of(self, node: Node, tokens: TokenDims) -> Node:
         """This rank's rows of a value that it has in full."""
         key = node, tokens.dims
         if key not in self._rows:
@@ -225,7 +225,7 @@ class Rewrite:
             highest = self._add(OBSERVED, seen, self._quantisation.noted[self._num_quantised])
         return self._add(aten.div.Tensor, self._add(aten.clamp_min.default, highest, 1e-12), largest)
 
-    def _gathered(self, shard: Node, tokens: Tokens) -> Node:
+    def _gathered(self, shard: Node, tokens: TokenDims) -> Node:
         """All tokens of a shard, flattened, without padding."""
         given = self._dense(shard), self._group.size, self._group.name
         whole = self._add(pieces.ALL_GATHER, *given) if self._in_pieces else self._wait(self._add(ALL_GATHER, *given))
@@ -250,7 +250,7 @@ class Rewrite:
 
     # Sizes, and small steps.
 
-    def _padded(self, node: Node, tokens: Tokens) -> Node:
+    def _padded(self, node: Node, tokens: TokenDims) -> Node:
         """A value with its tokens in one dim, as many as the shards of all ranks have."""
         value, (count, _, padding) = node.meta["val"], self._sizes(tokens)
         rest = [self._size(size) for size in value.shape[tokens.dims :]]
@@ -260,7 +260,7 @@ class Rewrite:
             return node
         return self._add(aten.constant_pad_nd.default, node, [0, 0] * len(rest) + [0, padding])
 
-    def _sizes(self, tokens: Tokens) -> tuple[Size, Size, Size]:
+    def _sizes(self, tokens: TokenDims) -> tuple[Size, Size, Size]:
         """T, L and the rows of padding, as arguments of nodes: numbers, or nodes that give them."""
         count, ranks = tokens.count, self._group.size
         if isinstance(count, int):

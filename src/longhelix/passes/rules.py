@@ -15,24 +15,24 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from longhelix.passes.tokens import Tokens, first_value, same
+from longhelix.passes.tokens import TokenDims, first_value, same
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardOperand:
     """An operand of a call on a shard: the token shard of a node."""
 
     node: Node
 
 
 @dataclass(frozen=True)
-class Chunk:
+class OwnRows:
     """This rank's rows of a node that all ranks have in full."""
 
     node: Node
-    tokens: Tokens
+    tokens: TokenDims
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ShardRows:
 
 
 @dataclass(frozen=True)
-class Call:
+class ShardedCall:
     """An op on token shards. dims: how many leading dims of the op's result hold tokens."""
 
     dims: int
@@ -68,7 +68,7 @@ class Rules:
 
     rows: Mapping[OpOverload, Sequence[str]]
 
-    def call(self, node: Node, tokens: Mapping[Node, Tokens], varying: Callable[[Node], bool]) -> Call:
+    def call(self, node: Node, tokens: Mapping[Node, TokenDims], varying: Callable[[Node], bool]) -> ShardedCall:
         """The call of `node` on the shards of those of its operands that are in `tokens`.
 
         varying: whether ranks may have different values of a node. Raises NotTokenWiseError.
@@ -77,7 +77,7 @@ class Rules:
         if target is operator.getitem:
             source = node.args[0]
             assert isinstance(source, Node)
-            return Call(tokens[source].dims, (Shard(source), node.args[1]))
+            return ShardedCall(tokens[source].dims, (ShardOperand(source), node.args[1]))
         if not isinstance(target, OpOverload):
             raise NotTokenWiseError(f"{node.name} is no known op")
         mixed = [arg for arg in node.all_input_nodes if arg not in tokens and varying(arg)]
@@ -124,7 +124,7 @@ def _arguments(node: Node) -> dict[str, Any]:
     return found
 
 
-def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
+def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, TokenDims]) -> Any:
     """What stands for an operand that is broadcast to `result`, whose first `dims` dims hold tokens."""
     value = first_value(argument) if isinstance(argument, Node) else None
     if value is None:
@@ -135,11 +135,11 @@ def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tok
         aligned = value.dim() == result.dim() and tokens[argument].dims == dims
         if not aligned or not _same_leading(value, result, dims):
             raise NotTokenWiseError(f"{argument.name} holds its tokens in other dims than the result")
-        return Shard(argument)
+        return ShardOperand(argument)
     if value.dim() <= after:
         return argument
     if value.dim() == result.dim() and _same_leading(value, result, dims):
-        return Chunk(argument, Tokens.of(value, dims))
+        return OwnRows(argument, TokenDims.of(value, dims))
     leading = value.shape[: value.dim() - after]
     if all(same(size, 1) for size in leading):
         return Squeezed(argument, max(after, 1))  # of no dim it would be a number, whose dtype counts less
@@ -150,13 +150,13 @@ def _same_leading(value: Tensor, result: Tensor, dims: int) -> bool:
     return all(same(a, b) for a, b in zip(value.shape[:dims], result.shape[:dims], strict=True))
 
 
-def _mapped(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
+def _mapped(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, TokenDims]) -> Any:
     if isinstance(argument, (list, tuple)):
         return type(argument)(_mapped(each, dims, result, tokens) for each in argument)
     return _operand(argument, dims, result, tokens)
 
 
-def _only(node: Node, tokens: Mapping[Node, Tokens]) -> Node:
+def _only(node: Node, tokens: Mapping[Node, TokenDims]) -> Node:
     """The one operand that holds tokens."""
     sharded = [arg for arg in node.all_input_nodes if arg in tokens]
     if len(sharded) != 1 or node.args[0] is not sharded[0]:
@@ -164,16 +164,16 @@ def _only(node: Node, tokens: Mapping[Node, Tokens]) -> Node:
     return sharded[0]
 
 
-def _pointwise(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _pointwise(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     result = first_value(node)
     assert result is not None
     dims = max(tokens[arg].dims for arg in node.all_input_nodes if arg in tokens)
     arguments = _mapped(tuple(node.args), dims, result, tokens)
     named = {name: _mapped(value, dims, result, tokens) for name, value in node.kwargs.items()}
-    return Call(dims, arguments, named)
+    return ShardedCall(dims, arguments, named)
 
 
-def _from_end(dim: int, ndim: int, tokens: Tokens, target: object) -> int:
+def _from_end(dim: int, ndim: int, tokens: TokenDims, target: object) -> int:
     """A dim counted from the end, which is the same dim of a shard."""
     dim = dim if dim >= 0 else dim + ndim
     if dim < tokens.dims:
@@ -181,7 +181,7 @@ def _from_end(dim: int, ndim: int, tokens: Tokens, target: object) -> int:
     return dim - ndim
 
 
-def _along(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _along(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     """Ops with an argument `dim`, one or several, whose operands have all tokens in the same dims."""
     source = next(arg for arg in node.all_input_nodes if arg in tokens)
     value, found = first_value(source), _arguments(node)
@@ -197,7 +197,9 @@ def _along(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
     return _bound(node, found, held, value, tokens)
 
 
-def _bound(node: Node, found: dict[str, Any], held: Tokens, like: Tensor, tokens: Mapping[Node, Tokens]) -> Call:
+def _bound(
+    node: Node, found: dict[str, Any], held: TokenDims, like: Tensor, tokens: Mapping[Node, TokenDims]
+) -> ShardedCall:
     """A call with arguments by their names. Tensors among them are as wide as `like` in the dims of tokens."""
     assert isinstance(node.target, OpOverload)
     arguments, named = [], {}
@@ -207,10 +209,10 @@ def _bound(node: Node, found: dict[str, Any], held: Tokens, like: Tensor, tokens
             named[parameter.name] = value
         else:
             arguments.append(value)
-    return Call(held.dims, tuple(arguments), named)
+    return ShardedCall(held.dims, tuple(arguments), named)
 
 
-def _beside(argument: Any, held: Tokens, like: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
+def _beside(argument: Any, held: TokenDims, like: Tensor, tokens: Mapping[Node, TokenDims]) -> Any:
     if isinstance(argument, (list, tuple)):
         return [_beside(each, held, like, tokens) for each in argument]
     value = first_value(argument) if isinstance(argument, Node) else None
@@ -219,38 +221,38 @@ def _beside(argument: Any, held: Tokens, like: Tensor, tokens: Mapping[Node, Tok
     if argument in tokens:
         if not tokens[argument].alike(held):
             raise NotTokenWiseError(f"{argument.name} holds its tokens in other dims")
-        return Shard(argument)
+        return ShardOperand(argument)
     if value.dim() < held.dims or not _same_leading(value, like, held.dims):
         raise NotTokenWiseError(f"{argument.name} holds no tokens")
-    return Chunk(argument, Tokens.of(value, held.dims))
+    return OwnRows(argument, TokenDims.of(value, held.dims))
 
 
-def _unsqueeze(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _unsqueeze(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     source, result = _only(node, tokens), first_value(node)
     assert result is not None
     dim = _from_end(node.args[1], result.dim(), tokens[source], node.target)  # type: ignore[arg-type]
-    return Call(tokens[source].dims, (Shard(source), dim))
+    return ShardedCall(tokens[source].dims, (ShardOperand(source), dim))
 
 
-def _resized(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _resized(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     """Views: the tokens must again be the product of some leading dims."""
     source, result = _only(node, tokens), first_value(node)
     assert result is not None
     held = tokens[source]
     for dims in range(1, result.dim() + 1):
         if same(prod(result.shape[:dims]), held.count):
-            return Call(dims, (Shard(source), [ShardRows(), *_known(node, result.shape[dims:])]))
+            return ShardedCall(dims, (ShardOperand(source), [ShardRows(), *_known(node, result.shape[dims:])]))
     raise NotTokenWiseError(f"{node.target} mixes tokens with what they hold")
 
 
-def _expanded(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _expanded(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     source, result = _only(node, tokens), first_value(node)
     value, held = first_value(source), tokens[source]
     assert result is not None
     assert value is not None
     if result.dim() != value.dim() or not _same_leading(value, result, held.dims):
         raise NotTokenWiseError(f"{node.target} repeats tokens")
-    return Call(held.dims, (Shard(source), [ShardRows(), *_known(node, result.shape[held.dims :])]))
+    return ShardedCall(held.dims, (ShardOperand(source), [ShardRows(), *_known(node, result.shape[held.dims :])]))
 
 
 def _known(node: Node, sizes: Sequence[int | torch.SymInt]) -> list[int]:
@@ -260,26 +262,26 @@ def _known(node: Node, sizes: Sequence[int | torch.SymInt]) -> list[int]:
     return known
 
 
-def _permuted(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _permuted(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     source = _only(node, tokens)
     value, held = first_value(source), tokens[source]
     assert value is not None
     order = [dim % value.dim() for dim in node.args[1]]  # type: ignore[union-attr,operator]
     if order[: held.dims] != list(range(held.dims)):
         raise NotTokenWiseError(f"{node.target} moves tokens")
-    return Call(held.dims, (Shard(source), [0, *(dim - held.dims + 1 for dim in order[held.dims :])]))
+    return ShardedCall(held.dims, (ShardOperand(source), [0, *(dim - held.dims + 1 for dim in order[held.dims :])]))
 
 
-def _fused_norm(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _fused_norm(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     source, result = _only(node, tokens), first_value(node)
     assert result is not None
     held = tokens[source]
     if len(node.args[1]) > result.dim() - held.dims:  # type: ignore[arg-type]
         raise NotTokenWiseError(f"{node.target} works across tokens")
-    return Call(held.dims, (Shard(source), *node.args[1:]), node.kwargs)
+    return ShardedCall(held.dims, (ShardOperand(source), *node.args[1:]), node.kwargs)
 
 
-def _declared(node: Node, tokens: Mapping[Node, Tokens], rows: Sequence[str]) -> Call:
+def _declared(node: Node, tokens: Mapping[Node, TokenDims], rows: Sequence[str]) -> ShardedCall:
     found = _arguments(node)
     source = next(arg for arg in node.all_input_nodes if arg in tokens)
     value, held = first_value(source), tokens[source]
@@ -298,7 +300,7 @@ def _declared(node: Node, tokens: Mapping[Node, Tokens], rows: Sequence[str]) ->
             named[parameter.name] = argument
         else:
             arguments.append(argument)
-    return Call(1, tuple(arguments), named)
+    return ShardedCall(1, tuple(arguments), named)
 
 
 _PICKS = {
@@ -327,7 +329,7 @@ _OF_NOTHING = {
     prims.iota.default,
 }
 
-_OF_DIMS: Mapping[object, Callable[[Node, Mapping[Node, Tokens]], Call]] = {
+_OF_DIMS: Mapping[object, Callable[[Node, Mapping[Node, TokenDims]], ShardedCall]] = {
     **dict.fromkeys(
         (
             aten._log_softmax.default,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph
 
-from longhelix.passes.plan import Plan
+from longhelix.passes.plan import ShardingPlan
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # numbers of the narrow types
 
@@ -105,7 +105,7 @@ def key_of(quantize: str, place: str) -> str:
     return f"{quantize}/{place}"
 
 
-def places(graph: Graph, plan: Plan, lines: Sequence[str]) -> list[str]:
+def places(graph: Graph, plan: ShardingPlan, lines: Sequence[str]) -> list[str]:
     """Of what the plan quantises, in the order of the graph. lines: what the graph does on token shards."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     quantised = [node for node in graph.nodes if node in plan.gathered and node in plan.quantised]

@@ -13,12 +13,12 @@ from torch._ops import OpOverload
 from torch.fx import Graph
 
 from longhelix.passes import agreement
-from longhelix.passes.collectives import RankGroup, collectives
+from longhelix.passes.collectives import PassGroup, collectives
 from longhelix.passes.counts import Counts, Report
 from longhelix.passes.no_ops import eliminate_no_ops
 from longhelix.passes.options import check_options
 from longhelix.passes.patterns import count_patterns
-from longhelix.passes.plan import Plan, make_plan
+from longhelix.passes.plan import ShardingPlan, make_plan
 from longhelix.passes.rewrite import Rewrite
 from longhelix.passes.rules import Rules
 from longhelix.passes.scales import Calibration, Quantisation, key_of, places
@@ -80,7 +80,7 @@ class SequenceParallel(CustomGraphPass):
         self.scales = scales if scales is None or isinstance(scales, Calibration) else dict(scales)
         self.tokens = tokens
         self.own_chunks = own_chunks
-        self.group = RankGroup(found.group_name, found.size(), found.rank())
+        self.group = PassGroup(found.group_name, found.size(), found.rank())
         on_gloo = dist.get_backend(found) == "gloo"
         self._has_peers = found.size() > 1 and dist.get_backend(found) != "fake"
         self.in_pieces = on_gloo
@@ -182,7 +182,7 @@ class SequenceParallel(CustomGraphPass):
             logger.warning("sequence parallelism is off for a graph: %s", "; ".join(plan.left_alone))
         return []
 
-    def _carry_out(self, graph: Graph, plan: Plan) -> list[str]:
+    def _carry_out(self, graph: Graph, plan: ShardingPlan) -> list[str]:
         changed = list(agreement.lines(graph, plan))
         quantisation = self._quantisation(places(graph, plan, changed))
         rewrite = Rewrite(graph, plan, self.group, self.in_rank_order, self.in_pieces, quantisation)

@@ -20,13 +20,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenDims:
     """The leading dims of a value that hold tokens, and nothing else: their sizes."""
 
     sizes: tuple[int | torch.SymInt, ...]
 
     @classmethod
-    def of(cls, value: Tensor, dims: int) -> "Tokens":
+    def of(cls, value: Tensor, dims: int) -> "TokenDims":
         """Those of a value that holds tokens in its first `dims` dims."""
         return cls(tuple(value.shape[:dims]))
 
@@ -39,7 +39,7 @@ class Tokens:
     def dims(self) -> int:
         return len(self.sizes)
 
-    def alike(self, other: "Tokens") -> bool:
+    def alike(self, other: "TokenDims") -> bool:
         """Whether both hold the same number of tokens, in as many dims."""
         return self.dims == other.dims and same(self.count, other.count)
 
@@ -73,7 +73,7 @@ def first_value(node: Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def row_bytes(node: Node, tokens: Tokens) -> int | None:
+def row_bytes(node: Node, tokens: TokenDims) -> int | None:
     """Bytes of one token's row of a value; None where they are not known beforehand."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):

@@ -20,7 +20,7 @@ from prometheus_client import (
 )
 
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine.observation import Observation, RankBlocks, RanStep
+from longhelix.engine.observation import Observation, ObservedStep, RankBlocks
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError, UserError
 from longhelix.serve.course import Course
@@ -67,7 +67,7 @@ class Metrics:
         self._seen: Observation | None = None
         self._seen_s = time.monotonic()
         self._look: asyncio.Task[None] | None = None
-        self._ran: list[RanStep] = []  # these and the next are not counted yet
+        self._ran: list[ObservedStep] = []  # these and the next are not counted yet
         self._between_s: list[float] = []
 
         self._running = self._gauge("num_requests_running", "Requests that the scheduler has admitted.")
@@ -229,7 +229,7 @@ class Metrics:
         self._up.set(not (driver.failure or driver.restarting))
         self._still.set(driver.still_s)
 
-    def _stepped(self, deltas: Sequence[Delta], ran: Sequence[RanStep]) -> None:
+    def _stepped(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
         """Counted together with others: caches that the model has emptied are filled once for many."""
         self._ran += ran
         if len(self._ran) >= _TOGETHER or len(self._between_s) >= _TOGETHER:

@@ -16,7 +16,7 @@ from longhelix.scheduler.guide import Guide, ReasoningTags
 from longhelix.scheduler.request import SamplingParams
 from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import ChatBody, ContextBody, Message, ResponseBody, Sampled, TokenizeBody
-from longhelix.serve.calls import Call, current
+from longhelix.serve.calls import EngineCall, current
 from longhelix.serve.driver import Answers, Driver
 from longhelix.serve.errors import ClientError
 from longhelix.serve.images import read_images
@@ -84,10 +84,10 @@ class Serving:
         self.journal.tell("failure", f"the engine has failed: {reason}", reason=reason)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> EngineCall:
         """The HTTP request that is being answered."""
         found = current()
-        return Call(self.metrics) if found is None else found
+        return EngineCall(self.metrics) if found is None else found
 
     @property
     def max_model_len(self) -> int:

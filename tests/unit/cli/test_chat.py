@@ -17,7 +17,7 @@ from longhelix.cli.chat.lines import Pipe, notes_on
 from longhelix.cli.options import ChatSamplingOptions
 from longhelix.engine.exchanges import HopB
 from longhelix.engine.result import Delta, Result
-from longhelix.engine.text.reasoning import Reasoning
+from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.errors import RequestError, UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.guide import ReasoningTags
@@ -49,7 +49,7 @@ class CountingEngine:
         return [1] * sum(1 + len(message["content"].split()) for message in messages)
 
     def add(self, prompt_ids, params, reasoning):
-        self.reasoning = Reasoning(reasoning) if reasoning else None
+        self.reasoning = ReasoningSplitter(reasoning) if reasoning else None
         assert len(prompt_ids) + params.max_new_tokens <= CONTEXT
         self.asked.append(self._messages)
         self._prompt, self._params, self._words, self._steps = len(prompt_ids), params, [], 0

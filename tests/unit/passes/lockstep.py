@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhelix.passes import SequenceParallel, pieces
-from longhelix.passes.collectives import RankGroup
+from longhelix.passes.collectives import PassGroup
 
 functional = torch.ops._c10d_functional
 NAMES = {
@@ -43,7 +43,7 @@ def pass_of(rank, size, in_pieces=False, **options):
     """The pass as this rank of the group has it. in_pieces: as over gloo."""
     sp = SequenceParallel(**options)
     sp.in_pieces = in_pieces
-    sp.group = RankGroup(sp.group.name, size, rank)
+    sp.group = PassGroup(sp.group.name, size, rank)
     return sp
 
 

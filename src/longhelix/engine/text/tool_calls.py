@@ -49,14 +49,14 @@ def form_of(template: str) -> ToolForm | None:
 
 
 @dataclass(frozen=True)
-class Text:
+class ContentDelta:
     """More of what an answer says."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCallStart:
     """A call begins, the one with that place among those of the answer."""
 
     place: int
@@ -71,7 +71,7 @@ class Arguments:
     text: str
 
 
-Piece = Text | Call | Arguments
+Piece = ContentDelta | ToolCallStart | Arguments
 
 
 class ToolCalls:
@@ -114,7 +114,7 @@ class ToolCalls:
             held = self._before + held
         elif self._in == self._behind or (self._is_behind_calls and not held.strip(self._between_calls)):
             held = ""
-        return [Text(held)] if held else []
+        return [ContentDelta(held)] if held else []
 
     # Where the answer is. Each takes what it can of the text that is held, and says whether another may take more.
 
@@ -242,7 +242,7 @@ class ToolCalls:
         return self._num_calls > 0 and not self._has_said
 
     def _say(self, text: str, found: list[Piece]) -> None:
-        found.append(Text(text))
+        found.append(ContentDelta(text))
         self._has_said = True
 
     def _begin_call(self, before: str, held: str) -> None:
@@ -255,7 +255,7 @@ class ToolCalls:
         self._in = self._text if self._form.begin else self._rest
 
     def _named(self, name: str, found: list[Piece]) -> None:
-        found.append(Call(self._num_calls, name))
+        found.append(ToolCallStart(self._num_calls, name))
         self._num_calls += 1
         self._has_said = False
 

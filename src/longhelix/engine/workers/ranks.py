@@ -109,11 +109,11 @@ class Ranks:
         """`rank 3 (process 4711)`."""
         return f"rank {rank} (process {self.processes[rank].pid})"
 
-    def watched(self, timeout_s: float) -> "Watch":
+    def watched(self, timeout_s: float) -> "RankWatch":
         """Watch the ranks in a `with` statement, so that its body may wait for them without a time limit of its own.
         All of them are started by now: their start is no part of the time, and the watch looks at them from a thread.
         """
-        return Watch(self, timeout_s)
+        return RankWatch(self, timeout_s)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all ranks have ended by themselves, for at most `timeout_s`."""
@@ -143,7 +143,7 @@ class Ranks:
         self._closed = True
 
 
-class Watch:
+class RankWatch:
     """Ends ranks that take too long, and ranks of which one has gone, by a signal or with an error: the others might
     wait for it forever.
 

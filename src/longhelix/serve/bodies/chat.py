@@ -9,7 +9,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
 from longhelix.serve.bodies.reasoned import Reasoned
-from longhelix.serve.bodies.sampled import Scored
+from longhelix.serve.bodies.sampled import ScoredBody
 from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
 
 _MOST_TOP_LOGPROBS = 20
@@ -47,7 +47,7 @@ _ToolChoice = Annotated[
 ]
 
 
-class ChatBody(Scored, Ended, Reasoned):
+class ChatBody(ScoredBody, Ended, Reasoned):
     prompt_field = "messages"
 
     messages: Messages

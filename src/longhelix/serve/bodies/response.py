@@ -137,7 +137,7 @@ class TextOptions(Body):
         return self
 
 
-class Reasoning(Body):
+class ReasoningOptions(Body):
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
 
@@ -151,7 +151,7 @@ class ResponseBody(Sampled, Ended, Reasoned):
     input: TextOr[Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
     instructions: Text | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     metadata: (
         Annotated[

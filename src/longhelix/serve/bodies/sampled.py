@@ -138,7 +138,7 @@ class Sampled(Guided):
         )
 
 
-class Scored(Sampled):
+class ScoredBody(Sampled):
     """Requests whose prompts may have log-probabilities, as vLLM has them."""
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
