@@ -178,11 +178,11 @@ def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
     image = oracle.images["a"]
     wide = PIL.Image.new("RGB", (8 * 8, 8 * 8))  # 64 tokens, and all positions are twice as many
     for prompt, more, words in (
-        (ImagePrompt([1, IMAGE], [image, image]), {}, "has 1 places for images, and 2 images"),
+        (ImagePrompt([1, IMAGE], [image, image]), {}, "has 1 places for images, but 2 images"),
         (ImagePrompt([1], []), {}, "images is .*: set it to a list of 1 to"),
         (ImagePrompt([1], image), {}, "images is .*: set it to a list of 1 to"),
-        ([1, IMAGE, 2], {}, "token 190, which stands for images, but no image for it"),
-        ("w1 w190", {}, "token 190, which stands for images, but no image for it"),
+        ([1, IMAGE, 2], {}, r"1 image tokens \(id 190\), but its images need 0"),
+        ("w1 w190", {}, r"1 image tokens \(id 190\), but its images need 0"),
         (ImagePrompt([1], [wide, wide]), {}, r"has 133 tokens with the first 2 of its 2 images, but .* is 128"),
         (ImagePrompt([1], [image]), {"context": "it"}, "cannot be combined with images"),
     ):
@@ -290,7 +290,7 @@ def test_missing_packages_are_named(llm, monkeypatch, oracle):
 
 
 def test_models_of_text_read_no_images(oracle):
-    with LLM("builtin", max_model_len=64) as llm, pytest.raises(UserError, match="reads no images, as a llama model"):
+    with LLM("builtin", max_model_len=64) as llm, pytest.raises(UserError, match="llama models read no images"):
         llm.generate(ImagePrompt("w1", [oracle.images["a"]]), GREEDY)
 
 

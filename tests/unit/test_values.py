@@ -200,7 +200,7 @@ def test_an_array_that_changes_afterwards_is_no_other_prompt():
         (b"abc", "give text, or a list of token ids"),
         ({"a": 1}, "give text, or a list of token ids"),
         (range(10**12), "has 1000000000000 tokens, but --max-model-len is 50"),
-        (range(10**20), "too long"),
+        (range(10**20), "its length cannot be read"),
         (torch.ones(3, dtype=torch.bfloat16), "whole numbers in host memory"),
         (torch.ones(3, requires_grad=True), "whole numbers in host memory"),
         (torch.ones(3, dtype=torch.int64, device="meta"), "whole numbers in host memory"),

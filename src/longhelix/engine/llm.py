@@ -471,7 +471,7 @@ class LLM:
         try:
             while self._abandoned:
                 self.abort(self._abandoned.popleft())
-            for live in self._lost.go_on(self._core, self._contexts, self._live):
+            for live in self._lost.requeue(self._core, self._contexts, self._live):
                 self._live[live.request.id] = live
             steps_before = self._core.counters.steps
             self._take(self._core.poll())
