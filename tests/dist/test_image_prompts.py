@@ -159,8 +159,8 @@ def refusals(tmp_path):
         (text, "cannot be read as an image"),
         (cut, "cannot be read as an image"),
         (narrow, "aspect ratio"),
-        (large, "has more than 134217728 pixels: give it smaller"),
-        (larger, "has more than 134217728 pixels: give it smaller"),
+        (large, "has more than 134217728 pixels: give a smaller image"),
+        (larger, "has more than 134217728 pixels: give a smaller image"),
         (tmp_path / "none.png", "there is no image"),
         (tmp_path, "cannot be read as an image"),
         (7, "an image is 7: give the path of a file, its bytes, or a Pillow image"),
@@ -222,7 +222,7 @@ def test_states_of_another_shape_than_the_decoder_takes_are_refused(oracle):
         replace(spec, hidden_size=45),
         replace(spec, vision=replace(spec.vision, num_deepstack=1)),
     ):
-        with pytest.raises(UserError, match="gives states of another shape than the decoder takes") as refusal:
+        with pytest.raises(UserError, match="states have a different shape from the decoder") as refusal:
             Tower(checkpoint, other, "float32", 2**20).states(patches)
         assert refusal.value.code == "invalid_checkpoint"
 
@@ -268,7 +268,7 @@ def damage(folder, oracle):
     return (
         (lacking, "differ in 1 tensors, such as 'merger.norm.bias'"),
         (narrow, "cannot be made of the model's config"),
-        (coarse, "cuts images into other patches"),
+        (coarse, "makes patches that do not fit"),
         (unscaled, "has no preprocessor_config.json or processor_config.json, which says"),
     )
 
