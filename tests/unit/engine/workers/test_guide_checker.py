@@ -148,7 +148,7 @@ def test_whoever_ends_the_process_refuses_no_guide(checker, monkeypatch):
     monkeypatch.setattr(guide_checker, "_exchange", ended)
     checker.check(Guide("regex", "beside an end"))
     left[0] = 2
-    with pytest.raises(PassingError, match="SIGKILL ends the process"):
+    with pytest.raises(PassingError, match="SIGKILL ended the process"):
         checker.check(Guide("regex", "beside two ends"))
     assert not checker.knows(Guide("regex", "beside two ends"))
     checker.check(Guide("regex", "beside two ends"))
