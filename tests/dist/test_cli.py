@@ -156,7 +156,7 @@ def test_sizes_take_units_and_are_echoed_resolved(capfd, oracle):
     _, _, err = run(capfd, *generate(oracle.path, "--kv-cache-tokens", "2Ki", "--max-model-len", "1k"))
     assert "KV cache holds 2048 tokens" in err
     assert "max_model_len 1000" in err
-    assert "warning: max_model_len 1000 goes beyond the 128 positions" in err
+    assert "warning: max_model_len 1000 exceeds the 128 positions" in err
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ MISTAKES = {
     "products do not match": (["--kvp", 2, "--tpf", 3], "both must give the same number; set tpf to 2"),
     "a threshold beside a placement": (
         ["--kvp", 2, "--placement", "local", "--kvp-threshold", 100],
-        "leave one of them out, or set placement to auto",
+        "set placement to auto, or leave one of them out",
     ),
     "a threshold that is not a size": (["--kvp-threshold", "-1"], "is not a size"),
     "experts in a dense model": (["--kvp", 2, "--ep", 2], "the model has no experts: set ep to 1"),
@@ -299,7 +299,7 @@ def test_latent_attention_keeps_no_bits_over_batches(capfd, tmp_path):
     made = make_oracle(WITH_EXPERTS["deepseek_v2"], tmp_path, prompt_lengths=(1,))
     save_tokenizer_files(made.path)
     words = refusal(capfd, *generate(made.path, "--batch-invariant"))
-    assert "batch_invariant is not kept by models with latent attention" in words
+    assert "batch_invariant does not work for models with latent attention" in words
 
 
 def test_mistake_in_json_form(capfd, oracle):

@@ -1,6 +1,6 @@
-"""The settings of an engine, each declared once with its type, default, check and help text.
+"""The settings of an engine. Each one is declared once, with its type, default, check and documentation.
 
-The Python API, the command line, YAML files and benchmarks all read the settings from here.
+Python, the command line, YAML files and benchmarks all read the settings from here.
 """
 
 import difflib
@@ -19,12 +19,13 @@ from longhelix.values import above_zero, flag, one_of, refused, seconds, text, w
 
 _MOST_POOL_TOKENS = 2**62  # over all ranks
 _MOST_RUNNING = 2**16
-MOST_CHUNK_TOKENS = 2048  # of adaptive chunks: more make no product faster, and take memory
+# Largest adaptive chunk. More tokens use more memory and make no matrix product faster.
+MOST_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Words:
-    """One of a few words."""
+    """Check that accepts one of a few words."""
 
     known: tuple[str, ...]
 
@@ -34,11 +35,11 @@ class Words:
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number. `tokens`: it counts tokens, which the command line takes with a unit."""
+    """Check that accepts a whole number."""
 
     least: int = 1
     most: int = MOST_TOKENS
-    tokens: bool = True
+    tokens: bool = True  # whether it counts tokens; the command line accepts those with a unit
 
     def __call__(self, name: str, value: object) -> int:
         return whole(name, value, self.least, self.most)
@@ -46,7 +47,7 @@ class Count:
 
 @dataclass(frozen=True)
 class CountOrAuto:
-    """A number of tokens, or "auto"."""
+    """Check that accepts a number of tokens, or "auto"."""
 
     most: int = MOST_TOKENS
 
@@ -57,18 +58,21 @@ class CountOrAuto:
 
 
 def weights(name: str, value: object) -> dict[str, float]:
+    """Check the weights of clients. Returns them by client."""
     if not isinstance(value, Mapping):
         raise refused(name, value, 'numbers by client, such as {"batch": 0.5}')
     return {text("a client", client): weight(f"the weight of {client!r}", each) for client, each in value.items()}
 
 
 def rope_settings(name: str, value: object) -> dict[str, Any]:
+    """Check that RoPE settings are a mapping. The model's spec checks their values."""
     if not isinstance(value, Mapping):
         raise refused(name, value, 'settings by name, such as {"rope_type": "linear", "factor": 2}')
     return dict(value)
 
 
 def compilation(name: str, value: object) -> dict[str, Any]:
+    """Check settings as vLLM spells them. Returns split points and the settings of the pass, in one flat mapping."""
     example = 'settings such as {"pass_config": {"enable_sp": true}}'
     if not isinstance(value, Mapping):
         raise refused(name, value, example)
@@ -88,6 +92,7 @@ def compilation(name: str, value: object) -> dict[str, Any]:
 
 
 def path(name: str, value: object) -> Path:
+    """Check a path."""
     if not isinstance(value, str | os.PathLike):
         raise refused(name, value, "a path")
     return Path(value)
@@ -97,17 +102,27 @@ Check = Callable[[str, object], Any]
 
 
 def _setting(default: Any, check: Check, documentation: str, flag: str = "", negative: str = "") -> Any:
-    """Field of a setting. `flag`: its command-line name if it differs; `negative`: the flag that sets it to False."""
+    """Return the field of one setting.
+
+    Args:
+        default: its value if the user does not give one.
+        check: validates a value and returns it as a plain Python value.
+        documentation: its help on the command line.
+        flag: its name on the command line, if that differs from the field's.
+        negative: the name of the command line flag that sets it to False.
+    """
     metadata = {"check": check, "documentation": documentation, "flag": flag, "negative": negative}
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Settings as a user gives them; None leaves the choice to the engine. Raises UserError for values that no engine
-    takes.
+    """Settings as a user gives them. None leaves the choice to the engine.
 
-    What depends on the model, the layout or the machine is checked when the engine starts.
+    The engine checks at its start whatever depends on the model, the layout or the machine.
+
+    Raises:
+        UserError: a value is invalid for every engine.
     """
 
     dtype: str | None = _setting(
@@ -270,10 +285,10 @@ class EngineOptions:
         "Maximum number of parts that HOP-B splits a batch into, to overlap the exchange of one part with the "
         "attention of the next; 1 turns it off. [default: the fastest number by the performance model, per step]",
     )
-    contexts_dir: Path | None = _setting(  # noqa: RUF009 - a field, as the others are
+    contexts_dir: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None, path, "Folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"
     )
-    trace: Path | None = _setting(  # noqa: RUF009 - a field, as the others are
+    trace: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None,
         path,
         "File to write a timeline of every rank to, for chrome://tracing or ui.perfetto.dev. On GPUs this disables "
@@ -288,16 +303,16 @@ class EngineOptions:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """From settings by name."""
+        """Return options from settings by name. Raises UserError for an unknown name."""
         check_names(settings, [setting.name for setting in fields(cls)])
         return cls(**settings)
 
 
 def check_names(settings: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise UserError for a name that is not `known`, with the nearest that is."""
+    """Raise UserError for a name that is not in `known`. The error suggests the nearest known name."""
     known = sorted(known)
     for name in settings:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             instead = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise UserError(f"there is no setting {name!r}: {instead}", "unknown_setting")
+            raise UserError(f"unknown setting {name!r}: {instead}", "unknown_setting")

@@ -58,17 +58,17 @@ def test_other_verbs_take_their_own_flags(parsed):
 
 
 WRONG = [
-    ("prt: 1", "there is no setting 'prt': did you mean port?"),
+    ("prt: 1", "unknown setting 'prt': did you mean port?"),
     ("kv_cache_tokenz: 1", "did you mean kv-cache-tokens?"),
-    ("config: other.yaml", "there is no setting 'config'"),
-    ("1: 2", "there is no setting '1'"),
+    ("config: other.yaml", "unknown setting 'config'"),
+    ("1: 2", "unknown setting '1'"),
     ("port: abc", "port is 'abc': set it to a whole number"),
     ("port: 1.5", "port is 1.5: set it to a whole number"),
     ("port: true", "port is True: set it to a whole number"),
     ("port: [1, 2]", "port is [1, 2]"),
     ("port: {a: 1}", "port is '{\"a\": 1}'"),
     ("port:", "port has no value"),
-    ("port: 1\nPORT: 2", "there is no setting 'PORT'"),
+    ("port: 1\nPORT: 2", "unknown setting 'PORT'"),
     ("prefix-cache: true\nprefix_cache: true", "prefix-cache is set twice"),
     ("no-prefix-cache: true\nprefix_cache: true", "prefix-cache is set twice"),
     ("no-prefix-cache: 1", "no-prefix-cache is 1: set it to True or False"),

@@ -297,8 +297,8 @@ def test_mistakes_as_json(capfd):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("kvx: 2", "there is no setting 'kvx': did you mean kvp?"),
-        ("1: 2", "there is no setting 1: use one of "),
+        ("kvx: 2", "unknown setting 'kvx': did you mean kvp?"),
+        ("1: 2", "unknown setting 1: use one of "),
         ("kvp: two", "kvp is 'two': set it to a whole number"),
         ("kvp: true", "kvp is True: set it to a whole number"),
         ("kv_dtype: 8", "kv_dtype 8 is not known: use one of float32"),

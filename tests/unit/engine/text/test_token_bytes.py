@@ -53,7 +53,7 @@ def test_tokens_of_other_kinds_have_none(decoder):
     backend = tokenizers.Tokenizer(models.WordLevel({"w": 0}, unk_token="w"))
     if decoder is not None:
         backend.decoder = decoder
-    with pytest.raises(UserError, match="use one that is byte-level or SentencePiece's"):
+    with pytest.raises(UserError, match="guides need a byte-level or SentencePiece tokenizer"):
         _ = Tokenizer(backend, None).token_bytes
 
 
