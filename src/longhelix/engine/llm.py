@@ -507,8 +507,8 @@ class LLM:
     def sequence_parallel_report(self) -> dict[str, Any] | None:
         """Return what the compiler pass of `enable_sp` changed in the graphs of one rank of each pipeline stage.
 
-        The ranks are asked when this is called. docs/guides/sequence-parallel-passes.md lists the names. A graph for any number of tokens
-        counts the bytes for the number of tokens it was traced with.
+        The ranks are asked when this is called. docs/guides/sequence-parallel-passes.md lists the names. A graph for
+        any number of tokens counts the bytes for the number of tokens it was traced with.
 
         Returns:
             {"patterns": {name: matches}, "collectives": {"before": {kind: count}, "after": {}}, "bytes": {"before":
