@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 # The main job asks about the project's own papers: several thousand tokens, and a question whose answer begins.
 # Of the architecture it reads the rules between the rooms: together they stay well within the model's positions.
-RUN_DOCUMENTS := docs/shapes.md docs/simulate.md
+RUN_DOCUMENTS := docs/internals/shapes.md docs/guides/simulating.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
 .PHONY: setup run test test-all test-optimized test-arm sanitize check docs wheel bench bench-gpu clean
@@ -22,8 +22,8 @@ setup: .venv/installed
 
 run: setup
 	@mkdir -p build
-	@{ cat $(RUN_DOCUMENTS); sed -n '/^## Who decides/,/^## Processes/p' docs/architecture.md; printf '\n\n$(RUN_QUESTION)'; } > build/question.txt
-	@printf '[%s, "Who decides" of docs/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
+	@{ cat $(RUN_DOCUMENTS); sed -n '/^## Who decides/,/^## Processes/p' docs/internals/architecture.md; printf '\n\n$(RUN_QUESTION)'; } > build/question.txt
+	@printf '[%s, "Who decides" of docs/internals/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
 	@$(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 --stop '"' --max-new-tokens 64
 
 # Each core takes one file of tests after the other, in their order: so those that start ranks come first.
@@ -61,6 +61,7 @@ test-arm: setup
 check: setup
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/python .ci/forbidden.py src
+	$(BIN)/python .ci/names.py
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -44,7 +44,7 @@ def read_windows(count: int) -> list[tuple[int, ...]]:
     checkpoint = open_checkpoint("builtin")
     assert isinstance(checkpoint, GgufCheckpoint)
     tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
-    text = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    text = "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
     ids = tokenizer.encode(text)
     return [tuple(ids[start : start + WINDOW_TOKENS]) for start in range(0, count * WINDOW_TOKENS, WINDOW_TOKENS)]
 

@@ -25,7 +25,7 @@ SAMPLING = SamplingParams(max_new_tokens=16)
 
 def text() -> str:
     folder = Path(__file__).parents[1] / "docs"
-    return "".join(path.read_text() for path in sorted(folder.glob("*.md")))
+    return "".join(path.read_text() for path in sorted(folder.rglob("*.md")))
 
 
 def median_ms(times_s: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""One rank of test_passes: the named cases over gloo, compiled; a failed assert ends it with its traceback."""
+"""One rank of test_passes: it runs the named cases, compiled, over gloo. A failed assert ends it with a traceback."""
 
 import os
 import shutil
@@ -48,7 +48,7 @@ SIZES = {
 OTHERS = {
     "llama": (LlamaModel, LlamaConfig, {"LastAllReduceRMSNorm": 1, "MiddleAllReduceRMSNorm": 5}),
     "qwen3": (Qwen3Model, Qwen3Config, {"LastAllReduceRMSNorm": 1, "MiddleAllReduceRMSNorm": 5}),
-    # A norm of each sum, and one after it is added.
+    # One norm of each sum, and one after the sum is added.
     "gemma2": (Gemma2Model, Gemma2Config, {"FirstAllReduceRMSNorm": 6}),
 }
 
@@ -72,7 +72,7 @@ def found(report):
 
 
 def modules(rank, size):
-    """Of the tests in one process: eager, compiled, and compiled with the pass."""
+    """Modules of the tests in one process: eager, compiled, and compiled with the pass."""
     for module, dynamic, quantize in ((Chain, True, None), (Chain, False, "int8"), (Experts, False, None)):
         own = module(rank, size)
         chunks = module is Experts
@@ -89,7 +89,7 @@ def modules(rank, size):
 
 
 def large(rank, size):
-    """Messages that go in pieces, of which some have a row more than others, are torch's own."""
+    """Messages sent in pieces of unequal size give the same result as torch's own collectives."""
     group = dist.group.WORLD
     for length, columns, dtype in ((1, 3, torch.float32), (1001, 700, torch.float32), (3, 1 << 20, torch.int8)):
         x = torch.randint(-99, 99, (size * length, columns), generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -102,7 +102,7 @@ def large(rank, size):
 
 
 def calibrated(rank, size):
-    """All ranks find the same static scales, and none travels."""
+    """All ranks find the same static scales, and no scales are sent."""
     own, calibration = Chain(rank, size), Calibration()
     compiled(own, SequenceParallel(min_tokens=1, quantize="int8", scales=calibration))(rows(40))
     scales = calibration.scales("int8")
@@ -113,12 +113,12 @@ def calibrated(rank, size):
     x = rows(40)
     near(compiled(own, sp, dynamic=True)(x), own(x), 0.05)
     assert found(sp.report())["MiddleAllReduceRMSNormStaticINT8"] == len(scales) - 1, sp.report()
-    # With one scale for all tokens what is gathered as float32 is what is returned.
+    # With one scale for all tokens, only the returned values are gathered as float32.
     assert sp.report()["collectives"]["after"]["all_gather"] == len(scales) + 1, sp.report()
 
 
 def noted(rank, size):
-    """What one rank's notes lack, or have beyond numbers, all ranks hear of, and none waits for another."""
+    """If one rank recorded nothing, or non-finite numbers, all ranks raise and none waits."""
     for unlike, words in (
         ({}, "seen nothing"),
         ({"a": 1.0, "b": 2.0}, "other graphs on other ranks"),
@@ -136,7 +136,7 @@ def noted(rank, size):
 
 
 def cache(rank, size):
-    """A graph that comes from torch's cache is counted as well, and one for another threshold is another one."""
+    """A graph from torch's cache is counted too, and another threshold has its own cached graph."""
     own, x = Chain(rank, size), rows(13)
     expected = own(x)
     reports = []
@@ -155,7 +155,7 @@ DOES = {"more": lambda total: 2 * total, "all": lambda total: total.cumsum(0)}
 
 
 class Apart(torch.nn.Module):
-    """Rank 0 alone does something with a sum."""
+    """Only rank 0 applies an op to a sum."""
 
     def __init__(self, rank, size, does):
         super().__init__()
@@ -168,15 +168,15 @@ class Apart(torch.nn.Module):
 
 
 def meet_again(rank, size, seconds=60):
-    """A new world."""
+    """Start a new process group."""
     place = f"file://{Path(os.environ['TORCHINDUCTOR_CACHE_DIR']).parent / f'world{next(worlds)}'}"
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
 
 
 def differ(rank, size, does):
-    """Ranks that would wait for each other for ever, or shard what they compute in different ways, are told so before
-    their graphs run. Graphs that come later stay as they are."""
+    """Ranks whose graphs would hang, or would compute different shards, raise before the graphs run. Later graphs stay
+    unchanged."""
     x = rows(13)
     with pytest.raises(RanksDifferError, match=r"Rank 0: .*Rank 1: .*run the same code"):
         compiled(Apart(rank, size, DOES[does]), SequenceParallel(min_tokens=1))(x)
@@ -187,7 +187,7 @@ def differ(rank, size, does):
 
 
 class Shifted(torch.nn.Module):
-    """The same small number is a constant of rank 0's graph, and an operand of the others'."""
+    """The same number is a constant in rank 0's graph and an operand in the other ranks' graphs."""
 
     def __init__(self, rank, size):
         super().__init__()
@@ -205,14 +205,13 @@ def numbers(rank, size):
 
 
 def options(rank, size):
-    """Ranks with other thresholds are told so by the first graph, which both leave as it is."""
+    """Ranks with different thresholds raise at the first graph, even though both leave it unchanged."""
     with pytest.raises(RanksDifferError, match=r"Rank 0: .*min_tokens 10, .*Rank 1: .*min_tokens 20, "):
         compiled(Chain(rank, size), SequenceParallel(min_tokens=10 + 10 * rank))(rows(5))
 
 
 def alone(rank, size):
-    """A rank that compiles what no other does is told so, in the time that collectives have; and so is one that comes
-    too late."""
+    """A rank that compiles a graph alone raises after the group's timeout, and so does a rank that comes too late."""
     meet_again(rank, size, seconds=5)
     told = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent / "told"
     while rank == 1 and not told.exists():
@@ -231,7 +230,7 @@ class NoMemory(CustomGraphPass):
 
 
 def fail_midway(rank, size):
-    """After the pass has run."""
+    """Fail in the compiler after the pass has run."""
     torch._dynamo.reset()
     passes = {"post_grad_custom_pre_pass": SequenceParallel(min_tokens=1), "post_grad_custom_post_pass": NoMemory()}
     with pytest.raises(InductorError, match="none left"):
@@ -239,7 +238,7 @@ def fail_midway(rank, size):
 
 
 def failed(rank, size):
-    """What a rank has not finished is nothing that it says of itself, whatever it compiles next."""
+    """A compilation that failed midway is not part of the summary of the next one."""
     if rank == 1:
         fail_midway(rank, size)
         assert torch.compile(lambda x: 2 * x)(torch.ones(3)).tolist() == [2, 2, 2]
@@ -255,8 +254,8 @@ def failed(rank, size):
 
 
 def one_store(rank, size):
-    """Ranks tell each other in a store where they have done so before. Not gloo in it as well, which may find there
-    where ranks have listened before, and waits for them."""
+    """Ranks compare graphs in a store that they used before. Gloo must not use that store too: it could find old
+    addresses in it, and wait for them."""
     own, x, port = Chain(rank, size), rows(13), Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent / "port"
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -273,11 +272,11 @@ def one_store(rank, size):
             patch.setattr(agreement, "_get_default_store", lambda store=of_this_world: store)
             near(compiled(own, SequenceParallel(min_tokens=min_tokens))(x), own(x))
     assert store.add(f"default_pg/longhelix.passes/{dist.group.WORLD.group_name}/times/{rank}", 0) == 2
-    dist.barrier()  # the store is one rank's
+    dist.barrier()  # one rank hosts the store
 
 
 def half_cached(rank, size):
-    """One rank's graph comes from its cache, and the other's does not: they agree."""
+    """Ranks agree if one takes its graph from the cache and the other compiles it."""
     own, x = Chain(rank, size), rows(13)
     for cached in (False, rank == 0):
         counters.clear()
@@ -289,7 +288,7 @@ def half_cached(rank, size):
 
 
 def others(rank, size, name):
-    """Models of transformers with torch's tensor parallelism."""
+    """Models of transformers with torch's own tensor parallelism."""
     kind, configuration, expected = OTHERS[name]
     torch.manual_seed(0)
     model = kind(configuration(**SIZES)).eval()

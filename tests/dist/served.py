@@ -11,7 +11,7 @@ import pytest
 from longhelix import LLM, Layout
 from longhelix.serve.driver import Driver, Limits
 from longhelix.serve.engine_thread import Recovery
-from longhelix.serve.gate import Admission
+from longhelix.serve.gate import AccessControl
 from longhelix.serve.server import Address, _Server, run
 from longhelix.serve.serving import Serving
 
@@ -42,7 +42,7 @@ def served(limits=LIMITS, keys=(), recovery=RECOVERY, model="builtin", layout=No
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_Server, "startup", startup)
             address = Address("127.0.0.1", 0, drain_s=5)
-            admission = Admission(keys, MOST_BODY_BYTES, address.is_loopback)
+            admission = AccessControl(keys, MOST_BODY_BYTES, address.is_loopback)
             thread = threading.Thread(target=run, args=(serving, admission, address, on_ready))
             thread.start()
             came = ready.wait(60)  # not within the assert, which -O leaves out of files that pytest does not rewrite

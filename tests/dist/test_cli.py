@@ -156,7 +156,7 @@ def test_sizes_take_units_and_are_echoed_resolved(capfd, oracle):
     _, _, err = run(capfd, *generate(oracle.path, "--kv-cache-tokens", "2Ki", "--max-model-len", "1k"))
     assert "KV cache holds 2048 tokens" in err
     assert "max_model_len 1000" in err
-    assert "warning: max_model_len 1000 goes beyond the 128 positions" in err
+    assert "warning: max_model_len 1000 exceeds the 128 positions" in err
 
 
 @pytest.mark.slow
@@ -207,9 +207,9 @@ MISTAKES = {
     "products do not match": (["--kvp", 2, "--tpf", 3], "both must give the same number; set tpf to 2"),
     "a threshold beside a placement": (
         ["--kvp", 2, "--placement", "local", "--kvp-threshold", 100],
-        "leave one of them out, or set placement to auto",
+        "set placement to auto, or leave one of them out",
     ),
-    "a threshold that is no size": (["--kvp-threshold", "-1"], "is no size"),
+    "a threshold that is not a size": (["--kvp-threshold", "-1"], "is not a size"),
     "experts in a dense model": (["--kvp", 2, "--ep", 2], "the model has no experts: set ep to 1"),
     "more stages than layers": (["--pp", 3], "pp is 3, but the model has 2 layers: set pp to 2 or less"),
     "auto beside a degree": (["--layout", "auto", "--kvp", 2], "leave out --kvp"),
@@ -225,12 +225,12 @@ MISTAKES = {
     ),
     "unknown dtype": (["--dtype", "int3"], 'Choose from: "float32", "bfloat16", "float16"'),
     "unknown flag": (["--kpv", 2], "--kvp"),
-    "size with a wrong unit": (["--max-model-len", "8x"], '"8x" is no size'),
-    "rope settings that are not JSON": (["--rope-scaling", "{yarn"], "--rope-scaling is not JSON"),
+    "size with a wrong unit": (["--max-model-len", "8x"], '"8x" is not a size'),
+    "rope settings that are not JSON": (["--rope-scaling", "{yarn"], "--rope-scaling is not valid JSON"),
     "unknown rope type": (["--rope-scaling", '{"type": "spiral"}'], "use one of default, linear, dynamic, llama3"),
     "unknown rope key": (["--rope-scaling", '{"rope_tipe": "linear"}'], "unknown rope setting 'rope_tipe'"),
     "negative temperature": (["--temperature", -1], "temperature is -1.0: set it to 0 (greedy), or"),
-    "both prompts": (["--prompt-file", "x"], "give one of --prompt and --prompt-file"),
+    "both prompts": (["--prompt-file", "x"], "give exactly one of --prompt and --prompt-file"),
     "no chat template": (["--chat"], "no chat template"),
 }  # fmt: skip
 
@@ -299,7 +299,7 @@ def test_latent_attention_keeps_no_bits_over_batches(capfd, tmp_path):
     made = make_oracle(WITH_EXPERTS["deepseek_v2"], tmp_path, prompt_lengths=(1,))
     save_tokenizer_files(made.path)
     words = refusal(capfd, *generate(made.path, "--batch-invariant"))
-    assert "batch_invariant is not kept by models with latent attention" in words
+    assert "batch_invariant does not work for models with latent attention" in words
 
 
 def test_mistake_in_json_form(capfd, oracle):
@@ -320,7 +320,7 @@ def test_empty_prompt_and_broken_prompt_files(capfd, oracle, tmp_path):
     assert "the prompt is empty" in refusal(capfd, "generate", "--model", oracle.path, "--prompt", "")
     assert "is not UTF-8 at byte 2" in words(b"ab\xff")
     missing = refusal(capfd, "generate", "--model", oracle.path, "--prompt-file", tmp_path / "none")
-    assert "cannot be read: No such file" in missing
+    assert "cannot be read (No such file" in missing
 
 
 def test_unknown_verb_names_the_nearest(capfd):
@@ -422,8 +422,8 @@ def test_chat_over_a_pipe_keeps_the_conversation(chat_folder, tmp_path):
     )
     assert first == again == expected_tokens(chat_folder, [1, 2], 3)
     assert second == expected_tokens(chat_folder, [1, 2, *first, 3], 3)
-    assert done.stderr.count("[The answer was cut at --max-new-tokens 3.]") == 3
-    for words in ("TTFT", "9 of 128 tokens", "file.txt goes with your next message", "did you mean /file?"):
+    assert done.stderr.count("[The answer is incomplete: it reached --max-new-tokens 3.]") == 3
+    for words in ("TTFT", "9 of 128 tokens", "Attached file.txt to your next message", "did you mean /file?"):
         assert words in done.stderr
 
 
@@ -439,7 +439,7 @@ def test_chat_in_a_terminal(chat_folder):
         tokens = expected_tokens(chat_folder, [1, 2, 3], 3)
         terminal.wait_for(" ".join(f"w{token}" for token in tokens))
         terminal.type("\x03")
-        terminal.wait_for("[You stopped the answer after")
+        terminal.wait_for("[Stopped after")
         terminal.wait_for("or /help")
         terminal.type("/stats\r")
         terminal.wait_for("prompt tokens  3 ")
@@ -450,7 +450,7 @@ def test_chat_in_a_terminal(chat_folder):
         terminal.type("\x03")
         terminal.wait_for("or /help")
         terminal.type("\x03")
-        terminal.wait_for("Press Ctrl-C again or type /exit to leave.")
+        terminal.wait_for("Press Ctrl-C again or type /exit to quit.")
         terminal.wait_for("or /help")
         terminal.type("\x03")
         assert terminal.wait_for_end() == 0

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from longhelix.serve import connections, errors, gate
-from longhelix.serve.gate import Admission, Gate
+from longhelix.serve.gate import AccessControl, Gate
 
 pytestmark = pytest.mark.dist
 
@@ -47,7 +47,7 @@ def application():
     async def much() -> StreamingResponse:
         return StreamingResponse(b"x" * 65_536 for _ in range(MUCH))
 
-    app.add_middleware(Gate, admission=Admission((), 10_000))
+    app.add_middleware(Gate, admission=AccessControl((), 10_000))
     return app
 
 

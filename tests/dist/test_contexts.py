@@ -161,7 +161,7 @@ def test_a_context_that_another_thread_has_read_answers_alike(oracles, tmp_path)
                     deltas += llm.step()
                 assert deltas[-1].result.token_ids == oracle.tokens[3]
                 assert deltas[-1].result.cached_tokens == 32
-        with pytest.raises(UserError, match="another cache_salt"):
+        with pytest.raises(UserError, match="cache_salt differs from"):
             llm.add(question, GREEDY, context=read)
 
 
@@ -275,7 +275,7 @@ def test_a_context_that_is_not_there_is_refused_with_those_that_are(llm, context
         ({"dtype": "bfloat16"}, "saved with dtype float32, and here it is bfloat16"),
         ({"block_tokens": 32}, "saved with block_tokens 16, and here it is 32"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "was saved under other rope settings"),
-        ({"kv_cache_tokens": 16}, "does not fit into what is free of the KV cache"),
+        ({"kv_cache_tokens": 16}, "does not fit into the free part of the KV cache"),
     ],
 )
 def test_other_settings_are_refused_in_words(oracles, contexts, settings, words):
@@ -313,7 +313,7 @@ def test_a_request_whose_keys_are_rotated_otherwise_computes_the_context(oracles
 
 def test_what_fills_no_block_and_what_is_too_long_is_refused(llm, tmp_path):
     llm._contexts._folder = ContextFolder(tmp_path)
-    with pytest.raises(UserError, match="do not fill one KV block of 16"):
+    with pytest.raises(UserError, match="a KV block has 16"):
         llm.save_context("short", list(range(15)))
     with pytest.raises(UserError, match="max-model-len"):
         llm.save_context("long", [1] * 128)
@@ -386,7 +386,7 @@ BUILTIN_TOKENS = 4096
 def test_the_builtin_model_answers_alike_under_other_layouts(tmp_path):
     """TTFT and the time to load are measured in benchmarks/contexts.py."""
     repository = Path(__file__).parents[2]
-    text = "".join(file.read_text() for file in sorted((repository / "docs").glob("*.md")))
+    text = "".join(file.read_text() for file in sorted((repository / "docs").rglob("*.md")))
     question, sampling = "\n\nQuestion: what is a KV block?\nAnswer:", SamplingParams(max_new_tokens=32)
     with LLM("builtin", Layout(kvp=2), dtype="float32", contexts_dir=tmp_path) as llm:
         context = llm.tokenizer.encode(text)[:BUILTIN_TOKENS]

@@ -1,6 +1,6 @@
 """Faults of ranks under a server: every client gets one end, no token comes twice or not at all, and it serves again.
 
-`pytest tests/dist/test_faults.py -rP` prints the rows of the table in docs/reliability.md.
+`pytest tests/dist/test_faults.py -rP` prints the rows of the table in docs/internals/reliability.md.
 """
 
 import json

@@ -188,11 +188,11 @@ def test_ranks_end_with_a_server_that_is_killed(environment):
         ranks.wait(60)
         assert ranks.statuses() == {0: 1}
         await_end(ranks.process_ids[0])
-        words = rf"rank 0 \(process {ranks.process_ids[0]}\) ended because the process that ranks are forked from did"
+        words = rf"rank 0 \(process {ranks.process_ids[0]}\) ended because the fork server ended"
         with pytest.raises(EngineError, match=words):
             ranks.check_signals()
     assert not server.is_up
-    with pytest.raises(EngineError, match=r"ranks cannot start: .* forked from was ended by SIGKILL"):
+    with pytest.raises(EngineError, match=r"ranks cannot start: the fork server was ended by SIGKILL"):
         server.start(["plain_process", "group"])
     assert asked(server_for(environment), "group")
 
@@ -211,8 +211,11 @@ def test_an_import_that_fails_is_an_error_in_words_for_all_who_wait(tmp_path, ca
 
     in_threads(ask, 3)
     assert time.monotonic() - began_s < 50
-    failed = "ranks cannot start: the process that they are forked from"
-    assert sorted(errors) == [f"{failed} failed, and the reason is printed above", *2 * [f"{failed} has ended"]]
+    failed = "ranks cannot start: the fork server"
+    assert sorted(errors) == [
+        f"{failed} failed with status 1: the reason is printed above",
+        *2 * [f"{failed} has ended"],
+    ]
     assert "no such torch" in capfd.readouterr().err
 
 
@@ -270,10 +273,10 @@ def test_a_process_is_known_to_have_ended_while_its_server_stands_still(environm
         os.kill(server.pid, signal.SIGSTOP)
         try:
             ranks.close()
-            assert "stands still" in ranks.processes[0].untold
+            assert "does not respond" in ranks.processes[0].untold
             ranks.check_signals()  # its end is nobody's fault
             monkeypatch.setattr(servers, "_ANSWER_S", 0.5)
-            with pytest.raises(EngineError, match=r"ranks cannot start: .* has said nothing for 0 s"):
+            with pytest.raises(EngineError, match=r"ranks cannot start: .* has not answered for 0 s"):
                 server.start(["plain_process", "group"])
         finally:
             if server.is_up:

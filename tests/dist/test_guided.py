@@ -265,7 +265,7 @@ def test_a_model_without_bytes_or_an_end_has_no_guides(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer.save(str(made.path / "tokenizer.json"))
     with LLM(str(made.path), Layout(), kv_cache_tokens=512) as llm:
-        with pytest.raises(UserError, match="no token that ends a text"):
+        with pytest.raises(UserError, match="guides need a token that ends a text"):
             llm.add([1, 2], SamplingParams(guide=Guide("json")))
         assert llm.generate([[1, 2]], SamplingParams(3))[0].finish_reason == "length"
 

@@ -159,8 +159,8 @@ def refusals(tmp_path):
         (text, "cannot be read as an image"),
         (cut, "cannot be read as an image"),
         (narrow, "aspect ratio"),
-        (large, "has more than 134217728 pixels: give it smaller"),
-        (larger, "has more than 134217728 pixels: give it smaller"),
+        (large, "has more than 134217728 pixels: give a smaller image"),
+        (larger, "has more than 134217728 pixels: give a smaller image"),
         (tmp_path / "none.png", "there is no image"),
         (tmp_path, "cannot be read as an image"),
         (7, "an image is 7: give the path of a file, its bytes, or a Pillow image"),
@@ -178,17 +178,17 @@ def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
     image = oracle.images["a"]
     wide = PIL.Image.new("RGB", (8 * 8, 8 * 8))  # 64 tokens, and all positions are twice as many
     for prompt, more, words in (
-        (ImagePrompt([1, IMAGE], [image, image]), {}, "has 1 places for images, and 2 images"),
+        (ImagePrompt([1, IMAGE], [image, image]), {}, "has 1 places for images, but 2 images"),
         (ImagePrompt([1], []), {}, "images is .*: set it to a list of 1 to"),
         (ImagePrompt([1], image), {}, "images is .*: set it to a list of 1 to"),
-        ([1, IMAGE, 2], {}, "token 190, which stands for images, but no image for it"),
-        ("w1 w190", {}, "token 190, which stands for images, but no image for it"),
+        ([1, IMAGE, 2], {}, r"1 image tokens \(id 190\), but its images need 0"),
+        ("w1 w190", {}, r"1 image tokens \(id 190\), but its images need 0"),
         (ImagePrompt([1], [wide, wide]), {}, r"has 133 tokens with the first 2 of its 2 images, but .* is 128"),
-        (ImagePrompt([1], [image]), {"context": "it"}, "no images go with it"),
+        (ImagePrompt([1], [image]), {"context": "it"}, "cannot be combined with images"),
     ):
         with pytest.raises(UserError, match=words):
             llm.generate(prompt, GREEDY, **more)
-    with pytest.raises(UserError, match="a saved context has tokens alone"):
+    with pytest.raises(UserError, match="a saved context cannot have images"):
         llm.save_context("it", ImagePrompt([1], [image]))
     assert not llm._core._loop.scheduler.num_waiting
     assert llm.image_bytes == 0
@@ -222,7 +222,7 @@ def test_states_of_another_shape_than_the_decoder_takes_are_refused(oracle):
         replace(spec, hidden_size=45),
         replace(spec, vision=replace(spec.vision, num_deepstack=1)),
     ):
-        with pytest.raises(UserError, match="gives states of another shape than the decoder takes") as refusal:
+        with pytest.raises(UserError, match="states have a different shape from the decoder") as refusal:
             Tower(checkpoint, other, "float32", 2**20).states(patches)
         assert refusal.value.code == "invalid_checkpoint"
 
@@ -268,7 +268,7 @@ def damage(folder, oracle):
     return (
         (lacking, "differ in 1 tensors, such as 'merger.norm.bias'"),
         (narrow, "cannot be made of the model's config"),
-        (coarse, "cuts images into other patches"),
+        (coarse, "makes patches that do not fit"),
         (unscaled, "has no preprocessor_config.json or processor_config.json, which says"),
     )
 
@@ -290,7 +290,7 @@ def test_missing_packages_are_named(llm, monkeypatch, oracle):
 
 
 def test_models_of_text_read_no_images(oracle):
-    with LLM("builtin", max_model_len=64) as llm, pytest.raises(UserError, match="reads no images, as a llama model"):
+    with LLM("builtin", max_model_len=64) as llm, pytest.raises(UserError, match="llama models read no images"):
         llm.generate(ImagePrompt("w1", [oracle.images["a"]]), GREEDY)
 
 

@@ -202,13 +202,13 @@ def test_without_links_loopback_is_used_and_said(capfd, monkeypatch, toy):
     found = json.loads(out)
     told = [line for line in err.splitlines() if line.startswith("sp: ")]
     assert (
-        told[0] == "sp: rates_mbit is ignored, and the ranks are joined by plain loopback, because network "
+        told[0] == "sp: --rates-mbit is ignored and the ranks use plain loopback, because network "
         "namespaces need root: run this as root"
     )
     assert [(row["link"], row["prompt"]) for row in found["sp"]["rows"]] == [
         ("loopback", prompt) for prompt in (90, 90, 600, 600)
     ]
-    said = "plain loopback, at no limited rate, because network namespaces need root"
+    said = "plain loopback without a limit on its rate, because network namespaces need root"
     assert any(said in remark for remark in found["remarks"])
     for row in found["sp"]["rows"]:
         assert row["over_formula"] > 0.99  # others use it, too

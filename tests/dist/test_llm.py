@@ -341,7 +341,7 @@ def test_an_interrupted_add_leaves_the_others_running(llm, monkeypatch):
 def test_a_request_that_nothing_runs_for_is_said_and_not_waited_for(llm, monkeypatch):
     stream = llm.stream(PROMPT, SamplingParams(max_new_tokens=4))
     monkeypatch.setattr(llm._core._loop.scheduler, "schedule", lambda now_s, busy: None)
-    with pytest.raises(EngineError, match="the engine has nothing to do"):
+    with pytest.raises(EngineError, match="the engine has nothing to run"):
         next(stream)
     monkeypatch.undo()
     stream.close()
@@ -594,7 +594,7 @@ def test_a_rank_that_stands_still_is_named_with_its_step(stuck_rank, oracle):
     llm = LLM(str(oracle.path), Layout(kvp=2))
     process_ids, directory = children_and_sockets(llm)
     before_s = time.monotonic()
-    with pytest.raises(EngineError, match=r"rank 1 stands still in step 4, outside of collectives.*rank 0 is in "):
+    with pytest.raises(EngineError, match=r"rank 1 is stuck in step 4, outside collectives.*rank 0 is in "):
         llm.generate([PROMPT], SamplingParams(max_new_tokens=12))
     assert time.monotonic() - before_s < 30
     assert_nothing_left(process_ids, directory)
@@ -629,7 +629,7 @@ def test_ranks_that_stand_still_while_they_start_end_the_engine(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(watchdog, "START_S", 10.0)
     place = "" if name == "load_model" else r".*; rank 0 is in "
-    with pytest.raises(EngineError, match=rf"rank 1 stands still while it starts, outside of collectives{place}"):
+    with pytest.raises(EngineError, match=rf"rank 1 is stuck in its start, outside collectives{place}"):
         LLM(str(oracle.path), Layout(kvp=2), execution=execution)
 
 

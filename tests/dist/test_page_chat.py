@@ -14,7 +14,7 @@ import pytest
 
 from longhelix import LLM, Layout
 from longhelix.serve.driver import Driver, Limits
-from longhelix.serve.gate import Admission
+from longhelix.serve.gate import AccessControl
 from longhelix.serve.server import Address, _Server, run
 from longhelix.serve.serving import Serving
 
@@ -131,7 +131,7 @@ def server():
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_Server, "startup", startup)
-            address, admission = Address("127.0.0.1", 0, drain_s=5), Admission((KEY,), 10_000_000)
+            address, admission = Address("127.0.0.1", 0, drain_s=5), AccessControl((KEY,), 10_000_000)
             thread = threading.Thread(target=run, args=(served.serving, admission, address, on_ready))
             thread.start()
             assert ready.wait(60)

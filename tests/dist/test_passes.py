@@ -1,4 +1,4 @@
-"""The passes on real ranks: graphs of torch.compile over gloo, of our modules and of transformers' own."""
+"""The passes on real ranks over gloo: graphs of torch.compile, of our modules and of transformers."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ def test_models_of_transformers(name):
 
 
 def test_the_example():
-    """As its first lines say to run it."""
+    """Run the example as its first lines say."""
     program = Path(__file__).parents[2] / "examples" / "sequence_parallel.py"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

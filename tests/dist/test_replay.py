@@ -74,7 +74,7 @@ def recorded(request, tmp_path_factory):
     """What was recorded, and what makes another scheduler of that engine."""
     heard = []
     config = config_of(tmp_path_factory.mktemp("llama"), *request.param)
-    with closing(TokenCore(config, hear=heard.append)) as core:
+    with closing(TokenCore(config, on_event=heard.append)) as core:
         usages, reasons = serve(core)
         config, cost, cut = core.config.scheduler, core._pool.cost, core._pool.cut
     assert config.adaptive

@@ -462,7 +462,7 @@ def test_the_command_that_is_interrupted_twice_ends_at_once_and_tells_its_client
         (["--port", "70000"], "port is 70000"),
         (["--max-waiting-requests", "0"], "max_waiting_requests is 0"),
         (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs must be a JSON object"),
-        (["--default-chat-template-kwargs", "{"], "--default-chat-template-kwargs is not JSON"),
+        (["--default-chat-template-kwargs", "{"], "--default-chat-template-kwargs is not valid JSON"),
         (["--default-chat-template-kwargs", '{"messages": []}'], "chat_template_kwargs has messages"),
     ],
 )

@@ -130,7 +130,7 @@ def test_answers_follow_other_guides(server, field, pattern):
         ({"guided_json": {"type": "strange"}}, "Invalid type: strange"),
         ({"guided_json": {"type": "integer", "multipleOf": 1_000_003}}, "takes too much time or memory"),
         ({"guided_grammar": "x" * 140_000}, "a guide has 140000 bytes"),
-        ({"response_format": {"type": "json_schema"}}, "has a json_schema where its type is json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format needs json_schema if its type is json_schema"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern is not served here"),
     ],
 )
@@ -233,9 +233,9 @@ def test_calls_and_their_results_go_into_the_conversation(with_tools):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tools": TOOLS[:1] * 2}, "two of the tools have one name"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice wants a call, but there are no tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "which is none of the tools"),
+        ({"tools": TOOLS[:1] * 2}, "two tools have the same name"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice requires a call, but there are no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "which is not one of the tools"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "with space"}}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),

@@ -161,7 +161,7 @@ def test_images_go_with_no_context_and_are_not_tokenized_alone(server, oracle):
     refused = client.post("/v1/chat/completions", json={"messages": messages, "context": "it", **GREEDY})
     assert refused.status_code == 404
     refused = client.post("/v1/contexts", json={"id": "it", "messages": messages})
-    assert (refused.status_code, "tokens alone" in refused.json()["error"]["message"]) == (400, True)
+    assert (refused.status_code, "holds text only" in refused.json()["error"]["message"]) == (400, True)
     refused = client.post("/tokenize", json={"messages": messages})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
 
@@ -207,4 +207,4 @@ def test_models_of_text_refuse_them():
         body = {"messages": [{"role": "user", "content": [part(draw(1, 1, 1)), text("Hi")]}], **GREEDY}
         error = client.post("/v1/chat/completions", json=body).json()["error"]
         assert (error["code"], error["param"]) == ("unsupported_model", "messages")
-        assert "reads no images" in error["message"]
+        assert "does not take images" in error["message"]

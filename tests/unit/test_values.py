@@ -185,26 +185,26 @@ def test_an_array_that_changes_afterwards_is_no_other_prompt():
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (array("d", [1.0]), "must be whole numbers"),
-        ([1, 2.0], "a prompt token is 2.0: token ids are whole numbers"),
+        (array("d", [1.0]), "a one-dimensional list of whole numbers"),
+        ([1, 2.0], "a prompt token is 2.0: give token ids as whole numbers"),
         ([True, 2], "a prompt token is True"),
         ([1, "a"], "a prompt token is 'a'"),
         ([1, None], "a prompt token is None"),
-        ([1, 10**20], "outside of every vocabulary"),
+        ([1, 10**20], "larger than any vocabulary"),
         ([1, 10], "prompt token 10 is outside the model's vocabulary of 10"),
         ([-1], "prompt token -1 is outside"),
-        (np.array([1.0, 2.0]), "must be whole numbers"),
-        (np.array([[1, 2]]), "one after the other"),
-        (np.array([True]), "must be whole numbers"),
+        (np.array([1.0, 2.0]), "a one-dimensional list of whole numbers"),
+        (np.array([[1, 2]]), "one-dimensional"),
+        (np.array([True]), "a one-dimensional list of whole numbers"),
         (5, "a prompt is 5: give text, or a list of token ids"),
         (b"abc", "give text, or a list of token ids"),
         ({"a": 1}, "give text, or a list of token ids"),
         (range(10**12), "has 1000000000000 tokens, but --max-model-len is 50"),
-        (range(10**20), "too long"),
-        (torch.ones(3, dtype=torch.bfloat16), "must be whole numbers in host memory"),
-        (torch.ones(3, requires_grad=True), "must be whole numbers in host memory"),
-        (torch.ones(3, dtype=torch.int64, device="meta"), "must be whole numbers in host memory"),
-        (OddList([1]), "has no length"),
+        (range(10**20), "its length cannot be read"),
+        (torch.ones(3, dtype=torch.bfloat16), "whole numbers in host memory"),
+        (torch.ones(3, requires_grad=True), "whole numbers in host memory"),
+        (torch.ones(3, dtype=torch.int64, device="meta"), "whole numbers in host memory"),
+        (OddList([1]), "its length cannot be read"),
     ],
 )
 def test_what_is_no_prompt_is_refused_in_words(prompt, words):
@@ -233,5 +233,5 @@ def test_a_size_is_exact(text, number):
 
 @pytest.mark.parametrize("text", ["8x", "1.5", "2i", "0.3Ki", "", "-1", "9" * 400, "9" * 400 + "Gi", "9" * 5000])
 def test_what_is_no_size_is_said(text):
-    with pytest.raises(ValueError, match="is no size: give a whole number"):
+    with pytest.raises(ValueError, match="is not a size: give a whole number"):
         size(int, (Token(value=text),))

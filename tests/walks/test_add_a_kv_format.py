@@ -13,7 +13,7 @@ from torch import Tensor
 
 from builtin import builtin
 from longhelix.compute.kernels import ROWS, KVFormat, numbers, partial_attention, reference, write_kv
-from longhelix.compute.kernels.numbers import Stored
+from longhelix.compute.kernels.numbers import StoredNumbers
 from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.parameters import declare
 from longhelix.compute.models.weights import Weights
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 NAME = "int8_shifted"
 
 
-class Shifted(Stored):
+class Shifted(StoredNumbers):
     """int8 with the least power of two as scale for which no number of a vector exceeds `largest`."""
 
     def encode(self, x_TkC: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""`longhelix bench`: what this machine can do, what longhelix makes of it, and its peers beside it."""
+"""`longhelix bench`: benchmarks of this machine, longhelix and other engines."""
 
 import os
 import sys
@@ -16,9 +16,9 @@ from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
 from longhelix.spec.layout import Layout
 
-if TYPE_CHECKING:  # what measures brings torch: each command loads it when it is called
+if TYPE_CHECKING:  # these modules import torch, so each command imports them when it runs
     from longhelix.compute.runner.config import EngineConfig
-    from longhelix.measure.bench.report import Report
+    from longhelix.measure.bench.report import BenchReport
     from longhelix.measure.bench.suite import Suite
 
 app = App(name="bench")
@@ -28,23 +28,29 @@ Sizes = Annotated[tuple[Size, ...], _many]
 Numbers = Annotated[tuple[int, ...], _many]
 Names = Annotated[tuple[str, ...], _many]
 
-_TABLE_WIDTH = 200  # where standard output is no terminal
+_TABLE_WIDTH = 200  # columns, if standard output is not a terminal
 
 
 def check_out(out: Path, kind: str, example: str) -> None:
-    """Make the folder of a file to be written. Raises UserError where it cannot be, or is named unlike `example`."""
+    """Create the folder of an output file.
+
+    Raises:
+        UserError: the suffix differs from that of `example`, or the folder cannot be created or written to.
+    """
     if out.suffix != Path(example).suffix or out.is_dir():
-        raise UserError(f"--out is {out}: give the name of a {kind} file, such as {example}")
+        raise UserError(f"--out is {out}, which is not the name of a {kind} file: set it to a file such as {example}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{out.parent} cannot be made: {error.strerror}") from error
+        raise UserError(
+            f"the folder {out.parent} cannot be created ({error.strerror}): set --out to a file in another folder"
+        ) from error
     if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"{out.parent} cannot be written to: set --out to a file elsewhere")
+        raise UserError(f"{out if out.exists() else out.parent} is not writable: set --out to a file in another folder")
 
 
-def show(report: "Report") -> None:
-    """Print a report's tables."""
+def show(report: "BenchReport") -> None:
+    """Print the tables of a report."""
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
     for shown in report.shown():
         console.print(shown, "", markup=False)
@@ -53,12 +59,12 @@ def show(report: "Report") -> None:
 @Parameter(name="*", group="Peers")
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """Other engines that are measured in the same run."""
+    """Other engines to measure in the same run."""
 
     peers: Path = Path("build/peers")
-    "The peers' environments, made by benchmarks/peers/install.sh; absent peers are left out."
+    "Folder of other engines, as benchmarks/peers/install.sh creates it. Engines that are not installed are skipped."
     no_peers: Flag = False
-    "Run no peers."
+    "Do not measure other engines."
 
     @property
     def directory(self) -> Path | None:
@@ -68,15 +74,15 @@ class PeerOptions:
 @Parameter(name="*", group="Output")
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where results go."""
+    """Where to write results."""
 
     out: Path | None = None
-    "Write a Markdown report there; JSON, and plots where matplotlib is installed, beside it."
+    "Markdown file to write the report to. JSON goes to the same folder, and plots if matplotlib is installed."
     json: Flag = False
-    "Print one JSON object in place of tables."
+    "Print one JSON object instead of tables."
 
     def start(self, peers: Path | None) -> "Suite":
-        """A suite with the peers found in a directory. Raises UserError, before all work, for a bad --out."""
+        """Create a suite with the peers in a folder. Raises UserError for a bad --out, before any measurement."""
         if self.out is not None:
             check_out(self.out, "Markdown", "report.md")
         from longhelix.measure.bench.suite import Suite
@@ -85,7 +91,7 @@ class OutputOptions:
         return Suite(date, peers, lambda line: print(line, file=sys.stderr))
 
     def finish(self, suite: "Suite") -> None:
-        """Write and print what the suite has measured."""
+        """Write and print the results of the suite."""
         report = suite.finish()
         if self.out is not None:
             report.write(self.out)
@@ -98,16 +104,16 @@ class OutputOptions:
 @Parameter(name="*", group="Model and layout")
 @dataclass(frozen=True, kw_only=True)
 class BenchModelOptions:
-    """Which model, and how it is laid out over ranks."""
+    """Model, and its layout over ranks."""
 
     model: str = "builtin"
-    "A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
+    "Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
     kvp: int = 1
-    "Ranks that share the request's KV along the sequence."
+    "KV parallelism: ranks that split the request's KV cache along the sequence."
     tpa: int = 1
-    "Ranks that share its attention heads."
+    "Tensor parallelism of attention: ranks that split the heads."
     threads: int | None = None
-    "Threads of a rank. [default: cores / ranks]"
+    "Threads per rank. [default: cores / ranks]"
 
     def config(self, lengths: Sequence[int], **settings: Any) -> "EngineConfig":
         from longhelix.measure.configuration import configure
@@ -127,22 +133,22 @@ def kernels(
     peers: PeerOptions = PeerOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Measure attention and products one by one, in turn with the read bandwidth and torch's matrix products.
+    """Measure attention and matrix product kernels. Read bandwidth and torch's products are measured in turn with them.
 
     Parameters
     ----------
     context
-        Tokens of KV that decode attention reads.
+        Number of tokens of KV that decode attention reads.
     kv_dtype
-        Dtypes of that KV.
+        Dtypes of the KV.
     head_size
-        Channels of a head.
+        Channels per head.
     group
-        Query heads of each KV head.
+        Query heads per KV head.
     threads
-        Numbers of threads. [default: all cores]
+        Numbers of threads to measure. [default: all cores]
     repeats
-        Rounds that count, after the warm-up.
+        Measured rounds, after a warm-up.
     """
     suite = output.start(peers.directory)
     suite.kernels(context, kv_dtype, head_size, group, threads, repeats)
@@ -159,14 +165,14 @@ def decode(
     peers: PeerOptions = PeerOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Measure one step of one long request, whose KV is filled with random numbers.
+    """Measure one decode step of one long request with random KV.
 
     Parameters
     ----------
     contexts
-        Tokens in the KV cache.
+        Numbers of tokens in the KV cache to measure.
     repeats
-        Steps that count, after the warm-up.
+        Measured steps, after a warm-up.
     """
     suite = output.start(peers.directory)
     suite.decode([model.config(contexts, **given(engine))], contexts, repeats)
@@ -184,16 +190,16 @@ def prefill(
     peers: PeerOptions = PeerOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Measure prompts of random tokens, from their first chunk to the first new token.
+    """Measure prefill of random prompts, from the first chunk to the first new token.
 
     Parameters
     ----------
     prompts
-        Tokens of each prompt. Peers take minutes for 32K.
+        Prompt lengths to measure, in tokens. Other engines take minutes for 32K.
     chunk_tokens
-        Prompt tokens that run in one step.
+        Maximum number of prompt tokens per step.
     repeats
-        Prefills that count, after the warm-up.
+        Measured prefills, after a warm-up.
     """
     suite = output.start(peers.directory)
     suite.prefill([model.config(prompts, chunk_tokens=chunk_tokens, **given(engine))], prompts, repeats)
@@ -210,23 +216,25 @@ def layouts(
     repeats: int = 21,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Measure Helix, local placement, tensor parallelism and the tied layout on the same ranks, in turn.
+    """Compare Helix, local placement, tensor parallelism and the tied layout on the same ranks, measured in turn.
 
     Parameters
     ----------
     model
-        A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
+        Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
     ranks
-        Ranks of each layout.
+        Number of ranks of each layout.
     requests
-        Requests that decode together, one number for each context.
+        Numbers of requests that decode together, one for each of --contexts.
     contexts
-        Tokens that each of them has.
+        Numbers of tokens per request.
     repeats
-        Steps that count, after the warm-up.
+        Measured steps, after a warm-up.
     """
     if len(requests) != len(contexts):
-        raise UserError(f"--requests has {len(requests)} numbers for {len(contexts)} of --contexts: give as many")
+        raise UserError(
+            f"--requests has {len(requests)} numbers and --contexts has {len(contexts)}: give the same number of both"
+        )
     suite = output.start(peers=None)
     suite.layouts(model, ranks, list(zip(requests, contexts, strict=True)), repeats)
     output.finish(suite)
@@ -245,11 +253,11 @@ def collectives(
     Parameters
     ----------
     ranks
-        Processes, one world of each number.
+        Numbers of processes to measure.
     sizes_bytes
-        Sizes of the whole tensor.
+        Sizes of the whole tensor, in bytes.
     repeats
-        Turns of each, of 12 calls, of which the last 8 count.
+        Rounds per operation. Each round makes 12 calls and measures the last 8.
     """
     suite = output.start(peers=None)
     suite.collectives(ranks, sizes_bytes, repeats)
@@ -276,37 +284,36 @@ def sp(
     threads: int | None = None,
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Measure what sequence parallelism saves of a prefill, in time and in bytes, over links of given rates.
+    """Measure how much time and traffic sequence parallelism saves in prefill, over links of given rates.
 
-    Two ranks run in network namespaces of their own, joined by a link that tc slows down. That needs root, and the
-    programs ip and tc; without them the ranks are joined by plain loopback, and the report says so. The default takes
-    tens of minutes on two cores, some of them for compilers; `--variants flash-comm-v1 flash-comm-v1-int8` compile
-    nothing.
+    Two ranks run in separate network namespaces, joined by a link that tc slows down. This needs root and the programs
+    ip and tc. Without them the ranks use plain loopback, and the report says so. The default takes tens of minutes on
+    two cores, partly for compilation; `--variants flash-comm-v1 flash-comm-v1-int8` compile nothing.
 
     Parameters
     ----------
     variants
-        What is measured, each in turn with its baseline, the same without sequence parallelism: flash-comm-v1, the
-        layers themselves, op by op; enable-sp, a compiler pass over compiled layers; flash-comm-v1-int8 and
-        enable-sp-int8, with int8 weights and activations. [default: all four]
+        Variants to measure, each in turn with the same run without sequence parallelism: flash-comm-v1 (eager layers)
+        and enable-sp (compiler pass), and with int8 weights and activations flash-comm-v1-int8 and enable-sp-int8.
+        [default: all four]
     prompts
-        Tokens of each prompt. Steps of fewer than sp-min-token-num run as without sequence parallelism.
+        Prompt lengths to measure, in tokens. Steps of fewer than sp-min-token-num tokens are not sequence-parallel.
     rates_mbit
-        Rates of the link, in Mbit/s, in each direction, from 0.001 to 1,000,000. [default: 1000 10000]
+        Rates of the link in Mbit/s, per direction, from 0.001 to 1,000,000. [default: 1000 10000]
     chunk_tokens
-        Prompt tokens that run in one step.
+        Maximum number of prompt tokens per step.
     sp_min_token_num
-        The fewest tokens of a step that is sequence-parallel. [default: 1000; 1 with experts]
+        Minimum number of tokens in a sequence-parallel step. [default: 1000; 1 with experts]
     repeats
-        Prefills that count, after the warm-up, which compiles.
+        Measured prefills, after a warm-up that also compiles.
     model
-        A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
+        Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
     kvp
-        Ranks that share the request's KV along the sequence; kvp * tpa is 2.
+        KV parallelism: ranks that split the request's KV cache along the sequence. kvp * tpa must be 2.
     tpa
-        Ranks that share its attention heads.
+        Tensor parallelism of attention: ranks that split the heads.
     threads
-        Threads of a rank. [default: cores / 2]
+        Threads per rank. [default: cores / 2]
     """
     suite = output.start(peers=None)
     from longhelix.measure.sequence_parallelism import pairs
@@ -319,7 +326,7 @@ def sp(
 
 @app.command
 def predictions(*, output: OutputOptions = OutputOptions()) -> None:
-    """Calibrate, and measure beside its predictions other lengths and layouts than it was fitted to: ten minutes."""
+    """Compare predictions with measurements at lengths and layouts that calibration did not use. Takes ten minutes."""
     suite = output.start(peers=None)
     suite.predict()
     output.finish(suite)
@@ -327,12 +334,12 @@ def predictions(*, output: OutputOptions = OutputOptions()) -> None:
 
 @app.command
 def planner(*, repeats: int = 5, peers: PeerOptions = PeerOptions(), output: OutputOptions = OutputOptions()) -> None:
-    """Measure the planner: configurations per second, a plan with its start-up, its import; and other planners.
+    """Measure the speed of the planner and of other planners: configurations per second, a whole plan and the import.
 
     Parameters
     ----------
     repeats
-        Processes of each.
+        Number of measured processes per planner.
     """
     suite = output.start(peers.directory)
     suite.planner(repeats)
@@ -346,12 +353,12 @@ def everything(
     peers: PeerOptions = PeerOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
-    """Measure all of this with the built-in model, in bfloat16 and in int8.
+    """Run all benchmarks with the built-in model, in bfloat16 and in int8.
 
     Parameters
     ----------
     short
-        Fewer points and repeats: under five minutes on an idle machine.
+        Measure fewer points and repeats, in under five minutes on an idle machine.
     """
     suite = output.start(peers.directory)
     suite.all(short)

@@ -1,4 +1,4 @@
-"""`longhelix calibrate`: the system "local", measured and fitted on this machine."""
+"""`longhelix calibrate`: measures this machine and writes the system `local`."""
 
 import json as json_module
 import sys
@@ -13,25 +13,27 @@ from longhelix.spec.presets import local_system_path, write_system
 
 
 def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = False) -> None:
-    """Measure this machine and write what `--system local` means: two minutes on an idle machine.
+    """Measure this machine and write the system that `--system local` reads. Takes two minutes on an idle machine.
 
     Parameters
     ----------
     out
-        Write the system there, for `--system FILE.toml`. [default: where `--system local` reads it]
+        TOML file to write the system to, for `--system FILE.toml`. [default: the file that `--system local` reads]
     short
-        Fewer and shorter measurements: under a minute.
+        Take fewer and shorter measurements, in under a minute.
     json
-        Print one JSON object in place of tables.
+        Print one JSON object instead of tables.
     """
     path = local_system_path() if out is None else out
     if path is None:
-        raise UserError("this user has no home for the system local: set XDG_DATA_HOME, or give --out FILE.toml")
+        raise UserError(
+            "this user has no home folder to write the system `local` to: set XDG_DATA_HOME, or give --out FILE.toml"
+        )
     check_out(path, "TOML", "machine.toml")
     from longhelix.measure import progress
     from longhelix.measure.bench.environment import environment
     from longhelix.measure.bench.predictions import sections
-    from longhelix.measure.bench.report import Report
+    from longhelix.measure.bench.report import BenchReport
     from longhelix.measure.calibrate.measurements import FULL, SHORT, Measurements
     from longhelix.measure.calibrate.system import local_system
     from longhelix.measure.memory import check_native
@@ -43,9 +45,9 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
     measured = Measurements.take(scope, [config], progress.by_name(lambda line: print(line, file=sys.stderr)))
     system = local_system(measured, config, scope)
     write_system(system, path)
-    report = Report(conditions, sections(system, measured, [config], scope))
+    report = BenchReport(conditions, sections(system, measured, [config], scope))
     if json:
         print(json_module.dumps({"path": str(path)} | json_module.loads(report.as_json())))
         return
     show(report)
-    print(f"Written to {path}.")
+    print(f"Wrote {path}.")

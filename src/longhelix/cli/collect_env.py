@@ -1,4 +1,4 @@
-"""`longhelix collect-env`: what longhelix finds here, for reports of what goes wrong."""
+"""`longhelix collect-env`: prints versions, hardware and settings for a bug report."""
 
 import importlib.metadata
 import importlib.util
@@ -20,33 +20,33 @@ _VARIABLES = ("LONGHELIX_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_",
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _USER_OF_URL = re.compile(r"(?<=://)\S*@")
 _HIDDEN = "(set, not shown)"
-# Of a processor's, those that kernels of this kind are written for.
+# Instruction sets that CPU kernels use.
 _SETS = re.compile("^(avx|amx|fma|f16c|sse4|asimd|sve|sme(?!p)|bf16|i8mm)")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 def collect_env(*, json: Flag = False) -> None:
-    """Say what longhelix finds here: versions, processor, native kernels, memory, GPUs, variables, limits.
+    """Print versions, processor, native kernels, memory, GPUs, environment variables and limits, for a bug report.
 
-    What is not there is said as well, and is no error. Keys and tokens are never shown.
+    Missing parts are reported and are not errors. Keys and tokens are never shown.
 
     Parameters
     ----------
     json
-        Print one JSON object.
+        Print one JSON object instead of text.
     """
     found = collected()
     if json:
         print(json_module.dumps(found))
         return
-    for room, facts in found.items():
-        print(f"{room}:")
+    for section, facts in found.items():
+        print(f"{section}:")
         for name, fact in facts.items():
             print(f"  {name}: {_shown(fact)}")
 
 
 def collected() -> dict[str, dict[str, Any]]:
-    """By room and name; None for what cannot be found out."""
+    """Collect facts by section and name. A fact that cannot be determined is None."""
     return {
         "versions": {package: _found(lambda name=package: importlib.metadata.version(name)) for package in _PACKAGES}
         | {"python": platform.python_version(), "cuda of torch": _found(_cuda_version)},
@@ -79,12 +79,12 @@ def collected() -> dict[str, dict[str, Any]]:
 def _found(find: Callable[[], Any]) -> Any:
     try:
         return find()
-    except Exception:  # whatever is missing or broken here is what is looked for
+    except Exception:  # a broken or missing part must not stop the report
         return None
 
 
 def _cuda_version() -> str | None:
-    """That which torch was built for, without loading torch."""
+    """CUDA version that torch was built for, read without importing torch."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -93,7 +93,7 @@ def _cuda_version() -> str | None:
 
 
 def _limit(kind: int) -> str:
-    """As `ulimit` says it: what holds, and the most that may be asked for."""
+    """Soft and hard limit, as `ulimit` reports them."""
     now, most = ("unlimited" if each == resource.RLIM_INFINITY else str(each) for each in resource.getrlimit(kind))
     return f"{now} of {most}"
 

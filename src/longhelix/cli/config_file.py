@@ -1,7 +1,6 @@
-"""`--config FILE.yaml`: flags from a file, by their own names.
+"""`--config FILE.yaml`: reads options from a file.
 
-A flag that is given wins over the file, the file over the environment (LONGHELIX_ and the flag's name in capitals), and
-that over the default.
+Precedence, highest first: command line, file, environment (LONGHELIX_ and the option's name in capitals), default.
 """
 
 import json
@@ -21,14 +20,18 @@ from longhelix.values import flag, refused
 _FLAG = "--config"
 _MOST_BYTES, _MOST_DEPTH = 65_536, 8
 _environment = Env("LONGHELIX_", command=False)
-# Of flags that set something to False, what they set.
+# Name of a negative flag, such as no-prefix-cache, to the setting that it turns off.
 _NEGATIVE = {each.metadata["negative"]: each.name for each in fields(EngineOptions) if each.metadata["negative"]}
 
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Give a verb's flags the values of the file that its --config names, and of the environment, unless the command
-    line has them. Does nothing for verbs without --config. Raises UserError for a file that is none, and for keys that
-    are no flags of the verb."""
+    """Fill in options from the file of --config and from the environment, unless the command line gives them.
+
+    Does nothing for commands without --config.
+
+    Raises:
+        UserError: the file cannot be read or is invalid, or a key is not an option of the command.
+    """
     config = next((each for each in arguments if _FLAG in each.names), None)
     if config is None:
         return
@@ -38,7 +41,7 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
             found = _values(_read(path), _flags(arguments))
         except UserError as error:
             raise UserError(f"{_FLAG} {path}: {error}", error.code) from error
-        # By its verb: cyclopts would pass over flags of a verb that are called as other verbs are.
+        # Nested under the command, because cyclopts ignores top-level keys that are also names of commands.
         for command in reversed(commands):
             found = {command: found}
         Dict(found, source=f"{_FLAG} {path}")(app, commands, arguments)
@@ -50,34 +53,38 @@ def _read(path: Path) -> Mapping[Any, Any]:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
-            raise UserError(f"it is larger than {_MOST_BYTES} bytes: leave out what is no flag")
+            raise UserError(f"the file is larger than {_MOST_BYTES} bytes: keep only options in it")
         _check_shape(text.decode())
         found = yaml.safe_load(text.decode())
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"it cannot be read ({error.strerror}): give a YAML file of flags") from error
+        raise UserError(f"the file cannot be read ({error.strerror}): give a YAML file of options") from error
     except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError("it is not YAML: write a flag to a line, such as `port: 8000`") from error
+        raise UserError("the file is not valid YAML: write one option per line, such as `port: 8000`") from error
     if not isinstance(found, dict):
-        raise UserError("it has no flags: write one to a line, such as `port: 8000`")
+        raise UserError("the file has no options: write one per line, such as `port: 8000`")
     return found
 
 
 def _check_shape(text: str) -> None:
-    """Raise UserError for what would make much of a small file: aliases, and depth."""
+    """Raise UserError for aliases and deep nesting, with which a small file can expand to a huge value."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.AliasEvent):
-            raise UserError("it has an alias (*NAME): write out what it stands for")
+            raise UserError("the file has an alias (*NAME), which is not supported: write out its value")
         if depth > _MOST_DEPTH:
-            raise UserError(f"it has more than {_MOST_DEPTH} levels: write a flag to a line, such as `port: 8000`")
+            raise UserError(
+                f"the file has more than {_MOST_DEPTH} levels: write one option per line, such as `port: 8000`"
+            )
 
 
 def _flags(arguments: ArgumentCollection) -> dict[str, bool]:
-    """The names of a verb's flags, without what they begin with, and whether each wants a whole number. Sizes may have
-    a unit, and are looked at later."""
+    """Map the names of a command's options, without `--`, to whether the value must be a whole number.
+
+    Sizes count as other values, because they may have a unit. Their converter checks them later.
+    """
     return {
         name[2:]: each.hint in (int, int | None) and not each.parameter.converter
         for each in arguments
@@ -87,13 +94,13 @@ def _flags(arguments: ArgumentCollection) -> dict[str, bool]:
 
 
 def _values(found: Mapping[Any, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
-    """By the flags' names, as cyclopts takes them from files."""
+    """Check the values of a file, and convert them to the form that cyclopts expects."""
     values: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("_", "-")
         check_names({name: value}, flags)
         if value is None:
-            raise UserError(f"{key} has no value: give one, or leave it out")
+            raise UserError(f"{key} has no value: give it a value, or leave it out")
         if isinstance(value, dict):
             value = _object(name, value)
         if flags[name] and (isinstance(value, bool) or not isinstance(value, int)):
@@ -101,14 +108,16 @@ def _values(found: Mapping[Any, Any], flags: Mapping[str, bool]) -> dict[str, An
         if name in _NEGATIVE:
             name, value = _NEGATIVE[name].replace("_", "-"), not flag(name, value)
         if name in values:
-            raise UserError(f"{name} is said twice: leave one of them out")
+            raise UserError(f"{name} is set twice: leave one of them out")
         values[name] = value
     return values
 
 
 def _object(name: str, value: dict[Any, Any]) -> str:
-    """As the command line has objects."""
+    """Encode a mapping as JSON, the form of objects on the command line."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name} has {error}: give names and numbers") from error
+        raise UserError(
+            f"{name} cannot be written as JSON ({error}): use only strings, numbers, booleans, lists and mappings"
+        ) from error

@@ -1,4 +1,4 @@
-"""`longhelix context`: the KV of long prompts, computed once and kept on disk."""
+"""`longhelix context`: saves the KV cache of long prompts on disk, so that it is computed once."""
 
 import json as json_module
 import sys
@@ -29,18 +29,18 @@ def save(
     replace: Flag = False,
     json: Flag = False,
 ) -> None:
-    """Compute the KV of a text and keep it under a name.
+    """Compute the KV cache of a text and save it under a name.
 
     Parameters
     ----------
     name
-        What the context is called from here on.
+        Name for the saved context.
     prompt_file
-        A UTF-8 file with the text, its last newline included.
+        UTF-8 file with the text. A newline at its end is part of the text.
     replace
-        Put it in place of the context of that name, if there is one.
+        Replace an existing context of the same name. Without this option, an existing name is an error.
     json
-        Print one JSON object in place of words.
+        Print one JSON object instead of text.
     """
     text = read_text(prompt_file)
     contexts_folder(engine).check_free(name, replace)
@@ -56,12 +56,12 @@ def save(
 
 @app.command(name="list")
 def list_(contexts: ContextsFlags = ContextsFlags(), *, json: Flag = False) -> None:  # noqa: B008 - frozen
-    """Show what is saved.
+    """List the saved contexts.
 
     Parameters
     ----------
     json
-        Print one JSON object in place of a table.
+        Print one JSON object instead of a table.
     """
     sound, damaged = [], []
     for name, found in contexts_folder(contexts).manifests().items():
@@ -91,14 +91,14 @@ def load(
     name: str,
     json: Flag = False,
 ) -> None:
-    """Load a context into the ranks of a layout, which checks all of it, and say how long that took.
+    """Load a saved context into the ranks of a layout, which verifies all of it, and print how long that took.
 
     Parameters
     ----------
     name
-        The context's name.
+        Name of the saved context.
     json
-        Print one JSON object in place of words.
+        Print one JSON object instead of text.
     """
     contexts_folder(engine).manifest(name)
     with model.start(engine) as llm:
@@ -117,17 +117,17 @@ def rm(
     contexts: ContextsFlags = ContextsFlags(),  # noqa: B008 - frozen
     json: Flag = False,
 ) -> None:
-    """Remove contexts.
+    """Remove saved contexts.
 
     Parameters
     ----------
     names
-        Their names.
+        Names of the saved contexts to remove.
     json
-        Print one JSON object.
+        Print one JSON object with the removed names.
     """
     if not names:
-        raise UserError("give the name of a context to remove")
+        raise UserError("no name was given: name at least one saved context to remove (see longhelix context list)")
     folder = contexts_folder(contexts)
     for name in names:
         folder.to_remove(name)

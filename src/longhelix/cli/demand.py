@@ -1,4 +1,4 @@
-"""Options that say how long requests are, and how many come."""
+"""Options for the lengths and the rate of requests."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,40 +13,50 @@ from longhelix.plan.demand import Demand
 from longhelix.scheduler.request import ANY_SERVICE
 from longhelix.simulate.synthetic import Synthetic, parse_mix
 
-_DRAWN = 4096  # requests of a mix
+_DRAWN = 4096  # requests sampled from a mix
 
 
 @Parameter(name="*", group="Requests")
 @dataclass(frozen=True, kw_only=True)
 class DemandOptions:
-    """How long requests are: one of --context, --isl with --osl, --mix and --trace."""
+    """Lengths of requests, from one of --context, --isl with --osl, --mix and --trace."""
 
     context: Annotated[Size | None, Parameter(show_default=False)] = None
-    "Tokens of each request's KV, such as 128k or 1M: of requests that are there for ever."
+    "Tokens of KV per request, such as 128k or 1M, for a plan with steady decodes and no arrivals."
     isl: Annotated[Size | None, Parameter(show_default=False)] = None
-    "Tokens of a prompt."
+    "Number of tokens per prompt (input sequence length). Give --osl as well."
     osl: Annotated[Size | None, Parameter(show_default=False)] = None
-    "Tokens of an answer."
+    "Number of tokens per answer (output sequence length). Give --isl as well."
     mix: Annotated[str | None, Parameter(show_default=False)] = None
-    "Kinds of requests, WEIGHT:PROMPT:ANSWER with lengths in tokens, or WEIGHT:chat: 95%:chat,5%:1M:100-500."
+    """Mix of request kinds, each WEIGHT:PROMPT:ANSWER with lengths in tokens or WEIGHT:chat, such as
+    95%:chat,5%:1M:100-500."""
     trace: Annotated[Path | None, Parameter(show_default=False)] = None
-    "A file of requests, as `simulate` reads it: their lengths, and their rate where --rate is not set."
+    "Trace file, as for `longhelix simulate`. It gives the lengths, and the rate unless --rate is set."
     rate: Annotated[float | None, Parameter(show_default=False)] = None
-    "Requests a second, which as many replicas as it takes serve. [default: as many as one layout serves]"
+    "Requests per second to serve, with as many replicas as needed. [default: what one replica serves]"
     prefix_hit: float = 0.0
-    "The share of every prompt whose KV is there before it comes."
+    "Fraction of each prompt, from 0 to below 1, that is found in the prefix cache."
 
     def load(self) -> tuple[int, Demand | None]:
-        """Tokens of the longest request, and the demand; None for requests that are there for ever.
+        """Build the demand that the options describe.
 
-        Raises UserError for lengths that are told in several ways or in none, and for what is out of range.
+        Returns:
+            Tokens of the longest request, and the demand. The demand is None for steady requests (--context).
+
+        Raises:
+            UserError: lengths are given in no way or in several ways, or a value is out of range.
         """
-        told = (self.context, self.isl if self.osl is None else self.osl, self.mix, self.trace)
-        if sum(way is not None for way in told) != 1:
-            raise UserError("requests have lengths: set one of --context, --isl with --osl, --mix and --trace")
+        ways = (self.context, self.isl if self.osl is None else self.osl, self.mix, self.trace)
+        if sum(way is not None for way in ways) != 1:
+            raise UserError(
+                "the lengths of requests must be given in exactly one way: set one of --context, --isl with --osl, "
+                "--mix and --trace"
+            )
         if self.context is not None:
             if self.rate is not None or self.prefix_hit:
-                raise UserError("--rate and --prefix-hit are of requests that end: set --isl and --osl, not --context")
+                raise UserError(
+                    "--rate and --prefix-hit do not apply to --context: set --isl and --osl instead of --context"
+                )
             return self.context, None
         demand = self._demand()
         return demand.longest, demand
@@ -62,5 +72,5 @@ class DemandOptions:
             drawn = Synthetic(_DRAWN, 1.0, parse_mix(self.mix), ANY_SERVICE)
             return Demand.of([(each.prompt_tokens, each.output_tokens) for each in drawn], self.rate, self.prefix_hit)
         if self.isl is None or self.osl is None:
-            raise UserError("a request has a prompt and an answer: set both --isl and --osl")
+            raise UserError("--isl and --osl belong together, but only one is set: set both")
         return Demand.of([(self.isl, self.osl)], self.rate, self.prefix_hit)

@@ -1,4 +1,4 @@
-"""`longhelix estimate`: one configuration, each cost item of its step with seconds, work, bytes and source."""
+"""`longhelix estimate`: predicts each cost item of one configuration's step: time, work, bytes and source."""
 
 import json as json_module
 from dataclasses import asdict
@@ -39,43 +39,44 @@ def estimate(
     compare: Annotated[tuple[str, str] | None, Parameter(show_default=False)] = None,
     json: Flag = False,
 ) -> None:
-    """Estimate one configuration: time of each cost item of a decode step, times between tokens and to the first one,
-    memory, utilisation. Numbers are those of `longhelix plan`.
+    """Predict the cost of one configuration: each cost item of a decode step, TTL, TTFT, memory and utilisation. Uses
+    the same performance model as `longhelix plan`.
 
     Parameters
     ----------
     context
-        Tokens of each request's KV.
+        Tokens of KV per request.
     batch
-        Requests of the whole world.
+        Number of requests that decode together, over all GPUs.
     dp
-        Groups of kvp * tpa GPUs that have requests of their own, and share the FFN.
+        Data parallelism of attention: groups of kvp * tpa GPUs with separate requests and a common FFN.
     kvp
-        GPUs that share each request's KV along the sequence.
+        KV parallelism: GPUs that split each request's KV cache along the sequence.
     tpa
-        GPUs that share its attention heads.
+        Tensor parallelism of attention: GPUs that split the heads.
     tpf
-        GPUs that share an FFN's columns. [default: dp * kvp * tpa / ep]
+        Tensor parallelism of the FFN: GPUs that split its columns. [default: dp * kvp * tpa / ep]
     ep
-        GPUs that share the experts.
+        Expert parallelism: GPUs that split the experts.
     pp
-        Pipeline stages.
+        Number of pipeline stages.
     tied
-        The FFN at TP = tpa, a copy on every KVP instance (Medha).
+        Replicate the FFN on every KVP instance, with tpf = tpa (Medha's layout).
     hop_b
-        Overlap the exchange with attention.
+        Overlap the exchange of partial attention results with attention (HOP-B).
     placement
-        local: a request's KV lies on one KVP rank (data-parallel attention).
+        How KV is spread over KVP ranks: striped over all of them, or local to one rank per request (data-parallel
+        attention).
     chunk
-        Prompt tokens of a prefill step, beside which all requests decode.
+        Prompt tokens per prefill step, for TTFT and for the TTL of requests that decode in the same steps.
     compare
-        Two layouts side by side in place of the options above: `--compare kvp=8,tpa=8 kvp=1,tpa=64`.
+        Two layouts to compare instead of the degrees above, such as `--compare kvp=8,tpa=8 kvp=1,tpa=64`.
     json
-        Print one JSON object.
+        Print one JSON object instead of tables.
     """
     setting = drafts.added(model.setting())
     if context < 1 or batch < 1 or chunk < 1:
-        raise UserError("context, batch and chunk must be 1 or more")
+        raise UserError(f"--context {context}, --batch {batch} and --chunk {chunk} must all be 1 or more")
     if compare is None:
         asked = [GroupedLayout.of(dp, kvp, tpa, tpf, ep, pp, tied=tied, local=placement == "local", hop_b=hop_b)]
     else:
@@ -96,14 +97,14 @@ def estimate(
 
 
 def _object(setting: Setting, found: Estimate) -> dict[str, Any]:
-    """For JSON, where the cost items are `parts`."""
+    """JSON object of an estimate. The cost items are named `parts` there."""
     written = setting_as_json(setting) | asdict(found)
     written["parts"] = written.pop("items")
     return written
 
 
 def show(found: Estimate, console: Console) -> None:
-    """Print the cost items of a step as a table, and what follows from them."""
+    """Print the cost items of a step as a table, and a summary line."""
     table = Table(title=f"{in_words(found.layout)}: {found.gpus} GPUs, batch {found.batch}", title_justify="left")
     for name in ("cost item", "ms", "share", "GFLOP", "HBM, MB", "sent, kB"):
         table.add_column(name, justify="left" if name == "cost item" else "right")
@@ -122,7 +123,7 @@ def show(found: Estimate, console: Console) -> None:
     fits = "fits" if found.fits else "DOES NOT FIT"
     drafts = f" ({drafts_in_words(found.draft_tokens, found.accepted_tokens)})" if found.draft_tokens else ""
     console.print(
-        f"TTL {1e3 * found.ttl_s:.3f} ms{drafts}, {1e3 * found.ttl_p95_s:.3f} ms beside a prompt, "
+        f"TTL {1e3 * found.ttl_s:.3f} ms{drafts}, {1e3 * found.ttl_p95_s:.3f} ms with a prompt in the step, "
         f"{found.tokens_per_s_per_user:.1f} tokens/s/user, {found.tokens_per_s_per_gpu:.2f} tokens/s/GPU; TTFT "
         f"{found.ttft_s:.2f} s in chunks of {found.chunk_tokens}; MFU {found.mfu:.1%}, "
         f"MBU {found.mbu:.1%}; {found.memory_bytes_per_gpu / 1e9:.2f} GB on the fullest GPU (weights "
@@ -132,8 +133,8 @@ def show(found: Estimate, console: Console) -> None:
 
 
 def _compared(first: Estimate, second: Estimate) -> Table:
-    """Every cost item of both, and the difference."""
-    table = Table(title="second against first", title_justify="left")
+    """Table of each cost item of both layouts, with the difference."""
+    table = Table(title="second layout compared with the first", title_justify="left")
     for name in ("cost item", "first, ms", "second, ms", "difference, ms"):
         table.add_column(name, justify="left" if name == "cost item" else "right")
     seconds = [{item.name: item.seconds for item in each.items} for each in (first, second)]

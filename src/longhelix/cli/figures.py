@@ -1,4 +1,4 @@
-"""`longhelix figures`: a paper's figures and numbers, published and modelled."""
+"""`longhelix figures`: reproduces the figures and numbers of a paper with the performance model."""
 
 import json
 import sys
@@ -18,27 +18,27 @@ from longhelix.spec.presets import load_model, load_system
 
 
 def figures(paper: Literal["helix", "medha"], /, *, out: Path, json: Flag = False) -> None:
-    """Draw a paper's figures, and print what it publishes beside what the model gives.
+    """Reproduce the figures of a paper, and print its published numbers next to those of the performance model.
 
     Parameters
     ----------
     paper
-        helix (arXiv 2507.07120) or medha (arXiv 2409.17264).
+        Paper to reproduce: helix (arXiv 2507.07120) or medha (arXiv 2409.17264).
     out
-        The folder for PAPER.md, and PNG and SVG files of the figures.
+        Folder to write PAPER.md and the figures (PNG and SVG) to.
     json
-        Print one JSON object in place of a table.
+        Print one JSON object instead of a table.
     """
     drawings.require()
     _make(out)
-    print("the model computes for half a minute at most", file=sys.stderr)
+    print("computing predictions, which takes up to half a minute", file=sys.stderr)
     found = _helix() if paper == "helix" else _medha()
     try:
         (out / f"{found.name}.md").write_text(report.as_markdown(found), encoding="utf-8")
         for path in drawings.save(found.drawings, out):
             print(path, file=sys.stderr)
     except OSError as error:
-        raise UserError(f"{out} cannot be written to ({error.strerror}): set --out to another folder") from error
+        raise UserError(f"the folder {out} is not writable ({error.strerror}): set --out to another folder") from error
     _print(found, as_json=json)
 
 
@@ -46,11 +46,13 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made ({error.strerror}): set --out to another folder") from error
+        raise UserError(
+            f"the folder {folder} cannot be created ({error.strerror}): set --out to another folder"
+        ) from error
 
 
 def _system(name: str) -> HardwareSpec:
-    """The system that a paper has, with constants fitted to that paper alone; plans are made with the preset."""
+    """System of a paper, with constants fitted to that paper only. Plans use the preset instead."""
     return load_system(str(Path(drawings.__file__).parent / "systems" / f"{name}.toml"))
 
 

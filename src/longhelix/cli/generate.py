@@ -1,4 +1,4 @@
-"""`longhelix generate`: one prompt in, the answer and its measurements out."""
+"""`longhelix generate`: answers one prompt and prints measurements."""
 
 import json as json_module
 import sys
@@ -25,36 +25,37 @@ def generate(
     *,
     prompt: str | None = None,
     prompt_file: Path | None = None,
-    image: Annotated[tuple[Path, ...], Parameter(negative=())] = (),
+    image: Annotated[tuple[Path, ...], Parameter(negative=(), show_default=False)] = (),
     context: str | None = None,
     chat: Flag = False,
     json: Flag = False,
 ) -> None:
-    """Answer one prompt: the text on standard output as it comes, its measurements on standard error.
+    """Generate an answer to one prompt. Prints the text to standard output as it comes, and measurements to standard
+    error.
 
     Parameters
     ----------
     prompt
-        The prompt, fed as it is.
+        Text of the prompt, used as it is.
     prompt_file
-        A UTF-8 file to read the prompt from, its last newline included.
+        UTF-8 file to read the prompt from. A newline at its end is part of the prompt.
     image
-        An image file that the prompt shows, for vision-language models; may be given several times. They come first,
-        unless the prompt has places for them, such as <|image_pad|>.
+        Image file for vision-language models; may be given several times. Images come before the text, unless the
+        prompt marks their places, such as with <|image_pad|>.
     context
-        A saved context that comes before the prompt, whose KV is not computed again (longhelix context).
+        Name of a saved context (see longhelix context) to put before the prompt. Its KV is not computed again.
     chat
-        Apply the model's chat template: the prompt is what the user says.
+        Apply the model's chat template, with the prompt as the user's message.
     json
-        Print one JSON object in place of the streamed text.
+        Print one JSON object instead of text and table.
     """
     text = _prompt(prompt, prompt_file)
     if chat and context is not None:
         raise UserError(
-            "a context comes before the prompt as it is, and no chat template: leave out --chat or --context"
+            "--context cannot be combined with --chat, since a saved context has no chat template: leave one out"
         )
     if image and context is not None:
-        raise UserError("a saved context has tokens alone, and no images go with it: leave out --image or --context")
+        raise UserError("--context cannot be combined with --image, since a saved context is text only: leave one out")
     params = sampling.params()
     if context is not None:
         contexts_folder(engine).at(context)
@@ -80,12 +81,12 @@ def generate(
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if (prompt is None) == (prompt_file is None):
-        raise UserError("give one of --prompt and --prompt-file")
+        raise UserError("give exactly one of --prompt and --prompt-file")
     return prompt if prompt is not None else read_text(prompt_file)
 
 
 def _content(text: str, images: tuple[Path, ...]) -> str | list[dict[str, str]]:
-    """What the user says, as chat templates have it: the images first, each a part of its own."""
+    """Content of the user's message in the form of chat templates: images first, then the text."""
     return [*({"type": "image"} for _ in images), {"type": "text", "text": text}] if images else text
 
 
@@ -104,7 +105,7 @@ def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> R
 
 
 def _as_json(result: Result) -> dict:
-    """The result's fields, without those of `optional` that are None."""
+    """Fields of the result as a dict, without optional ones that are None."""
     optional = (
         "logprobs",
         "token_texts",

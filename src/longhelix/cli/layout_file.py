@@ -1,4 +1,4 @@
-"""Settings in YAML files, such as `longhelix plan --out` writes."""
+"""Reads layout files: YAML with degrees and settings, as `longhelix plan --out` writes."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -15,16 +15,22 @@ _DEGREES = ("kvp", "tpa", "tpf", "ep", "pp")
 
 
 def read_layout(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The degrees of parallelism, and the engine's settings, that a YAML file has; raises UserError for a file, key or
-    value that is none."""
+    """Read a layout file.
+
+    Returns:
+        The degrees of parallelism and the engine settings that the file gives.
+
+    Raises:
+        UserError: the file cannot be read or is not YAML, or a key or value is invalid.
+    """
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"--layout {path} cannot be read ({error.strerror}): give `auto` or a YAML file") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"--layout {path} is not YAML: write it as `longhelix plan --out` does") from error
+        raise UserError(f"--layout {path} is not valid YAML: write one option per line, such as `kvp: 8`") from error
     if not isinstance(found, dict):
-        raise UserError(f"--layout {path} holds no options: write it as `longhelix plan --out` does")
+        raise UserError(f"--layout {path} has no options: write one option per line, such as `kvp: 8`")
     settings = [setting.name for setting in fields(EngineOptions)]
     try:
         check_names(found, [*_DEGREES, "tied", *settings])

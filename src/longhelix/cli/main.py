@@ -1,4 +1,4 @@
-"""Entry of the command line: runs a verb, and turns every error into one sentence and an exit status."""
+"""Entry point of the command line: runs a command and turns every error into one line and an exit status."""
 
 import importlib.metadata
 import json
@@ -20,22 +20,47 @@ app = App(
     version=lambda: importlib.metadata.version("longhelix"),
     config=from_file,
 )
-# Named, not imported: a verb loads when it is called.
-app.command("longhelix.cli.generate:generate", name="generate", help="Answer one prompt.")
-app.command("longhelix.cli.chat.verb:chat", name="chat", help="Talk with a model.")
-app.command("longhelix.cli.serve:serve", name="serve", help="Serve a model over HTTP, as OpenAI's interface has it.")
-app.command("longhelix.cli.context:app", name="context", help="Keep the KV of long prompts: save, list, load, rm.")
-app.command("longhelix.cli.plan:plan", name="plan", help="Search layouts: frontier, best layout, reasons.")
-app.command("longhelix.cli.estimate:estimate", name="estimate", help="Take one configuration's step apart.")
-app.command("longhelix.cli.simulate:simulate", name="simulate", help="Serve a trace of requests on a predicted clock.")
-app.command("longhelix.cli.bench:app", name="bench", help="Measure this machine, longhelix on it, and its peers.")
-app.command("longhelix.cli.calibrate:calibrate", name="calibrate", help="Measure this machine for estimate and plan.")
-app.command("longhelix.cli.collect_env:collect_env", name="collect-env", help="Say what longhelix finds here.")
-app.command("longhelix.cli.figures:figures", name="figures", help="Draw the papers' figures, published and modelled.")
+# Commands are named, not imported, so that `longhelix --help` stays fast.
+app.command("longhelix.cli.generate:generate", name="generate", help="Generate an answer to one prompt.")
+app.command("longhelix.cli.chat.verb:chat", name="chat", help="Chat with a model in the terminal.")
+app.command("longhelix.cli.serve:serve", name="serve", help="Serve a model over an OpenAI-compatible HTTP API.")
+app.command(
+    "longhelix.cli.context:app", name="context", help="Save, list, load and remove the KV cache of long prompts."
+)
+app.command(
+    "longhelix.cli.plan:plan", name="plan", help="Find the best layout for a model on a system, and explain why."
+)
+app.command(
+    "longhelix.cli.estimate:estimate", name="estimate", help="Predict the cost of one configuration, item by item."
+)
+app.command(
+    "longhelix.cli.simulate:simulate", name="simulate", help="Simulate serving a workload with predicted step times."
+)
+app.command("longhelix.cli.bench:app", name="bench", help="Benchmark this machine, longhelix and other engines.")
+app.command(
+    "longhelix.cli.calibrate:calibrate",
+    name="calibrate",
+    help="Measure this machine, for predictions with --system local.",
+)
+app.command(
+    "longhelix.cli.collect_env:collect_env",
+    name="collect-env",
+    help="Print versions, hardware and settings for a bug report.",
+)
+app.command(
+    "longhelix.cli.figures:figures", name="figures", help="Reproduce the figures of the Helix and Medha papers."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 2 for a user's error, 1 for a failed engine."""
+    """Run the command line.
+
+    Args:
+        arguments: command-line arguments without the program name. None reads them from `sys.argv`.
+
+    Returns:
+        The exit status: 0 on success, 2 for a user error, 1 if the engine or a request failed, 130 after Ctrl-C.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in arguments
     warnings.showwarning = _show_warning

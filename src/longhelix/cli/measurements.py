@@ -1,4 +1,4 @@
-"""What one request cost, as a table."""
+"""Table of measurements of one request."""
 
 import statistics
 from typing import Any
@@ -10,7 +10,7 @@ from longhelix.engine.result import Result
 
 
 def fullest(load: list[list[int]]) -> str:
-    """The expert with most rows, against the mean: of all experts of all layers that have some."""
+    """Describe the busiest expert of all layers: its rows, and their ratio to the mean over experts."""
     rows = {(layer, expert): count for layer, counts in enumerate(load) for expert, count in enumerate(counts)}
     layer, expert = max(rows, key=rows.__getitem__)
     most, mean = rows[layer, expert], statistics.mean(rows.values())
@@ -18,14 +18,14 @@ def fullest(load: list[list[int]]) -> str:
 
 
 def scattered(report: dict[str, Any]) -> str:
-    """How many all-reduces of compiled graphs the sequence-parallel pass has made reduce-scatters."""
+    """Describe how many all-reduces of compiled graphs the sequence-parallel pass turned into reduce-scatters."""
     before, after = (report["collectives"][when].get("all_reduce", 0) for when in ("before", "after"))
-    why = "; --json says why the others stayed" if after else ""
+    why = "; --json gives the reasons for the others" if after else ""
     return f"{before - after} of {before} all-reduces in compiled graphs became reduce-scatters{why}"
 
 
 def measurements(result: Result, config: EngineConfig) -> Table:
-    """A short table of what one request cost."""
+    """Table of tokens, times and bytes of one request."""
     table = plain_table()
 
     def row(name: str, value: str) -> None:
@@ -33,12 +33,12 @@ def measurements(result: Result, config: EngineConfig) -> Table:
 
     row("prompt tokens", f"{result.prompt_tokens}")
     if result.cached_tokens:
-        row("of them cached", f"{result.cached_tokens}")
+        row("cached prompt tokens", f"{result.cached_tokens}")
     row("new tokens", f"{len(result.token_ids)} ({result.finish_reason})")
     if result.ttft_s is not None:
         row("TTFT", f"{result.ttft_s:.3f} s ({result.prompt_tokens / result.ttft_s:.0f} prompt tokens/s)")
     if result.preemptions:
-        row("preempted", f"{result.preemptions} times, {result.recomputed_tokens} tokens computed again")
+        row("preempted", f"{result.preemptions} times, {result.recomputed_tokens} tokens recomputed")
     if result.swapped_tokens:
         row("swapped in", f"{result.swapped_tokens} tokens")
     if result.moved_tokens:
@@ -53,17 +53,17 @@ def measurements(result: Result, config: EngineConfig) -> Table:
     kv_bytes = [tokens * config.kv_bytes_per_token(rank) for rank, tokens in zip(ranks, kv_tokens, strict=True)]
     for rank in ranks:
         row(f"KV on rank {rank}", f"{kv_tokens[rank]} tokens, {kv_bytes[rank]} bytes")
-    row("exchanged", f"{result.exchanged_bytes_per_token:.0f} bytes/token, all ranks together")
+    row("exchanged", f"{result.exchanged_bytes_per_token:.0f} bytes/token, over all ranks")
     if result.hop_b.parts > 1:
-        waited = "" if result.hop_b.exposed_s is None else f", {result.hop_b.exposed_s:.3f} s of them not hidden"
-        row("HOP-B", f"up to {result.hop_b.parts} parts, {result.hop_b.exchanges} exchanges of each layer{waited}")
+        waited = "" if result.hop_b.exposed_s is None else f", {result.hop_b.exposed_s:.3f} s not hidden by attention"
+        row("HOP-B", f"up to {result.hop_b.parts} parts, {result.hop_b.exchanges} exchanges per layer{waited}")
     if result.tbt_s:
         weight_bytes = sum(config.weight_bytes_read(rank) for rank in ranks)
         read_bytes = weight_bytes + sum(kv_bytes)
-        row("achieved", f"{read_bytes / ttl_s / 1e9:.2f} GB/s (weights {weight_bytes} + KV bytes at the end, per TTL)")
+        row("achieved", f"{read_bytes / ttl_s / 1e9:.2f} GB/s (weights of {weight_bytes} bytes and final KV, per TTL)")
     return table
 
 
 def plain_table() -> Table:
-    """A table of names and values, without lines."""
+    """Table of names and values, without header and borders."""
     return Table(show_header=False, box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""Options that verbs share, and what they make of them."""
+"""Options that several commands share, and the values that they build."""
 
 import json
 import re
@@ -41,10 +41,10 @@ _KINDS = {
 
 
 def _type(setting: Field) -> Any:
-    """The type of a setting's flag, whose default is None: not given."""
-    check, said = setting.metadata["check"], setting.metadata["documentation"]
+    """Annotated type of the flag for a setting. Its default is None, which means that the flag was not given."""
+    check, help_text = setting.metadata["check"], setting.metadata["documentation"]
     if setting.default is not None and setting.default is not False:
-        said += f" [default: {setting.default}]"
+        help_text += f" [default: {setting.default}]"
     kind: Any = _KINDS.get(check)
     if isinstance(check, Words):
         kind = Literal[check.known]
@@ -55,11 +55,11 @@ def _type(setting: Field) -> Any:
     name, negative = setting.metadata["flag"], setting.metadata["negative"]
     named = {"name": f"--{name}"} if name else {}
     negative = f"--{negative}" if negative else ()
-    return Annotated[kind | None, Parameter(help=said, negative=negative, show_default=False, **named)]
+    return Annotated[kind | None, Parameter(help=help_text, negative=negative, show_default=False, **named)]
 
 
 def _flags(name: str, settings: Iterable[Field]) -> type:
-    """A record with one flag for each setting, None where it is not given."""
+    """Create a dataclass with one flag per setting. A flag that was not given is None."""
     flags = [(setting.name, _type(setting), None) for setting in settings]
     record = make_dataclass(name, flags, namespace={"__module__": __name__}, frozen=True, kw_only=True)
     return Parameter(name="*", group="Engine")(record)
@@ -92,7 +92,7 @@ SimulateFlags = _flags("SimulateFlags", (setting for setting in fields(EngineOpt
 
 
 def given(flags: Any) -> dict[str, Any]:
-    """The settings that were given, by name."""
+    """Settings that the user gave, by name."""
     settings = {name: value for name, value in vars(flags).items() if value is not None}
     for name, example in _OBJECTS.items():
         if name in settings:
@@ -101,7 +101,7 @@ def given(flags: Any) -> dict[str, Any]:
 
 
 def contexts_folder(flags: Any) -> ContextFolder:
-    """The folder of saved contexts, as flags say."""
+    """Folder of saved contexts that `--contexts-dir` names, or the default folder."""
     return ContextFolder(given(flags).get("contexts_dir"))
 
 
@@ -111,25 +111,25 @@ class ModelOptions:
     """Which model, and how it is laid out over ranks."""
 
     model: str
-    "A folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
+    "Model to load: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
     layout: str | None = None
-    """`auto`: one rank with all cores, since ranks of one CPU host share its memory bandwidth. Or a YAML file of
-    settings and degrees, such as `longhelix plan --out` writes; options beside it win."""
+    """YAML file of degrees and settings, as `longhelix plan --out` writes, or `auto` for one rank with all cores.
+    Options on the command line override the file."""
     kvp: int | None = None
-    "Ranks that share each request's KV along the sequence. [default: 1]"
+    "KV parallelism: ranks that split each request's KV cache along the sequence. [default: 1]"
     tpa: int | None = None
-    "Ranks that share its attention heads. [default: 1]"
+    "Tensor parallelism of attention: ranks that split the heads. [default: 1]"
     tpf: int | None = None
-    "Ranks that share an FFN's columns. [default: kvp * tpa / ep]"
+    "Tensor parallelism of the FFN: ranks that split its columns. [default: kvp * tpa / ep]"
     ep: int | None = None
-    "Ranks that share the experts. [default: as many as divide both them and kvp * tpa]"
+    "Expert parallelism: ranks that split the experts. [default: the largest divisor of both kvp * tpa and the experts]"
     pp: int | None = None
-    "Pipeline stages. [default: 1]"
+    "Number of pipeline stages. [default: 1]"
     tied: Annotated[bool | None, Parameter(negative=(), show_default=False)] = None
-    """The FFN at TP = tpa, a copy on every KVP instance (Medha's layout). With placements growing, local and auto,
-    instances that share no request step by themselves."""
+    """Replicate the FFN on every KVP instance, with tpf = tpa (Medha's layout). With placement growing, local or auto,
+    instances that share no request run their steps independently."""
     config: Path | None = None
-    "A YAML file of flags by their names; those of the command line win."
+    "YAML file of options by name. Options on the command line override it."
 
     def start(
         self,
@@ -137,8 +137,13 @@ class ModelOptions:
         tell: Callable[[EngineConfig], None] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> LLM:
-        """Start the engine, with progress on standard error, and what it resolved to as well, unless that is told
-        `tell`. defaults: settings that neither flags nor a layout file say."""
+        """Start the engine and show the progress of loading on standard error.
+
+        Args:
+            engine: engine flags of the command line.
+            tell: receives the resolved configuration. None prints its description to standard error.
+            defaults: settings for options that neither the flags nor a layout file give.
+        """
         model, settings = self._composed(engine)
         settings = {**(defaults or {}), **settings}
         llm = model._start(settings)
@@ -146,7 +151,7 @@ class ModelOptions:
         return llm
 
     def _composed(self, engine: EngineFlags) -> tuple["ModelOptions", dict[str, Any]]:
-        """These options and the settings that were given, and what a layout file says beside them."""
+        """Merge these options and the given settings with the layout file. Given values override the file."""
         settings = given(engine)
         if self.layout in (None, "auto"):
             return self, settings
@@ -155,7 +160,7 @@ class ModelOptions:
         return replace(self, layout=None, **left_open), read | settings
 
     def _start(self, settings: dict[str, Any]) -> LLM:
-        # Where nobody looks on, it would still write a line end.
+        # Even a hidden bar would write a line end to a pipe or a file.
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             bar = progress.add_task("loading weights", total=1.0)
             warm_up = progress.add_task("warming up", total=1.0, visible=False)
@@ -171,7 +176,10 @@ class ModelOptions:
         degrees = {name: getattr(self, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
         degrees = {name: degree for name, degree in degrees.items() if degree is not None}
         if self.layout == "auto" and degrees:
-            raise UserError(f"--layout auto chooses every degree: leave out --{next(iter(degrees))}", "invalid_layout")
+            raise UserError(
+                f"--layout auto chooses every degree, but --{next(iter(degrees))} is set: leave one of them out",
+                "invalid_layout",
+            )
         if self.tied:
             return tied_layout(**degrees)
         num_ranks = Layout(**degrees).num_ranks
@@ -185,8 +193,10 @@ def parsed_object(name: str, text: str, example: str) -> dict[str, Any]:
     option = f"--{name.replace('_', '-')}"
     try:
         settings = json.loads(text)
-    except (ValueError, RecursionError) as error:  # numbers of too many digits are other ValueErrors
-        raise UserError(f"{option} is not JSON ({error}): give an object in quotes") from error
+    except (ValueError, RecursionError) as error:  # a number with too many digits raises a plain ValueError
+        raise UserError(
+            f"{option} is not valid JSON ({error}): give a JSON object in quotes, such as {example}"
+        ) from error
     if not isinstance(settings, dict):
         raise UserError(f"{option} must be a JSON object, such as {example}")
     return settings
@@ -195,54 +205,55 @@ def parsed_object(name: str, text: str, example: str) -> dict[str, Any]:
 @Parameter(name="*", group="Answer")
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How new tokens are chosen."""
+    """Options that decide how new tokens are sampled."""
 
     max_new_tokens: Size = 128
-    "Most tokens of the answer."
+    "Maximum number of new tokens."
     temperature: float = 0.0
-    "0 takes the likeliest token each time."
+    "Sampling temperature. 0 always takes the most likely token; higher values make answers more varied."
     top_k: int = 0
-    "Keep the k likeliest tokens; 0 keeps all."
+    "Sample only from the k most likely tokens. 0 turns this off."
     top_p: float = 1.0
-    "Keep the likeliest tokens that together reach this probability."
+    "Sample only from the most likely tokens that together reach this probability. 1 turns this off."
     min_p: float = 0.0
-    "Keep tokens at least this likely, relative to the likeliest."
+    "Sample only from tokens with at least this probability relative to the most likely one. 0 turns this off."
     repetition_penalty: float = 1.0
-    "Above 1 makes tokens that have occurred less likely."
+    "Penalty for tokens that occur in the prompt or the answer. Values above 1 make them less likely."
     presence_penalty: float = 0.0
-    "Subtracted from the logits of tokens that the answer has."
+    "Amount subtracted from the logit of each token that the answer already contains."
     frequency_penalty: float = 0.0
-    "Subtracted from a token's logit as often as the answer has it."
+    "Amount subtracted from a token's logit for each time that the answer contains it."
     logit_bias: str | None = None
-    """What is added to the logits of token ids, as a JSON object such as '{"42": -100}'."""
+    """Numbers to add to the logits of token ids, as a JSON object such as '{"42": -100}'. [default: none]"""
     seed: int | None = None
-    "The same seed gives the same draws. [default: a new one each time]"
+    "Seed for sampling. Set it to get the same answer each time. [default: random]"
     stop: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
-    "Text that ends the answer, before itself; may be given several times."
+    "Text that ends the answer and is left out of it. May be given several times."
     stop_token_ids: Annotated[tuple[int, ...], Parameter(negative=(), show_default=False)] = ()
-    "Token ids that end the answer."
+    "Token ID that ends the answer. May be given several times."
     ignore_eos: Flag = False
-    "Go on after the model's end-of-sequence token."
+    "Continue after the model's end-of-sequence token. Use it to benchmark answers of a fixed length."
     include_stop_str_in_output: Flag = False
-    "Keep the stop text, or the text of the stop token, at the end of the answer."
+    "Include the stop text, or the text of the stop token, in the answer."
     skip_special_tokens: Annotated[bool, Parameter(negative="--show-special-tokens", show_default=False)] = True
-    "Leave special tokens out of the answer's text. This is the default; --show-special-tokens keeps them."
+    "Leave special tokens out of the text of the answer (default). --show-special-tokens keeps them."
     min_tokens: Size = 0
-    "Among so many tokens of the answer is none that ends it, and no stop text ends it there."
+    "Minimum number of new tokens before the answer may end. Stop texts are ignored until then."
     logprobs: int | None = None
-    "Also give the N likeliest tokens and their log-probabilities."
+    "Return log probabilities of the N most likely tokens for each new token. [default: off]"
     prompt_logprobs: int | None = None
-    "The same for each token of the prompt, which is computed whole for it; --max-new-tokens may then be 0."
+    """Return log probabilities of the N most likely tokens for each prompt token. The whole prompt is then computed,
+    and --max-new-tokens may be 0. [default: off]"""
     json_object: Flag = False
-    "The answer is a JSON object."
+    "Constrain the answer to a JSON object."
     json_schema: Path | None = None
-    "A file with a JSON schema: the answer is JSON that it allows."
+    "File with a JSON schema that the answer must match."
     regex: str | None = None
-    "The answer is text that this regular expression matches as a whole."
+    "Regular expression that the whole answer must match."
     grammar: Path | None = None
-    "A file with a grammar, in GBNF or llguidance's Lark: the answer is a text of it."
+    "File with a grammar that the answer must follow, in GBNF or llguidance's Lark."
     choice: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
-    "The answer is one of these; may be given several times."
+    "Allowed answer. Give it several times; the answer is one of them."
 
     def params(self) -> SamplingParams:
         settings = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _GUIDES}
@@ -252,7 +263,7 @@ class SamplingOptions:
         asked = [name for name in _GUIDES if getattr(self, name)]
         if len(asked) > 1:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in asked)
-            raise UserError(f"{flags} say what the answer is: give one of them")
+            raise UserError(f"{flags} all constrain the answer: give only one of them")
         match asked:
             case ["json_object"]:
                 return Guide("json")
@@ -265,7 +276,7 @@ class SamplingOptions:
         return None
 
     def _biases(self) -> dict[int | str, Any]:
-        """Keys of JSON are strings: those that are whole numbers become some."""
+        """Parse --logit-bias. JSON keys are strings, so keys that are whole numbers become ints."""
         if self.logit_bias is None:
             return {}
         parsed = parsed_object("logit_bias", self.logit_bias, '{"42": -100}')
@@ -275,10 +286,10 @@ class SamplingOptions:
 @Parameter(name="*", group="Answer")
 @dataclass(frozen=True, kw_only=True)
 class ChatSamplingOptions(SamplingOptions):
-    """How new tokens are chosen in a conversation, whose answers end by themselves."""
+    """Sampling options for a conversation, without a limit on the length of answers by default."""
 
     max_new_tokens: Annotated[Size, Parameter(show_default=False)] = MOST_TOKENS
-    "Most tokens of an answer. [default: what the context leaves]"
+    "Maximum number of new tokens per answer. [default: the free rest of the context]"
 
 
 def _print_described(config: EngineConfig) -> None:
@@ -287,7 +298,7 @@ def _print_described(config: EngineConfig) -> None:
 
 
 def describe(config: EngineConfig) -> list[str]:
-    """What the engine resolved to, in words that operators search logs for."""
+    """Describe the resolved configuration in two lines, in terms that operators search logs for."""
     layout, scheduler = config.layout, config.scheduler
     tokens = held_tokens(config)
     where = "1 GPU" if config.device == "cuda" else f"{config.threads_per_rank} threads"
@@ -312,5 +323,5 @@ def describe(config: EngineConfig) -> list[str]:
 
 
 def held_tokens(config: EngineConfig) -> int:
-    """How many the KV cache holds over all KVP ranks."""
+    """Capacity of the KV cache in tokens, over all KVP ranks."""
     return config.scheduler.num_blocks * config.scheduler.block_tokens * config.layout.kvp

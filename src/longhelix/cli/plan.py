@@ -1,4 +1,4 @@
-"""`longhelix plan`: search every layout of a model on a system."""
+"""`longhelix plan`: finds the best layout of a model on a system."""
 
 import json as json_module
 import sys
@@ -37,30 +37,32 @@ def plan(
     out: Path | None = None,
     json: Flag = False,
 ) -> None:
-    """Search the layouts of up to --max-gpus GPUs: the frontier, what meets all targets together best, and why.
+    """Find the best layout on up to --max-gpus GPUs. Prints the Pareto frontier, the best layout that meets all
+    targets, and the reasons.
 
     Parameters
     ----------
     max_gpus
-        The most GPUs, up to 1024.
+        Maximum number of GPUs, up to 1024.
     ttl
-        The most time from token to token, such as 20ms; while a prompt is prefilled beside as well.
+        Maximum time between two tokens, such as 20ms, even while another prompt is prefilled. [default: no target]
     ttft
-        The most time to the first token of the longest prompt, such as 30s. With --ttl also TTFT against TBT.
+        Maximum time to first token of the longest prompt, such as 30s. With --ttl, the plan also shows TTFT against
+        TBT. [default: no target]
     users
-        Requests at a time, at least.
+        Minimum number of requests that run at the same time.
     min_gpus
-        Of what meets the targets take the fewest GPUs, in place of the most tokens/s/GPU.
+        Choose the layout with the fewest GPUs that meets the targets, instead of the max tokens/s/GPU.
     gpu_hour
-        The price of a GPU for an hour, for the cost of a million tokens.
+        Price of one GPU for one hour, in any currency. Set it to get the cost of a million tokens.
     any_shape
-        Take numbers of GPUs and degrees that are neither powers of two nor whole servers, or do not divide heads and
-        experts, too.
+        Also search numbers of GPUs and degrees that are neither powers of two nor whole servers, or that do not divide
+        heads and experts.
     out
-        A folder for plan.json, frontier.csv, frontier.png and .svg, plan.html, a page to explore, plan.yaml, which
-        `serve` and `generate` take as --layout, and commands.txt: those of other engines that have such a layout.
+        Folder to write the plan to: plan.json, plan.html, frontier.csv, .png and .svg, plan.yaml (for --layout of
+        `serve` and `generate`), and commands.txt with the commands of other engines for the same layout.
     json
-        Print one JSON object.
+        Print one JSON object instead of tables.
     """
     start_s = time.perf_counter()
     context, demand = requests.load()
@@ -85,8 +87,8 @@ def plan(
         _show(found, others, rejected, crossed)
 
 
-_OF_THE_PLAN = ("plan.json", "plan.html", "frontier.csv", "frontier.png", "frontier.svg")
-_OF_THE_BEST = ("plan.yaml", "commands.txt", peers.CONFIG_FILE)
+_PLAN_FILES = ("plan.json", "plan.html", "frontier.csv", "frontier.png", "frontier.svg")
+_BEST_LAYOUT_FILES = ("plan.yaml", "commands.txt", peers.CONFIG_FILE)
 
 
 def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], crossed: list[Crossover]) -> None:
@@ -106,7 +108,7 @@ def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], cross
 
 
 def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) -> None:
-    """All files of a plan; matplotlib is loaded for them alone."""
+    """Write all files of a plan. matplotlib is imported only here."""
     from longhelix.plan import page, plots
 
     question = found.question
@@ -116,16 +118,16 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
     page.write_page(folder / "plan.html", found, as_object)
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))
-    for name in _OF_THE_BEST:  # of another plan, which was here before
+    for name in _BEST_LAYOUT_FILES:  # left over from an earlier plan in this folder
         (folder / name).unlink(missing_ok=True)
     deployment = report.best_deployment(found)
     if deployment is not None:
         (folder / "plan.yaml").write_text(report.as_yaml(found, model))
-        loaded = model if Path(model).is_dir() else "MODEL"  # engines know folders, and names that hubs have
+        loaded = model if Path(model).is_dir() else "MODEL"  # other engines load folders, but not presets
         commands = peers.commands(deployment, loaded)
         (folder / "commands.txt").write_text("\n".join(command.as_text() for command in commands))
         for command in commands:
             if command.config:
                 (folder / peers.CONFIG_FILE).write_text(command.config_yaml())
-    written = [name for name in (*_OF_THE_PLAN, *_OF_THE_BEST) if (folder / name).exists()]
+    written = [name for name in (*_PLAN_FILES, *_BEST_LAYOUT_FILES) if (folder / name).exists()]
     print(f"wrote {', '.join(sorted(written))} to {folder}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Options that the planning verbs share."""
+"""Options that the planning commands share."""
 
 import re
 import sys
@@ -18,36 +18,36 @@ from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
 from longhelix.values import whole
 
-_TABLE_WIDTH = 160  # where standard output is no terminal
+_TABLE_WIDTH = 160  # columns, if standard output is not a terminal
 
 
 @Parameter(name="*", group="Model and system")
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """Which model, in which dtypes, on which system."""
+    """Model, dtypes and system to plan for."""
 
     model: str
-    "A preset such as deepseek-r1, a folder with a Hugging Face config.json, or `builtin`."
+    "Model to plan for: a preset such as deepseek-r1, a folder with a Hugging Face config.json, or `builtin`."
     system: str
-    "A preset such as gb200, a TOML file, or `local` as `longhelix calibrate` measured it."
+    "System to plan for: a preset such as gb200, a TOML file, or `local` (this machine, see `longhelix calibrate`)."
     weight_dtype: str | None = None
-    "The weights' dtype, experts' and all others'. [default: the checkpoint's]"
+    "Dtype of all weights. [default: the checkpoint's]"
     expert_dtype: str | None = None
-    "The experts' dtype, where it is another one. [default: --weight-dtype, or the checkpoint's]"
+    "Dtype of the experts, if it differs from other weights. [default: --weight-dtype, or the checkpoint's]"
     kv_dtype: str | None = None
-    "The KV cache's dtype. [default: the model's, such as bfloat16]"
+    "Dtype of the KV cache. [default: the model's, such as bfloat16]"
     attention_dtype: str | None = None
-    "In which attention computes. [default: the KV cache's; fp8, or bfloat16 without it, where that has four bits]"
+    "Dtype of attention's arithmetic. [default: --kv-dtype; with 4-bit KV fp8, or bfloat16 if the system lacks fp8]"
 
     def setting(self) -> Setting:
-        """Load both; raises UserError for names that are not known and dtypes that the system does not have."""
+        """Load model and system. Raises UserError for an unknown name, or a dtype that the system does not support."""
         model, system = load_model(self.model), load_system(self.system)
         if self.expert_dtype is not None and model.moe is None:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
         if self.weight_dtype is None and model.stored_dtype and model.stored_dtype not in FORMATS:
             raise UserError(
-                f"the weights of {self.model} are quantised as {model.stored_dtype}, which longhelix cannot price: set "
-                f"--weight-dtype to the nearest of {', '.join(FORMATS)}",
+                f"the weights of {self.model} are quantised as {model.stored_dtype}, which has no performance model: "
+                f"set --weight-dtype to the closest of {', '.join(FORMATS)}",
                 "unsupported_dtype",
             )
         weights, experts = (self.weight_dtype,) * 2 if self.weight_dtype is not None else model.checkpoint_dtypes
@@ -65,19 +65,20 @@ class PlannedModel:
 @Parameter(name="*", group="Speculative decoding")
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Drafts that steps verify, and what they are worth."""
+    """Draft tokens of speculative decoding, and how many of them are accepted."""
 
     draft_tokens: int = 0
-    "Tokens of a request that every step verifies beside its own (speculative decoding, multi-token prediction)."
+    "Draft tokens per request that every step verifies (speculative decoding, multi-token prediction)."
     accepted_tokens: Annotated[float | None, Parameter(show_default=False)] = None
-    "How many tokens such a step gives a request on average, from 1 to 1 + --draft-tokens, as measured."
+    """Average number of new tokens per step and request, from 1 to 1 + --draft-tokens. Needed with --draft-tokens;
+    measure it on your model and text."""
 
     def added(self, setting: Setting) -> Setting:
-        """The setting with these; raises UserError for drafts whose worth nobody says, and for numbers out of range."""
+        """Return the setting with these drafts. Raises UserError if --accepted-tokens is missing or out of range."""
         if self.accepted_tokens is None and self.draft_tokens > 0:
             raise UserError(
-                f"how many of {self.draft_tokens} draft tokens are accepted depends on the model and the text: set "
-                f"--accepted-tokens to what was measured, from 1 to {1 + self.draft_tokens}"
+                f"--draft-tokens is {self.draft_tokens}, but --accepted-tokens is not set: set it to the average that "
+                f"you measured for your model and text, from 1 to {1 + self.draft_tokens}"
             )
         accepted = 1.0 if self.accepted_tokens is None else self.accepted_tokens
         return replace(setting, draft_tokens=self.draft_tokens, accepted_tokens=accepted)
@@ -85,13 +86,12 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class GroupedLayout:
-    """A layout as planning verbs take it. layout: all KVP ranks of `dp` groups, which have requests of their own and
-    share the FFN; local: each of these ranks has whole requests; hop_b: HOP-B overlaps."""
+    """Layout of the planning commands, which adds groups and placement to the engine's layout."""
 
-    layout: Layout
-    dp: int
-    local: bool
-    hop_b: bool
+    layout: Layout  # with the KVP ranks of all `dp` groups
+    dp: int  # groups with separate requests and a common FFN
+    local: bool  # whether each KVP rank holds whole requests
+    hop_b: bool  # whether HOP-B overlaps exchange and attention
 
     @classmethod
     def of(
@@ -107,32 +107,40 @@ class GroupedLayout:
         local: bool = False,
         hop_b: bool = True,
     ) -> "GroupedLayout":
-        """kvp: of one group. Raises UserError for numbers out of range, and where they do not go together."""
+        """Create from degrees, with `kvp` of one group.
+
+        Raises:
+            UserError: a degree is out of range, or the degrees do not go together.
+        """
         whole("dp", dp, 1, MOST_GPUS, code="invalid_layout")
         if not tied:
             return cls(Layout(dp * kvp, tpa, tpf, ep, pp), dp, local, hop_b)
         if dp > 1:
             raise UserError(
-                f"the tied layout has a copy of the FFN on every KVP rank, and {dp} groups share one: set dp to 1, or "
-                "leave out tied",
+                f"a tied layout has a copy of the FFN on every KVP rank, but {dp} groups share one FFN: set dp to 1, "
+                "or leave out tied",
                 "invalid_layout",
             )
         return cls(tied_layout(kvp, tpa, tpf, ep, pp), dp, local, hop_b=False)
 
 
 def stdout() -> Console:
+    """Console on standard output, with a fixed width if that is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
 
 
 def make_folder(folder: Path) -> None:
+    """Create the folder of --out. Raises UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}") from error
+        raise UserError(
+            f"the folder {folder} cannot be created ({error.strerror}): set --out to another folder"
+        ) from error
 
 
 def parse_layout(text: str) -> GroupedLayout:
-    """`kvp=8,tpa=8,tied`: degrees, and the words tied, local and no-hop-b."""
+    """Parse a layout such as `kvp=8,tpa=8,tied`: degrees, and the words tied, local and no-hop-b."""
     degrees: dict[str, int] = {}
     words = set()
     for entry in text.split(","):
@@ -143,12 +151,13 @@ def parse_layout(text: str) -> GroupedLayout:
             words.add(entry.strip())
         else:
             raise UserError(
-                f"{entry.strip()!r} in the layout {text!r} is not known: write it as dp=1,kvp=8,tpa=8,tpf=64,ep=1,pp=1 "
-                "and tied, local or no-hop-b where wanted",
+                f"the layout {text!r} contains {entry.strip()!r}, which is neither a degree nor one of tied, local and "
+                "no-hop-b: write it like dp=1,kvp=8,tpa=8,tpf=64,ep=1,pp=1,local",
                 "invalid_layout",
             )
     return GroupedLayout.of(**degrees, tied="tied" in words, local="local" in words, hop_b="no-hop-b" not in words)
 
 
 def _known(name: str, dtype: str) -> str:
+    """Name of a dtype. Raises UserError if it is unknown."""
     return number_format(dtype, name).name

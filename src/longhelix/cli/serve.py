@@ -1,4 +1,4 @@
-"""`longhelix serve`: a model for many clients, in OpenAI's HTTP interface."""
+"""`longhelix serve`: an OpenAI-compatible HTTP server."""
 
 import contextlib
 import importlib.metadata
@@ -20,8 +20,8 @@ from longhelix.serve.journal import Journal
 from longhelix.values import seconds, whole
 
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
-_BYTES_OF_IMAGES = 64_000_000  # of a body
-# What one prompt wants and what many want differ.
+_IMAGE_BYTES = 64_000_000  # added to the default --max-body-bytes if the model reads images
+# Defaults that suit many clients better than the defaults for a single prompt.
 _DEFAULTS = {"policy": "lars", "placement": "auto", "kv_cache_tokens": "auto"}
 
 
@@ -46,53 +46,53 @@ def serve(
     otlp_endpoint: str | None = None,
     default_chat_template_kwargs: str | None = None,
 ) -> None:
-    """Serve a model over HTTP until SIGTERM or Ctrl-C.
+    """Serve a model over an OpenAI-compatible HTTP API until SIGTERM or Ctrl-C.
 
     Parameters
     ----------
     host
-        The address to listen at. One that others can reach wants API keys.
+        Address to listen on. Any address other than loopback requires an API key or --allow-without-key.
     port
-        0: any that is free.
+        Port to listen on. 0 picks any free port.
     served_model_name
-        What clients call the model. [default: the end of --model]
+        Model name that clients use. [default: the last part of --model]
     api_key_file
-        A file of keys, a line each; clients send one as `Authorization: Bearer KEY`. The variable LONGHELIX_API_KEY has
-        one more.
+        File of API keys, one per line. Clients send one as `Authorization: Bearer KEY`; the environment variable
+        LONGHELIX_API_KEY adds another.
     allow_without_key
-        Let others than this machine come without a key.
+        Accept requests from other machines without an API key. Use it only behind a proxy that checks keys.
     max_waiting_requests
-        So many requests may wait for their first token; more get status 429.
+        Maximum number of requests that wait for their first token. Further requests get status 429.
     max_waiting_tokens
-        So many prompt tokens may wait, all requests together.
+        Maximum number of prompt tokens in all waiting requests together. Further requests get status 429.
     max_body_bytes
-        The largest body of a request. [default: 1 MB, and 16 bytes for each token of --max-model-len; 64 MB more where
-        the model reads images]
+        Maximum size of a request body. [default: 1 MB, plus 16 bytes per token of --max-model-len, plus 64 MB if the
+        model reads images]
     max_restarts
-        So many times an hour an engine that fails starts again, and its requests go on.
+        Restart a failed engine at most this many times per hour. Running requests continue after a restart.
     max_replays
-        So many times a request that runs while the engine fails goes on; with one more it ends with an error. A new
-        token since the engine began again makes it begin to count again.
+        Engine failures in a row that a running request survives; after one more it ends with an error. The count
+        starts again whenever the request gets a new token.
     drain
-        How long requests may take to end once the server is told to. [default: 60 s]
+        Time for running requests to finish after SIGTERM or Ctrl-C, such as 30s. [default: 60 s]
     reasoning_parser
-        How the model writes its reasoning, which chats and responses then return apart from the content. auto looks at
-        the chat template and the vocabulary; none leaves the reasoning in the content.
+        Format of the model's reasoning, which is returned separately from the content. auto detects it from the chat
+        template and the vocabulary; none leaves the reasoning in the content.
     metrics_prefix
-        What the names at /metrics begin with: vllm for dashboards that were made for it.
+        Prefix of the metric names at /metrics. Set it to vllm to use dashboards made for vLLM.
     log_format
-        Lines on standard error as text, or each as a JSON object.
+        Format of log lines on standard error: plain text, or one JSON object per line.
     otlp_endpoint
-        Where an OpenTelemetry collector takes traces over HTTP, such as http://localhost:4318/v1/traces; wants
+        OpenTelemetry collector to send traces to over HTTP, such as http://localhost:4318/v1/traces. Needs
         longhelix[trace]. [default: no traces]
     default_chat_template_kwargs
-        Variables for the model's chat template, as a JSON object such as '{"enable_thinking": false}'. Requests may
-        replace them with chat_template_kwargs.
+        Default variables for the chat template, as a JSON object such as '{"enable_thinking": false}'. Requests can
+        override them with chat_template_kwargs.
     """
     from longhelix.engine.text.chat_template import checked_variables
-    from longhelix.serve.driver import Driver, Limits  # loads what answers HTTP
+    from longhelix.serve.driver import Driver, Limits  # imported here because it loads the HTTP stack
     from longhelix.serve.engine_thread import Recovery
-    from longhelix.serve.gate import Admission
+    from longhelix.serve.gate import AccessControl
     from longhelix.serve.server import Address, run
     from longhelix.serve.serving import Serving
     from longhelix.serve.traces import Traces
@@ -118,8 +118,8 @@ def serve(
     with contextlib.closing(Journal(as_json=log_format == "json")) as journal, journal.has_logs():
         journal.tell("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
         with model.start(engine, partial(_tell, journal), _DEFAULTS) as llm:
-            of_images = _BYTES_OF_IMAGES if llm.config.spec.vision is not None else 0
-            most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len + of_images
+            image_bytes = _IMAGE_BYTES if llm.config.spec.vision is not None else 0
+            most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len + image_bytes
             driver = Driver(llm, limits, recovery)
             serving = Serving(
                 llm,
@@ -134,7 +134,7 @@ def serve(
             )
             run(
                 serving,
-                Admission(keys, most_bytes, address.is_loopback),
+                AccessControl(keys, most_bytes, address.is_loopback),
                 address,
                 lambda url: journal.tell("ready", f"serving {name} at {url}", model=name, url=url),
             )
@@ -144,7 +144,7 @@ def serve(
 
 
 def _tell(journal: Journal, config: EngineConfig) -> None:
-    """What the engine resolved to."""
+    """Log the resolved layout and the size of the KV cache."""
     layout, tokens, most = config.layout, held_tokens(config), config.scheduler.max_model_len
     degrees = {name: getattr(layout, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
     about_layout, about_cache = describe(config)
@@ -162,8 +162,12 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     lines = read_text(path).splitlines() if path is not None else []
     keys = [line.strip() for line in (*lines, os.environ.get(_KEY_VARIABLE, "")) if line.strip()]
     if path is not None and not keys:
-        raise UserError(f"{path} has no key: write one to a line, or leave out --api-key-file")
+        raise UserError(
+            f"the file of --api-key-file, {path}, has no keys: write one key per line, or leave out --api-key-file"
+        )
     wrong = next((key for key in keys if not key.isascii() or " " in key), None)
     if wrong is not None:
-        raise UserError("an API key has a space or a character that is not ASCII: headers cannot carry it")
+        raise UserError(
+            "an API key contains a space or a non-ASCII character, which HTTP headers cannot carry: choose another key"
+        )
     return tuple(keys)

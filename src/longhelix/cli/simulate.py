@@ -1,4 +1,4 @@
-"""`longhelix simulate`: requests over time, served by the engine's own loop and scheduler over a predicted runner."""
+"""`longhelix simulate`: runs the engine's own loop and scheduler on a workload, with predicted step times."""
 
 import json as json_module
 import sys
@@ -29,7 +29,7 @@ from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
 from longhelix.simulate.capacity import Capacity, find_capacity
 from longhelix.simulate.chrome_trace import ChromeTrace
 from longhelix.simulate.pool import num_blocks
-from longhelix.simulate.report import Run, Variant, as_json, table
+from longhelix.simulate.report import Variant, VariantResult, as_json, table
 from longhelix.simulate.simulation import Observer, Outcome, Server
 from longhelix.simulate.simulation import simulate as simulate_workload
 from longhelix.spec.layout import Layout
@@ -57,41 +57,44 @@ def simulate(
     chrome_trace: Path | None = None,
     json: Flag = False,
 ) -> None:
-    """Simulate serving: the engine's own loop and scheduler, with steps that take what the performance model says.
+    """Simulate serving a workload. The engine's own loop and scheduler run, and the performance model predicts the time
+    of each step.
 
     Parameters
     ----------
     kvp
-        GPUs that share each request's KV along the sequence.
+        KV parallelism: GPUs that split each request's KV cache along the sequence.
     tpa
-        GPUs that share its attention heads.
+        Tensor parallelism of attention: GPUs that split the heads.
     tpf
-        GPUs that share an FFN's columns. [default: kvp * tpa / ep]
+        Tensor parallelism of the FFN: GPUs that split its columns. [default: kvp * tpa / ep]
     ep
-        GPUs that share the experts.
+        Expert parallelism: GPUs that split the experts.
     pp
-        Pipeline stages.
+        Number of pipeline stages.
     tied
-        The FFN at TP = tpa, a copy on every KVP instance (Medha).
+        Replicate the FFN on every KVP instance, with tpf = tpa (Medha's layout).
     hop_b
-        Overlap the exchange with attention.
+        Overlap the exchange of partial attention results with attention (HOP-B).
     policy
-        Who goes next; several, with commas between them, are compared.
+        Scheduling policy: fcfs, edf, srpt or lars. Separate several by commas to compare them.
     chunk_tokens
-        Prompt tokens that run in one step; auto: as many as it computes within the TBT target; several are compared.
+        Maximum number of prompt tokens per step, or auto for as many as fit in the TBT target. Separate several by
+        commas to compare them.
     placement
-        Which KVP rank takes a request's next KV block: striped, growing, local or auto; several are compared.
-        [default: striped; auto where a KVP threshold is set]
+        How a request's KV blocks are spread over KVP ranks: striped, growing, local or auto. Separate several by commas
+        to compare them. [default: striped; auto if --kvp-threshold is set]
     kv_cache_tokens
-        Tokens that the KV cache holds over all KVP ranks. [default: what memory leaves beside weights and one step]
+        Capacity of the KV cache in tokens, over all KVP ranks. [default: all memory that weights and one step leave]
     capacity
-        Also find the highest rate at which 99% of the requests meet their service level.
+        Also find the highest request rate at which 99% of the requests meet their service level.
     out
-        A folder for simulation.json and simulation.html, a page that needs no network.
+        Folder to write simulation.json and simulation.html to. The page works offline.
     chrome_trace
-        Write every step and request from when to when, for chrome://tracing or ui.perfetto.dev; of one run.
+        File to write a timeline of steps and requests to, for chrome://tracing or ui.perfetto.dev. Allowed only if one
+        variant is simulated.
     json
-        Print one JSON object.
+        Print one JSON object instead of tables.
     """
     setting = model.setting()
     layout = tied_layout(kvp, tpa, tpf, ep, pp) if tied else Layout(kvp, tpa, tpf, ep, pp)
@@ -101,11 +104,12 @@ def simulate(
     arrivals = workload.load()
     placement = placement or ("striped" if options.kvp_threshold_tokens is None else "auto")
     if options.kvp_threshold_tokens is not None and "auto" not in placement.split(","):
-        raise UserError("--kvp-threshold is of placement auto: leave it out, or set --placement auto")
+        raise UserError("--kvp-threshold applies only to --placement auto: leave it out, or set --placement auto")
     variants = _variants(policy, chunk_tokens, placement)
     if chrome_trace is not None and len(variants) > 1:
         raise UserError(
-            f"--chrome-trace is of one run, but {len(variants)} are compared: leave it out, or compare none"
+            f"--chrome-trace records one variant, but {len(variants)} are compared: leave it out, or give one value "
+            "each for --policy, --chunk-tokens and --placement"
         )
     if out is not None:
         make_folder(out)
@@ -119,15 +123,15 @@ def simulate(
     _warn(runs)
     if out is not None:
         title = f"{model.model} on {setting.system.name}, {layout.world_size} GPUs"
-        _write(out, runs, title, f"{len(arrivals):,} requests, {rate_per_s(arrivals):.3g} in a second")
+        _write(out, runs, title, f"{len(arrivals):,} requests, {rate_per_s(arrivals):.3g} per second")
     if json:
         print(json_module.dumps(as_json(runs)))
     else:
         stdout().print(table(runs))
 
 
-def _write(folder: Path, runs: Sequence[Run], title: str, about: str) -> None:
-    """Plotly is loaded for the page alone."""
+def _write(folder: Path, runs: Sequence[VariantResult], title: str, about: str) -> None:
+    """Write the page and the JSON file. Plotly is imported only here."""
     from longhelix.simulate.page import write_page
 
     write_page(folder / "simulation.html", runs, title, about)
@@ -136,7 +140,7 @@ def _write(folder: Path, runs: Sequence[Run], title: str, about: str) -> None:
 
 
 def _variants(policies: str, chunks: str, placements: str) -> list[Variant]:
-    """All combinations of what stands between commas."""
+    """All combinations of the comma-separated values."""
     policies_known = [one_of("policy", name.strip(), POLICIES) for name in policies.split(",")]
     sizes = [_chunk_tokens(text.strip()) for text in chunks.split(",")]
     placements_known = [one_of("placement", name.strip(), (*PLACEMENTS, "auto")) for name in placements.split(",")]
@@ -144,13 +148,13 @@ def _variants(policies: str, chunks: str, placements: str) -> list[Variant]:
 
 
 def _chunk_tokens(text: str) -> int | None:
-    """None: automatic."""
+    """Parse a size; `auto` gives None."""
     if text == "auto":
         return None
     try:
         return parse_size(text)
     except ValueError as error:
-        raise UserError(f"chunk_tokens: {error}") from error
+        raise UserError(f"--chunk-tokens: {error}") from error
 
 
 def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: Variant, hop_b: bool) -> Server:
@@ -174,8 +178,8 @@ def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: V
 
 
 @dataclass(frozen=True)
-class _Watched:
-    """A workload whose progress is shown."""
+class _WithProgress:
+    """Workload that updates a progress bar while it is read."""
 
     workload: Workload
     progress: Progress
@@ -193,31 +197,35 @@ class _Watched:
         self.progress.remove_task(task)
 
 
-def _run(variant: Variant, server: Server, workload: Workload, observer: Observer | None, with_capacity: bool) -> Run:
+def _run(
+    variant: Variant, server: Server, workload: Workload, observer: Observer | None, with_capacity: bool
+) -> VariantResult:
     with Progress(console=stderr, transient=True) as progress:
 
         def simulated(requests: Workload, observer: Observer | None = None) -> Outcome:
-            return simulate_workload(server, _Watched(requests, progress), observer)
+            return simulate_workload(server, _WithProgress(requests, progress), observer)
 
         start_s = time.perf_counter()
         outcome = simulated(workload, observer)
         wall_s = time.perf_counter() - start_s
-        return Run(variant, outcome, wall_s, _capacity(simulated, workload) if with_capacity else None)
+        return VariantResult(variant, outcome, wall_s, _capacity(simulated, workload) if with_capacity else None)
 
 
 def _capacity(simulated: Callable[[Workload], Outcome], workload: Workload) -> Capacity:
-    """Of the workload with its arrivals closer together, or farther apart."""
+    """Find the capacity by scaling the gaps between arrivals."""
     rate_rps = rate_per_s(workload)
     if not rate_rps:
-        raise UserError("the capacity is of a rate, but all requests arrive at once: give some that arrive later")
+        raise UserError(
+            "--capacity needs an arrival rate, but all requests arrive at once: give a workload with later arrivals"
+        )
     return find_capacity(lambda rate: simulated(Sooner(workload, rate / rate_rps)).slo_attainment, rate_rps)
 
 
-def _warn(runs: Sequence[Run]) -> None:
-    """Say which requests were refused, and why, of the first run that refused any."""
+def _warn(runs: Sequence[VariantResult]) -> None:
+    """Warn about requests that can never run, for the first run that has any."""
     refusing = next((run.outcome for run in runs if run.outcome.refused), None)
     if refusing is not None:
         warnings.warn(
-            f"{refusing.refused} of {refusing.requests} requests can never run; the first: {refusing.refusal}",
+            f"{refusing.refused} of {refusing.requests} requests can never run. The first one: {refusing.refusal}",
             stacklevel=3,
         )

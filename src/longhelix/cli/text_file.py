@@ -1,4 +1,4 @@
-"""Text files that a user names."""
+"""Reads text files that a user names."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from longhelix.errors import UserError
 
 
 def read_text(path: Path) -> str:
-    """All of a UTF-8 file as it is, its last newline included. Raises UserError if it cannot be read or is none."""
+    """Read a UTF-8 file unchanged, including a newline at its end. Raises UserError if it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}): give the path of a readable text file") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 at byte {error.start}: convert it to UTF-8") from error

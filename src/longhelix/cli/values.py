@@ -1,4 +1,4 @@
-"""Values with units on the command line: sizes, times, layouts."""
+"""Types of command-line values: sizes and times with units, flags, and the tied layout."""
 
 import re
 from fractions import Fraction
@@ -14,37 +14,41 @@ _TIME_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
 def size(type_: Any, tokens: tuple[Token, ...]) -> int:
+    """Convert a command-line token to a size."""
     return parse_size(tokens[0].value)
 
 
 def parse_size(text: str) -> int:
-    """A whole number with an optional unit: k, M, G are decimal, Ki, Mi, Gi binary. Raises ValueError for others."""
-    # Exact, which floats are not above 2**53; more digits than these are no size that anything here could have.
+    """Parse a whole number with an optional unit. k, M, G are decimal; Ki, Mi, Gi are binary. Raises ValueError."""
+    # Fractions, because floats are not exact above 2**53. No real size has more than 18 digits.
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)((?:[kKmMgG]i?)?)", text)
     number = Fraction(match[1]) * _SIZE_UNITS[match[2].lower()] if match else None
     if number is None or number.denominator != 1:
-        raise ValueError(f'"{text}" is no size: give a whole number such as 4096, 128k or 64Ki')
+        raise ValueError(f'"{text}" is not a size: give a whole number such as 4096, 128k or 64Ki')
     return int(number)
 
 
 def size_or_auto(type_: Any, tokens: tuple[Token, ...]) -> int | str:
-    """A size, or the word auto."""
+    """Convert a command-line token to a size, or to "auto"."""
     return "auto" if tokens[0].value == "auto" else size(type_, tokens)
 
 
 def seconds(type_: Any, tokens: tuple[Token, ...]) -> float:
-    """A time with its unit: us, ms, s or min."""
+    """Convert a command-line token with a unit (us, ms, s or min) to seconds."""
     text = tokens[0].value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s|min)", text)
     if match is None:
-        raise ValueError(f'"{text}" is no time: give a number with its unit, such as 20ms or 30s')
+        raise ValueError(f'"{text}" is not a time: give a number with a unit, such as 20ms or 30s')
     return float(match[1]) * _TIME_UNITS_S[match[2]]
 
 
 def tied_layout(kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1, pp: int = 1) -> Layout:
-    """The layout of --tied: TPF = TPA, KVP copies of the FFN. Raises UserError for other degrees of the FFN."""
+    """Layout of --tied: TPF = TPA, and KVP copies of the FFN. Raises UserError for other degrees of the FFN."""
     if ep != 1 or tpf not in (None, tpa):
-        raise UserError(f"--tied means tpf = tpa = {tpa} and ep = 1: leave --tpf and --ep out", "invalid_layout")
+        raise UserError(
+            f"--tied fixes tpf = tpa = {tpa} and ep = 1, but other values are set: leave out --tpf and --ep",
+            "invalid_layout",
+        )
     return Layout(kvp, tpa, tpa, 1, pp, ffn_replicas=kvp)
 
 

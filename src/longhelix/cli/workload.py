@@ -1,4 +1,4 @@
-"""Options that say which requests arrive, and when."""
+"""Options for the requests of a simulation: a trace, or a synthetic workload."""
 
 import csv
 import io
@@ -22,40 +22,51 @@ _READERS = {".csv": read_csv, ".jsonl": read_jsonl}
 @Parameter(name="*", group="Workload")
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """Which requests arrive when, and how soon they want their tokens."""
+    """Requests with arrival times and service levels."""
 
     trace: Path | None = None
-    """A .csv or .jsonl file of requests with arrival_s, prompt_tokens, output_tokens, and optionally prefix_id,
-    prefix_tokens, client, priority, ttft_slo_s, tbt_slo_s, session, think_s. It can also have the columns of Azure,
-    BurstGPT, Vidur, Mooncake or Bailian."""
+    """Trace to simulate: a .csv or .jsonl file with arrival_s, prompt_tokens, output_tokens, and optionally prefix_id,
+    prefix_tokens, client, priority, ttft_slo_s, tbt_slo_s, session and think_s. The columns of Azure, BurstGPT, Vidur,
+    Mooncake and Bailian traces work as well."""
     synthetic: Flag = False
-    "Draw requests in place of a trace."
+    "Generate random requests instead of reading a trace."
     requests: Size = 1000
-    "How many are drawn."
+    "Number of requests to generate."
     rate: float = 1.0
-    "How many arrive in a second, on average."
+    "Average number of arrivals per second."
     arrivals: Literal["poisson", "gamma"] = "poisson"
-    "By which process."
+    "Random process of the arrivals. Use gamma with --burstiness for bursty traffic."
     burstiness: Annotated[float | None, Parameter(show_default=False)] = None
-    "With gamma arrivals: the standard deviation of the gaps over their mean; above 1 requests come in bursts."
+    """Standard deviation of the gaps between gamma arrivals, divided by their mean. Above 1, requests come in bursts.
+    [default: 1]"""
     mix: str = "chat"
-    "Kinds of requests, WEIGHT:PROMPT:ANSWER with lengths in tokens, or WEIGHT:chat: 95%:chat,5%:1M-2M:100-500."
+    """Mix of request kinds, each WEIGHT:PROMPT:ANSWER with lengths in tokens or WEIGHT:chat, such as
+    95%:chat,5%:1M-2M:100-500."""
     seed: int = 0
-    "The same seed draws the same requests."
+    "Random seed. The same seed generates the same requests."
     ttft_slo: Annotated[Seconds | None, Parameter(show_default=False)] = None
-    "The most time to a request's first token, such as 10s, where the trace does not say."
+    "Maximum time to first token, such as 10s, for requests without a value in the trace. [default: no target]"
     tbt_slo: Annotated[Seconds | None, Parameter(show_default=False)] = None
-    "The most time from token to token, such as 50ms, which 99% of a request's tokens are to keep."
+    """Maximum time between two tokens, such as 50ms, for 99% of the tokens of a request without a value in the trace.
+    [default: no target]"""
 
     def load(self) -> Workload:
-        """Raises UserError for a trace that cannot be read, and for numbers that no workload can have."""
+        """Read the trace or create the synthetic workload.
+
+        Raises:
+            UserError: the trace cannot be read, or an option is out of range.
+        """
         service = ServiceLevel(ttft_slo_s=self.ttft_slo, tbt_slo_s=self.tbt_slo)
         if self.synthetic == (self.trace is not None):
-            raise UserError("set either --trace FILE or --synthetic")
+            raise UserError(
+                "a workload is either a trace or synthetic: set exactly one of --trace FILE and --synthetic"
+            )
         if self.trace is not None:
             return read_trace(self.trace, service)
         if self.burstiness is not None and self.arrivals != "gamma":
-            raise UserError("--burstiness is of gamma arrivals: set --arrivals gamma, or leave it out")
+            raise UserError(
+                "--burstiness applies only to gamma arrivals: set --arrivals gamma, or leave out --burstiness"
+            )
         burstiness = 1.0 if self.burstiness is None else self.burstiness
         return Synthetic(
             self.requests, self.rate, parse_mix(self.mix), service, self.arrivals, burstiness, self.seed
@@ -63,11 +74,14 @@ class WorkloadOptions:
 
 
 def read_trace(path: Path, service: ServiceLevel) -> list[Arrival]:
-    """The requests of a file. Raises UserError for one that cannot be read."""
+    """Read the requests of a trace file. Raises UserError if it cannot be read."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
-        raise UserError(f"{path} ends in {path.suffix or 'no suffix'}: give a .csv or .jsonl file, unpacked")
+        raise UserError(
+            f"the trace {path} has {f'the suffix {path.suffix}' if path.suffix else 'no suffix'}: give an uncompressed "
+            ".csv or .jsonl file"
+        )
     try:
         return read(io.StringIO(read_text(path), newline=""), service)
     except csv.Error as error:
-        raise UserError(f"{path} is not CSV: {error}", "invalid_trace") from error
+        raise UserError(f"the trace {path} is not valid CSV: {error}", "invalid_trace") from error

@@ -1,1 +1,1 @@
-"""The running system: LLM and the processes behind it."""
+"""The running system: `LLM` and the processes of its ranks."""

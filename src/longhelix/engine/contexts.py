@@ -1,4 +1,4 @@
-"""Saved contexts of an engine: the KV of long prompts, kept on disk and taken up again by any layout."""
+"""Saved contexts: the KV of long prompts, saved on disk by one layout and loaded by any other."""
 
 import hashlib
 import struct
@@ -25,84 +25,87 @@ from longhelix.errors import UserError
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import MOST_PRIORITY, SamplingParams, ServiceLevel
 
-# That a rank writes or reads at a time.
-_PART_BYTES = 2**27
-LOWEST = ServiceLevel(priority=-MOST_PRIORITY)
+_PART_BYTES = 2**27  # a rank writes or reads this much between two steps
+LOWEST_PRIORITY = ServiceLevel(priority=-MOST_PRIORITY)
 
 
 @dataclass(frozen=True)
 class NewContext:
-    """One that is to be saved. token_ids: int32. replace: also in place of the context that has its name."""
+    """A context to be saved."""
 
     name: str
-    token_ids: "array[int]"
+    token_ids: "array[int]"  # int32
     cache_salt: str
-    replace: bool
+    replace: bool  # whether to overwrite a context of the same name
 
     @property
     def capacity_tokens(self) -> int:
-        """Of the request that computes it."""
+        """Capacity of the request that computes the context: its tokens, and one more that it samples."""
         return len(self.token_ids) + 1
 
 
 @dataclass(frozen=True)
 class LoadedContext:
-    """A saved context whose KV the ranks have. token_ids: int32. loaded_blocks: KV blocks that were read just now, and
-    not there already."""
+    """A saved context that is now in the prefix cache."""
 
     saved: SavedContext
-    token_ids: "array[int]"
-    loaded_blocks: int
+    token_ids: "array[int]"  # int32
+    loaded_blocks: int  # KV blocks that were read from disk; the others were cached already
 
 
 @dataclass(frozen=True)
 class ReadContext:
-    """A saved context whose manifest and token ids have been read from disk. `LLM.read_context` returns it.
-
-    token_ids: int32.
-    cache_salt: requests that use the context need the same one.
-    hashes: those of its blocks under this salt, see `PrefixCache.hashes`.
-    """
+    """Manifest and token ids of a saved context, read from disk. `LLM.read_context` returns it."""
 
     saved: SavedContext
-    token_ids: "array[int]"
-    cache_salt: str
-    hashes: Sequence[bytes]
+    token_ids: "array[int]"  # int32
+    cache_salt: str  # requests that use the context need the same one
+    hashes: Sequence[bytes]  # of its blocks under this salt, see `PrefixCache.hashes`
 
 
 class Contexts:
-    """The saved contexts in a folder, as one engine may use them. Raises UserError for what cannot be.
+    """Saves and loads the contexts of a folder for one engine.
 
-    Their KV is among what the prefix cache has: it is saved from there and loaded to there, where a request finds it by
-    its tokens. If others need the room before that, the request computes it.
+    Contexts are saved from the prefix cache and loaded into it, where requests find them by their tokens. If a context
+    is evicted before its request runs, the request computes its KV.
     """
 
     def __init__(self, core: TokenCore, model: str, checkpoint: Checkpoint, folder: ContextFolder) -> None:
-        """`model`: what users call the checkpoint."""
+        """Args:
+        core: the engine.
+        model: the user's name for the checkpoint, kept in each manifest.
+        checkpoint: the model's weights; a fingerprint of them ties contexts to the model.
+        folder: where contexts are saved.
+        """
         self._core, self._model, self._checkpoint, self._folder = core, model, checkpoint, folder
         self._config = core.config
-        self._fingerprint = ""  # once it was asked for
+        self._fingerprint = ""  # computed when it is first needed
 
     def use(self, core: TokenCore) -> None:
-        """Another engine of the same configuration, from now on."""
+        """Switch to another engine of the same configuration."""
         self._core = core
 
     def new(self, name: str, prompt: Sequence[int], cache_salt: str, replace: bool) -> NewContext:
-        """A prompt to be saved. Refuses what could not be, before anything is computed."""
+        """Return a context to be saved. Raises UserError, before anything is computed, if it cannot be saved."""
         self._check_cache()
         self._folder.check_free(name, replace)
         ids = token_ids(prompt, self._config.spec.vocab_size, self._config.scheduler.max_model_len)
         block_tokens = self._config.scheduler.block_tokens
         if len(ids) < block_tokens:
             raise UserError(
-                f"the context has {len(ids)} tokens, which do not fill one KV block of {block_tokens}: nothing is "
-                "there to save, give it with each prompt"
+                f"the context has {len(ids)} tokens, but a KV block has {block_tokens} and only full blocks are saved: "
+                "give these tokens with each prompt"
             )
         return NewContext(name, ids, cache_salt, replace)
 
     def writing(self, new: NewContext) -> Generator[None, None, SavedContext | None]:
-        """Keep the KV of a prompt that was just computed, a part each time that it is asked: steps may run between two
-        of them. Returns None if some of the KV is gone already. Where it is closed early, nothing stays on the disk."""
+        """Write the KV of a prompt that was just computed, one part per iteration. Steps may run between two parts.
+
+        If the generator is closed early, nothing stays on the disk.
+
+        Returns:
+            The saved context, or None if some of the KV was evicted before writing began.
+        """
         prompt = new.token_ids, new.capacity_tokens, new.cache_salt
         held = self._core.hold(*prompt, self._core.hashes(*prompt))
         if held is None:
@@ -126,14 +129,18 @@ class Contexts:
         return context
 
     def load(self, name: str, cache_salt: str = "") -> LoadedContext:
-        """Have the ranks take up what they do not have of a context."""
+        """Load a context into the prefix cache. Blocks that are cached already are not read again.
+
+        Raises:
+            UserError: the context is damaged, or the KV cache has no room for it now.
+        """
         context = self.read(name, cache_salt)
         saved = context.saved
-        loaded_blocks = self._take_up(context)
+        loaded_blocks = self._load_missing(context)
         if loaded_blocks is None:
             raise UserError(
-                f"context {name!r} of {saved.num_tokens} tokens does not fit into what is free of the KV cache: set "
-                "--kv-cache-tokens to more, or wait until other requests have ended",
+                f"context {name!r} of {saved.num_tokens} tokens does not fit into the free part of the KV cache: "
+                "increase --kv-cache-tokens, or wait until other requests have ended",
                 "kv_cache_exceeded",
             )
         return LoadedContext(saved, context.token_ids, loaded_blocks)
@@ -143,14 +150,14 @@ class Contexts:
     ) -> tuple["array[int]", Sequence[bytes]]:
         """Return the token ids of a context followed by a prompt, and the block hashes that are known already.
 
-        The ranks take the context up if there is room for it now and its keys are rotated by the request's angles. If
-        not, the request computes it when its turn comes.
+        The ranks load the context if the KV cache has room now and its keys are rotated by the request's angles. If
+        not, the request computes it when it runs.
         """
         most = self._config.scheduler.max_model_len
         given = context.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
         if self._origin(len(given) + sampling.most_sampled - 1).frequencies != context.saved.origin.frequencies:
             return given, ()
-        self._take_up(context)
+        self._load_missing(context)
         return given, context.hashes
 
     def read(self, name: str, cache_salt: str) -> ReadContext:
@@ -161,14 +168,14 @@ class Contexts:
         ids = self._folder.token_ids(saved)
         return ReadContext(saved, ids, cache_salt, self._core.hashes(ids, saved.capacity_tokens, cache_salt))
 
-    def _take_up(self, context: ReadContext) -> int | None:
-        """Have the ranks read the KV blocks that they do not have. Returns how many; None: there is no room now."""
+    def _load_missing(self, context: ReadContext) -> int | None:
+        """Load the KV blocks that are not cached. Returns their number, or None if there is no room now."""
         if self._core.has_cached(context.hashes):
             return 0
         saved = context.saved
         if self._folder.manifest(saved.name) != saved:
             raise UserError(
-                f"context {saved.name!r} was replaced while a request for it was on its way: ask again",
+                f"context {saved.name!r} was replaced while a request was waiting for it: send the request again",
                 "context_mismatch",
             )
         held = self._core.hold(context.token_ids, saved.capacity_tokens, context.cache_salt, context.hashes)
@@ -182,10 +189,10 @@ class Contexts:
 
     def _check_cache(self) -> None:
         if not self._config.scheduler.prefix_cache:
-            raise UserError("saved contexts are taken up through the prefix cache: set prefix_cache to True")
+            raise UserError("saved contexts need the prefix cache, but prefix_cache is False: set it to True")
 
     def _write(self, blocks: tuple[Block, ...], folder: Path) -> Iterator[None]:
-        """Have the ranks write KV blocks to files of a folder, part by part."""
+        """Have the ranks write KV blocks to files in a folder, part by part."""
         config = self._config
         totals, before = _counts(blocks), Counter[int]()
         for first, part in _parts(blocks, 0, config):
@@ -195,7 +202,7 @@ class Contexts:
             yield
 
     def _written(self, blocks: tuple[Block, ...], folder: Path) -> tuple[SavedFile, ...]:
-        """The files of these blocks."""
+        """Describe the files that hold these blocks."""
         config, totals = self._config, _counts(blocks)
         return tuple(
             _described(folder, rank, config)
@@ -204,7 +211,10 @@ class Contexts:
         )
 
     def _origin(self, num_rows: int) -> Origin:
-        """What the KV of requests of this engine depends on. num_rows: the most tokens of a request that have keys."""
+        """Return everything that the KV of a request depends on.
+
+        num_rows: the largest number of the request's tokens that have keys. Some kinds of RoPE depend on it.
+        """
         config = self._config
         if not self._fingerprint:
             self._fingerprint = fingerprint(config.spec, self._checkpoint)
@@ -223,12 +233,12 @@ class Contexts:
 
 
 def _counts(blocks: tuple[Block, ...]) -> Counter[int]:
-    """How many each KVP rank has."""
+    """Count the blocks of each KVP rank."""
     return Counter(block.owner for block in blocks)
 
 
 def _described(folder: Path, rank: int, config: EngineConfig) -> SavedFile:
-    """What a rank has written."""
+    """Describe the file that a rank has written."""
     layers, heads = config.layout.layers(config.spec.num_layers, rank), config.layout.kv_heads(config.heads, rank)
     file = RankFile(folder / file_name(rank))
     bounds = (layers.start, layers.stop), (heads.start, heads.stop)
@@ -236,7 +246,7 @@ def _described(folder: Path, rank: int, config: EngineConfig) -> SavedFile:
 
 
 def _parts(blocks: tuple[Block, ...], start: int, config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:
-    """KV blocks from `start` on, some after others, each with the index of its first one."""
+    """Split KV blocks from `start` on into parts, each with the index of its first block."""
     block_bytes = config.kv_bytes_per_token(0) * config.scheduler.block_tokens
     count = max(_PART_BYTES // max(block_bytes, 1), 1) * config.layout.kvp
     return ((first, blocks[first : first + count]) for first in range(start, len(blocks), count))

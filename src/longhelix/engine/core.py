@@ -1,4 +1,4 @@
-"""The token core: token ids in, token ids out. No text, no files, no prints."""
+"""The token core: takes token ids and returns token ids. It handles no text, reads no files and prints nothing."""
 
 import math
 import secrets
@@ -16,7 +16,7 @@ from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceEvent
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.guides import Guides
-from longhelix.engine.observation import Observation, RanStep, StepLog, observe
+from longhelix.engine.observation import Observation, ObservedStep, StepLog, observe
 from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
 from longhelix.engine.shown_images import ShownImage, ShownImages
@@ -36,11 +36,11 @@ from longhelix.values import shown
 
 @dataclass
 class Counters:
-    """Totals over all finished steps. exchanged_bytes: what all ranks together sent in exchanges."""
+    """Totals over all finished steps."""
 
     steps: int = 0
     rows: int = 0
-    exchanged_bytes: int = 0
+    exchanged_bytes: int = 0  # sent in exchanges by all ranks together
     exchanges: ExchangeLog = field(default_factory=lambda: ExchangeLog(1))
 
     def add(self, result: StepResult) -> None:
@@ -52,11 +52,15 @@ class Counters:
 
 
 class TokenCore:
-    """Requests of token ids, run by the ranks of a layout: `add` a request, `poll` for what all requests got.
+    """Runs requests of token ids on the ranks of a layout: `add` a request, then `poll` for the events of all requests.
 
-    One thread drives it. `poll` waits no longer than it is asked to, and a step costs nothing for requests that got no
-    token in it. After an error all requests are over, no process is left, and every later call raises the reason.
-    Raises UserError for what cannot work, EngineError if a rank fails.
+    One thread drives it. `poll` returns after its timeout at the latest, and a step costs nothing for requests that
+    get no token in it. After an error all requests are over, no process is left, and every later call raises the
+    reason.
+
+    Raises:
+        UserError: a request or a setting cannot work.
+        EngineError: a rank failed.
     """
 
     def __init__(
@@ -65,18 +69,26 @@ class TokenCore:
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
         on_traced: Callable[[int, list[TraceEvent]], None] = lambda rank, events: None,
-        hear: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[Event], None] = lambda event: None,
         guides: Guides | None = None,
     ) -> None:
-        """`on_load` and `on_warm_up` are called with the share of the weights, then of the warm-up, that is done.
-        `on_traced` is called with a rank and its events of one step, where steps are traced. `hear` is that of the
-        loop: a list's `append` records it for a replay. guides: without them, no request can have one."""
+        """Start the ranks.
+
+        Args:
+            config: the engine's configuration.
+            on_load: called with the fraction of the weights that is loaded, from 0 to 1.
+            on_warm_up: called with the fraction of the warm-up that is done, from 0 to 1.
+            on_traced: called with a rank and its trace events of one step, if steps are traced.
+            on_event: called with each scheduler event. Pass a list's `append` to record events for a replay.
+            guides: checks guides and knows the token table. Without it, requests with guides are rejected.
+        """
         self.config = config
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
-        self._failure = ""  # why it ended, once it has
+        self._failure = ""  # why the core ended; empty while it runs
         self._next_id = 0
-        # Nothing that the pool keeps leads back here: a core that nobody holds ends at once, without the collector. The
-        # finaliser keeps the pool whole until then: the collector could otherwise come to its sockets first.
+        # The pool has no reference back to this core, so an unused core is freed at once, without the garbage
+        # collector. The finaliser keeps the pool intact until then. Otherwise the collector could close its sockets
+        # first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
         layers = 0 if config.spec.vision is None else 1 + config.spec.vision.num_deepstack
@@ -92,13 +104,13 @@ class TokenCore:
         cost = self._scheduler.cost
         self._steps = StepLog(lambda work: None if cost is None else cost.seconds(work))
 
-        def hear_all(event: Event) -> None:
-            self._steps.hear(event)
-            hear(event)
+        def notify(event: Event) -> None:
+            self._steps.on_event(event)
+            on_event(event)
 
         pp = config.layout.pp
         runner = _Ranks(self._pool, config, self._images, guides)
-        self._loop = Loop(self._scheduler, runner, time.monotonic, most_in_flight(pp), leads_of(pp), hear_all)
+        self._loop = Loop(self._scheduler, runner, time.monotonic, most_in_flight(pp), leads_of(pp), notify)
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -117,10 +129,11 @@ class TokenCore:
 
     @property
     def has_failed(self) -> bool:
+        """Whether the core has failed or was closed."""
         return self._failure != ""
 
     def check_running(self) -> None:
-        """Raise EngineError, which says why, if it has ended."""
+        """Raise EngineError with the reason if the core has ended."""
         if self._failure:
             raise EngineError(f"the engine has ended: {self._failure}; make a new one")
 
@@ -132,8 +145,18 @@ class TokenCore:
         arrival_s: float | None = None,
         images: Sequence[ShownImage] = (),
     ) -> Request:
-        """Queue a prompt of token ids, whose events `poll` gives; it came at `arrival_s` by the monotonic clock, or
-        just now. images: what it shows, in order. Raises UserError if it can never run."""
+        """Queue a prompt of token ids. `poll` returns its events.
+
+        Args:
+            prompt: token ids.
+            sampling: how to choose tokens.
+            service: client, priority and deadlines.
+            arrival_s: when the request arrived, in seconds of the monotonic clock; now by default.
+            images: the images of the prompt, in order.
+
+        Raises:
+            UserError: the request can never run.
+        """
         request = self.request(prompt, sampling, service, arrival_s, images)
         self.queue(request, images)
         return request
@@ -146,9 +169,9 @@ class TokenCore:
         arrival_s: float | None = None,
         images: Sequence[ShownImage] = (),
     ) -> Request:
-        """What `add` queues, with a number of its own."""
+        """Return a new request with an id of its own, as `add` queues it. Takes the arguments of `add`."""
         self.check_running()
-        self.check_asked(sampling, service)
+        self.check_types(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
         self._check_images(prompt_ids, images)
         eos_token_ids = self.config.spec.eos_token_ids
@@ -170,8 +193,10 @@ class TokenCore:
         return request
 
     def queue(self, request: Request, images: Sequence[ShownImage], hashes: Sequence[bytes] = ()) -> None:
-        """Queue a request: a new one, or the rest of one that the core before had. The ranks hear of it with a step.
-        hashes: see `Scheduler.add`."""
+        """Queue a new request, or the rest of a request that ran in the previous core.
+
+        The ranks learn about it with its first step. hashes: see `Scheduler.add`.
+        """
         self.check_running()
         if images:
             self._images.add(request.id, images)
@@ -182,7 +207,7 @@ class TokenCore:
             raise
 
     def follow(self, ended: "TokenCore") -> None:
-        """Go on with the counters of a core that has ended, and with its numbers of requests."""
+        """Continue the counters and the request ids of a core that has ended."""
         self.counters, self._next_id = ended.counters, ended._next_id
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
@@ -190,75 +215,81 @@ class TokenCore:
         for name, asked in (("stop token", sampling.stop_token_ids), ("logit_bias: token", sampling.logit_bias)):
             beyond = next((token_id for token_id in asked if token_id >= vocab_size), None)
             if beyond is not None:
-                raise UserError(f"{name} id {beyond} is outside the model's vocabulary of {vocab_size}")
+                raise UserError(
+                    f"{name} id {beyond} is outside the model's vocabulary of {vocab_size}: use ids from 0 to "
+                    f"{vocab_size - 1}"
+                )
         stops = {token_id for token_id in (*sampling.stop_token_ids, *eos_token_ids) if token_id < vocab_size}
         if sampling.min_tokens and len(stops) == vocab_size:
             raise UserError(
-                "every token of the model's vocabulary is a stop token, and none is left for min_tokens: give fewer "
-                "stop_token_ids, or min_tokens 0"
+                f"every token of the model's vocabulary is a stop token, but min_tokens is {sampling.min_tokens}: give "
+                "fewer stop_token_ids, or set min_tokens to 0"
             )
 
     def _check_guide(self, guide: Guide) -> float:
         if self._guides is None:
-            raise UserError("this engine knows no text, and its requests cannot have guides: use LLM")
+            raise UserError("this engine has no tokenizer, so its requests cannot have guides: use LLM")
         return self._guides.check(guide)
 
     def _check_images(self, prompt_ids: "array[int]", images: Sequence[ShownImage]) -> None:
         vision, shown = self.config.spec.vision, sum(image.span.num_tokens for image in images)
         if vision is not None and prompt_ids.count(vision.image_token_id) != shown:
             raise UserError(
-                f"the prompt has token {vision.image_token_id}, which stands for images, but no image for it: give "
-                "images beside it, or leave it out"
+                f"the prompt has {prompt_ids.count(vision.image_token_id)} image tokens (id {vision.image_token_id}), "
+                f"but its images need {shown}: give an ImagePrompt with the images, or leave the image tokens out"
             )
 
-    def check_asked(self, sampling: SamplingParams, service: ServiceLevel) -> None:
-        """Raise UserError for what is of another type."""
+    def check_types(self, sampling: SamplingParams, service: ServiceLevel) -> None:
+        """Raise UserError for an argument of another type."""
         if not isinstance(sampling, SamplingParams):
             raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
         if not isinstance(service, ServiceLevel):
             raise UserError(f"service is {shown(service)}: give a ServiceLevel")
 
     def abort(self, request_id: int) -> Usage | None:
-        """End a request in any phase. Returns what it held and took, or None if it had already ended."""
+        """End a request in any phase. Returns its usage, or None if it had already ended."""
         self._images.forget(request_id)
         return self._loop.abort(request_id)
 
     @property
     def cost_factors(self) -> tuple[float, float]:
-        """What steps of decodes alone, and those with chunks of prompts, take beside what was predicted."""
+        """Measured step time divided by predicted step time: for decode-only steps, and for steps with prefill."""
         cost = self._loop.scheduler.cost
         assert cost is not None
         return cost.decode_factor, cost.chunk_factor
 
-    def ran_steps(self) -> list[RanStep]:
-        """The steps that have come back since the last call."""
+    def ran_steps(self) -> list[ObservedStep]:
+        """Return the steps that finished since the last call."""
         return self._steps.take()
 
     def observe(self) -> Observation:
-        """What it does now."""
+        """Return the engine's present state."""
         return observe(self._scheduler)
 
     @property
     def still_s(self) -> float:
-        """For how long no rank has got on. From any thread."""
+        """Seconds since any rank last made progress in the running step. Any thread may read it."""
         return self._pool.still_s
 
     def prefilled_tokens(self, request_id: int) -> int:
-        """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
+        """Return how many of a request's prompt tokens have been sent to the ranks; 0 while it waits."""
         return self._scheduler.prefilled_tokens(request_id)
 
     def has_begun(self, request_id: int) -> bool:
-        """Whether a step with this unfinished request was sent to the ranks, so that it may be why they fail."""
+        """Whether a step with this unfinished request was sent to the ranks, so it may be the cause of a failure."""
         return self._scheduler.has_begun(request_id)
 
     @property
     def image_bytes(self) -> int:
-        """Bytes that images of waiting requests take in this process. Any thread may ask."""
+        """Memory that images of waiting requests use in this process, in bytes. Any thread may read it."""
         return self._images.num_bytes
 
     def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
-        """Start the steps that can be started, wait for the oldest one for at most `timeout_s`, and return what its
-        requests got. Empty if the step takes longer or gave no token, or if there is nothing to do."""
+        """Start every step that can start, then wait at most `timeout_s` seconds for the oldest one.
+
+        Returns:
+            The events of that step. Empty if it takes longer or produced no token, or if there is nothing to do.
+        """
         self.check_running()
         try:
             stepped = self._loop.step(timeout_s)
@@ -275,9 +306,9 @@ class TokenCore:
         return events
 
     def watch(self) -> None:
-        """Look after the ranks while there is nothing to do. Raises EngineError if one of them has failed."""
+        """Check the ranks while there is no work. Raises EngineError if one of them has failed."""
         self.check_running()
-        assert not self.has_work, "its steps say so"
+        assert not self.has_work, "while there is work, `poll` notices failures"
         try:
             self._pool.collect(0.0)
         except BaseException as error:
@@ -300,24 +331,30 @@ class TokenCore:
     def hold(
         self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str, hashes: Sequence[bytes]
     ) -> HeldPrefix | None:
-        """Hold the KV blocks that a prompt fills, as those of a request of that capacity and salt: see
-        `Scheduler.hold`. hashes: what `hashes` gives for them."""
+        """Pin the KV blocks that a prompt fills, as a request of this capacity and salt would: see `Scheduler.hold`.
+
+        hashes: the block hashes that the method `hashes` returned for the same arguments.
+        """
         return self._scheduler.hold(_prefilled(prompt_ids, capacity_tokens, cache_salt), hashes)
 
     @contextmanager
     def releasing(self, held: HeldPrefix) -> Iterator[None]:
-        """Give the blocks back at the end."""
+        """Return a context manager that releases pinned blocks at its end."""
         try:
             yield
         finally:
             held.release(self._scheduler.pool)
 
     def publish(self, held: HeldPrefix) -> None:
-        """The ranks have filled blocks that are held: let requests find them."""
+        """Let requests find pinned blocks, which the ranks have filled."""
         held.publish(self._scheduler.pool)
 
     def carry(self, message: SaveBlocks | LoadBlocks) -> None:
-        """Have all ranks save or load KV blocks. Raises UserError, and goes on, if a file or a disk does not serve."""
+        """Have all ranks save or load KV blocks.
+
+        Raises:
+            UserError: a file is damaged, or the disk failed. The engine continues to run.
+        """
         self.check_running()
         try:
             refusal = self._pool.carry(message)
@@ -328,15 +365,22 @@ class TokenCore:
             raise refusal
 
     def fail(self, error: BaseException) -> None:
-        """End, and keep the reason. An error may leave a step half done, after which ranks and engine no longer
-        agree."""
+        """End all ranks and keep the reason.
+
+        An error may leave a step half done, so that the ranks and the engine disagree about the state.
+        """
         if not self._failure:
             self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         self.close()
 
     def expert_load(self) -> list[list[int]] | None:
-        """How many rows each expert has had since the start, by layer (empty for layers without experts) and expert.
-        None for a model without experts. The ranks are asked when this is called; no step waits for it."""
+        """Return the number of rows that each expert has processed since the start.
+
+        The ranks are asked when this is called; no step waits for it.
+
+        Returns:
+            Rows by layer and expert; a layer without experts has an empty list. None for a model without experts.
+        """
         if self.config.spec.moe is None:
             return None
         self.check_running()
@@ -350,8 +394,10 @@ class TokenCore:
         return [list(chain.from_iterable(groups)) for stage in stages for groups in zip(*stage, strict=True)]
 
     def pass_report(self) -> dict[str, Any] | None:
-        """What the sequence-parallel pass has made of the graphs of one rank of each stage, as
-        `longhelix.passes.SequenceParallel.report` has it. None without the pass."""
+        """Return what the sequence-parallel pass changed in the graphs of one rank of each stage.
+
+        It has the form of `longhelix.passes.SequenceParallel.report`. None without the pass.
+        """
         if not self.config.token_ranges.by_pass:
             return None
         self.check_running()
@@ -365,20 +411,20 @@ class TokenCore:
 class _Ranks:
     """The loop's runner. It sends the image rows and the token table that a step needs just before the step.
 
-    If a rank fails on them, it fails during that step, so the request to blame is a running one.
+    If a rank fails on them, it fails during that step, so the failure is attributed to a running request.
     """
 
     def __init__(self, pool: WorkerPool, config: EngineConfig, images: ShownImages, guides: Guides | None) -> None:
         self._pool, self._config, self._images, self._guides = pool, config, images, guides
-        self._know_tokens = False  # which guides need
+        self._sent_token_table = False  # ranks need it for guides
 
     def submit(self, step: Step) -> None:
-        if not self._know_tokens and any(new.sampling.guide is not None for new in step.new):
-            assert self._guides is not None, "or the guide was refused"
+        if not self._sent_token_table and any(new.sampling.guide is not None for new in step.new):
+            assert self._guides is not None, "the request was rejected otherwise"
             layout = self._config.layout
             ranks = [rank for rank in range(layout.world_size) if layout.has_head(rank)]
             self._pool.show(ranks, TakeTokens(self._guides.table))
-            self._know_tokens = True
+            self._sent_token_table = True
         for rows in self._images.rows(step):
             self._pool.show(self._image_ranks(step), rows)
         self._pool.submit(step)
@@ -394,7 +440,7 @@ class _Ranks:
 
 
 def _root(config: EngineConfig) -> Callable[[Request], bytes]:
-    """What a request's KV depends on beside its tokens: with some kinds of RoPE, how long it may become."""
+    """Return what a request's KV depends on besides its tokens: its maximum length, for some kinds of RoPE."""
     rope, size = config.spec.rope, config.spec.rotated_size
     if rope.kind not in ("dynamic", "longrope"):
         return lambda request: b""
@@ -408,8 +454,7 @@ def _prefilled(prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) 
 
 
 def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:
-    """A function that is called with each number of elements that a rank has loaded, and tells `on_load` the share of
-    all."""
+    """Return a callback that counts the elements that ranks load and passes the fraction of all to `on_load`."""
     total = sum(config.weight_elements(rank) for rank in range(config.layout.world_size))
     loaded = 0
 

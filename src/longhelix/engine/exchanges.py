@@ -1,4 +1,4 @@
-"""How exchanges overlapped attention while a request ran. Steps are counted once, for all requests together."""
+"""Measures how exchanges overlapped attention while a request ran. Each step is counted once for all requests."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -8,16 +8,13 @@ from longhelix.scheduler.step import StepResult
 
 @dataclass(frozen=True)
 class HopB:
-    """The exchanges of the steps that ran between a request's arrival and its end.
+    """The exchanges of the steps that ran between a request's arrival and its end."""
 
-    parts: the most parts that one of the steps attended in; 1 is one exchange, 0 none. exchanges: of each layer, over
-    all steps; 0 with one KVP rank. exposed_s: for each step, the longest time that a rank waited for exchanges with
-    nothing left to attend to, late peers included; summed over the steps. None where that is not measured: ranks that
-    share memory, GPUs, compiled layers, one KVP rank.
-    """
-
-    parts: int = 1
-    exchanges: int = 0
+    parts: int = 1  # largest number of parts that a step's attention was split into; 1 is one exchange, 0 none
+    exchanges: int = 0  # per layer, over all steps; 0 with one KVP rank
+    # Seconds that a rank waited for exchanges with no attention left to compute, including waits for late peers: the
+    # largest of all ranks in each step, summed over the steps. None where it is not measured: ranks that share memory,
+    # GPUs, compiled layers, one KVP rank.
     exposed_s: float | None = 0.0
 
 
@@ -32,17 +29,21 @@ class Moment:
 
 
 class ExchangeLog:
-    """Totals over all steps. A request's numbers are the difference of two moments, so a step does not touch every
-    request."""
+    """Totals over all steps.
+
+    A request's numbers are the difference between two moments, so a step does not have to update every request.
+    """
 
     def __init__(self, kvp: int) -> None:
         self._kvp = kvp
         self._now = Moment(0, 0, 0.0, 0)
-        # Steps that no later one matched in parts, parts falling: the first since a moment had the most.
+        # (step, parts) of the steps that had more parts than every later step, in order, so parts decrease. The first
+        # entry since a moment has the most parts since then.
         self._peaks: list[tuple[int, int]] = []
 
     @property
     def now(self) -> Moment:
+        """The present totals."""
         return self._now
 
     def add(self, step: StepResult) -> None:
@@ -59,7 +60,7 @@ class ExchangeLog:
         )
 
     def since(self, moment: Moment) -> HopB:
-        """The exchanges of the steps after `moment`."""
+        """Return the exchanges of the steps after `moment`."""
         first = bisect_left(self._peaks, (moment.steps, 0))
         return HopB(
             parts=self._peaks[first][1] if first < len(self._peaks) else 1,

@@ -1,4 +1,4 @@
-"""What requests with guides need beside their prompts."""
+"""Checks guides and makes the token table that they need."""
 
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from longhelix.spec import ModelSpec
 
 
 class Guides:
-    """Guides of one model's texts."""
+    """Checks guides for one model and makes its token table."""
 
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec) -> None:
         self._tokenizer = tokenizer
@@ -18,27 +18,34 @@ class Guides:
         self._checker = GuideChecker(lambda: self.table)
 
     def check(self, guide: Guide) -> float:
-        """The seconds of CPU time that it takes to be compiled. Raises UserError if no text of this model can follow
-        it. Any thread may ask."""
+        """Check that some text of this model can follow a guide. Any thread may call it.
+
+        Returns:
+            Seconds of CPU time that it takes to compile the guide.
+
+        Raises:
+            UserError: no text of this model can follow the guide.
+        """
         return self._checker.check(guide)
 
     def knows(self, guide: Guide) -> bool:
-        """Whether `check` has found before that it can be followed. Raises the UserError that it was refused with."""
+        """Whether `check` has already accepted the guide. Raises the UserError with which `check` rejected it."""
         return self._checker.knows(guide)
 
     @cached_property
     def table(self) -> TokenTable:
-        """What the model's tokens stand for. Raises UserError for a model whose texts no guide can be for."""
+        """The bytes of each of the model's tokens. Raises UserError if the model cannot have guides."""
         eos_ids = tuple(token_id for token_id in self._eos_ids if token_id < self._vocab_size)
         if not eos_ids:
-            raise UserError("the model has no token that ends a text, which guides need: ask for no guide")
+            raise UserError("guides need a token that ends a text, but the model has none: leave the guide out")
         found = self._tokenizer.token_bytes
         special_ids = {token_id for token_id in self._tokenizer.special_ids if token_id < self._vocab_size}
-        # One that marks something has a name, whatever else it lacks.
+        # A special token needs some bytes to be told apart, even if it has no text.
         tokens = [found.get(token_id, b"") for token_id in range(self._vocab_size)]
         for token_id in special_ids.union(eos_ids):
             tokens[token_id] = tokens[token_id] or b"<%d>" % token_id
         return TokenTable(tuple(tokens), tuple(sorted(special_ids.union(eos_ids))), eos_ids)
 
     def close(self) -> None:
+        """End the process that checks guides."""
         self._checker.close()

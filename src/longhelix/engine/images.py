@@ -1,4 +1,4 @@
-"""Prompts that show images, as token ids: each image stands there as often as it has tokens."""
+"""Turns prompts with images into token ids. The image token is repeated once for every token of its image."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from longhelix.scheduler.request import ImageSpan
 from longhelix.spec import VisionSpec
 from longhelix.values import refused
 
-_MOST_IMAGES = 1024  # of one prompt: each is opened before the first is looked at
+_MOST_IMAGES = 1024  # per prompt, because all are opened before the vision tower runs on the first
 
 
 class Images:
-    """Reads the images of prompts for one engine. Raises UserError for what cannot be."""
+    """Reads the images of prompts for one engine."""
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
@@ -29,12 +29,20 @@ class Images:
         self._tower: Tower | None = None
 
     def read(self, prompt: ImagePrompt, encode: Callable[[str], Sequence[int]]) -> ReadPrompt:
-        """A prompt whose images were opened; their states are yet to be made. encode: makes ids of text."""
+        """Open a prompt's images. The vision tower runs on them later.
+
+        Args:
+            prompt: the prompt.
+            encode: returns the token ids of text.
+
+        Raises:
+            UserError: the model reads no images, or a prompt or an image is invalid or too long.
+        """
         vision, checkpoint = self._config.spec.vision, self._checkpoint
         if vision is None or not isinstance(checkpoint, VisionLanguageCheckpoint):
             raise UserError(
-                f"the model reads no images, as a {self._config.spec.architecture} model: give text alone, or choose "
-                "a vision-language model",
+                f"{self._config.spec.architecture} models read no images: leave the images out, or choose a "
+                "vision-language model",
                 "unsupported_model",
             )
         if self._patcher is None or self._tower is None:
@@ -53,14 +61,14 @@ class Images:
         return ReadPrompt(expanded, shown)
 
     def _check_length(self, num_tokens: int, images: Sequence[Any], patcher: Patcher) -> None:
-        """Raise UserError where these tokens and those of images are too many, before any pixel is read."""
+        """Raise UserError if these tokens and those of the images are too many, before any pixel is read."""
         most = self._config.scheduler.max_model_len
         for number, image in enumerate(images, 1):
             num_tokens += patcher.num_tokens(image)
             if num_tokens > most:
                 raise UserError(
                     f"the prompt has {num_tokens} tokens with the first {number} of its {len(images)} images, but "
-                    f"--max-model-len is {most}: give fewer or smaller images, or set --max-model-len to more",
+                    f"--max-model-len is {most}: give fewer or smaller images, or increase --max-model-len",
                     "context_length_exceeded",
                 )
 
@@ -72,20 +80,20 @@ def _items(images: object) -> Sequence[Any]:
 
 
 def _with_places(ids: list[int], num_images: int, vision: VisionSpec) -> list[int]:
-    """The ids of a prompt in which every image has a place; where none has, all come first."""
+    """Return the ids of a prompt with a place for every image. If it has no places, all images come first."""
     places = ids.count(vision.image_token_id)
     if places == num_images:
         return ids
     if places:
         raise UserError(
-            f"the prompt has {places} places for images, and {num_images} images: give as many as it has places, or "
-            "leave the places out, and the images come first"
+            f"the prompt has {places} places for images, but {num_images} images: give one image for each place, or "
+            "leave out all places to put the images first"
         )
     return [vision.start_token_id, vision.image_token_id, vision.end_token_id] * num_images + ids
 
 
 def _expanded(ids: list[int], images: Sequence[Patches], vision: VisionSpec) -> tuple["array[int]", list[ImageSpan]]:
-    """The ids where every image has as many as it has tokens, int32, and where these are."""
+    """Repeat each image token once for every token of its image. Returns the ids, int32, and where the images are."""
     expanded = array("i")
     spans: list[ImageSpan] = []
     left = iter(images)

@@ -1,4 +1,4 @@
-"""A request on its way, with its text."""
+"""An unfinished request with its text so far."""
 
 from array import array
 from collections import deque
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from longhelix.engine.exchanges import Moment
 from longhelix.engine.result import Delta
 from longhelix.engine.shown_images import ShownImage
-from longhelix.engine.text.reasoning import Reasoning
+from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.engine.text.stop_strings import StopStrings
 from longhelix.engine.text.text_stream import TextStream
 from longhelix.scheduler.request import Request
@@ -18,27 +18,26 @@ from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 
 @dataclass
 class Live:
-    """A request between `add` and its end. context: the saved one that its prompt begins with. failures: how often the
-    engine has failed while it ran, since it last had two new tokens: its prompt gave the first one, and a step of
-    decodes the second. new_tokens: since it last began. spent: what it took in engines that have failed. reasoning:
-    what finds the reasoning in its text, where that was asked for apart."""
+    """A request between `add` and its end."""
 
     request: Request
-    tokens: TextStream
+    tokens: TextStream  # turns its tokens into text
     stops: StopStrings
-    deltas: deque[Delta]  # whoever asked for it takes them from here
+    deltas: deque[Delta]  # the queue that its caller reads
     arrival: Moment
-    context: str | None = None
+    context: str | None = None  # the saved context that its prompt begins with
     images: Sequence[ShownImage] = ()
+    # How often the engine failed while the request ran, since it last had two new tokens. Prefill produces the first
+    # token and a decode step the second, so two tokens show that it can do both.
     failures: int = 0
-    new_tokens: int = 0
-    spent: Usage | None = None
-    reasoning: Reasoning | None = None
+    new_tokens: int = 0  # since it last started
+    spent: Usage | None = None  # its usage in engines that have failed
+    reasoning: ReasoningSplitter | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)  # when each token came, by the monotonic clock
     logprobs: list[dict[int, float]] = field(default_factory=list)
-    token_texts: list[str] = field(default_factory=list)  # what each token adds to the text, stop strings included
+    token_texts: list[str] = field(default_factory=list)  # text of each token, including stop strings
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
     ending: SampledToken | None = None  # the stop token that ended it
 
@@ -75,20 +74,26 @@ class Live:
         return content, reasoning, finish_reason
 
     def stop(self, usage: Usage | None, *, began: bool) -> None:
-        """The engine has failed, with which it has taken that. began: it did not only wait."""
+        """Record that the engine failed.
+
+        Args:
+            usage: what the request used in that engine.
+            began: whether the request had started to run.
+        """
         self.failures += began
         if began and usage is not None:
             self.spent = usage if self.spent is None else usage.after(self.spent)
 
-    def begin_again(self) -> Request:
-        """The rest of the request, for an engine that has nothing of it: after the tokens that it has given."""
+    def remaining_request(self) -> Request:
+        """Return the rest of the request, after the tokens that it has produced, for a restarted engine."""
         self.new_tokens = 0
         if not self.token_ids:
             self.prompt_logprobs = [None]
             return self.request
-        asked = replace(self.request.sampling, prompt_logprobs=None)  # which have come before the first token
-        return replace(self.request, sampling=asked).resumed(array("i", self.token_ids))
+        # All prompt log-probabilities came before the first token.
+        sampling = replace(self.request.sampling, prompt_logprobs=None)
+        return replace(self.request, sampling=sampling).resumed(array("i", self.token_ids))
 
     def _cut(self, text: str) -> tuple[str, bool]:
-        """The text of the last token, as `StopStrings.push` gives it."""
+        """Pass the text of the last token through `StopStrings.push`."""
         return self.stops.push(text, exempt=len(self.token_ids) <= self.request.sampling.min_tokens)

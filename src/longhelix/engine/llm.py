@@ -1,4 +1,4 @@
-"""LLM: prompts in, results out. Holds the tokenizer and the token core, and gives every request its text."""
+"""The class `LLM`: it takes prompts and returns results. It owns the tokenizer and the token core."""
 
 import math
 import os
@@ -18,13 +18,13 @@ from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceFile
-from longhelix.engine.contexts import LOWEST, Contexts, LoadedContext, ReadContext
+from longhelix.engine.contexts import LOWEST_PRIORITY, Contexts, LoadedContext, ReadContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
 from longhelix.engine.images import Images
 from longhelix.engine.live import Live
 from longhelix.engine.lost_requests import LostRequests
-from longhelix.engine.observation import Observation, RanStep
+from longhelix.engine.observation import Observation, ObservedStep
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import ImagePrompt, Prompt, ReadPrompt, as_prompts
 from longhelix.engine.resolution import resolve
@@ -32,7 +32,7 @@ from longhelix.engine.result import Delta, Result
 from longhelix.engine.saving import Computing, Saving
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
-from longhelix.engine.text.reasoning import Reasoning
+from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.engine.text.stop_strings import StopStrings
 from longhelix.engine.text.tokenizer import Tokenizer
 from longhelix.engine.workers import ranks, torchrun
@@ -43,15 +43,25 @@ from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 from longhelix.spec.layout import Layout
 from longhelix.values import real, refused, whole
 
-_ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)  # what computes a context samples it, and nobody reads
+# The request that computes a context has to sample a token. Nobody reads it.
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
 
 class LLM:
-    """A model over the ranks of a layout. Close it, or use it in a `with` statement: its ranks are processes.
+    """A model that runs on the ranks of a layout.
 
-    model: "builtin", a folder in Hugging Face format, or a GGUF file. settings: those of `EngineOptions`, by name.
-    on_load and on_warm_up are told the share of the weights, then of the warm-up, that is done, from 0 to 1.
-    Raises UserError for input that cannot work, EngineError if a rank fails.
+    Each rank is a process. Call `close` at the end, or use the engine in a `with` statement.
+
+    Args:
+        model: "builtin", a folder in Hugging Face format, or a GGUF file.
+        layout: how the ranks divide the model; one rank by default.
+        on_load: called with the fraction of the weights that is loaded, from 0 to 1.
+        on_warm_up: called with the fraction of the warm-up that is done, from 0 to 1.
+        settings: fields of `EngineOptions`.
+
+    Raises:
+        UserError: the model, the layout or a setting cannot work.
+        EngineError: a rank failed.
     """
 
     def __init__(
@@ -66,9 +76,9 @@ class LLM:
         layout = Layout() if layout is None else layout
         if not isinstance(model, str | os.PathLike):
             raise refused("model", model, '"builtin", or the path of a folder or a GGUF file')
-        _check_told(on_load=on_load, on_warm_up=on_warm_up)
+        _check_callbacks(on_load=on_load, on_warm_up=on_warm_up)
         options = EngineOptions.of(settings)
-        if isinstance(layout, Layout):  # what is none, `resolve` refuses
+        if isinstance(layout, Layout):  # `resolve` rejects anything else
             torchrun.join(layout.world_size)
         checkpoint = open_checkpoint(str(model))
         ranks.prepare()
@@ -84,8 +94,8 @@ class LLM:
         self._closed = False
         self._live: dict[int, Live] = {}
         self._lost = LostRequests()
-        self._deltas: deque[Delta] = deque()  # of requests that were added one by one: `step` gives them
-        self._abandoned: deque[int] = deque()  # requests whose streams are gone
+        self._deltas: deque[Delta] = deque()  # for requests queued with `add`; `step` returns them
+        self._abandoned: deque[int] = deque()  # requests to abort because their stream was dropped
         self._savings: list[Saving] = []
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
@@ -115,7 +125,7 @@ class LLM:
     def close(self) -> None:
         """End all ranks. May be called more than once."""
         self._closed = True
-        with ExitStack() as ends:  # one that fails keeps none of the others
+        with ExitStack() as ends:  # if one callback fails, the others still run
             ends.callback(self._end)
             ends.callback(self._guides.close)
             ends.callback(self._savings.clear)
@@ -136,20 +146,31 @@ class LLM:
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """After an EngineError: start the ranks again. Requests that were added and had not ended go on from the tokens
-        that they have given: none of these comes again, and none is left out.
+        """Start the ranks again after an EngineError.
 
-        One that ran in more than `most_failures` failures, without two new tokens between them, ends with an error.
-        on_load and on_warm_up: as of the constructor; what they raise ends the start. Raises EngineError if the ranks
-        cannot start, or what the constructor does, such as UserError where memory is short, after which it may be tried
-        again; UserError also for another `most_failures` than a whole number from 0.
+        Unfinished requests continue after the last token they produced. No token is repeated or lost.
+
+        Args:
+            most_failures: a request that ran during more failures than this, without two new tokens between them,
+                ends with an error.
+            on_load: as in the constructor; an exception that it raises stops the start.
+            on_warm_up: as in the constructor; an exception that it raises stops the start.
+
+        Raises:
+            EngineError: the ranks cannot start. You may call `restart` again.
+            UserError: `most_failures` is not a whole number from 0, or whatever the constructor rejects, such as too
+                little memory. You may call `restart` again.
         """
         most_failures = whole("most_failures", most_failures, 0, MOST_TOKENS)
-        _check_told(on_load=on_load, on_warm_up=on_warm_up)
-        if self._closed or not self._core.has_failed:
-            raise EngineError("the engine was closed" if self._closed else "the engine has not failed")
-        if self._trace is not None or torchrun.is_active():
-            raise EngineError("ranks that are traced, or that torchrun started, are not started again")
+        _check_callbacks(on_load=on_load, on_warm_up=on_warm_up)
+        if self._closed:
+            raise EngineError("the engine was closed and cannot restart: make a new LLM")
+        if not self._core.has_failed:
+            raise EngineError("the engine has not failed: call restart only after an EngineError")
+        if self._trace is not None:
+            raise EngineError("an engine that writes a trace cannot restart: make a new LLM, or leave out trace")
+        if torchrun.is_active():
+            raise EngineError("an engine whose ranks torchrun started cannot restart: run torchrun again")
         ranks.prepare()
         core = self._new_core(on_load, on_warm_up)
         self._lost.add(self._live.values(), self._core)
@@ -161,23 +182,23 @@ class LLM:
             saving.begin_again(most_failures)
         for live in self._lost.failing(most_failures):
             usage = Usage((0,) * self.config.layout.kvp)
-            error = f"the engine has failed {live.failures} times while this request ran"
+            error = f"the engine failed {live.failures} times while this request ran"
             live.deltas.append(Delta(live.request.id, "", self._result(live, "error", usage, error)))
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Rank to process id."""
+        """The process id of each rank."""
         return self._core.process_ids
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to run or to give."""
+        """Whether `step` has something to run or to return."""
         lost = bool(self._lost) and not self._core.has_failed
         return lost or bool(self._deltas or self._savings) or self._core.has_work
 
     @property
     def is_saving(self) -> bool:
-        """Whether contexts are computed or written. Any thread may ask."""
+        """Whether contexts are being computed or written. Any thread may read it."""
         return bool(self._savings)
 
     def add(
@@ -190,65 +211,99 @@ class LLM:
         arrival_s: float | None = None,
         reasoning: ReasoningTags | None = None,
     ) -> int:
-        """Queue a prompt, as text, as token ids or with images; it goes on after the saved context of that name. It
-        came at `arrival_s` by `time.monotonic`, from when on its deadlines and its time to the first token count, or
-        just now. Returns the request's id; `step` gives its deltas. reasoning: tags whose text is kept apart from the
-        answer's (see `Tokenizer.reasoning_tags`).
+        """Queue a prompt and return the request's id. `step` returns the request's deltas.
 
-        Raises UserError if it can never run.
+        Args:
+            prompt: text, token ids, or a prompt with images.
+            sampling: how to choose tokens; `SamplingParams()` by default.
+            service: client, priority and deadlines.
+            context: saved context that the prompt continues, by name or as `read_context` returned it.
+            arrival_s: when the request arrived, in seconds of `time.monotonic`; now by default. Its deadlines and its
+                time to first token count from then.
+            reasoning: tags of the reasoning, which is then kept apart from the answer (see
+                `Tokenizer.reasoning_tags`).
+
+        Raises:
+            UserError: the request can never run.
         """
         return self._queue(prompt, sampling, service, self._deltas, context, arrival_s, reasoning)
 
     def read(self, prompt: ImagePrompt) -> ReadPrompt:
-        """The prompt for `add` and the like, which then need not open its images, nor run the vision tower. Unlike all
-        else it may run on another thread, one call at a time, while the engine steps. Raises UserError as they do."""
+        """Open a prompt's images and run the vision tower on them, so that `add` does not have to.
+
+        It may run on another thread, one call at a time, while the engine steps.
+
+        Raises:
+            UserError: as `add` does.
+        """
         read = self._images.read(prompt, self._token_ids)
         return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
 
     def read_context(self, name: str, cache_salt: str = "") -> ReadContext:
-        """Read a saved context, to give it to `add` with requests of the same cache_salt.
+        """Read a saved context's token ids for `add`. The requests need the same cache_salt.
 
-        Like `read`, it may run on another thread while the engine steps: it takes about 0.1 s for a million tokens.
-        Raises UserError as `add` does.
+        Like `read`, it may run on another thread while the engine steps. It takes about 0.1 s for a million tokens.
+
+        Raises:
+            UserError: as `add` does.
         """
         return self._contexts.read(name, cache_salt)
 
     @property
     def image_bytes(self) -> int:
-        """Bytes that images of waiting requests take in this process. Any thread may ask."""
+        """Memory that images of waiting requests use in this process, in bytes. Any thread may read it."""
         return self._core.image_bytes
 
     def check_guide(self, guide: Guide) -> None:
-        """Raise UserError if no text of this model can follow it. `add` asks as well; what was found is kept, so that
-        whoever asks here before, on any thread, spares it the time."""
+        """Raise UserError if no text of this model can follow the guide.
+
+        `add` makes the same check. Results are kept, so a call on another thread beforehand makes `add` faster.
+        """
         self._guides.check(guide)
 
     def knows_guide(self, guide: Guide) -> bool:
-        """Whether `check_guide` has found before that it can be followed, which nobody waits for. Raises the UserError
-        that it was refused with."""
+        """Whether `check_guide` has already accepted the guide. Returns at once.
+
+        Raises:
+            UserError: `check_guide` rejected it, with the same error.
+        """
         return self._guides.knows(guide)
 
     def save_context(
-        self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
+        self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST_PRIORITY, *, replace: bool = False
     ) -> SavedContext:
-        """Compute a prompt's KV, after whatever else runs, and keep it on disk under a name. `replace`: also in place
-        of the context that has it. Raises UserError if that cannot be; then nothing on the disk has changed."""
+        """Compute a prompt's KV and save it on disk under a name.
+
+        Args:
+            name: name of the context.
+            prompt: text or token ids.
+            service: by default the lowest priority, so other requests run first.
+            replace: overwrite the context of that name.
+
+        Raises:
+            UserError: the context cannot be saved. Nothing on the disk has changed.
+        """
         saving = self.begin_saving(name, prompt, service, replace=replace)
         try:
             while not saving.has_ended:
-                self._get_on()
+                self._advance_unfinished()
         except BaseException:
-            saving.end(EngineError("it was given up"))
+            saving.end(EngineError("saving was interrupted"))
             raise
         return saving.result()
 
     def begin_saving(
-        self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST, *, replace: bool = False
+        self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST_PRIORITY, *, replace: bool = False
     ) -> Saving:
-        """Begin what `save_context` does; `step` gets on with it beside all else. Raises UserError as that does, for
-        what can be seen before anything is computed."""
+        """Start saving a context and return at once. `step` makes progress on it between other work.
+
+        Takes the arguments of `save_context`.
+
+        Raises:
+            UserError: the context cannot be saved, as far as that is known before anything is computed.
+        """
         self._core.check_running()
-        self._core.check_asked(_ONE_TOKEN, service)
+        self._core.check_types(_ONE_TOKEN, service)
         new = self._contexts.new(name, self._token_ids(prompt), service.cache_salt, replace)
         computing = Computing(
             lambda deltas: self._queue(new.token_ids, _ONE_TOKEN, service, deltas, None),
@@ -260,56 +315,69 @@ class LLM:
         return saving
 
     def load_context(self, name: str, cache_salt: str = "") -> LoadedContext:
-        """Have the ranks take up a saved context, unless they have it, whatever layout it was saved with: from here on
-        requests with that salt that begin with its tokens begin with its KV, until others need the room. Raises
-        UserError if it is damaged or does not fit."""
+        """Load a saved context into the prefix cache. It may have been saved with any layout.
+
+        Requests with the same salt that begin with its tokens reuse its KV until the cache evicts it. Blocks that are
+        cached already are not read again.
+
+        Raises:
+            UserError: the context is damaged or does not fit.
+        """
         self._core.check_running()
         return self._contexts.load(name, cache_salt)
 
     @property
     def cost_factors(self) -> tuple[float, float]:
-        """What steps of decodes alone, and those with chunks of prompts, take beside what was predicted: what the
-        choice of chunks corrects predictions by."""
+        """Measured step time divided by predicted step time: for decode-only steps, and for steps with prefill.
+
+        The scheduler corrects its predictions by these factors when it chooses the size of chunks.
+        """
         return self._core.cost_factors
 
-    def ran_steps(self) -> list[RanStep]:
-        """The steps that have come back since the last call, of many the last few thousand."""
+    def ran_steps(self) -> list[ObservedStep]:
+        """Return the steps that finished since the last call, at most the last few thousand."""
         return self._core.ran_steps()
 
     def observe(self) -> Observation:
-        """What the engine does now: the requests that run, where their KV lies, and how full its ranks are."""
+        """Return the engine's present state: running requests, where their KV lies, and how full each rank is."""
         return self._core.observe()
 
     @property
     def still_s(self) -> float:
-        """For how long no rank has got on, in the step that runs: the watchdog ends engines by it. From any thread."""
+        """Seconds since any rank last made progress in the running step. Any thread may read it.
+
+        The watchdog stops the engine when this grows too large.
+        """
         return self._core.still_s
 
     def prefilled_tokens(self, request_id: int) -> int:
-        """How many of a request's prompt tokens have been given to the ranks; 0 while it waits."""
+        """Return how many of a request's prompt tokens have been sent to the ranks; 0 while it waits."""
         return self._core.prefilled_tokens(request_id)
 
     def step(self) -> list[Delta]:
-        """Run until the oldest step in flight is done. Returns the deltas since the last call of requests that were
-        added here.
+        """Run until the oldest step in flight finishes.
 
-        Raises EngineError if a rank failed, once it has returned what was there before; all other requests are over.
+        Returns the deltas, since the last call, of requests that were queued with `add`.
+
+        Raises:
+            EngineError: a rank failed. Deltas from before the failure are returned first; the error comes with the
+                next call. All requests stop until `restart`.
         """
         if self._core.has_failed and self._deltas:
-            return self._given()
+            return self._take_deltas()
         self._advance()
-        return self._given()
+        return self._take_deltas()
 
     def watch(self) -> None:
-        """Look after the ranks while there is nothing to do. Raises EngineError if one of them has failed."""
+        """Check the ranks while there is no work. Raises EngineError if one of them has failed."""
         self._core.watch()
 
     @property
     def has_failed(self) -> bool:
-        """Whether all requests are over, for a reason that was raised, until `restart`."""
+        """Whether the engine has failed or was closed. No request runs until `restart`."""
         return self._core.has_failed
 
-    def _given(self) -> list[Delta]:
+    def _take_deltas(self) -> list[Delta]:
         deltas = list(self._deltas)
         self._deltas.clear()
         return deltas
@@ -325,9 +393,9 @@ class LLM:
         reasoning: ReasoningTags | None = None,
     ) -> int:
         self._core.check_running()
-        arrival_s = _arrived(arrival_s, time.monotonic())
+        arrival_s = _checked_arrival(arrival_s, time.monotonic())
         sampling = SamplingParams() if sampling is None else sampling
-        self._core.check_asked(sampling, service)
+        self._core.check_types(sampling, service)
         images: Sequence[ShownImage] = ()
         hashes: Sequence[bytes] = ()
         if isinstance(prompt, ImagePrompt | ReadPrompt):
@@ -346,7 +414,7 @@ class LLM:
         stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         name = None if context is None else context.saved.name
         live = Live(request, stream, stops, deltas, before, name, unseen)
-        live.reasoning = None if reasoning is None else Reasoning(reasoning)
+        live.reasoning = None if reasoning is None else ReasoningSplitter(reasoning)
         if not self._lost.take(live, self._live):
             self._core.queue(request, images, hashes)
             self._live[request.id] = live
@@ -354,13 +422,15 @@ class LLM:
 
     def _shown(self, prompt: ImagePrompt | ReadPrompt, context: object) -> ReadPrompt:
         if context is not None:
-            raise UserError("a saved context has tokens alone, and no images go with it: leave out one of them")
+            raise UserError(
+                "a saved context cannot be combined with images: leave out context, or give the prompt without images"
+            )
         return prompt if isinstance(prompt, ReadPrompt) else self._images.read(prompt, self._token_ids)
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, ImagePrompt | ReadPrompt):
-            raise UserError("a saved context has tokens alone: give its images with each prompt")
-        if isinstance(prompt, str):  # a tokenizer may make a token of nothing, its BOS
+            raise UserError("a saved context cannot have images: save it without, and give the images in each prompt")
+        if isinstance(prompt, str):  # a tokenizer may turn empty text into a token, its BOS
             return self.tokenizer.encode(prompt) if prompt else []
         return prompt
 
@@ -368,7 +438,7 @@ class LLM:
         if not isinstance(context, ReadContext):
             return self._contexts.read(context, service.cache_salt)
         if context.cache_salt != service.cache_salt:
-            raise UserError("the context was read with another cache_salt than its request has: give both the same one")
+            raise UserError("the request's cache_salt differs from the one its context was read with: use the same one")
         return context
 
     def _after(
@@ -379,20 +449,21 @@ class LLM:
         return self._contexts.before(context, more, sampling)
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
-        """The next delta of some requests, at least one of which has not ended. Deltas of other requests stay queued
-        for them."""
+        """Return the next delta in a queue; at least one of its requests has not ended.
+
+        Deltas of other requests stay in their own queues.
+        """
         while not deltas:
-            self._get_on()
+            self._advance_unfinished()
         return deltas.popleft()
 
-    def _get_on(self) -> None:
-        """Advance, for a request that has not ended."""
+    def _advance_unfinished(self) -> None:
+        """Advance while some request has not ended."""
         if not self._advance():
-            raise EngineError("a request has not ended, but the engine has nothing to do: please report this")
+            raise EngineError("a request has not ended, but the engine has nothing to run: this is a bug, report it")
 
     def _advance(self) -> bool:
-        """Run until the oldest step in flight is done, and queue what each request got for whoever asked for it. Then
-        get on with the contexts that are saved.
+        """Run until the oldest step in flight finishes, queue the deltas, and make progress on saved contexts.
 
         Returns False if there is nothing to do.
         """
@@ -400,7 +471,7 @@ class LLM:
         try:
             while self._abandoned:
                 self.abort(self._abandoned.popleft())
-            for live in self._lost.go_on(self._core, self._contexts, self._live):
+            for live in self._lost.requeue(self._core, self._contexts, self._live):
                 self._live[live.request.id] = live
             steps_before = self._core.counters.steps
             self._take(self._core.poll())
@@ -420,26 +491,38 @@ class LLM:
                 live.prompt_logprobs += map(dict, event.prompt_logprobs)
             elif live is not None:
                 live.deltas.append(self._delivered(event, now_s))
-            else:  # whoever added it was interrupted before it was known here
+            else:  # the call that added it was interrupted before it was recorded here
                 self._core.abort(event.request_id)
 
     def expert_load(self) -> list[list[int]] | None:
-        """How many rows each expert has had since the engine started, by layer (empty for layers without experts) and
-        expert. None for a model without experts. The ranks are asked when this is called; no step waits for it."""
+        """Return the number of rows that each expert has processed since the engine started.
+
+        The ranks are asked when this is called; no step waits for it.
+
+        Returns:
+            Rows by layer and expert; a layer without experts has an empty list. None for a model without experts.
+        """
         return self._core.expert_load()
 
     def sequence_parallel_report(self) -> dict[str, Any] | None:
-        """What the compiler pass of `enable_sp` has made of the graphs so far of one rank of each pipeline stage; None
-        without the pass. The ranks are asked when this is called.
+        """Return what the compiler pass of `enable_sp` changed in the graphs of one rank of each pipeline stage.
 
-        {"patterns": {name: matches}, "collectives": {"before": {kind: count}, "after": {}}, "bytes": {"before": {dtype:
-        bytes that a rank sends}, "after": {}}, "left_alone": [why a collective stayed]}; docs/passes.md has the names.
-        A graph for any number of tokens counts the bytes of as many as it was traced with."""
+        The ranks are asked when this is called. docs/guides/sequence-parallel-passes.md lists the names. A graph for
+        any number of tokens counts the bytes for the number of tokens it was traced with.
+
+        Returns:
+            {"patterns": {name: matches}, "collectives": {"before": {kind: count}, "after": {}}, "bytes": {"before":
+            {dtype: bytes that a rank sends}, "after": {}}, "left_alone": [why a collective stayed]}. None without the
+            pass.
+        """
         return self._core.pass_report()
 
     def abort(self, request_id: int) -> Result | None:
-        """End a request in any phase. Returns its result so far, which also ends its stream, or None if it had already
-        ended."""
+        """End a request in any phase. Its stream ends with the same result.
+
+        Returns:
+            Its result so far, or None if it had already ended.
+        """
         usage = self._core.abort(request_id)
         live = self._live.pop(request_id, None)
         if live is None:
@@ -448,7 +531,7 @@ class LLM:
         if live is None or usage is None:
             return None
         result = self._result(live, "abort", usage)
-        if live.deltas is self._deltas:  # whose results come from here
+        if live.deltas is self._deltas:  # queued with `add`, so the caller gets the result from this call
             kept = [delta for delta in self._deltas if delta.request_id != request_id]
             self._deltas.clear()
             self._deltas.extend(kept)
@@ -464,8 +547,20 @@ class LLM:
         *,
         context: str | None = None,
     ) -> list[Result]:
-        """Run prompts together to their ends, each after the saved context of that name. Returns one result per prompt,
-        in order. If one prompt is refused, all are."""
+        """Run prompts to their ends, together.
+
+        Args:
+            prompts: one prompt or a sequence of prompts.
+            sampling: how to choose tokens; `SamplingParams()` by default.
+            service: client, priority and deadlines.
+            context: name of the saved context that each prompt continues.
+
+        Returns:
+            One result per prompt, in order.
+
+        Raises:
+            UserError: a prompt was rejected. No prompt runs then.
+        """
         return self._run(as_prompts(prompts), sampling, service, context)
 
     def _run(
@@ -499,15 +594,17 @@ class LLM:
         *,
         context: str | None = None,
     ) -> Stream:
-        """Run one prompt, after the saved context of that name, giving its text as it comes; the last delta has the
-        result."""
+        """Run one prompt and yield its text as it is produced. The last delta has the result.
+
+        Takes the arguments of `generate`, with a single prompt.
+        """
         deltas: deque[Delta] = deque()
         request_id = self._queue(prompt, sampling, service, deltas, context)
         abandon = partial(self._abandoned.append, request_id)
         return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 
     def _delivered(self, event: TokenEvent, now_s: float) -> Delta:
-        """What a token gives its request. What fails here fails this request alone."""
+        """Return the delta that a token event produces. An error here fails this request only."""
         live = self._live[event.request_id]
         if event.finish_reason == "error":
             assert event.sampled is not None
@@ -530,7 +627,7 @@ class LLM:
         return replace(found, logprobs=live.logprobs[-1], token_text=live.token_texts[-1])
 
     def _ended(self, live: Live, finish_reason: FinishReason, usage: Usage | None, error: str | None = None) -> Result:
-        """The result of a request that is over."""
+        """Remove a request that is over and return its result."""
         del self._live[live.request.id]
         return self._result(live, finish_reason, usage, error)
 
@@ -542,7 +639,7 @@ class LLM:
         error: str | None = None,
     ) -> Result:
         layout, times_s, counters = self.config.layout, live.times_s, self._core.counters
-        assert usage is not None, "it has ended, once"
+        assert usage is not None, "a request ends only once"
         usage = usage if live.spent is None else usage.after(live.spent)
         return Result(
             text=live.text,
@@ -576,22 +673,22 @@ class LLM:
 
 
 def _with_ends(config: EngineConfig, end_ids: Sequence[int]) -> EngineConfig:
-    """The configuration of a model whose answers these tokens end too."""
+    """Return the configuration with more tokens that end an answer."""
     spec = config.spec
     own = {token_id for token_id in end_ids if token_id < spec.vocab_size}.difference(spec.eos_token_ids)
     return replace(config, spec=replace(spec, eos_token_ids=(*spec.eos_token_ids, *sorted(own))))
 
 
-def _arrived(asked_s: float | None, now_s: float) -> float:
-    """When a request came. Raises UserError for what is no time up to now."""
-    if asked_s is None:
+def _checked_arrival(arrival_s: float | None, now_s: float) -> float:
+    """Return when a request arrived. Raises UserError for a time after now, or anything but a finite number."""
+    if arrival_s is None:
         return now_s
-    allowed = "a time of time.monotonic() that has been, or leave it out"
-    return real("arrival_s", asked_s, lambda at_s: -math.inf < at_s <= now_s, allowed)
+    allowed = "a time in the past, as time.monotonic() returned it, or leave it out"
+    return real("arrival_s", arrival_s, lambda at_s: -math.inf < at_s <= now_s, allowed)
 
 
-def _check_told(**told: object) -> None:
-    """Raise UserError for what cannot be told the share that is done."""
-    for name, each in told.items():
-        if not callable(each):
-            raise refused(name, each, "a function of one number")
+def _check_callbacks(**callbacks: object) -> None:
+    """Raise UserError for a progress callback that cannot be called."""
+    for name, callback in callbacks.items():
+        if not callable(callback):
+            raise refused(name, callback, "a function of one number")

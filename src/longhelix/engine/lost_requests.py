@@ -1,4 +1,4 @@
-"""The requests that an engine had when it failed, and that go on once it has begun again."""
+"""Requests that were running or waiting when the engine failed. They continue after it has restarted."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -10,58 +10,60 @@ from longhelix.errors import UserError
 
 
 class LostRequests:
-    """In the order in which they go on: by priority, and then those that ran before those that waited.
+    """Queue of requests that continue after a restart: by priority, then those that ran before those that waited.
 
-    Those that ran begin one after the other, each when the one before has got on, short prompts first: a request that
-    always makes the engine fail is then alone among those that may have done it. Until it is found, others of its
-    priority or a lower one wait here as well.
+    Requests that ran during a failure start again one at a time, short prompts first. The next one starts only after
+    the previous one has made progress. A request that always makes the engine fail is then the only suspect. Until it
+    is found, requests of the same or a lower priority wait here too.
     """
 
     def __init__(self) -> None:
         self._lost: dict[int, Live] = {}
-        self._suspects: list[Live] = []  # those of them that have begun
+        self._suspects: list[Live] = []  # restarted requests that ran during a failure
 
     def __bool__(self) -> bool:
         return bool(self._lost)
 
     def pop(self, request_id: int) -> Live | None:
-        """Take one out, which ends. None: it is not here."""
+        """Remove and return a request. Returns None if it is not here."""
         return self._lost.pop(request_id, None)
 
     def add(self, live: Iterable[Live], core: TokenCore) -> None:
-        """The engine `core` has failed, and with it these requests."""
+        """Add the live requests of the engine `core`, which has failed."""
         for each in live:
             began = core.has_begun(each.request.id)
             each.stop(core.abort(each.request.id), began=began)
             self._lost[each.request.id] = each
         self._suspects.clear()
-        self._lost = {each.request.id: each for each in sorted(self._lost.values(), key=_turn)}
+        self._lost = {each.request.id: each for each in sorted(self._lost.values(), key=_sort_key)}
 
     def take(self, live: Live, running: Mapping[int, Live]) -> bool:
-        """Whether a new request has to wait here."""
+        """Add a new request if it has to wait here. Returns whether it does."""
         if not self._lost and not self._holds(live, running):
             return False
         self._lost[live.request.id] = live
-        self._lost = {each.request.id: each for each in sorted(self._lost.values(), key=_turn)}
+        self._lost = {each.request.id: each for each in sorted(self._lost.values(), key=_sort_key)}
         return True
 
     def failing(self, most_failures: int) -> list[Live]:
-        """Take out those that ran in more failures than that."""
+        """Remove and return the requests that ran during more than `most_failures` failures."""
         return [self._lost.pop(id) for id, each in list(self._lost.items()) if each.failures > most_failures]
 
-    def go_on(self, core: TokenCore, contexts: Contexts, running: Mapping[int, Live]) -> Iterable[Live]:
-        """Queue those that may begin beside the ones that run, which are to include each before the next is asked
-        for."""
+    def requeue(self, core: TokenCore, contexts: Contexts, running: Mapping[int, Live]) -> Iterable[Live]:
+        """Queue the requests that may start now and yield each of them.
+
+        The caller adds each one to `running` before it asks for the next.
+        """
         while self._lost:
             live = next(iter(self._lost.values()))
             if self._holds(live, running):
                 return
             try:
                 if live.context is not None:
-                    with suppress(UserError):  # it is computed, then
+                    with suppress(UserError):  # if it cannot be loaded, the request computes it
                         contexts.load(live.context, live.request.service.cache_salt)
-                core.queue(live.begin_again(), live.images)
-            except Exception:  # which ends the engine: only those that have begun are to blame otherwise
+                core.queue(live.remaining_request(), live.images)
+            except Exception:  # this ends the engine, so count it as a failure of this request, although it never ran
                 live.failures += 1
                 raise
             if live.failures:
@@ -70,12 +72,12 @@ class LostRequests:
             yield live
 
     def _holds(self, live: Live, running: Mapping[int, Live]) -> bool:
-        """Whether a request has to wait for others, which may have made the engine fail."""
+        """Whether a request has to wait for others that may have made the engine fail."""
         self._suspects = [each for each in self._suspects if each.failures and each.request.id in running]
         return any(each.request.service.priority >= live.request.service.priority for each in self._suspects)
 
 
-def _turn(live: Live) -> tuple[int, bool, int]:
-    """By which they are sorted; those that waited stay in the order in which they came."""
+def _sort_key(live: Live) -> tuple[int, bool, int]:
+    """Return the sort key of a request. Requests that waited stay in the order of their arrival."""
     ran = live.failures > 0
     return -live.request.service.priority, not ran, len(live.request.prompt_token_ids) if ran else 0

@@ -1,4 +1,4 @@
-"""What an engine does now: for metrics, and for whoever looks at it."""
+"""Snapshots of a running engine and records of its steps, for metrics and the live page."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,72 +10,69 @@ from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.step import Chunk, Step
 from longhelix.scheduler.work import Work
 
-_MOST_KEPT = 4096  # steps that nobody has taken
+_MOST_KEPT = 4096  # finished steps that wait for `take`
 
 
 @dataclass(frozen=True)
 class RanChunk:
-    """Tokens of one request's prompt that a step computed."""
+    """The part of one request's prompt that a step computed."""
 
     request_id: int
     num_tokens: int
 
 
 @dataclass(frozen=True)
-class RanStep:
-    """A step that has come back. predicted_s: what it was to take when it was sent, None where no cost says; taken_s:
-    what it took. exposed_s: what ranks waited for exchanges in it, None where nobody measured. parts: see `Work`."""
+class ObservedStep:
+    """A finished step."""
 
     id: int
     microbatch: int
     decode_rows: int
     chunks: tuple[RanChunk, ...]
-    parts: int
-    predicted_s: float | None
-    taken_s: float
-    exposed_s: float | None
+    parts: int  # see `Work`
+    predicted_s: float | None  # predicted when the step was sent; None without a cost model
+    taken_s: float  # measured
+    exposed_s: float | None  # how long ranks waited for exchanges; None where that is not measured
     exchanged_bytes: int
 
 
 @dataclass(frozen=True)
 class RunningRequest:
-    """A request that has been admitted. placement: by its name. kv_blocks_per_rank: those that it has on each KVP rank,
-    shared ones included; cached_tokens: of its prompt, those whose KV was there when it began."""
+    """A request that has been admitted."""
 
     id: int
     client: str
     prompt_tokens: int
     prefilled_tokens: int
     new_tokens: int
-    cached_tokens: int
+    cached_tokens: int  # prompt tokens whose KV was cached when the request was admitted
     preemptions: int
-    placement: str
-    kv_blocks_per_rank: tuple[int, ...]
+    placement: str  # name of the placement
+    kv_blocks_per_rank: tuple[int, ...]  # on each KVP rank, including shared blocks
 
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """The KV blocks of a KVP rank's pool. held: by requests or saved contexts; cached: held by nobody, with what they
-    had still there; promised: neither, but not to be had by others."""
+    """How the KV blocks of one KVP rank's pool are used."""
 
     total: int
-    held: int
-    cached: int
-    promised: int
+    held: int  # by requests or saved contexts
+    cached: int  # in the prefix cache and held by nobody, so they can be evicted
+    promised: int  # reserved for admitted requests, which do not hold them yet
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The engine between two steps. ranks: KVP ranks."""
+    """The state of the engine between two steps."""
 
     running: tuple[RunningRequest, ...]
     num_waiting: int
     block_tokens: int
-    ranks: tuple[RankBlocks, ...]
+    ranks: tuple[RankBlocks, ...]  # one entry for each KVP rank
 
 
 def observe(scheduler: Scheduler) -> Observation:
-    """Look at all requests that run: more than a step should pay for."""
+    """Return the engine's present state. It reads every running request, so do not call it in every step."""
     return Observation(
         running=tuple(map(_running, scheduler.running)),
         num_waiting=scheduler.num_waiting,
@@ -103,21 +100,22 @@ def _running(seq: Sequence) -> RunningRequest:
 
 
 class StepLog:
-    """The steps that have come back and that nobody has taken yet, as a loop tells them."""
+    """Collects finished steps from the events of a loop until `take` is called."""
 
     def __init__(self, predict: Callable[[Work], float | None]) -> None:
         self._predict = predict
         self._sent: dict[int, tuple[Step, float | None]] = {}
-        self._ran: deque[RanStep] = deque(maxlen=_MOST_KEPT)
+        self._ran: deque[ObservedStep] = deque(maxlen=_MOST_KEPT)
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
+        """Note a step that was sent or that finished."""
         match event:
             case Scheduled(_, Step() as step):
                 self._sent[step.id] = step, self._predict(step.work)
             case Completed(result):
                 step, predicted_s = self._sent.pop(result.step_id)
                 self._ran.append(
-                    RanStep(
+                    ObservedStep(
                         id=step.id,
                         microbatch=step.microbatch,
                         decode_rows=int(step.work.decode_rows),
@@ -130,8 +128,8 @@ class StepLog:
                     )
                 )
 
-    def take(self) -> list[RanStep]:
-        """Those since the last call, the last few thousand of them."""
+    def take(self) -> list[ObservedStep]:
+        """Return the steps that finished since the last call, at most the last few thousand."""
         ran = list(self._ran)
         self._ran.clear()
         return ran

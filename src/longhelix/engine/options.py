@@ -1,6 +1,6 @@
-"""The settings of an engine: each one once, with its type, its default, its check and a line of documentation.
+"""The settings of an engine. Each one is declared once, with its type, default, check and documentation.
 
-Python, the command line, YAML files and benchmarks take the settings from here.
+Python, the command line, YAML files and benchmarks all read the settings from here.
 """
 
 import difflib
@@ -19,12 +19,13 @@ from longhelix.values import above_zero, flag, one_of, refused, seconds, text, w
 
 _MOST_POOL_TOKENS = 2**62  # over all ranks
 _MOST_RUNNING = 2**16
-MOST_CHUNK_TOKENS = 2048  # of adaptive chunks: more make no product faster, and take memory
+# Largest adaptive chunk. More tokens use more memory and make no matrix product faster.
+MOST_CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Words:
-    """One of a few words."""
+    """Check that accepts one of a few words."""
 
     known: tuple[str, ...]
 
@@ -34,11 +35,11 @@ class Words:
 
 @dataclass(frozen=True)
 class Count:
-    """A whole number. `tokens`: it counts tokens, which the command line takes with a unit."""
+    """Check that accepts a whole number."""
 
     least: int = 1
     most: int = MOST_TOKENS
-    tokens: bool = True
+    tokens: bool = True  # whether it counts tokens; the command line accepts those with a unit
 
     def __call__(self, name: str, value: object) -> int:
         return whole(name, value, self.least, self.most)
@@ -46,7 +47,7 @@ class Count:
 
 @dataclass(frozen=True)
 class CountOrAuto:
-    """A number of tokens, or "auto"."""
+    """Check that accepts a number of tokens, or "auto"."""
 
     most: int = MOST_TOKENS
 
@@ -57,18 +58,21 @@ class CountOrAuto:
 
 
 def weights(name: str, value: object) -> dict[str, float]:
+    """Check the weights of clients. Returns them by client."""
     if not isinstance(value, Mapping):
         raise refused(name, value, 'numbers by client, such as {"batch": 0.5}')
     return {text("a client", client): weight(f"the weight of {client!r}", each) for client, each in value.items()}
 
 
 def rope_settings(name: str, value: object) -> dict[str, Any]:
+    """Check that RoPE settings are a mapping. The model's spec checks their values."""
     if not isinstance(value, Mapping):
         raise refused(name, value, 'settings by name, such as {"rope_type": "linear", "factor": 2}')
     return dict(value)
 
 
 def compilation(name: str, value: object) -> dict[str, Any]:
+    """Check settings as vLLM spells them. Returns split points and the settings of the pass, in one flat mapping."""
     example = 'settings such as {"pass_config": {"enable_sp": true}}'
     if not isinstance(value, Mapping):
         raise refused(name, value, example)
@@ -88,6 +92,7 @@ def compilation(name: str, value: object) -> dict[str, Any]:
 
 
 def path(name: str, value: object) -> Path:
+    """Check a path."""
     if not isinstance(value, str | os.PathLike):
         raise refused(name, value, "a path")
     return Path(value)
@@ -97,161 +102,197 @@ Check = Callable[[str, object], Any]
 
 
 def _setting(default: Any, check: Check, documentation: str, flag: str = "", negative: str = "") -> Any:
-    """`flag`: its name on the command line, where that differs; `negative`: that which sets it to False."""
+    """Return the field of one setting.
+
+    Args:
+        default: its value if the user does not give one.
+        check: validates a value and returns it as a plain Python value.
+        documentation: its help on the command line.
+        flag: its name on the command line, if that differs from the field's.
+        negative: the name of the command line flag that sets it to False.
+    """
     metadata = {"check": check, "documentation": documentation, "flag": flag, "negative": negative}
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Settings as a user gives them; None leaves the choice to the engine. Raises UserError for values that no engine
-    takes.
+    """Settings as a user gives them. None leaves the choice to the engine.
 
-    What depends on the model, the layout or the machine is checked when the engine starts.
+    The engine checks at its start whatever depends on the model, the layout or the machine.
+
+    Raises:
+        UserError: a value is invalid for every engine.
     """
 
     dtype: str | None = _setting(
-        None, Words(DTYPES), "Of activations and weights. [default: the checkpoint's; bfloat16 for GGUF]"
+        None, Words(DTYPES), "Dtype of activations and weights. [default: the checkpoint's; bfloat16 for GGUF]"
     )
     weight_dtype: str | None = _setting(
-        None, Words(WEIGHT_DTYPES), "int8 or int4 to quantise the weights of products. [default: dtype]"
+        None,
+        Words(WEIGHT_DTYPES),
+        "Dtype of the weight matrices. int8 and int4 quantise them while loading, to save memory and bandwidth. "
+        "[default: the value of --dtype]",
     )
     activation_dtype: str | None = _setting(
         None,
         Words(("int8",)),
-        "int8: products round their inputs to 8 bits, too, and multiply integers: faster for prompts and batches, less "
-        "exact; with weight-dtype int8, on CPUs. [default: dtype]",
+        "int8 rounds the inputs of matrix products to 8 bits as well, which speeds up prompts and batches but is less "
+        "exact. Needs --weight-dtype int8 and a CPU. [default: the value of --dtype]",
     )
-    kv_dtype: str | None = _setting(None, Words(KV_DTYPES), "The KV cache's dtype. [default: dtype]")
+    kv_dtype: str | None = _setting(
+        None,
+        Words(KV_DTYPES),
+        "Dtype of the KV cache. int8 and int4 hold more tokens but are less exact. [default: the value of --dtype]",
+    )
     attention_dtype: str | None = _setting(
         None,
         Words(("int8",)),
-        "int8: attention over int8 and int4 KV rounds queries and softmax weights to 8 bits, which is faster and less "
-        "exact; on CPUs with AVX-512 and its VNNI, VBMI and BF16. [default: as exact as the kernels have it]",
+        "int8 rounds queries and softmax weights to 8 bits in attention over int8 or int4 KV, which is faster but less "
+        "exact. Needs a CPU with AVX-512 VNNI, VBMI and BF16. [default: no rounding]",
     )
     max_model_len: int | None = _setting(
-        None, Count(), "Most tokens of prompt and answer. [default: the model's positions]"
+        None,
+        Count(),
+        "Maximum number of tokens in prompt and answer together. [default: the model's maximum context length]",
     )
     rope_scaling: Mapping[str, Any] | None = _setting(
-        None, rope_settings, 'RoPE settings, such as {"rope_type": "yarn", "factor": 4}. [default: the model\'s own]'
+        None,
+        rope_settings,
+        'RoPE scaling as a JSON object, such as {"rope_type": "yarn", "factor": 4}. Set it to extend the context of a '
+        "model. [default: the model's own settings]",
     )
     kv_cache_tokens: int | str | None = _setting(
         None,
         CountOrAuto(most=_MOST_POOL_TOKENS),
-        "Tokens that the KV cache holds over all KVP ranks; auto: max-running requests of max-model-len, or as many as "
-        "memory has room for, on CPUs half of what is free. [default: one request of max-model-len]",
+        "Capacity of the KV cache in tokens, over all KVP ranks. auto takes max-running requests of max-model-len, "
+        "limited by free memory (half of it on CPUs). [default: one request of max-model-len]",
     )
     policy: str = _setting(
         "fcfs",
         Words(POLICIES),
-        "Which request's prompt runs next: that which came first, that with the earliest deadline, that with the least "
-        "left, or that with the least slack beside its length (lars).",
+        "Which prompt runs next: first come first served (fcfs), earliest deadline first (edf), shortest remaining "
+        "prefill first (srpt), or least slack relative to prompt length (lars).",
     )
     chunk_tokens: int | str = _setting(
         "auto",
         CountOrAuto(),
-        "Prompt tokens that run in one step; auto: as many as it computes within the TBT target by the performance "
-        f"model, at most {MOST_CHUNK_TOKENS}.",
+        "Maximum number of prompt tokens per step. auto takes as many as the performance model predicts to finish "
+        f"within the TBT target, at most {MOST_CHUNK_TOKENS}.",
     )
     tbt_target_s: float | None = _setting(
         None,
         seconds,
-        "Time between two tokens that adaptive chunks leave to requests that decode beside them. [default: 80 ms, or "
-        "twice what these take alone]",
+        "Target time between two tokens of a running request while prompts are prefilled in the same steps. Used by "
+        "--chunk-tokens auto. [default: 80 ms, or twice the time of a step without prompts]",
         flag="tbt-target",
     )
     slo_scale: float = _setting(
-        2.0, above_zero, "Deadline of a request without one: so many predicted prefills of it alone, at least 1 s."
+        2.0,
+        above_zero,
+        "Deadline for the first token of a request that states none, as a multiple of its predicted prefill time when "
+        "it runs alone. The deadline is at least 1 s.",
     )
     client_weights: Mapping[str, float] | None = _setting(
-        None, weights, 'Shares of clients that compete, such as {"batch": 0.5}. [default: 1 each]'
+        None,
+        weights,
+        'Relative shares of competing clients, as a JSON object such as {"batch": 0.5}. [default: 1 each]',
     )
     prefix_cache: bool = _setting(
-        True, flag, "Keep the KV of what has run, for requests that begin alike.", negative="no-prefix-cache"
+        True,
+        flag,
+        "Keep the KV of earlier requests, for new requests that start with the same tokens. Turn it off to measure "
+        "without reuse.",
+        negative="no-prefix-cache",
     )
     swap_tokens: int = _setting(
         0,
         Count(least=0, most=_MOST_POOL_TOKENS),
-        "Tokens over all KVP ranks whose KV the prefix cache keeps elsewhere once others need its room, where that is "
-        "predicted to cost less than computing it again: in pinned memory for GPUs, else in temporary files.",
+        "Tokens of evicted KV to keep in pinned memory (GPUs) or temporary files (CPUs), over all KVP ranks. KV is "
+        "kept only if reading it back is predicted to be faster than computing it again.",
     )
     max_running: int = _setting(
-        64, Count(most=_MOST_RUNNING, tokens=False), "Requests that run at once; others wait for one of them to end."
+        64,
+        Count(most=_MOST_RUNNING, tokens=False),
+        "Maximum number of requests that run at the same time. Others wait.",
     )
-    block_tokens: int = _setting(16, Count(tokens=False), "Tokens of a KV block.")
+    block_tokens: int = _setting(16, Count(tokens=False), "Number of tokens in one KV block.")
     placement: str | None = _setting(
         None,
         Words((*PLACEMENTS, "auto")),
-        "Which KVP rank takes a request's next KV block; auto: short requests are local, long ones striped, those that "
-        "may outgrow the KVP threshold growing. [default: striped; auto where a KVP threshold is set]",
+        "How a request's KV blocks are spread over KVP ranks. auto keeps short requests local, stripes long ones, and "
+        "uses growing for those that may outgrow the KVP threshold. [default: striped; auto if --kvp-threshold is set]",
     )
     kvp_threshold_tokens: int | None = _setting(
         None,
         Count(least=0),
-        "Tokens up to which a request stays on one KVP rank. [default with placement auto: as many as cost it 5% of "
-        "its speed by the cost model]",
+        "Longest request, in tokens, that stays on one KVP rank. [default with --placement auto: the length at which "
+        "the performance model predicts a 5% loss of speed]",
         flag="kvp-threshold",
     )
     growth_limit_tokens: int | str = _setting(
         4096,
         CountOrAuto(),
-        "With growing placement: tokens on a rank before the next one joins; auto: as many as a request's own decode "
-        "reads in half of its time between tokens by the performance model.",
+        "With --placement growing, tokens on one rank before the next rank joins. auto takes as many as the "
+        "performance model predicts a decode step to read in half of the request's time between tokens.",
     )
     batch_invariant: bool = _setting(
         False,
         flag,
-        "Refuse what would let a request's bits depend on its batch, its chunks or the number of threads.",
+        "Make answers bit-identical for every batch, chunk size and thread count. Settings that would break this are "
+        "rejected.",
     )
     device: str = _setting(
-        "auto", Words(("auto", "cpu", "cuda")), "Where ranks run; auto: on GPUs where there is one for each rank."
+        "auto", Words(("auto", "cpu", "cuda")), "Device for the ranks. auto uses GPUs if there is one for each rank."
     )
     execution: str = _setting(
         "recorded",
         Words(("recorded", "compiled", "eager")),
-        "Layers from tapes (CPU) or CUDA graphs, compiled by torch.compile, or op by op.",
+        "How layers run: recorded replays a tape (CPU) or CUDA graphs, compiled uses torch.compile, eager runs op by "
+        "op. Use eager for debugging.",
     )
     enable_sp: bool | None = _setting(
         None,
         flag,
-        "Sequence parallelism in compiled layers: steps with prompts keep token shards between products. [default: "
-        "off, but on for dense models where sp-min-token-num is set]",
+        "Run the sequence-parallel compiler pass, which shards the tokens of prompt steps between matrix products. "
+        "Needs --execution compiled. [default: off, but on for dense models if --sp-min-token-num is set]",
         negative="no-enable-sp",
     )
     sp_min_token_num: int | None = _setting(
-        None, Count(), "The fewest tokens of a step that is sequence-parallel. [default: 1000; 1 with experts]"
+        None, Count(), "Minimum number of tokens in a sequence-parallel step. [default: 1000; 1 with experts]"
     )
     flash_comm_v1: bool = _setting(
         False,
         flag,
-        "Sequence parallelism by the layers themselves, compiled or not: steps with prompts keep token shards, from "
-        "sp-min-token-num on; latents and router scores are gathered in place of hidden states.",
+        "Sequence parallelism inside the layers, for any --execution, in steps with prompts and at least "
+        "sp-min-token-num tokens. Layers gather latents and router scores instead of hidden states.",
     )
     compilation_config: Mapping[str, Any] | None = _setting(
         None,
         compilation,
-        'The same as vLLM spells it, such as {"pass_config": {"enable_sp": true, "sp_min_token_num": 512}}, and '
-        '"compile_ranges_split_points": token counts from which on steps have a compiled graph of their own.',
+        "vLLM's JSON form of --enable-sp and --sp-min-token-num, such as "
+        '{"pass_config": {"enable_sp": true, "sp_min_token_num": 512}}. '
+        '"compile_ranges_split_points" lists the token counts at which a separate compiled graph starts.',
     )
     attention: str = _setting(
         "own",
         Words(("own", "flashinfer")),
-        "On GPUs, whose decode attention: the package flashinfer-python has one as well.",
+        "Decode attention kernel on GPUs. flashinfer needs the package flashinfer-python.",
     )
     hop_b: int | None = _setting(
         None,
         Count(tokens=False),
-        "HOP-B: the most parts of a batch, of which each is exchanged while the next attends; 1 is off. [default: for "
-        "each step as many as take the fewest seconds by the performance model]",
+        "Maximum number of parts that HOP-B splits a batch into, to overlap the exchange of one part with the "
+        "attention of the next; 1 turns it off. [default: the fastest number by the performance model, per step]",
     )
-    contexts_dir: Path | None = _setting(  # noqa: RUF009 - a field, as the others are
-        None, path, "The folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"
+    contexts_dir: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
+        None, path, "Folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"
     )
-    trace: Path | None = _setting(  # noqa: RUF009 - a field, as the others are
+    trace: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None,
         path,
-        "Write what every rank did from when to when, for chrome://tracing or ui.perfetto.dev. Compiled layers are one "
-        "event. On GPUs all others run op by op, without CUDA graphs, which is slower.",
+        "File to write a timeline of every rank to, for chrome://tracing or ui.perfetto.dev. On GPUs this disables "
+        "CUDA graphs, which is slower; compiled layers appear as one event.",
     )
 
     def __post_init__(self) -> None:
@@ -262,16 +303,16 @@ class EngineOptions:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """From settings by name."""
+        """Return options from settings by name. Raises UserError for an unknown name."""
         check_names(settings, [setting.name for setting in fields(cls)])
         return cls(**settings)
 
 
 def check_names(settings: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise UserError for a name that is not `known`, with the nearest that is."""
+    """Raise UserError for a name that is not in `known`. The error suggests the nearest known name."""
     known = sorted(known)
     for name in settings:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             instead = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-            raise UserError(f"there is no setting {name!r}: {instead}", "unknown_setting")
+            raise UserError(f"unknown setting {name!r}: {instead}", "unknown_setting")

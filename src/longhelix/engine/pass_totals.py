@@ -1,4 +1,4 @@
-"""What the sequence-parallel pass has made of all graphs of a pipeline."""
+"""Adds up the sequence-parallel pass's reports over the stages of a pipeline."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from longhelix.engine.workers.transport import PassReport
 
 
 def totals(stages: Sequence[PassReport]) -> dict[str, Any]:
-    """That of all stages together, in the form of a stage's."""
+    """Return the sum of all stages' reports, in the form of one stage's report."""
     return {
         "patterns": _sum(stage.patterns for stage in stages),
         "collectives": {when: _sum(stage.collectives[when] for stage in stages) for when in ("before", "after")},
@@ -20,5 +20,5 @@ def totals(stages: Sequence[PassReport]) -> dict[str, Any]:
 def _sum(counted: Iterable[dict[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for counts in counted:
-        total.update(counts)  # keeps those that are 0
+        total.update(counts)  # unlike +, it keeps counts of 0
     return dict(total)

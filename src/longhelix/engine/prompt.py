@@ -1,4 +1,4 @@
-"""What users give as a prompt, as token ids."""
+"""The kinds of prompt that users give, and their conversion to checked token ids."""
 
 from array import array
 from collections.abc import Sequence
@@ -14,31 +14,29 @@ from longhelix.values import shown
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """A prompt that shows images, for vision-language models.
+    """A prompt with images, for vision-language models.
 
-    prompt: text or token ids. The model's image token, such as <|image_pad|>, has each image's place in it; where a
-    prompt has none of them, all images come first. images: paths of files, their bytes, or Pillow images, in their
-    order.
+    The model's image token, such as <|image_pad|>, marks the place of each image in the prompt. If the prompt has no
+    image token, all images come first.
     """
 
-    prompt: str | Sequence[int]
-    images: Sequence[Any]
+    prompt: str | Sequence[int]  # text or token ids
+    images: Sequence[Any]  # file paths, the bytes of files, or Pillow images, in the order of their places
 
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """An `ImagePrompt` whose images the vision tower has seen: `LLM.read` makes it. token_ids: with that of an image as
-    often as it has tokens."""
+    """An `ImagePrompt` after the vision tower has run on its images. `LLM.read` returns it."""
 
-    token_ids: Sequence[int]
-    images: Sequence[ShownImage]
+    token_ids: Sequence[int]  # the image token is repeated once for every token of its image
+    images: Sequence[ShownImage]  # in the order of their places
 
 
 Prompt = str | Sequence[int] | ImagePrompt | ReadPrompt
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. Raises UserError for anything else."""
+    """Return one prompt or several as a list. Raises UserError for anything else."""
     if (
         isinstance(prompts, str | ImagePrompt | ReadPrompt)
         or _is_array(prompts)
@@ -46,15 +44,22 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     ):
         return [prompts]
     if not _is_sequence(prompts):
-        raise UserError(f"the prompts are {shown(prompts)}: give text, token ids, or a list of those")
+        raise UserError(f"prompts is {shown(prompts)}: give text, token ids, or a list of them")
     return list(prompts)
 
 
 def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]":
-    """The ids of a prompt that is given as token ids: whole numbers of any kind, checked against the vocabulary. Those
-    of an array are looked at all at once, and others one by one, which takes many times as long.
+    """Check the token ids of a prompt against the vocabulary and return them as int32.
 
-    Raises UserError; if there are more than `most` ids, before any is looked at.
+    An array is checked in one operation. Other sequences are checked id by id, which takes many times longer.
+
+    Args:
+        prompt: whole numbers of any integer type.
+        vocab_size: ids must be smaller than this.
+        most: the largest number of ids. A longer prompt is rejected before its ids are read.
+
+    Raises:
+        UserError: the prompt is too long, or has something other than ids of the vocabulary.
     """
     if not (_is_sequence(prompt) or _is_array(prompt)):
         raise UserError(f"a prompt is {shown(prompt)}: give text, or a list of token ids")
@@ -62,15 +67,18 @@ def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]"
     if count > most:
         raise UserError(
             f"the prompt has {count} tokens, but --max-model-len is {most}: shorten the prompt, or set --max-model-len "
-            f"to more than {count}",
+            f"above {count}",
             "context_length_exceeded",
         )
     ids = _array(prompt) if _is_array(prompt) or isinstance(prompt, array) else _numbers(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise UserError(f"a prompt is {shown(prompt)}: its token ids must be whole numbers, one after the other")
+        raise UserError(f"a prompt is {shown(prompt)}: give its token ids as a one-dimensional list of whole numbers")
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
-        raise UserError(f"prompt token {wrong[0]} is outside the model's vocabulary of {vocab_size}")
+        raise UserError(
+            f"prompt token {wrong[0]} is outside the model's vocabulary of {vocab_size}: use ids from 0 to "
+            f"{vocab_size - 1}"
+        )
     return array("i", ids.astype(np.int32, copy=False).tobytes())
 
 
@@ -79,7 +87,7 @@ def _is_sequence(value: object) -> bool:
 
 
 def _is_array(value: object) -> bool:
-    """Whether this is a numpy array or converts to one, as torch tensors do."""
+    """Whether the value is a numpy array or converts to one, as torch tensors do."""
     return hasattr(value, "__array__") and hasattr(value, "__len__") and getattr(value, "ndim", 0) > 0
 
 
@@ -90,28 +98,30 @@ def _holds_ids(values: Sequence[object]) -> bool:
 def _length(values: Sequence[object]) -> int:
     try:
         return len(values)
-    except Exception as error:  # of a range that no memory holds, and of whatever users make
-        raise UserError(f"a prompt is {shown(values)}: that is too long, or has no length") from error
+    except Exception as error:  # a huge range, or a class of the user's own, may raise anything
+        raise UserError(f"a prompt is {shown(values)}: its length cannot be read; give a shorter list") from error
 
 
 def _array(values: object) -> np.ndarray:
     try:
         return np.asarray(values)
-    except Exception as error:  # of a tensor that numpy cannot take: bfloat16, or not in this memory
-        raise UserError(f"a prompt is {shown(values)}: its token ids must be whole numbers in host memory") from error
+    except Exception as error:  # numpy cannot convert tensors in bfloat16 or on a GPU
+        raise UserError(f"a prompt is {shown(values)}: give its token ids as whole numbers in host memory") from error
 
 
 def _numbers(values: Sequence[object]) -> np.ndarray:
-    """Python's and numpy's whole numbers as an array. True and 2.0 are refused."""
+    """Return whole numbers of Python or numpy as an int64 array. True and 2.0 are rejected."""
     wrong = next((kind for kind in set(map(type, values)) if not _is_whole(kind)), None)
     if wrong is not None:
         first = next(value for value in values if type(value) is wrong)
-        raise UserError(f"a prompt token is {shown(first)}: token ids are whole numbers")
+        raise UserError(f"a prompt token is {shown(first)}: give token ids as whole numbers")
     try:
         return np.fromiter(values, dtype=np.int64, count=len(values))
     except OverflowError as error:
         beyond = next(value for value in values if not -(2**63) <= value < 2**63)
-        raise UserError(f"prompt token {shown(beyond)} is outside of every vocabulary") from error
+        raise UserError(
+            f"prompt token {shown(beyond)} is larger than any vocabulary: use ids of the model's vocabulary"
+        ) from error
 
 
 def _is_whole(kind: type) -> bool:

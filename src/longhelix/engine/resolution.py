@@ -1,5 +1,7 @@
-"""From a user's settings to the engine's configuration. All defaults are filled in, and all that can be checked before
-a rank starts is checked."""
+"""Turns a user's settings into the engine's configuration.
+
+It fills in all defaults and checks everything that can be checked before a rank starts.
+"""
 
 import math
 import warnings
@@ -28,18 +30,19 @@ from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, product_dt
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.values import one_of, refused
 
-# Ranks that wait for each other at every exchange take turns on the cores that they share.
+# Ranks that share a core take turns, and ranks wait for each other at every exchange.
 _RANKS_PER_CORE = 4
-_FEW_RANKS = 64  # may run anywhere, to see that they do
-# What the engine's process keeps of images, twice over, and what share of free memory that may be. An image of 1,024
-# tokens takes 34 MB in a model of 4,096 channels.
+_FEW_RANKS = 64  # allowed on any machine, so that a layout can be tried out
+# Most memory for image states in the engine's process, and its largest fraction of free memory. The memory is used
+# twice: for waiting requests and for the vision tower. An image of 1,024 tokens takes 34 MB in a model of 4,096
+# channels.
 _MOST_IMAGE_BYTES, _IMAGE_SHARE = 2**29, 1 / 16
 
 
 def resolve(
     checkpoint: SafetensorsCheckpoint | GgufCheckpoint, layout: Layout, options: EngineOptions | None = None
 ) -> EngineConfig:
-    """An engine's configuration; raises UserError for what cannot run."""
+    """Return an engine's configuration. Raises UserError if the model, layout and options cannot run together."""
     options = EngineOptions() if options is None else options
     if not isinstance(layout, Layout):
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
@@ -96,14 +99,14 @@ def resolve(
 
 
 def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
-    """The dtypes of activations, weights and KV."""
+    """Return the dtypes of activations, weights and KV."""
     dtype = options.dtype or one_of("dtype", spec.dtype, DTYPES)
     quantised = [name for name in WEIGHT_DTYPES if name not in DTYPES]
     default = dtype if options.activation_dtype is None else "int8"
     weight_dtype = one_of("weight_dtype", options.weight_dtype or default, (dtype, *quantised))
     if options.activation_dtype is not None and weight_dtype != "int8":
         raise UserError(
-            f"activation_dtype int8 multiplies int8 weights, but weight_dtype is {weight_dtype}: leave one of them out"
+            f"activation_dtype int8 needs int8 weights, but weight_dtype is {weight_dtype}: leave one of them out"
         )
     return dtype, weight_dtype, options.kv_dtype or dtype
 
@@ -113,13 +116,13 @@ def _attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str 
         return None
     if kv_dtype not in ("int8", "int4"):
         raise UserError(
-            f"attention_dtype int8 is of attention over integers, but kv_dtype is {kv_dtype}: set kv_dtype to int8 or "
+            f"attention_dtype int8 needs a quantised KV cache, but kv_dtype is {kv_dtype}: set kv_dtype to int8 or "
             "int4, or leave attention_dtype out"
         )
     if device != "cpu" or not multiplies_integers():
         raise UserError(
-            "attention_dtype int8 needs the native kernels on a CPU with AVX-512 and its VNNI, VBMI and BF16: leave it "
-            "out"
+            "attention_dtype int8 needs the native kernels on a CPU with AVX-512 VNNI, VBMI and BF16, which this "
+            "machine does not have: leave attention_dtype out"
         )
     return options.attention_dtype
 
@@ -127,42 +130,49 @@ def _attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str 
 def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, replay: bool) -> None:
     if options.batch_invariant and spec.mla is not None:
         raise UserError(
-            "batch_invariant is not kept by models with latent attention, which use torch's own products: leave it out"
+            "batch_invariant does not work for models with latent attention, which use torch's matrix products: leave "
+            "batch_invariant out"
         )
     if options.attention == "flashinfer" and (device == "cpu" or not replay):
         raise UserError(
-            "attention flashinfer runs inside of CUDA graphs: it needs GPUs, and neither execution eager nor a trace"
+            "attention flashinfer runs only inside CUDA graphs: run on GPUs without execution eager and without trace, "
+            "or leave attention out"
         )
     if options.attention == "flashinfer" and options.hop_b not in (None, 1):
-        raise UserError(f"hop_b is {options.hop_b}, but FlashInfer attends to whole batches: leave one of them out")
+        raise UserError(
+            f"hop_b is {options.hop_b}, but attention flashinfer cannot split a batch into parts: leave one of them out"
+        )
     if options.activation_dtype is not None and not has_native_kernels():
         raise UserError(
-            "activation_dtype int8 needs the native CPU kernels, which this install does not have: leave it out"
+            "activation_dtype int8 needs the native CPU kernels, which this install does not have: leave "
+            "activation_dtype out"
         )
     if device == "cpu" and not has_native_kernels():
         warnings.warn(
-            "the native CPU kernels are missing, because there was no C++ compiler when longhelix was installed: it "
-            "runs, but many times slower; install GCC 12 or later and then longhelix again, or install a wheel of it",
+            "the native CPU kernels are missing because there was no C++ compiler when longhelix was installed, so the "
+            "engine runs many times slower: install GCC 12 or later and then longhelix again, or install a wheel",
             stacklevel=4,
         )
 
 
 def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
-    """The scheduler's settings, except for the size of its pools. `setting`: by which short requests are told from
-    long ones."""
+    """Return the scheduler's settings, except for the size of its pools.
+
+    setting: model and machine, for the performance model that tells short requests from long ones.
+    """
     threshold_tokens = options.kvp_threshold_tokens
     placement = options.placement or ("striped" if threshold_tokens is None else "auto")
     if placement == "auto" and threshold_tokens is None:
         threshold_tokens = local_threshold_tokens(setting, layout, max_model_len)
     elif placement != "auto" and threshold_tokens is not None:
         raise UserError(
-            f"kvp_threshold chooses placements by length, but placement is {placement}: leave one of them out, or set "
-            "placement to auto"
+            f"kvp_threshold works only with placement auto, but placement is {placement}: set placement to auto, or "
+            "leave one of them out"
         )
     return SchedulerConfig(
         kvp=layout.kvp,
         pp=layout.pp,
-        # Where every request is on all instances, there is nothing that one could do alone.
+        # With striped placement every request is on all instances, so no instance could run a step alone.
         own_clocks=layout.ffn_replicas > 1 and layout.pp == 1 and placement != "striped",
         num_blocks=1,
         max_model_len=max_model_len,
@@ -184,14 +194,17 @@ def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int,
 
 
 def _image_bytes(spec: ModelSpec) -> int:
-    """`image_bytes` of the configuration."""
+    """Return the configuration's `image_bytes`: most memory for image states; 0 without vision."""
     return 0 if spec.vision is None else min(_MOST_IMAGE_BYTES, int(_IMAGE_SHARE * host.available_bytes()))
 
 
 def _memories(
     spec: ModelSpec, layout: Layout, gpu_bytes: list[int] | None, longest_tokens: int, taken_bytes: int
 ) -> list[tuple[int, range]]:
-    """Memories in bytes, each with the ranks that share it: this host's without what is taken, or one for each GPU."""
+    """Return each memory's size in bytes and the ranks that share it.
+
+    On CPUs this is the free memory of the host less `taken_bytes`; on GPUs it is one memory for each rank.
+    """
     ranks = range(layout.world_size)
     if gpu_bytes is None:
         return [(host.available_bytes() - taken_bytes, ranks)]
@@ -216,15 +229,18 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
 
 
 def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLanguageCheckpoint) -> ModelSpec:
-    """With the head of the file, where that is not the embedding although the config ties them, as in transformers."""
+    """Use the checkpoint's own head if it differs from the embedding although the config ties them.
+
+    transformers does the same.
+    """
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if not spec.tied_embeddings or not {embedding, head} <= checkpoint.tensors.keys():
         return spec
     if checkpoint.holds_same(embedding, head):
         return spec
     warnings.warn(
-        f"the model's config ties its head to its embedding, but the checkpoint has another {head}, which is used: set "
-        "tie_word_embeddings to false in config.json, or remove the tensor",
+        f"the model's config ties its head to its embedding, but the checkpoint has a different {head}, which the "
+        "engine uses: set tie_word_embeddings to false in config.json, or remove the tensor",
         stacklevel=5,
     )
     return replace(spec, tied_embeddings=False)
@@ -232,23 +248,27 @@ def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLa
 
 def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
     if spec.moe is not None and spec.ffn_bias:
-        raise UserError("mlp_bias beside experts is not known: set mlp_bias to false in the model's config")
+        raise UserError("mlp_bias with experts is not supported: set mlp_bias to false in the model's config")
     if spec.stored_dtype:
-        raise UserError("the checkpoint is quantised: use one in float32, bfloat16 or float16", "invalid_model")
+        raise UserError(
+            f"the checkpoint is quantised ({spec.stored_dtype}), which is not supported: use a checkpoint in float32, "
+            "bfloat16 or float16",
+            "invalid_model",
+        )
 
 
 def _warn_of_unread(config: Mapping[str, Any]) -> None:
     unread = unread_fields(config)
     if unread:
         warnings.warn(
-            f"config.json has fields that longhelix does not read, as transformers does not: {', '.join(unread)}. If "
-            "code of the model's own reads them, answers may differ from that code's",
+            f"config.json has fields that neither longhelix nor transformers reads: {', '.join(unread)}. If the "
+            "model's own code reads them, answers may differ from its answers",
             stacklevel=4,
         )
 
 
 def _device(options: EngineOptions, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
-    """Where the ranks run; "auto" takes GPUs, if there is one for each rank, else CPUs."""
+    """Return where the ranks run. "auto" chooses GPUs if there is one for each rank, else CPUs."""
     device = options.device
     if device == "auto":
         device = "cuda" if num_gpus >= layout.world_size else "cpu"
@@ -256,34 +276,38 @@ def _device(options: EngineOptions, layout: Layout, num_gpus: int, weight_dtype:
         return device
     if num_gpus < layout.world_size:
         raise UserError(
-            f"the layout has {layout.world_size} ranks, each of which needs a GPU, but torch can use {num_gpus} here: "
-            "set device to cpu, or choose a smaller layout"
+            f"the layout has {layout.world_size} ranks and each needs a GPU, but torch finds {num_gpus} here: set "
+            "device to cpu, or choose a smaller layout"
         )
     plain_weights = "plain" in FORMATS[weight_dtype].weights
     if not plain_weights or "rows" not in FORMATS[kv_dtype].kv:
         weights = f"weight_dtype {weight_dtype}" if options.activation_dtype is None else "activation_dtype int8"
         narrow = f"kv_dtype {kv_dtype}" if plain_weights else weights
-        raise UserError(f"{narrow} runs on CPUs alone: set device to cpu, or choose another dtype")
+        raise UserError(f"{narrow} runs only on CPUs: set device to cpu, or choose another dtype")
     return device
 
 
 def _check_cores(layout: Layout, cores: int) -> None:
-    """Refuse more ranks than the cores can carry, before anything is computed for each rank."""
+    """Reject a layout with too many ranks for the cores, before anything is computed for each rank."""
     most = max(_FEW_RANKS, _RANKS_PER_CORE * cores)
     if layout.world_size > most:
         raise UserError(
-            f"the layout has {layout.world_size} ranks, each of which is a process, and {cores} cores would hardly get "
-            f"on with more than {most}: choose a layout of at most {most} ranks",
+            f"the layout has {layout.world_size} ranks, and each is a process, but {cores} cores can run at most "
+            f"{most}: choose a layout of at most {most} ranks",
             "invalid_layout",
         )
     if layout.world_size > cores:
-        warnings.warn(f"{layout.world_size} ranks share {cores} cores: it runs, but slowly", stacklevel=3)
+        warnings.warn(
+            f"{layout.world_size} ranks share {cores} cores, so the engine runs slowly: choose a layout of at most "
+            f"{cores} ranks",
+            stacklevel=3,
+        )
 
 
 def _layers_run(options: EngineOptions, device: str) -> tuple[bool, bool]:
-    """`compile` and `replay` of the configuration.
+    """Return the configuration's `compile` and `replay`.
 
-    A trace sees into tapes, but not into CUDA graphs.
+    A trace records the ops of a tape, but not those of a CUDA graph. Traced layers on GPUs therefore run op by op.
     """
     if options.execution == "compiled":
         return True, device == "cuda"
@@ -295,22 +319,25 @@ def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
     max_model_len = spec.max_positions if asked is None else asked
     if spec.sliding_window is not None and max_model_len > spec.sliding_window:
         raise UserError(
-            f"the model attends within a sliding window of {spec.sliding_window} tokens, which longhelix does not run "
-            f"yet: set --max-model-len to at most {spec.sliding_window}, where the window hides nothing",
+            f"the model attends within a sliding window of {spec.sliding_window} tokens, which longhelix does not "
+            f"support: set --max-model-len to at most {spec.sliding_window}, where the window hides nothing",
             "unsupported_model",
         )
     if max_model_len > spec.max_positions:
         warnings.warn(
-            f"max_model_len {max_model_len} goes beyond the {spec.max_positions} positions that the model was made "
-            "for: it runs, but answers may lose their sense there",
+            f"max_model_len {max_model_len} exceeds the {spec.max_positions} positions that the model was trained for, "
+            f"so answers may be poor beyond them: set max_model_len to at most {spec.max_positions}",
             stacklevel=3,
         )
     return max_model_len
 
 
 def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
-    """Refuse settings that are sound one by one but give no frequencies together. The frequencies of dynamic and
-    longrope depend on the length, and lie between those of the shortest and of the longest."""
+    """Reject settings that are valid one by one but give no usable frequencies together.
+
+    The frequencies of dynamic and longrope depend on the length. They lie between those of the shortest and of the
+    longest length, so it is enough to check these two.
+    """
     try:
         frequencies = [
             frequency
@@ -321,8 +348,8 @@ def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
         frequencies = []
     if not frequencies or not all(0 < frequency < math.inf for frequency in frequencies):
         raise UserError(
-            f"the rope settings give no frequencies for heads of {spec.rotated_size} channels that are finite and "
-            "above 0: leave rope_scaling out, or set it to what the model was made for"
+            f"the rope settings give frequencies that are not finite and above 0 for heads of {spec.rotated_size} "
+            "channels: leave rope_scaling out, or set it to the values that the model was trained with"
         )
 
 
@@ -337,14 +364,15 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
         )
     if layout.ffn_replicas > 1 and (layout.ep > 1 or layout.ffn_replicas != layout.kvp):
         raise UserError(
-            f"the tied layout has a copy of the FFN, experts and all, on each of {layout.kvp} KVP instances: leave ep "
-            f"out, and set ffn_replicas to {layout.kvp}",
+            f"a tied layout has a copy of the FFN with all experts on each of {layout.kvp} KVP instances, but ep is "
+            f"{layout.ep} and ffn_replicas is {layout.ffn_replicas}: leave ep out, and set ffn_replicas to "
+            f"{layout.kvp}",
             "invalid_layout",
         )
     if layout.duplicates_kv(heads):
         copies = -(-layout.tpa // spec.num_kv_heads)
         warnings.warn(
-            f"tpa {layout.tpa} exceeds the model's {spec.num_kv_heads} KV heads: up to {copies} ranks keep and read "
-            f"the same KV; tpa {spec.num_kv_heads} with a larger kvp would not",
+            f"tpa {layout.tpa} exceeds the model's {spec.num_kv_heads} KV heads, so up to {copies} ranks keep and read "
+            f"the same KV: set tpa to {spec.num_kv_heads} and kvp higher to avoid the copies",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""A context on its way to the disk: computed as a request is, then written, a part between two steps."""
+"""Saves a context: a request computes it, then the ranks write it to disk, one part between two steps."""
 
 from collections import deque
 from collections.abc import Callable, Generator
@@ -10,49 +10,54 @@ from longhelix.engine.contexts import Contexts, NewContext
 from longhelix.engine.result import Delta
 from longhelix.errors import RequestError, UserError
 
-_MOST_ATTEMPTS = 3  # to compute KV that others then displace
+_MOST_ATTEMPTS = 3  # how often to compute KV that other requests evict before it is written
 
 Status = Literal["computing", "saving", "ready", "failed"]
 
 
 @dataclass(frozen=True)
 class Computing:
-    """What computes a prompt: add: queues its request, whose deltas come into the deque, and gives its id. prefilled:
-    how many of its tokens the ranks have; 0 while it waits. abort: ends it."""
+    """Functions that compute a prompt as a request."""
 
-    add: Callable[[deque[Delta]], int]
-    prefilled: Callable[[int], int]
-    abort: Callable[[int], object]
+    add: Callable[[deque[Delta]], int]  # queues the request and returns its id; its deltas go into the deque
+    prefilled: Callable[[int], int]  # how many of its prompt tokens were sent to the ranks; 0 while it waits
+    abort: Callable[[int], object]  # ends the request
 
 
 class Saving:
-    """Other requests run meanwhile: whoever runs the engine calls `advance` after each step. Where they displace what
-    was computed before it is written, it is computed again.
+    """Saves one context while other requests run.
 
-    status and prefilled_tokens may be read by any thread; saved: once it is ready; error: why it failed.
+    The driver of the engine calls `advance` after each step. If other requests evict the KV before it is written, it
+    is computed again.
     """
 
     def __init__(self, contexts: Contexts, new: NewContext, computing: Computing) -> None:
-        """Queues the request. Raises UserError if that can never run."""
+        """Queue the request that computes the context. Raises UserError if it can never run."""
         self.new = new
-        self.status: Status = "computing"
-        self.prefilled_tokens = 0
-        self.saved: SavedContext | None = None
-        self.error: Exception | None = None
+        self.status: Status = "computing"  # any thread may read it
+        self.prefilled_tokens = 0  # any thread may read it
+        self.saved: SavedContext | None = None  # set when the status is "ready"
+        self.error: Exception | None = None  # set when the status is "failed"
         self._contexts, self._computing = contexts, computing
         self._deltas: deque[Delta] = deque()
         self._writing: Generator[None, None, SavedContext | None] | None = None
-        self._failures = 0  # of the engine while it was written
-        self._displaced = 0
+        self._failures = 0  # engine failures while the context was written
+        self._evictions = 0  # how often its KV was evicted before it was written
         self._compute()
 
     @property
     def has_ended(self) -> bool:
+        """Whether the context is saved or has failed."""
         return self.status in ("ready", "failed")
 
     def advance(self) -> bool:
-        """Write the next part, if the prompt has been computed. Returns whether there was something to do. What is
-        wrong with this context or its disk is its `error`."""
+        """Write the next part if the prompt has been computed.
+
+        An error of this context or of the disk is kept in `error` and does not stop the engine.
+
+        Returns:
+            Whether there was something to do.
+        """
         if self.has_ended:
             return False
         try:
@@ -62,18 +67,21 @@ class Saving:
             return True
 
     def begin_again(self, most_failures: int) -> None:
-        """The engine has failed and begun again. A request that had not ended goes on by itself; what was computed is
-        gone. One that was written in more than `most_failures` failures ends."""
+        """Continue after the engine has restarted.
+
+        A request that had not ended continues by itself. A context that was being written is computed again, or fails
+        if it was being written during more than `most_failures` failures.
+        """
         if self._writing is None:
             return
         self._failures += 1
         if self._failures > most_failures:
-            self.end(RequestError(f"the engine has failed {self._failures} times while the context was written"))
+            self.end(RequestError(f"the engine failed {self._failures} times while the context was written"))
         else:
             self._compute_again()
 
     def end(self, error: Exception) -> None:
-        """Give it up for that reason, unless it has ended. Nothing of it stays on the disk."""
+        """Stop saving and keep the reason. Nothing stays on the disk. Does nothing if the saving has ended."""
         if self.has_ended:
             return
         self.error = error
@@ -84,9 +92,9 @@ class Saving:
             self._computing.abort(self._request_id)
 
     def result(self) -> SavedContext:
-        """What was saved. Raises the error of one that failed."""
+        """Return the saved context. Raises the error if saving failed."""
         if self.saved is None:
-            assert self.error is not None, "it has ended"
+            assert self.error is not None, "call it only when saving has ended"
             raise self.error
         return self.saved
 
@@ -108,7 +116,7 @@ class Saving:
         if result is None:
             return False
         if result.finish_reason == "error":
-            raise RequestError(f"the context's request failed: {result.error}")
+            raise RequestError(f"the request that computes the context failed: {result.error}")
         self.prefilled_tokens = len(self.new.token_ids)
         self._writing, self.status = self._contexts.writing(self.new), "saving"
         return True
@@ -122,16 +130,16 @@ class Saving:
                 self.saved = ended.value
                 self.status = "ready"
                 return True
-            self._displaced += 1
-            if self._displaced >= _MOST_ATTEMPTS:
-                raise _displaced(self.new.name) from None
+            self._evictions += 1
+            if self._evictions >= _MOST_ATTEMPTS:
+                raise _evicted(self.new.name) from None
             self._compute_again()
         return True
 
 
-def _displaced(name: str) -> UserError:
+def _evicted(name: str) -> UserError:
     return UserError(
-        f"context {name!r} was computed {_MOST_ATTEMPTS} times, and each time other requests needed its room before it "
-        "was saved: save it when fewer run, or set --kv-cache-tokens to more",
+        f"context {name!r} was computed {_MOST_ATTEMPTS} times, and each time other requests evicted its KV before it "
+        "was saved: save it while fewer requests run, or increase --kv-cache-tokens",
         "kv_cache_exceeded",
     )

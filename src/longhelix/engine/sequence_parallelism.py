@@ -1,4 +1,4 @@
-"""Which steps are sequence-parallel: the defaults, in vLLM's order."""
+"""Decides which steps are sequence-parallel, with vLLM's rules for defaults."""
 
 import warnings
 from collections.abc import Iterable
@@ -10,14 +10,17 @@ from longhelix.errors import UserError
 from longhelix.spec import ModelSpec
 from longhelix.spec.layout import Layout
 
-_DENSE_TOKENS, _EXPERT_TOKENS = 1000, 1  # the fewest of a step, where nobody says it
+_DENSE_TOKENS, _EXPERT_TOKENS = 1000, 1  # default minimum of tokens per step, for dense models and with experts
 
 
 def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compile: bool) -> TokenRanges:
-    """From `enable_sp`, `sp_min_token_num` and `compilation_config`. Raises UserError for what contradicts itself.
+    """Return the token ranges that `enable_sp`, `sp_min_token_num` and `compilation_config` ask for.
 
-    Asked for without a number of tokens, sequence parallelism begins at the model's default. A number alone turns it on
-    for dense models. Without either it is off.
+    With `enable_sp` alone, sequence parallelism begins at the model's default number of tokens. With
+    `sp_min_token_num` alone, it is on for dense models. Without either it is off.
+
+    Raises:
+        UserError: the settings contradict each other.
     """
     config = options.compilation_config or {}
     enabled = _one("enable_sp", options.enable_sp, config)
@@ -25,22 +28,24 @@ def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compil
     splits = config.get("compile_ranges_split_points", ())
     if splits and not compile:
         raise UserError(
-            f"compile_ranges_split_points are of compiled layers, but execution is {options.execution}: set it to "
-            "compiled, or leave them out"
+            f"compile_ranges_split_points needs compiled layers, but execution is {options.execution}: set execution "
+            "to compiled, or leave compile_ranges_split_points out"
         )
     if options.flash_comm_v1:
         if enabled:
-            raise UserError("flash_comm_v1 keeps token shards without a compiler pass: leave enable_sp out, or it")
+            raise UserError(
+                "flash_comm_v1 and enable_sp are two ways to get sequence parallelism: leave one of them out"
+            )
         return _with(splits, spec, layout, options, min_tokens)
     if enabled is None:
         enabled = min_tokens is not None
         if enabled and spec.moe is not None:
-            raise UserError("sp_min_token_num alone does nothing for models with experts: set enable_sp as well")
+            raise UserError("sp_min_token_num alone does nothing for models with experts: set enable_sp too")
     if not enabled:
         return TokenRanges(tuple(splits))
     if not compile:
         raise UserError(
-            f"sequence parallelism is a pass over compiled layers, but execution is {options.execution}: set it to "
+            f"sequence parallelism needs compiled layers, but execution is {options.execution}: set execution to "
             "compiled, or leave enable_sp and sp_min_token_num out"
         )
     return _with(splits, spec, layout, options, min_tokens)
@@ -51,11 +56,15 @@ def _with(
 ) -> TokenRanges:
     if options.batch_invariant:
         raise UserError(
-            "batch_invariant is not kept by sequence parallelism, where norms of large steps are ops of their own: "
-            "leave one of them out"
+            "batch_invariant does not work with sequence parallelism, which computes the norms of large steps with "
+            "other ops: leave one of them out"
         )
     if layout.ffn_ranks == 1:
-        warnings.warn("sequence parallelism is off: a rank has the whole FFN, and no one to share with", stacklevel=5)
+        warnings.warn(
+            "sequence parallelism is off because each rank has the whole FFN: choose a layout that divides the FFN, or "
+            "leave sequence parallelism out",
+            stacklevel=5,
+        )
         return TokenRanges(tuple(splits))
     if min_tokens is None:
         min_tokens = _DENSE_TOKENS if spec.moe is None else _EXPERT_TOKENS
@@ -63,8 +72,8 @@ def _with(
 
 
 def _one(name: str, option: Any, config: dict[str, Any]) -> Any:
-    """What an option and the compilation config say of the same."""
+    """Return the value of an option that may also be given in `compilation_config`."""
     given = config.get(name)
     if option is not None and given is not None and option != given:
-        raise UserError(f"{name} is {option}, but {given} in compilation_config: leave one of them out")
+        raise UserError(f"{name} is {option}, but compilation_config sets it to {given}: leave one of them out")
     return option if given is None else given

@@ -1,4 +1,4 @@
-"""The images that requests show, and the rows of them that each step needs."""
+"""The images of unfinished requests, and the rows of them that each step needs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -11,45 +11,44 @@ from longhelix.scheduler.step import Step
 
 @dataclass(frozen=True)
 class ShownImage:
-    """An image in a prompt.
+    """An image in a prompt."""
 
-    make: makes its states, as `models.batch.ImageRows` has them for all of its tokens, which takes long.
-    states: those, where somebody has made them already.
-    """
-
-    span: ImageSpan
-    make: Callable[[], bytes]
-    states: bytes | None = None
+    span: ImageSpan  # its place in the prompt
+    make: Callable[[], bytes]  # runs the vision tower: slow; returns states as in `compute.models.batch.ImageRows`
+    states: bytes | None = None  # the result of `make`, if it has been called
 
     def seen(self) -> "ShownImage":
-        """The same, with its states."""
+        """Return the image with its states."""
         return self if self.states is not None else replace(self, states=self.make())
 
     def unseen(self) -> "ShownImage":
-        """The same, without what takes memory."""
+        """Return the image without its states, which use memory."""
         return replace(self, states=None)
 
 
 class ShownImages:
-    """Of requests that have not ended. A step gets the rows that images fill in its chunks, so ranks hold no image
-    longer than a step, and requests that wait cost them nothing.
+    """Keeps the images of unfinished requests and cuts out the rows that each step needs.
 
-    This process keeps the states of an image until the last row of it was given to a step, at most `most_bytes` of all
-    together: those beyond are made when a step needs them. So are those of a request that begins again.
+    Ranks hold an image's rows for one step only, so waiting requests cost them nothing. This process keeps the states
+    of an image until a step has received its last row. If the states of all images exceed `most_bytes`, the rest are
+    made when a step needs them, like those of a request that starts again.
     """
 
     def __init__(self, layers: int, most_bytes: int) -> None:
-        """layers: how many states an image's token has."""
+        """Args:
+        layers: number of states of an image's token.
+        most_bytes: most memory for states.
+        """
         self._layers, self._most_bytes = layers, most_bytes
         self._of_request: dict[int, list[ShownImage]] = {}
-        self._awaited: dict[int, set[int]] = {}  # by request, which of its images have rows that no step had
-        self._lengths: dict[int, int] = {}  # by request that runs, how many of its tokens steps have had
+        self._awaited: dict[int, set[int]] = {}  # by request: images with rows that no step has received yet
+        self._lengths: dict[int, int] = {}  # by running request: how many of its tokens steps have received
         self._states: dict[bytes, bytes] = {}  # by digest
-        self._wanted = Counter[bytes]()  # by digest, in how many places it is awaited
+        self._wanted = Counter[bytes]()  # by digest: number of places that still need the image
         self.num_bytes = 0  # of the states that are kept; any thread may read it
 
     def add(self, request_id: int, images: Sequence[ShownImage]) -> None:
-        """A request waits. Raises what making states of its images does; then nothing is kept of it."""
+        """Add the images of a waiting request. If making their states raises an error, nothing is kept."""
         self._of_request[request_id] = [image.unseen() for image in images]
         self._awaited[request_id] = set()
         try:
@@ -60,15 +59,15 @@ class ShownImages:
             raise
 
     def forget(self, request_id: int) -> None:
-        """A request has ended, if it showed any."""
+        """Drop the images of a request that has ended. Does nothing if it has none."""
         self._lengths.pop(request_id, None)
         for number in list(self._awaited.get(request_id, ())):
-            self._given(request_id, number)
+            self._release(request_id, number)
         self._awaited.pop(request_id, None)
         self._of_request.pop(request_id, None)
 
     def rows(self, step: Step) -> Iterator[TakeImageRows]:
-        """What images fill in the chunks of the next step."""
+        """Yield the rows that images fill in the chunks of the next step."""
         for new in step.new:
             if new.id in self._of_request:
                 self._lengths[new.id] = new.cached_tokens
@@ -83,7 +82,7 @@ class ShownImages:
                 if own:
                     yield TakeImageRows(chunk.id, own.start, self._cut(image, own))
                 if image.span.stop <= stop:
-                    self._given(chunk.id, number)
+                    self._release(chunk.id, number)
 
     def _await(self, request_id: int, number: int, image: ShownImage) -> None:
         digest = image.span.digest
@@ -96,8 +95,8 @@ class ShownImages:
         self._wanted[digest] += 1
         self._awaited[request_id].add(number)
 
-    def _given(self, request_id: int, number: int) -> None:
-        """No step needs more of an image for this request."""
+    def _release(self, request_id: int, number: int) -> None:
+        """Record that no further step needs this image for this request."""
         if number not in self._awaited[request_id]:
             return
         self._awaited[request_id].remove(number)
@@ -108,7 +107,7 @@ class ShownImages:
             self.num_bytes -= len(self._states.pop(digest, b""))
 
     def _cut(self, image: ShownImage, places: range) -> bytes:
-        """The states of some of its tokens, by their places in the prompt."""
+        """Return the states of some of the image's tokens, by their places in the prompt."""
         states = self._states.get(image.span.digest)
         states = image.make() if states is None else states
         row_bytes = len(states) // (self._layers * image.span.num_tokens)

@@ -1,4 +1,4 @@
-"""One request's text as it comes."""
+"""The stream that `LLM.stream` returns: one request's text as it is produced."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -8,16 +8,21 @@ from longhelix.engine.result import Delta
 
 
 class Stream:
-    """The deltas of one request; the last one has its result. Streams can be read in any order, side by side.
+    """Iterator over the deltas of one request. The last delta has the result.
 
-    A stream that is closed, dropped, or left by an error before its end aborts its request, which frees its KV.
+    Several streams can be read at once, in any order. Closing or dropping a stream before its end aborts its request
+    and frees its KV.
     """
 
     def __init__(
         self, next_delta: Callable[[], Delta], abort: Callable[[], object], abandon: Callable[[], object]
     ) -> None:
-        """abandon: ask for an abort when the engine next runs. The garbage collector may drop a stream at any moment,
-        even in the middle of a step."""
+        """Args:
+        next_delta: waits for the next delta and returns it.
+        abort: aborts the request now.
+        abandon: aborts the request when the engine next runs. The garbage collector may drop a stream at any moment,
+            even in the middle of a step.
+        """
         self._next_delta = next_delta
         self._abort = abort
         self._abandon = abandon
@@ -34,7 +39,7 @@ class Stream:
         return delta
 
     def close(self) -> None:
-        """Abort the request, if it has not ended. May be called more than once."""
+        """Abort the request if it has not ended. May be called more than once."""
         if not self._ended:
             self._ended = True
             self._abort()

@@ -8,7 +8,7 @@ from longhelix.figures.claims import Claim, Reproduction, Table, constants
 from longhelix.figures.frontiers import HELIX, Headline, frontiers, headline, normalised
 from longhelix.figures.layout_drawings import HeadsDrawing, PhasesDrawing
 from longhelix.figures.measured import measured
-from longhelix.figures.pipelines import Bars, Pipeline, one_by_one, overlapped
+from longhelix.figures.pipelines import Bars, SpanRows, one_by_one, overlapped
 from longhelix.figures.prefetch import prefetched_seconds
 from longhelix.figures.roofline import figure_1
 from longhelix.figures.sensitivity import on_system
@@ -176,8 +176,8 @@ def _figure_3() -> Bars:
     attention, exchange = [("attention", 2.0)] * 8, [("exchange", 1.2)] * 8
     lockstep = one_by_one([*attention, *exchange])
     return Bars("helix-figure-3", "Helix, Figure 3: 8 requests, attention 2 and exchange 1.2 units each", "units", (
-        Pipeline("all requests in lockstep", lockstep),
-        Pipeline("HOP-B", overlapped(8, 2.0, 1.2)),
+        SpanRows("all requests in lockstep", lockstep),
+        SpanRows("HOP-B", overlapped(8, 2.0, 1.2)),
     ))  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from longhelix.figures.claims import Claim, Reproduction, Table, constants
 from longhelix.figures.medha_charts import charts
 from longhelix.figures.sensitivity import on_system
 from longhelix.figures.strategies import strategies
-from longhelix.figures.tied import Deployment, gpus_for, growth, tokens_for
+from longhelix.figures.tied import TiedDeployment, gpus_for, growth, tokens_for
 from longhelix.perf.flops import model_flops
 from longhelix.perf.setting import Setting
 
@@ -78,7 +78,7 @@ def _resources(small: Setting, large: Setting) -> list[Claim]:
 
 
 def _chunks(small: Setting, large: Setting) -> list[Claim]:
-    server, big = Deployment(small), Deployment(large)
+    server, big = TiedDeployment(small), TiedDeployment(large)
     ratio = max(
         server.adaptive(M, server.longest_s(M, chunk))[0] / server.prefill_s(M, chunk) for chunk in (32, 128, 512)
     )
@@ -100,9 +100,9 @@ def _chunks(small: Setting, large: Setting) -> list[Claim]:
 
 
 def _stages(small: Setting, large: Setting) -> list[Claim]:
-    one, all_servers = Deployment(small), Deployment(small, stages=16)
+    one, all_servers = TiedDeployment(small), TiedDeployment(small, stages=16)
     spp_s, striped_s = all_servers.prefill_s(M, CHUNK), all_servers.striped_s(M)
-    large_gain = Deployment(large).prefill_s(M, CHUNK) / Deployment(large, stages=8).prefill_s(M, CHUNK)
+    large_gain = TiedDeployment(large).prefill_s(M, CHUNK) / TiedDeployment(large, stages=8).prefill_s(M, CHUNK)
     return [
         Claim("14a", "TTFT", "8B, 1M, 128 GPUs (16 stages)", 15, spp_s, "s", bound="<"),
         Claim("14a", "TTFT of striped attention over SPP's", "8B, 1M, 128 GPUs", 1.64, striped_s / spp_s, "x",
@@ -117,34 +117,34 @@ def _stages(small: Setting, large: Setting) -> list[Claim]:
         Claim("15", "TTFT", "8B, 2M, 16 stages", 30, all_servers.prefill_s(2 * M, CHUNK), "s", bound="<",
               note=f"decided by the chunk size: {all_servers.prefill_s(2 * M, 2048):.1f} s with chunks of 2048"),
         Claim("16", "decode, 8 stages over 1 (later versions)", "8B, 4M", 1.16,
-              Deployment(small, stages=8).decode_s(4 * M) / one.decode_s(4 * M), "x",
+              TiedDeployment(small, stages=8).decode_s(4 * M) / one.decode_s(4 * M), "x",
               note="decided by step_s, once a stage; what KVP gains is decided by it and by the latency between "
               "servers, so both are met at once; the text names no context"),
     ]  # fmt: skip
 
 
 def _kvp(small: Setting, large: Setting) -> list[Claim]:
-    one, two, four = (Deployment(small, stages=4, kvp=kvp).decode_s(10 * M) for kvp in (1, 2, 4))
+    one, two, four = (TiedDeployment(small, stages=4, kvp=kvp).decode_s(10 * M) for kvp in (1, 2, 4))
     return [
         Claim("17", "TBT, KVP 2 over 1", "8B, 10M, 4 stages", 0.6, two / one, "x"),
         Claim("17", "tokens/s, KVP 2", "8B, 10M, 4 stages", 30, 1 / two, "tokens/s"),
         Claim("17", "TBT, KVP 1 over 4", "8B, 10M, 4 stages", 2.5, one / four, "x"),
-        Claim("17", "TBT", "8B, 4M, 4 stages, KVP 1", 30, 1e3 * Deployment(small, stages=4).decode_s(4 * M), "ms",
+        Claim("17", "TBT", "8B, 4M, 4 stages, KVP 1", 30, 1e3 * TiedDeployment(small, stages=4).decode_s(4 * M), "ms",
               bound="<"),
-        Claim("17", "TBT", "70B, 2M, 4 stages, KVP 1", 30, 1e3 * Deployment(large, stages=4).decode_s(2 * M), "ms",
+        Claim("17", "TBT", "70B, 2M, 4 stages, KVP 1", 30, 1e3 * TiedDeployment(large, stages=4).decode_s(2 * M), "ms",
               bound="<", note="weights and KV of a GPU, read at the full 3.35 TB/s with no other cost, take 29.7 ms"),
     ]  # fmt: skip
 
 
 def _mixed(small: Setting) -> list[Claim]:
     chunks, widths = (32, 64, 128, 256), (1, 2, 4)
-    found = {kvp: Deployment(small, stages=4, kvp=kvp, tp=4) for kvp in widths}
+    found = {kvp: TiedDeployment(small, stages=4, kvp=kvp, tp=4) for kvp in widths}
     ttft = {(kvp, chunk): found[kvp].prefill_s(M, chunk) for kvp in widths for chunk in chunks}
     tbt = {(kvp, chunk): found[kvp].p95_s(M, chunk) for kvp in widths for chunk in chunks}
     setting = "8B, 1M, TP 4, 4 stages, chunks 32 to 256"
     grown = growth(small, 2 * M, 512, stages=4, most_kvp=4)
     joined = grown.steps_s[grown.kvp > 1]
-    server = Deployment(small)
+    server = TiedDeployment(small)
     batched = max(server.p95_s(M, chunk, 128) / server.p95_s(M, chunk) for chunk in (128, 512, 2048))
     small_chunk = server.p95_s(M, 32, 128) / server.p95_s(M, 32)
     return [
@@ -165,14 +165,16 @@ def _mixed(small: Setting) -> list[Claim]:
 
 
 def _utilisation(small: Setting, large: Setting) -> list[Claim]:
-    middle = Deployment(small, stages=4)
+    middle = TiedDeployment(small, stages=4)
     most = max(
-        Deployment(setting, stages=4).mfu(tokens, CHUNK) for setting in (small, large) for tokens in (M, 2 * M, 4 * M)
+        TiedDeployment(setting, stages=4).mfu(tokens, CHUNK)
+        for setting in (small, large)
+        for tokens in (M, 2 * M, 4 * M)
     )
     mbu = max(
         deployment.mbu(context)
         for setting in (small, large)
-        for deployment in (Deployment(setting, kvp=kvp) for kvp in (1, 2, 4))
+        for deployment in (TiedDeployment(setting, kvp=kvp) for kvp in (1, 2, 4))
         for context in (M, 2 * M, 4 * M, 10 * M)
         if deployment.fits(context)
     )
@@ -189,10 +191,10 @@ def _scaling(small: Setting, large: Setting) -> Table:
     rows = []
     for title, setting in (("8B", small), ("70B", large)):
         for tokens in (M, 2 * M, 4 * M, 10 * M):
-            one_s = Deployment(setting).prefill_s(tokens, CHUNK)
+            one_s = TiedDeployment(setting).prefill_s(tokens, CHUNK)
             row: list[str | float] = [f"{title}, {tokens / M:.0f}M"]
             for stages in (1, 2, 4, 8, 16):
-                deployment = Deployment(setting, stages)
+                deployment = TiedDeployment(setting, stages)
                 taken_s = deployment.prefill_s(tokens, CHUNK)
                 fits = deployment.fits(tokens, CHUNK)
                 row.append(f"{taken_s:,.4g} s ({one_s / taken_s / stages:.0%})" if fits else "does not fit")
@@ -207,7 +209,7 @@ def _scaling(small: Setting, large: Setting) -> Table:
 
 
 def _batching(small: Setting) -> Table:
-    server, counts = Deployment(small), (0, 1, 32, 64, 128)
+    server, counts = TiedDeployment(small), (0, 1, 32, 64, 128)
     rows: list[tuple[str | float, ...]] = [
         (f"chunk {chunk}", *(1e3 * server.p95_s(M, chunk, count) for count in counts)) for chunk in (32, 128, 512, 2048)
     ]
@@ -238,15 +240,15 @@ def _sensitivity(small: Setting, large: Setting) -> Table:
 
 
 def _decided(small: Setting, large: Setting) -> tuple[float, ...]:
-    server = Deployment(small)
-    one, two, four = (Deployment(small, stages=4, kvp=kvp).decode_s(10 * M) for kvp in (1, 2, 4))
+    server = TiedDeployment(small)
+    one, two, four = (TiedDeployment(small, stages=4, kvp=kvp).decode_s(10 * M) for kvp in (1, 2, 4))
     return (
         server.prefill_s(M, 32) / server.prefill_s(M, CHUNK),
         1e3 * server.p95_s(4 * M, 128, decodes=1),
-        Deployment(small, stages=16).prefill_s(2 * M, CHUNK),
-        100 * Deployment(small, stages=4).mfu(M, CHUNK),
+        TiedDeployment(small, stages=16).prefill_s(2 * M, CHUNK),
+        100 * TiedDeployment(small, stages=4).mfu(M, CHUNK),
         two / one,
         one / four,
-        Deployment(small, stages=8).decode_s(4 * M) / server.decode_s(4 * M),
-        1e3 * Deployment(large, stages=4).decode_s(2 * M),
+        TiedDeployment(small, stages=8).decode_s(4 * M) / server.decode_s(4 * M),
+        1e3 * TiedDeployment(large, stages=4).decode_s(2 * M),
     )

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from longhelix.figures.charts import Chart, Curve, Panel
 from longhelix.figures.claims import Drawing
-from longhelix.figures.pipelines import Bars, Pipeline, sequence_schedule, standard_schedule
-from longhelix.figures.tied import SERVER, Deployment, gpus_for, growth
+from longhelix.figures.pipelines import Bars, SpanRows, sequence_schedule, standard_schedule
+from longhelix.figures.tied import SERVER, TiedDeployment, gpus_for, growth
 from longhelix.perf.setting import Setting
 from longhelix.spec.weights import num_parameters
 
@@ -39,7 +39,7 @@ def charts(small: Setting, large: Setting) -> list[Drawing]:
 
 
 def _figure_1(small: Setting) -> Chart:
-    stages, groups = Deployment(small, stages=16), Deployment(small, stages=4, kvp=4)
+    stages, groups = TiedDeployment(small, stages=16), TiedDeployment(small, stages=4, kvp=4)
     ttft = Curve.of("16 stages x TP 8", CONTEXTS, [stages.prefill_s(n * M, CHUNK) for n in CONTEXTS])
     tbt = Curve.of("4 stages x KVP 4 x TP 8", CONTEXTS, [1e3 * groups.decode_s(n * M) for n in CONTEXTS])
     return Chart("medha-figure-1", "Medha, Figure 1: 8B on 128 H100", (
@@ -77,7 +77,7 @@ def _figure_6(small: Setting) -> Chart:
 
 
 def _figure_7(large: Setting) -> Chart:
-    taken = [Deployment(large).attention_s(M, chunk) for chunk in CHUNKS]
+    taken = [TiedDeployment(large).attention_s(M, chunk) for chunk in CHUNKS]
     curves = (
         Curve.of("model", CHUNKS, [seconds / taken[CHUNKS.index(2048)] for seconds in taken]),
         Curve.of("published", (32,), (1.11,), "kx"),
@@ -87,7 +87,7 @@ def _figure_7(large: Setting) -> Chart:
 
 
 def _figure_8(small: Setting) -> Chart:
-    server = Deployment(small)
+    server = TiedDeployment(small)
     longest = [server.longest_s(M, chunk) for chunk in CHUNKS]
     adaptive = [server.adaptive(M, target_s) for target_s in longest]
     curves = (
@@ -99,18 +99,18 @@ def _figure_8(small: Setting) -> Chart:
 
 
 def _figure_9(small: Setting) -> Bars:
-    server, num_chunks, stages = Deployment(small), 8, 4
+    server, num_chunks, stages = TiedDeployment(small), 8, 4
     chunk = 131072 / num_chunks
     chunks_s = [server.chunk_s(chunk, index * chunk) for index in range(num_chunks)]
     names = [f"stage {stage + 1}" for stage in range(stages)]
     return Bars("medha-figure-9", "Medha, Figure 9: 128K tokens in 8 chunks through 4 stages (8B, TP 8)", "s", (
-        Pipeline("standard pipeline", list(zip(names, standard_schedule(chunks_s, stages), strict=True))),
-        Pipeline("sequence pipeline (SPP)", list(zip(names, sequence_schedule(chunks_s, stages), strict=True))),
+        SpanRows("standard pipeline", list(zip(names, standard_schedule(chunks_s, stages), strict=True))),
+        SpanRows("sequence pipeline (SPP)", list(zip(names, sequence_schedule(chunks_s, stages), strict=True))),
     ))  # fmt: skip
 
 
 def _figure_14(small: Setting) -> Chart:
-    deployments = [Deployment(small, stages=stages) for stages in STAGES]
+    deployments = [TiedDeployment(small, stages=stages) for stages in STAGES]
     gpus = [deployment.gpus for deployment in deployments]
     spp = [deployment.prefill_s(M, CHUNK) for deployment in deployments]
     striped, ring = ([d.striped_s(M, striped=balanced) for d in deployments] for balanced in (True, False))
@@ -129,7 +129,7 @@ def _figure_15(small: Setting, large: Setting) -> Chart:
     def panel(title: str, setting: Setting) -> Panel:
         curves = []
         for n in CONTEXTS:
-            fitting = [d for d in (Deployment(setting, stages=stages) for stages in STAGES) if d.fits(n * M, CHUNK)]
+            fitting = [d for d in (TiedDeployment(setting, stages=stages) for stages in STAGES) if d.fits(n * M, CHUNK)]
             seconds = [deployment.prefill_s(n * M, CHUNK) for deployment in fitting]
             curves.append(Curve.of(f"{n}M", [deployment.gpus for deployment in fitting], seconds))
         return Panel(title, "GPUs", "TTFT (s)", curves, log="xy", limit=("30 s", 30.0), every_x=True)
@@ -143,7 +143,7 @@ def _figure_16(small: Setting, large: Setting) -> Chart:
     def panel(title: str, setting: Setting) -> Panel:
         curves = []
         for n in CONTEXTS:
-            fitting = [d for d in (Deployment(setting, stages=stages) for stages in STAGES) if d.fits(n * M)]
+            fitting = [d for d in (TiedDeployment(setting, stages=stages) for stages in STAGES) if d.fits(n * M)]
             milliseconds = [1e3 * deployment.decode_s(n * M) for deployment in fitting]
             curves.append(Curve.of(f"{n}M", [deployment.stages for deployment in fitting], milliseconds))
         return Panel(title, "stages of TP 8", "TBT (ms)", curves, log="xy", every_x=True)
@@ -153,7 +153,7 @@ def _figure_16(small: Setting, large: Setting) -> Chart:
 
 def _figure_17(small: Setting) -> Chart:
     curves = [
-        Curve.of(f"{n}M", _KVP, [1e3 * Deployment(small, 4, kvp).decode_s(n * M) for kvp in _KVP]) for n in CONTEXTS
+        Curve.of(f"{n}M", _KVP, [1e3 * TiedDeployment(small, 4, kvp).decode_s(n * M) for kvp in _KVP]) for n in CONTEXTS
     ]
     panel = Panel("", "KVP", "TBT (ms)", curves, limit=("30 ms", 30.0), every_x=True)
     return Chart("medha-figure-17", "Medha, Figure 17: KVP on decode (8B, 4 stages of TP 8)", (panel,))
@@ -163,7 +163,7 @@ def _figure_18(small: Setting) -> Chart:
     chunks = CHUNKS[:4]
     curves = []
     for kvp in _KVP:
-        found = Deployment(small, stages=4, kvp=kvp, tp=4)
+        found = TiedDeployment(small, stages=4, kvp=kvp, tp=4)
         tbt = [1e3 * found.p95_s(M, chunk) for chunk in chunks]
         curves.append(Curve.of(f"KVP {kvp}", tbt, [found.prefill_s(M, chunk) for chunk in chunks]))
     panel = Panel("chunks of 32 to 256, left to right", "P95 TBT (ms)", "TTFT (s)", curves, log="xy")
@@ -187,7 +187,7 @@ def _figure_20(small: Setting, large: Setting) -> Chart:
         curves = []
         for causal, style in ((False, "o-"), (True, "o--")):
             for stages in (4, 16):
-                deployment = Deployment(setting, stages)
+                deployment = TiedDeployment(setting, stages)
                 values = [100 * deployment.mfu(n * M, CHUNK, causal=causal) for n in CONTEXTS]
                 label = f"{stages} stages, " + ("causal" if causal else "not causal")
                 curves.append(Curve.of(label, CONTEXTS, values, style))
@@ -202,7 +202,7 @@ def _figure_21(small: Setting, large: Setting) -> Chart:
     def panel(title: str, setting: Setting) -> Panel:
         curves = []
         for kvp in _KVP:
-            deployment = Deployment(setting, kvp=kvp)
+            deployment = TiedDeployment(setting, kvp=kvp)
             fitting = [n for n in CONTEXTS if deployment.fits(n * M)]
             curves.append(Curve.of(f"KVP {kvp}", fitting, [100 * deployment.mbu(n * M) for n in fitting]))
         return Panel(title, "context (M tokens)", "MBU (%)", curves, log="x", every_x=True, limit=("92%", 92.0))
@@ -213,12 +213,12 @@ def _figure_21(small: Setting, large: Setting) -> Chart:
 
 
 def _figure_22(small: Setting) -> Chart:
-    server, counts = Deployment(small), (0, 16, 32, 64, 128)
+    server, counts = TiedDeployment(small), (0, 16, 32, 64, 128)
     panel = Panel("", "co-batched decodes", "P95 of a step (ms)", _batched(server, counts), log="y", every_x=True)
     return Chart("medha-figure-22", "Medha, Figure 22: one prefill of 1M with decodes of 1K (8B, 8 H100)", (panel,))
 
 
-def _batched(server: Deployment, counts: Sequence[int]) -> list[Curve]:
+def _batched(server: TiedDeployment, counts: Sequence[int]) -> list[Curve]:
     return [
         Curve.of(f"chunk {chunk}", counts, [1e3 * server.p95_s(M, chunk, count) for count in counts])
         for chunk in (32, 128, 512, 2048)

@@ -8,7 +8,7 @@ Span = tuple[float, float]  # start, length
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class SpanRows:
     """Rows of spans, first row on top, the n-th span of every row of one colour: one request, or one chunk."""
 
     title: str
@@ -26,7 +26,7 @@ class Bars:
     name: str
     title: str
     unit: str
-    pipelines: Sequence[Pipeline]
+    pipelines: Sequence[SpanRows]
 
     @property
     def size(self) -> tuple[float, float]:
@@ -40,7 +40,7 @@ class Bars:
         all_axes[-1].set_xlabel(self.unit)
 
 
-def _draw(pipeline: Pipeline, axes: Any) -> None:
+def _draw(pipeline: SpanRows, axes: Any) -> None:
     for row, (_, spans) in enumerate(pipeline.rows):
         colors = [f"C{index % 10}" for index in range(len(spans))]
         axes.broken_barh(list(spans), (row - 0.4, 0.8), facecolors=colors, edgecolor="white")

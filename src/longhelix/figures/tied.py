@@ -22,7 +22,7 @@ _NODES = 32
 
 
 @dataclass(frozen=True)
-class Deployment:
+class TiedDeployment:
     """A model on KVP groups of `stages` servers (or fractions of servers) of `tp` GPUs each."""
 
     setting: Setting
@@ -117,8 +117,8 @@ def growth(
     steps = []
     for prefix, kvp in zip(prefixes, groups, strict=True):
         work = Work.growing_chunk(chunk, float(prefix), kvp, limit)
-        steps.append(_number(step_seconds(setting, Deployment(setting, stages, kvp).layouts, work)))
-    alone = [Deployment(setting, stages).chunk_s(chunk, float(prefix)) for prefix in prefixes]
+        steps.append(_number(step_seconds(setting, TiedDeployment(setting, stages, kvp).layouts, work)))
+    alone = [TiedDeployment(setting, stages).chunk_s(chunk, float(prefix)) for prefix in prefixes]
     return Growth(prefixes, np.array(groups, dtype=np.float64), np.array(steps), np.array(alone))
 
 

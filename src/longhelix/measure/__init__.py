@@ -1,1 +1,1 @@
-"""Measuring on ranks of their own: jobs, the worlds that run them, and how they are timed."""
+"""Measurements on separate rank processes: jobs, the worlds that run them, and timing."""

@@ -1,17 +1,19 @@
-"""Where the time of a step goes: seconds inside native calls, those on tapes too; the rest is Python and torch."""
+"""Splits the time of a step into native calls by kind, including those on tapes, and the rest: Python and torch."""
 
 from types import TracebackType
 from typing import Self
 
 from longhelix.compute.kernels import native
 
-# What native calls count as.
+# Kinds of native calls.
 KINDS = ("attention_s", "products_s", "rotation_s", "collectives_s", "other_s")
 
 
 class Clock:
-    """While it is entered, `seconds` counts the time in each of KINDS; a native call then takes a fraction of 1 us
-    longer. Needs the native kernels."""
+    """Context manager that adds up the time of native calls in `seconds`, by each of KINDS.
+
+    Needs the native kernels. A native call takes a fraction of 1 us longer inside the block.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(KINDS, 0.0)
@@ -29,6 +31,6 @@ class Clock:
             self.seconds[f"{name}_s"] += seconds - self._before[name]
 
     def mean(self, total_s: float, runs: int) -> dict[str, float]:
-        """Mean seconds of each kind in one of `runs` runs that took `total_s` together; `outside_s` is the rest."""
+        """Mean seconds per run of each kind. `outside_s` is the rest of `total_s`, the time of all `runs` together."""
         kinds = {kind: seconds / runs for kind, seconds in self.seconds.items()}
         return kinds | {"outside_s": total_s / runs - sum(kinds.values())}

@@ -1,4 +1,4 @@
-"""Collectives between ranks of this host: shared memory and gloo, side by side."""
+"""Measures collectives between ranks of this host over shared memory and gloo."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +16,19 @@ from longhelix.measure.timing import Timing
 from longhelix.measure.world import Row, collect
 
 DTYPE = torch.bfloat16
-# A gloo call leaves threads at work behind it, which would slow the call of the other that follows: shm after a gloo
-# call took 18 us where it takes 5 after its own. So each has some calls in a row, of which the first do not count.
+# Threads of a gloo call keep running after it and slow down the next call: a shared-memory call takes 18 us after a
+# gloo call, and 5 us after another shared-memory call. So each backend makes several calls in a row, and the first ones
+# are not measured.
 BURST_CALLS = 12
 SETTLING_CALLS = 4
 
 
 class CollectivesJob(msgspec.Struct, frozen=True):
-    """Every rank's job: each collective at each size, in `repeats` turns."""
+    """Job of every rank: measures each collective at each size."""
 
     ranks: int
-    bytes: tuple[int, ...]
-    repeats: int
+    bytes: tuple[int, ...]  # sizes of the whole tensor
+    repeats: int  # rounds of BURST_CALLS calls per backend
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         native.set_num_threads(1)
@@ -75,7 +76,7 @@ def _reduce_scatter(group, whole, shard) -> Callable:
     return lambda: group._reduce_scatter_base(shard, whole)
 
 
-# Each makes a call that starts the collective and returns its work.
+# Functions that create a call, which starts the collective and returns its work.
 COLLECTIVES = {
     "all-reduce": _all_reduce,
     "all-to-all": _all_to_all,
@@ -87,7 +88,14 @@ COLLECTIVES = {
 def measure(
     ranks: Sequence[int], sizes_bytes: tuple[int, ...], repeats: int, on_point: Callable[[Row], None]
 ) -> list[Row]:
-    """Measure with each number of ranks, one after the other; a row for each collective and size. Raises UserError."""
+    """Measure with each number of ranks, one after the other.
+
+    Returns:
+        A row for each collective and size.
+
+    Raises:
+        UserError: fewer than 2 ranks, or a size that does not divide among them.
+    """
     for count in ranks:
         _check(count, sizes_bytes)
     rows = []
@@ -98,10 +106,10 @@ def measure(
 
 def _check(ranks: int, sizes_bytes: tuple[int, ...]) -> None:
     if ranks < 2:
-        raise UserError(f"{ranks} ranks exchange nothing: set --ranks to 2 or more")
+        raise UserError(f"--ranks has {ranks}, but collectives need at least two ranks: set it to 2 or more")
     for size_bytes in sizes_bytes:
         if size_bytes % (ranks * DTYPE.itemsize):
             raise UserError(
-                f"{size_bytes} bytes do not divide among {ranks} ranks of {DTYPE.itemsize}-byte numbers: "
+                f"--bytes has {size_bytes}, which does not divide into {DTYPE.itemsize}-byte numbers on {ranks} ranks: "
                 f"give multiples of {ranks * DTYPE.itemsize}"
             )

@@ -1,4 +1,4 @@
-"""The configuration of the engine that a measurement runs with."""
+"""Engine configuration of a measurement."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec.layout import Layout
 from longhelix.values import whole
 
-# Every repetition computes the same steps.
+# These make every repetition compute the same steps.
 _SAME_STEPS = {"chunk_tokens": 512, "prefix_cache": False}
 
 
@@ -27,22 +27,32 @@ def configure(
     threads: int | None = None,
     **settings: Any,
 ) -> EngineConfig:
-    """The engine's configuration, with `settings` of `EngineOptions`, for one request as long as the longest of
-    `lengths`. Raises UserError."""
+    """Create an engine configuration for one request as long as the longest of `lengths`.
+
+    Args:
+        model: path of a model, or `builtin`.
+        layout: layout of the ranks.
+        lengths: contexts or prompts to measure, in tokens.
+        threads: threads per rank. None divides the cores among the ranks.
+        settings: fields of `EngineOptions`.
+
+    Raises:
+        UserError: a value is out of range, or the KV cache does not fit in memory.
+    """
     check_positive("a context or prompt", *lengths)
     longest = max(lengths)
     settings = _SAME_STEPS | settings
     whole("chunk_tokens", settings["chunk_tokens"], 1, MOST_TOKENS)
     with warnings.catch_warnings():
-        # Nobody reads the answers, and a KV that does not fit is refused below.
+        # Answers are not read, and the check below rejects a KV cache that does not fit.
         warnings.filterwarnings("ignore", message="max_model_len .* goes beyond|memory holds")
         options = EngineOptions(max_model_len=longest, device="cpu", **settings)
         config = resolve(open_checkpoint(model), layout, options)
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:
         raise UserError(
-            f"{longest} tokens of {config.kv_dtype} KV do not fit in memory: give at most {held_tokens} tokens, or, "
-            "where it can be set, a smaller --kv-dtype",
+            f"{longest} tokens of {config.kv_dtype} KV do not fit in memory: give at most {held_tokens} tokens, or a "
+            "smaller --kv-dtype if the command has that option",
             "out_of_memory",
         )
     if threads is None:
@@ -52,12 +62,12 @@ def configure(
 
 
 def check_threads(*numbers: int) -> None:
-    """Refuse more threads of one process than there are cores."""
+    """Raise UserError for fewer threads than 1 or more than there are cores."""
     for threads in numbers:
         whole("threads", threads, 1, host.cores(), ", the cores of this machine")
 
 
 def check_positive(name: str, *values: int) -> None:
-    """Refuse numbers below 1, and none at all."""
+    """Raise UserError if there are no values, or one is below 1."""
     if not values or min(values) < 1:
         raise UserError(f"{name} is {min(values) if values else 'empty'}: give 1 or more")

@@ -1,4 +1,4 @@
-"""Decode: one step of one long request, its KV filled with random numbers instead of by a prefill."""
+"""Measures one decode step of one long request with random KV."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ from longhelix.measure.world import Row, collect
 
 
 class DecodeJob(msgspec.Struct, frozen=True):
-    """Every rank's job: a step at each context, ascending."""
+    """Job of every rank: measures a decode step at each context."""
 
     config: EngineConfig
-    contexts: tuple[int, ...]
-    repeats: int
+    contexts: tuple[int, ...]  # tokens, ascending
+    repeats: int  # measured steps, after a warm-up
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         start_bytes = resident_bytes()
@@ -51,7 +51,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
 
 
 def measure(jobs: Sequence[DecodeJob], on_point: Callable[[Row], None]) -> list[Row]:
-    """Run each job on ranks of its own; a row for each of its points."""
+    """Run each job on new ranks. Returns a row for each context of each job."""
     rows = []
     for job in jobs:
         points = collect(job, job.config.layout.world_size, on_point)
@@ -60,7 +60,7 @@ def measure(jobs: Sequence[DecodeJob], on_point: Callable[[Row], None]) -> list[
 
 
 def conditions(config: EngineConfig) -> Row:
-    """The columns that say with which configuration a row was measured."""
+    """Columns that describe the configuration of a measurement."""
     return {
         "weight_dtype": config.weight_dtype,
         "activation_dtype": config.activation_dtype or "",
@@ -74,7 +74,7 @@ def conditions(config: EngineConfig) -> Row:
 
 
 def combine(ranks: list[Row]) -> Row:
-    """The ranks' rows of one point as one: times of rank 0, bytes of all ranks together, memory of the fullest."""
+    """Combine the rows of all ranks: times of rank 0, sums of bytes, memory of the rank that uses most."""
     total = {name: sum(row[name] for row in ranks) for name in ("read_bytes", "memory_bytes_per_s")}
     fullest = max(ranks, key=lambda row: row["peak_rss_bytes"])
     bytes_per_s = total["read_bytes"] / ranks[0]["step_s"]

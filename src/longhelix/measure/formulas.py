@@ -1,26 +1,26 @@
-"""How much work there is, counted from shapes alone and not from the code that does it."""
+"""Counts work and traffic from shapes, independently of the code that does the work."""
 
 from collections.abc import Iterable
 
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.spec import FORMATS, ModelSpec
 
-_FLOAT_BYTES = 4  # of an LSE, and of a scale
-_SCALED_NUMBERS = 64  # bytes of a row that share a scale
+_FLOAT_BYTES = 4  # size of an LSE, and of a scale
+_SCALED_NUMBERS = 64  # numbers of a row that share a scale, one byte each
 
 
 def attention_flops(num_query_heads: int, key_size: int, value_size: int, num_pairs: int) -> int:
-    """2 (C_key + C_value) for every query head and pair of a query row with a key that it sees."""
+    """FLOPs of attention: 2 (key size + value size) per query head and per pair of a query row and a visible key."""
     return 2 * num_query_heads * (key_size + value_size) * num_pairs
 
 
 def causal_pairs(num_rows: int, context: int) -> int:
-    """Pairs of the last `num_rows` rows of `context` tokens with the keys up to their own: a sum of S - T + 1 ... S."""
+    """Pairs of a row and a visible key, for the last T = `num_rows` of S = `context` tokens: S - T + 1 + ... + S."""
     return num_rows * (2 * context - num_rows + 1) // 2
 
 
 def prefill_flops(spec: ModelSpec, prompt: int) -> int:
-    """A prompt's FLOPs: 2 for every weight of a layer's products and token, causal attention, one row of the head."""
+    """FLOPs of a prompt: 2 per layer weight and token, causal attention, and one row of the output head."""
     queries, keys = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     layer_weights = spec.hidden_size * (2 * queries + 2 * keys + 3 * spec.ffn_size)
     attention = attention_flops(spec.num_query_heads, spec.head_size, spec.head_size, causal_pairs(prompt, prompt))
@@ -28,13 +28,20 @@ def prefill_flops(spec: ModelSpec, prompt: int) -> int:
 
 
 def linear_flops(num_rows: int, outputs: int, depth: int) -> int:
-    """2 for every row and weight of a product."""
+    """FLOPs of a matrix product: 2 per row and weight."""
     return 2 * num_rows * outputs * depth
 
 
 def prefill_sent_bytes(config: EngineConfig, chunks: Iterable[int]) -> int | None:
-    """What all ranks together send for the hidden states of a prompt that runs in steps of so many rows each, headers
-    and the choice of a token aside. None for models with latents or experts, of which other things travel."""
+    """Bytes that all ranks together send for the hidden states of a prompt, without headers and token sampling.
+
+    Args:
+        config: engine configuration.
+        chunks: rows of each step of the prompt.
+
+    Returns:
+        The number of bytes. None for models with latents or experts, which send other tensors as well.
+    """
     if config.spec.mla is not None or config.spec.moe is not None:
         return None
     shards = config.token_ranges.shards
@@ -44,15 +51,18 @@ def prefill_sent_bytes(config: EngineConfig, chunks: Iterable[int]) -> int | Non
 
 
 def _whole_rows_bytes(config: EngineConfig, rows: int) -> int:
-    """The embedding and two blocks of each layer, each summed by an all-reduce."""
+    """Bytes of a step on whole rows: an all-reduce for the embedding and for each of the two blocks of a layer."""
     sums = 1 + 2 * config.spec.num_layers
     return sums * all_reduce_bytes(rows * _row_bytes(config), config.layout.ffn_ranks) + _exchange_bytes(config, rows)
 
 
 def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
-    """The embedding as before; each block ends in a reduce-scatter. What it begins with is gathered after the norm, as
-    bytes with their scales where products take these; at the end hidden states are. A compiler pass leaves the first
-    norm whole, the layers by themselves do not."""
+    """Bytes of a step on token shards.
+
+    The embedding is all-reduced as in a step on whole rows, and each block ends in a reduce-scatter. The input of a
+    block is gathered after its norm, as int8 with scales if products take int8. Hidden states are gathered at the end.
+    The compiler pass does not shard the first norm; FlashComm does.
+    """
     spec, ranks = config.spec, config.layout.ffn_ranks
     blocks = 2 * spec.num_layers
     padded_rows = -(-rows // ranks) * ranks
@@ -70,7 +80,7 @@ def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
 
 
 def _exchange_bytes(config: EngineConfig, rows: int) -> int:
-    """Helix: of each row and query head, KVP - 1 ranks send an output and its LSE to the one that merges them."""
+    """Bytes of Helix's exchange: per row and query head, KVP - 1 ranks send an output and its LSE to one rank."""
     spec = config.spec
     state_bytes = spec.head_size * _number_bytes(config) + _FLOAT_BYTES
     return spec.num_layers * (config.layout.kvp - 1) * rows * spec.num_query_heads * state_bytes
@@ -85,11 +95,15 @@ def _number_bytes(config: EngineConfig) -> int:
 
 
 def all_reduce_bytes(tensor_bytes: int, ranks: int) -> int:
-    """What all ranks send together in an all-reduce: by a ring each sends 2 (n - 1) / n of the tensor."""
+    """Bytes that all n ranks together send in a ring all-reduce: each sends 2 (n - 1) / n of the tensor."""
     return 2 * (ranks - 1) * tensor_bytes
 
 
 def reduce_scatter_bytes(tensor_bytes: int, ranks: int) -> int:
-    """What all ranks send together in a reduce-scatter, or in an all-gather, of a tensor that is whole before or after
-    it: each sends (n - 1) / n."""
+    """Bytes that all n ranks together send in a reduce-scatter or an all-gather: each sends (n - 1) / n of the tensor.
+
+    Args:
+        tensor_bytes: size of the whole tensor, before a reduce-scatter or after an all-gather.
+        ranks: number of ranks n.
+    """
     return (ranks - 1) * tensor_bytes

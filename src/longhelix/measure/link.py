@@ -1,8 +1,7 @@
-"""The link between two ranks of a measurement: a network namespace for each of them, two virtual devices that join
-them, and `tc`, which slows both down.
+"""Link of limited rate between two ranks: a network namespace per rank, a pair of virtual devices, and `tc`.
 
-Needs Linux, root, and the programs ip and tc (package iproute2). The namespaces have no names: they are gone, and the
-link with them, as soon as the ranks are, however these end.
+Needs Linux, root, and the programs ip and tc (package iproute2). The namespaces have no names, so the kernel removes
+them and the link when the ranks exit, however they exit.
 """
 
 import ctypes
@@ -19,32 +18,32 @@ from longhelix.values import real
 
 RANKS = (0, 1)
 LEAST_MBIT, MOST_MBIT = 0.001, 1e6
-# After a pause, what the rate carries in this time passes at once: with less, timers are too late for high rates. TCP
-# hands over smaller pieces, for tbf cuts what is larger than its burst to packets, which costs cores more than sending.
+# A burst after a pause may be as long as the rate carries in this time. With less, timers are too slow for high rates.
+# TCP must send pieces smaller than the burst: tbf splits larger ones into packets, which costs more than sending them.
 BURST_S = 2e-4
 _LEAST_BURST_BYTES = 4096
 _MOST_PIECE_BYTES = 65536
 _DEVICE = "link0"
-_QUEUE = "64mb"  # more than TCP has on its way: nothing is dropped
+_QUEUE = "64mb"  # more than TCP has in flight, so that nothing is dropped
 _CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
-class Link:
-    """This rank's end. device: its name in the namespace of this process."""
+class RankLink:
+    """This rank's end of a link."""
 
-    device: str
+    device: str  # name of the network device in the namespace of this process
 
     def limit(self, rate_mbit: float) -> None:
-        """From now on, send at most so much; each end limits its own direction. Raises UserError where tc cannot."""
+        """Limit the rate of sending. Each end limits its own direction. Raises UserError if tc fails."""
         burst = burst_bytes(rate_mbit)
-        piece_bytes = min(burst * 3 // 4, _MOST_PIECE_BYTES)  # the rest: for headers, and for timers that are late
+        piece_bytes = min(burst * 3 // 4, _MOST_PIECE_BYTES)  # the rest is for headers and late timers
         _command(f"tc qdisc replace dev {self.device} root tbf rate {rate_mbit:f}mbit burst {burst} limit {_QUEUE}")
         _command(f"ip link set {self.device} gso_max_size {piece_bytes}")
-        _command("ip route flush cache")  # connections learn of it when they look up their route anew
+        _command("ip route flush cache")  # makes open connections look up the route, and with it the new size
 
     def sent_bytes(self) -> int:
-        """What the device has sent, headers and what TCP repeats included: of loopback, what all of this host have."""
+        """Bytes sent by the device, with headers and TCP retransmissions. Loopback counts all programs of this host."""
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         sent = {
             name.strip(): int(numbers.split()[8]) for name, _, numbers in (line.partition(":") for line in lines[2:])
@@ -52,22 +51,22 @@ class Link:
         return sent[self.device]
 
 
-LOOPBACK = Link("lo")
+LOOPBACK = RankLink("lo")
 
 
 def checked_rate_mbit(rate_mbit: float) -> float:
-    """A rate as tc takes it, which is to the bit a second. Raises UserError for one out of reach."""
+    """Round a rate to whole bits per second, as tc does. Raises UserError if it is out of range."""
     allowed = f"a number from {LEAST_MBIT:g} to {MOST_MBIT:,.0f}"
     return round(real("rates_mbit", rate_mbit, lambda number: LEAST_MBIT <= number <= MOST_MBIT, allowed), 6)
 
 
 def burst_bytes(rate_mbit: float) -> int:
-    """What a link of this rate lets pass at once after a pause: what it carries in BURST_S, or 4 KB."""
+    """Size of a burst after a pause: what a link of this rate carries in BURST_S, but at least 4 KB."""
     return max(round(rate_mbit * 1e6 / 8 * BURST_S), _LEAST_BURST_BYTES)
 
 
 def missing() -> str | None:
-    """Why this process's ranks cannot be joined by such a link, in one sentence; None if they can."""
+    """Reason, in one clause, why this process cannot create a link. None if it can."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"the program {program} is missing: install iproute2"
@@ -77,20 +76,26 @@ def missing() -> str | None:
     try:
         done = subprocess.run(["sh", "-c", tried], preexec_fn=_leave_network, capture_output=True, text=True)
     except subprocess.SubprocessError:
-        return "this user may make no network namespaces"
-    return None if done.returncode == 0 else f"this kernel or user cannot make links ({done.stderr.strip()})"
+        return "this user cannot create network namespaces"
+    return None if done.returncode == 0 else f"this kernel or user cannot create links ({done.stderr.strip()})"
 
 
-def join(rank: int, directory: Path) -> Link:
-    """Leave the host's network, and return once this rank's end of a link to the other one is up, at no limited rate.
+def join(rank: int, directory: Path) -> RankLink:
+    """Leave the host's network and join the other rank by a link, without a limit on its rate.
 
-    Both of RANKS call this, before anything that connects; threads that run by then stay in the host's network.
-    `directory`: where they meet. Raises UserError where the system refuses it.
+    Both of RANKS call this before they connect to anything. Threads that already run stay in the host's network.
+
+    Args:
+        rank: this rank, one of RANKS.
+        directory: directory that both ranks share.
+
+    Raises:
+        UserError: the system refuses to create the namespace or the link.
     """
     try:
         _leave_network()
     except OSError as error:
-        raise UserError(f"this process cannot have a network namespace: {error.strerror}") from error
+        raise UserError(f"this process cannot create a network namespace ({error.strerror}): run as root") from error
     store = dist.FileStore(str(directory / "link"), len(RANKS))
     store.set(str(rank), str(os.getpid()))
     if rank == 0:
@@ -101,11 +106,11 @@ def join(rank: int, directory: Path) -> Link:
     _command(f"ip address add 10.213.0.{rank + 1}/24 dev {_DEVICE}")
     for device in ("lo", _DEVICE):
         _command(f"ip link set {device} up")
-    return Link(_DEVICE)
+    return RankLink(_DEVICE)
 
 
 def _leave_network() -> None:
-    """Move this thread, and those that it will start, to a new network namespace."""
+    """Move this thread and all threads that it starts to a new network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         number = ctypes.get_errno()
@@ -115,4 +120,6 @@ def _leave_network() -> None:
 def _command(command: str) -> None:
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{command} failed ({done.stderr.strip()}): this kernel or user cannot do it")
+        raise UserError(
+            f"{command} failed ({done.stderr.strip()}): run as root, on a kernel with network namespaces and tc"
+        )

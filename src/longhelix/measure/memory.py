@@ -1,4 +1,4 @@
-"""The peaks of this machine, which are measured beside everything else: reading memory, multiplying matrices."""
+"""Peak rates of this machine for comparison with measurements: reading memory, and multiplying matrices."""
 
 from collections.abc import Callable
 
@@ -9,27 +9,31 @@ from longhelix.errors import UserError
 from longhelix.measure.timing import seconds
 
 READ_BYTES = 1 << 29  # beyond the caches of all but the largest servers
-DTYPES = ("bfloat16", "float32")  # of those matrices
-SQUARE = 1024  # rows of the matrices whose product is the arithmetic peak
+DTYPES = ("bfloat16", "float32")  # dtypes of the multiplied matrices
+SQUARE = 1024  # rows of the square matrices that measure the arithmetic peak
 SQUARES = 4  # products of one measurement
-PROBE = 256  # rows of matrices whose product says which dtype is the faster
+PROBE = 256  # rows of the matrices that decide which dtype is faster
 
 
 def check_native() -> None:
-    """Refuse to measure where only the reference kernels are installed."""
+    """Raise UserError if the native kernels are not installed."""
     if native.module is None:
-        raise UserError("bench measures the native kernels, which this install lacks: run `make setup` with a compiler")
+        raise UserError(
+            "measurements need the native kernels, which this installation lacks: run `make setup` with a compiler"
+        )
 
 
 def reader(num_bytes: int) -> Callable[[], object]:
-    """A call that reads `num_bytes` bytes of memory, as fast as the machine can."""
+    """Create a call that reads `num_bytes` bytes of memory as fast as the machine can."""
     memory = torch.ones(num_bytes, dtype=torch.uint8)
     return lambda: native.module.read(memory.data_ptr(), memory.nbytes)
 
 
 def multiplier(dtype: torch.dtype) -> Callable[[], object]:
-    """A call that does SQUARES products of square matrices with torch.mm: of `dtype`, or of float32 where that is the
-    faster, as it is on processors without arithmetic in bfloat16."""
+    """Create a call that multiplies SQUARES pairs of square matrices with torch.mm.
+
+    The matrices are in `dtype`, or in float32 if that is faster, as on processors without bfloat16 arithmetic.
+    """
     fastest = min(dtype, torch.float32, key=lambda each: min(seconds(_products(each, 1, PROBE)) for _ in range(3)))
     return _products(fastest, SQUARES, SQUARE)
 

@@ -1,4 +1,4 @@
-"""The model on one rank, as a worker builds it, and long requests that were never prefilled."""
+"""Model on one rank, as a worker builds it, and long requests with random KV."""
 
 from array import array
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _FILL_BLOCKS = 1024
 
 
 class RankModel:
-    """This rank's shard of a model. Every rank makes one, and runs the same steps."""
+    """This rank's shard of a model. Every rank creates one and runs the same steps."""
 
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         self.config = config
@@ -32,7 +32,7 @@ class RankModel:
 
     @classmethod
     def join(cls, config: EngineConfig, rank: int, directory: Path) -> Self:
-        """One that meets the other ranks in a directory that all of them know."""
+        """Connect to the other ranks through a shared directory, and load the shard."""
         return cls(config, join(config, rank, directory))
 
     @property
@@ -40,27 +40,27 @@ class RankModel:
         return self.config.layout.kvp_rank(self.mesh.rank)
 
     def place(self, context: int, index: int = 0) -> Placement:
-        """The placement of a request of `context` tokens. `index`: requests begin on the ranks in turn."""
+        """Placement of request number `index` with `context` tokens. Requests start on the KVP ranks in turn."""
         return self.config.scheduler.place(context, context, start=index % self.config.layout.kvp)
 
     def local_length(self, context: int, index: int = 0) -> int:
-        """Tokens of a context's KV that this rank keeps."""
+        """Number of tokens of a context with KV on this rank."""
         return self.place(context, index).local_length(self.kvp_rank, context)
 
     def blocks_per_rank(self, context: int, index: int = 0) -> tuple[int, ...]:
-        """KV blocks of a context that each KVP rank keeps."""
+        """Number of KV blocks of a context on each KVP rank."""
         place, block_tokens = self.place(context, index), self.config.scheduler.block_tokens
         return tuple(-(-place.local_length(rank, context) // block_tokens) for rank in range(self.config.layout.kvp))
 
     def runner(self, *contexts: int) -> ModelRunner:
-        """A runner whose pool has room for requests of `contexts` tokens; contents undefined."""
+        """Create a runner with a KV pool for requests of `contexts` tokens. The contents of the pool are undefined."""
         needed = zip(*(self.blocks_per_rank(context, index) for index, context in enumerate(contexts)), strict=True)
-        # As many on all ranks: schedulers of theirs then decide the same.
+        # The same number on all ranks, so that their schedulers make the same decisions.
         pool = new_pool(self.config, self.mesh.rank, max(*map(sum, needed), 1))
         return new_runner(self.config, self.mesh, self.decoder, pool)
 
     def blocks(self, *contexts: int) -> list[tuple[Block, ...]]:
-        """The KV blocks of requests of `contexts` tokens, which take the blocks of each rank from 0 on."""
+        """KV blocks of requests of `contexts` tokens. Each rank's blocks are numbered from 0."""
         used = [0] * self.config.layout.kvp
         requests = []
         for index, context in enumerate(contexts):
@@ -74,7 +74,7 @@ class RankModel:
 
 
 class LongRequests:
-    """Requests in the middle of their answers: `contexts` tokens, whose keys and values are random numbers."""
+    """Requests of `contexts` tokens in the decode phase, with random keys and values."""
 
     def __init__(self, model: RankModel, *contexts: int) -> None:
         self.runner = model.runner(*contexts)
@@ -97,7 +97,7 @@ class LongRequests:
         self._step = Step(0, most_tokens=max(contexts))
 
     def step(self) -> None:
-        """Run one decode step of all requests. It is always the same step: the previous one is undone first."""
+        """Run one decode step of all requests. Undoes the previous one, so that every call runs the same step."""
         for index, (length, local_length) in enumerate(self._before):
             seq = self.runner.sequences[index]
             seq.length, seq.local_length, seq.last_token = length, local_length, 1
@@ -105,7 +105,7 @@ class LongRequests:
 
 
 def fill(pool: KVPool) -> None:
-    """Random keys and values, quantised as the pool's dtype asks: the same _FILL_BLOCKS blocks again and again."""
+    """Fill a pool with random keys and values in its dtype. Every _FILL_BLOCKS blocks have the same contents."""
     for name, first in pool.layers[0].items():
         _fill([layer[name] for layer in pool.layers], first.format, min(pool.num_blocks, _FILL_BLOCKS))
 
@@ -124,7 +124,7 @@ def _fill(entries: list[KVLayer], format: KVFormat, num_blocks: int) -> None:
 
 
 def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) -> Iterator[Step]:
-    """The steps of one prompt, in chunks; the last one samples. The request before it has ended."""
+    """Yield the steps that prefill one prompt in chunks. The last step samples; the first ends the previous request."""
     chunk_tokens, block_tokens = model.config.scheduler.chunk_tokens, model.config.scheduler.block_tokens
     length = len(prompt)
     new: tuple[NewSequence, ...] = (

@@ -1,4 +1,4 @@
-"""Prefill: a whole prompt in chunks, as the engine runs it."""
+"""Measures prefill of a whole prompt in chunks, as the engine runs it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,11 +19,11 @@ WARM_UP = 1
 
 
 class PrefillJob(msgspec.Struct, frozen=True):
-    """Every rank's job: the prefill of each prompt, whose length is given in tokens."""
+    """Job of every rank: measures the prefill of each prompt."""
 
     config: EngineConfig
-    prompts: tuple[int, ...]
-    repeats: int
+    prompts: tuple[int, ...]  # lengths in tokens
+    repeats: int  # measured prefills, after a warm-up
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         model = RankModel.join(self.config, rank, directory)
@@ -52,7 +52,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
 
 
 def measure(jobs: Sequence[PrefillJob], on_point: Callable[[Row], None]) -> list[Row]:
-    """Run each job on ranks of its own; a row for each of its points."""
+    """Run each job on new ranks. Returns a row for each prompt of each job."""
     rows = []
     for job in jobs:
         points = collect(job, job.config.layout.world_size, on_point)
@@ -61,7 +61,7 @@ def measure(jobs: Sequence[PrefillJob], on_point: Callable[[Row], None]) -> list
 
 
 def combine(ranks: list[Row], config: EngineConfig) -> Row:
-    """The ranks' rows of one point as one: times of rank 0, arithmetic of all ranks together."""
+    """Combine the rows of all ranks: times of rank 0, and the sum of FLOP/s."""
     row = ranks[0] | {"matmul_flops_per_s": sum(row["matmul_flops_per_s"] for row in ranks)}
     flops_per_s = prefill_flops(config.spec, row["prompt"]) / row["prefill_s"]
     return row | {

@@ -1,15 +1,18 @@
-"""What is told of points as they are measured."""
+"""Progress lines of measurements."""
 
 from collections.abc import Callable
 
 from longhelix.measure.world import Row
 
-# Of a point, what its line leaves out: all that is measured or counted.
+# Keys of measured or counted values, which progress lines leave out.
 _UNSHOWN = {"part", "flops", "read_bytes", "peak_rss_bytes", "formula_bytes"}
 
 
 def by_name(tell: Callable[[str], None]) -> Callable[[str], Callable[[Row], None]]:
-    """For each kind of measurement by name, a function that tells of a point's conditions in one line."""
+    """Return a function that takes the name of a measurement and returns a callback.
+
+    The callback takes a row and calls `tell` with one line: the name and the conditions of the row.
+    """
 
     def of(name: str) -> Callable[[Row], None]:
         def on_point(row: Row) -> None:

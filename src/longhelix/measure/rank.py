@@ -1,6 +1,6 @@
-"""One rank of a measurement: does its job, and prints a JSON line for each point.
+"""Process of one rank of a measurement: runs its job and prints one JSON line per point.
 
-Its argument is the job's class, `module:name`; the job lies in the ranks' directory.
+The argument is the class of the job, as `module:name`. The job itself is the file job.json in the ranks' directory.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from longhelix.engine.workers.started_rank import StartedRank
 
 
 def main() -> int:
+    """Run the job of this rank. Returns the exit status, 1 if the job failed."""
     started = StartedRank.from_command_line()
     torch.manual_seed(0)
     try:

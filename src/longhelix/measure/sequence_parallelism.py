@@ -1,4 +1,4 @@
-"""Prefill with sequence parallelism and without: the seconds that it takes, and the bytes that two ranks send."""
+"""Measures prefill with and without sequence parallelism: its time, and the bytes that two ranks send."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,14 +17,14 @@ from longhelix.compute.runner.runner import ModelRunner
 from longhelix.errors import UserError
 from longhelix.measure.configuration import configure
 from longhelix.measure.formulas import prefill_sent_bytes
-from longhelix.measure.link import LOOPBACK, RANKS, Link, burst_bytes, join
+from longhelix.measure.link import LOOPBACK, RANKS, RankLink, burst_bytes, join
 from longhelix.measure.model import RankModel, prefill_steps
 from longhelix.measure.timing import interleave
 from longhelix.measure.world import Row, collect
 from longhelix.spec.layout import Layout
 
 _BYTES = {"weight_dtype": "int8", "activation_dtype": "int8"}
-# Settings of a variant: those that its baseline has as well, and that which turns sequence parallelism on.
+# Settings of each variant: those that its baseline shares, and the setting that turns sequence parallelism on.
 _SETTINGS: Mapping[str, tuple[dict[str, Any], str]] = {
     "flash-comm-v1": ({"execution": "eager"}, "flash_comm_v1"),
     "flash-comm-v1-int8": ({"execution": "eager"} | _BYTES, "flash_comm_v1"),
@@ -34,30 +34,30 @@ _SETTINGS: Mapping[str, tuple[dict[str, Any], str]] = {
 VARIANTS = tuple(_SETTINGS)
 OFF = "off"
 WARM_UP = 1
-_TIMEOUT_S = 3600.0  # of a point; compilers run in the first one
+_TIMEOUT_S = 3600.0  # limit for one point; the first one includes compilation
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """A variant's configuration, and that of its baseline: the same without sequence parallelism."""
+    """Configurations of a variant and its baseline."""
 
-    off: EngineConfig
-    on: EngineConfig
+    off: EngineConfig  # the baseline, without sequence parallelism
+    on: EngineConfig  # the variant
 
 
 class SequenceParallelismJob(msgspec.Struct, frozen=True):
-    """Both ranks' job: the prefill of each prompt, with all configurations in turn, at each rate of their link.
+    """Job of both ranks: measures the prefill of each prompt with all configurations in turn, at each rate of the link.
 
-    rates_mbit: none over plain loopback. Points yield a row for each configuration.
+    Each point yields a row per configuration.
     """
 
-    pairs: dict[str, Pair]
-    prompts: tuple[int, ...]
-    rates_mbit: tuple[float, ...]
-    repeats: int
+    pairs: dict[str, Pair]  # by name of the variant
+    prompts: tuple[int, ...]  # lengths in tokens
+    rates_mbit: tuple[float, ...]  # empty for plain loopback
+    repeats: int  # measured prefills, after a warm-up
 
     @property
     def configs(self) -> list[tuple[str, EngineConfig]]:
-        """Each baseline as OFF, followed by its variant."""
+        """Names and configurations: each baseline, named OFF, followed by its variant."""
         return [named for variant, pair in self.pairs.items() for named in ((OFF, pair.off), (variant, pair.on))]
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
@@ -67,15 +67,17 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
         meet(len(RANKS), rank, directory, interface=link.device)
         mesh = Mesh.build(first.layout, rank, "gloo")
         models = [RankModel(config, mesh) for _, config in self.configs]
-        pool = new_pool(first, rank, max(models[0].blocks_per_rank(max(self.prompts))))  # one for all: they take turns
-        prefills = [Prefill(model, new_runner(model.config, mesh, model.decoder, pool), link) for model in models]
+        pool = new_pool(
+            first, rank, max(models[0].blocks_per_rank(max(self.prompts)))
+        )  # shared, because the configurations run in turn
+        prefills = [TimedPrefill(model, new_runner(model.config, mesh, model.decoder, pool), link) for model in models]
         for rate_mbit in self.rates_mbit or (None,):
             if rate_mbit is not None:
                 link.limit(rate_mbit)
             for prompt in self.prompts:
                 yield from self._point(prefills, rate_mbit, prompt)
 
-    def _point(self, prefills: "Sequence[Prefill]", rate_mbit: float | None, prompt: int) -> Iterator[Row]:
+    def _point(self, prefills: "Sequence[TimedPrefill]", rate_mbit: float | None, prompt: int) -> Iterator[Row]:
         vocab_size = self.configs[0][1].spec.vocab_size
         token_ids = tuple(torch.randint(vocab_size, (prompt,)).tolist())
         calls = {str(index): partial(prefill, token_ids) for index, prefill in enumerate(prefills)}
@@ -94,16 +96,16 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
             }
 
 
-class Prefill:
-    """One configuration's prefills of prompts, each until both ranks have its first token. sent_bytes: what this rank
-    sent in the last one, as its link counts."""
+class TimedPrefill:
+    """Prefill of prompts with one configuration, which counts the bytes that this rank sends."""
 
-    def __init__(self, model: RankModel, runner: ModelRunner, link: Link) -> None:
-        self.sent_bytes = 0
+    def __init__(self, model: RankModel, runner: ModelRunner, link: RankLink) -> None:
+        self.sent_bytes = 0  # by this rank in the last prefill, as its link counts
         self._model, self._runner, self._link = model, runner, link
         self._prompts = 0
 
     def __call__(self, token_ids: tuple[int, ...]) -> None:
+        """Prefill a prompt, and return once both ranks have its first token."""
         before = self._link.sent_bytes()
         for step in prefill_steps(self._model, self._prompts, token_ids):
             self._runner.execute(step)
@@ -113,7 +115,7 @@ class Prefill:
 
 
 def link_label(rate_mbit: float | None) -> str:
-    """What a table calls a link; rates that tc tells apart have labels of their own."""
+    """Label of a link in tables. Rates that differ for tc have different labels."""
     return "loopback" if rate_mbit is None else f"{rate_mbit:,.15g} Mbit/s"
 
 
@@ -127,21 +129,34 @@ def pairs(
     sp_min_token_num: int | None = None,
     threads: int | None = None,
 ) -> dict[str, Pair]:
-    """The configurations of `variants`, by name. Raises UserError for what cannot be compared."""
+    """Create the configurations of `variants`, by name.
+
+    Args:
+        model: path of a model, or `builtin`.
+        layout: layout on two ranks.
+        variants: names out of VARIANTS.
+        prompts: lengths of prompts in tokens.
+        chunk_tokens: maximum number of prompt tokens per step.
+        sp_min_token_num: minimum number of tokens in a sequence-parallel step. None takes the default.
+        threads: threads per rank. None divides the cores among the ranks.
+
+    Raises:
+        UserError: a variant is unknown, the layout does not have two ranks, or a prompt is too long.
+    """
     unknown = next((variant for variant in variants if variant not in VARIANTS), None)
     if unknown is not None or not variants:
-        said = "variants is empty" if unknown is None else f"variant {unknown!r} is not known"
-        raise UserError(f"{said}: use one or more of {', '.join(VARIANTS)}")
+        problem = "--variants is empty" if unknown is None else f"variant {unknown!r} is not known"
+        raise UserError(f"{problem}: use one or more of {', '.join(VARIANTS)}")
     if layout.world_size != len(RANKS) or layout.ffn_ranks != len(RANKS):
         raise UserError(
-            f"the layout has {layout.world_size} ranks, but a link joins two: set kvp and tpa to 1 and 2, or to 2 and "
-            "1",
+            f"the layout has {layout.world_size} ranks, but the link joins two: set --kvp and --tpa to 1 and 2, or to "
+            "2 and 1",
             "invalid_layout",
         )
     configured = partial(configure, model, layout, threads=threads, chunk_tokens=chunk_tokens)
     longest, positions = max(prompts, default=0), configured((1,)).spec.max_positions
-    if longest > positions:  # said before the memory is looked at: no setting would help
-        raise UserError(f"a prompt has {longest} tokens, but the model is made for {positions}: give at most so many")
+    if longest > positions:  # checked before memory, because no setting would help
+        raise UserError(f"--prompts has {longest} tokens, but the model supports {positions}: give at most {positions}")
     found = {}
     for variant in variants:
         settings, switch = _SETTINGS[variant]
@@ -151,7 +166,7 @@ def pairs(
 
 
 def measure(job: SequenceParallelismJob, on_point: Callable[[Row], None]) -> list[Row]:
-    """Run the job on two ranks. Times are those of rank 0, bytes of both ranks."""
+    """Run the job on two ranks. Returns a row for each point and configuration."""
     rows: list[Row] = []
     points = collect(job, len(RANKS), on_point, _TIMEOUT_S)
     for index, ranks in enumerate(points):
@@ -165,7 +180,10 @@ def measure(job: SequenceParallelismJob, on_point: Callable[[Row], None]) -> lis
 
 
 def combine(ranks: list[Row], config: EngineConfig) -> Row:
-    """The ranks' rows of one point as one, beside what the formula says. Loopback has one count for all who use it."""
+    """Combine the rows of both ranks: times of rank 0, and the sum of bytes, next to what the formula predicts.
+
+    Over loopback the count of one rank already includes both.
+    """
     row = ranks[0]
     whole, rest = divmod(row["prompt"], config.scheduler.chunk_tokens)
     chunks = [config.scheduler.chunk_tokens] * whole + [rest] * bool(rest)

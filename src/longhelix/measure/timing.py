@@ -1,4 +1,4 @@
-"""How things are timed: in turn, after a warm-up, so that a slow moment falls on all of them; medians, quartiles."""
+"""Timing: calls run in turn after a warm-up, so that a slow moment affects all of them. Medians and quartiles."""
 
 import statistics
 import time
@@ -12,27 +12,31 @@ WARM_UP_ROUNDS = 2
 
 @dataclass(frozen=True)
 class Timing:
-    """Repeated measurements of one thing, in seconds. quartiles_s: None of a single one."""
+    """Median and quartiles of repeated measurements."""
 
     median_s: float
-    quartiles_s: tuple[float, float] | None
+    quartiles_s: tuple[float, float] | None  # None for a single measurement
 
     @classmethod
     def of(cls, samples_s: Sequence[float]) -> Self:
+        """Create from measurements in seconds."""
         if len(samples_s) < 2:
             return cls(samples_s[0], None)
         first, median, third = statistics.quantiles(samples_s, n=4, method="inclusive")
         return cls(median, (first, third))
 
     def over(self, count: int) -> "Timing":
-        """The timing of one call, where `count` calls were timed together."""
+        """Timing of one call, if `count` calls were timed together."""
         if self.quartiles_s is None:
             return Timing(self.median_s / count, None)
         first, third = self.quartiles_s
         return Timing(self.median_s / count, (first / count, third / count))
 
     def row(self, name: str) -> dict[str, object]:
-        """The median as `name`, its quartiles, and their distance over the median as `spread`; None of a single one."""
+        """Columns of a table row: the median as `name`, the quartiles, and their distance over the median as `spread`.
+
+        Quartiles and spread are None for a single measurement.
+        """
         if self.quartiles_s is None:
             return {name: self.median_s, f"{name}_quartiles": None, "spread": None}
         first, third = self.quartiles_s
@@ -42,9 +46,13 @@ class Timing:
 def interleave(
     calls: Mapping[str, Callable[[], object]], repeats: int, warm_up: int = WARM_UP_ROUNDS, alternate: bool = False
 ) -> dict[str, Timing]:
-    """Time each call once a round: A, B, A, B, ...; the rounds of the warm-up do not count.
+    """Time each call once per round: A, B, A, B, ...
 
-    alternate: A, B, B, A, ..., so that none always follows the same other one.
+    Args:
+        calls: calls by name.
+        repeats: measured rounds.
+        warm_up: rounds before them that are not measured.
+        alternate: reverse every other round (A, B, B, A, ...), so that no call always follows the same one.
     """
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(warm_up + repeats):
@@ -57,19 +65,19 @@ def interleave(
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """How long one call takes."""
+    """Time one call, in seconds."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Memory that this process holds, or has held at most since `forget_peak` (Linux)."""
+    """Resident memory of this process, or its peak since `forget_peak` (Linux only)."""
     name = "VmHWM:" if peak else "VmRSS:"
     status = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in status if line.startswith(name))
 
 
 def forget_peak() -> None:
-    """Let the peak of `resident_bytes` begin anew."""
+    """Reset the peak of `resident_bytes`."""
     Path("/proc/self/clear_refs").write_text("5")

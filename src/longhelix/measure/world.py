@@ -1,4 +1,4 @@
-"""The ranks of one measurement: processes that are started with a job, tell what they measured, and surely end."""
+"""Ranks of one measurement: starts processes with a job, collects their rows, and makes sure that they end."""
 
 import json
 import subprocess
@@ -12,23 +12,28 @@ from longhelix.engine.workers.ranks import Ranks
 from longhelix.engine.workers.transport import Failed
 from longhelix.errors import EngineError, UserError
 
-# The longest that one point may take; filling the KV of millions of tokens takes a minute.
+# Limit for one point. Filling the KV of millions of tokens takes a minute.
 POINT_TIMEOUT_S = 900.0
 
 Row = dict[str, Any]
 
 
-class Job(Protocol):
-    """What every rank of a world measures: a msgspec.Struct at the top level of its module."""
+class RankJob(Protocol):
+    """Measurement that every rank of a world runs. Must be a msgspec.Struct at the top level of its module."""
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
-        """One point after the other. `directory` is where the ranks meet."""
+        """Yield a row for each point.
+
+        Args:
+            rank: this rank.
+            directory: directory that all ranks share.
+        """
 
 
 class World(Ranks):
-    """N processes of `longhelix.measure.rank` with the same job; use it in a `with` statement."""
+    """Processes of `longhelix.measure.rank` that run the same job. Use it in a `with` statement."""
 
-    def __init__(self, job: Job, size: int, timeout_s: float = POINT_TIMEOUT_S) -> None:
+    def __init__(self, job: RankJob, size: int, timeout_s: float = POINT_TIMEOUT_S) -> None:
         super().__init__()
         self._timeout_s = timeout_s
         try:
@@ -40,7 +45,7 @@ class World(Ranks):
             raise
 
     def points(self) -> Iterator[list[Row]]:
-        """What the ranks measured, point by point, in rank order. Raises UserError or EngineError if one fails."""
+        """Yield the rows of all ranks, in rank order, for each point. Raises UserError or EngineError if one fails."""
         while True:
             with self.watched(self._timeout_s) as watch:
                 lines = [process.stdout.readline() for process in self.processes.values()]
@@ -56,7 +61,7 @@ class World(Ranks):
             yield rows
 
     def _check_failures(self, rows: list[Row], watched: EngineError | None) -> None:
-        """Raise the first cause, if ranks failed: what another rank's end brings about comes last."""
+        """Raise the first cause if ranks failed. Failures that follow from a lost peer come last."""
         failed = {rank: msgspec.convert(row["failed"], Failed) for rank, row in enumerate(rows) if "failed" in row}
         for failure in failed.values():
             if failure.user_error_code:
@@ -71,9 +76,16 @@ class World(Ranks):
 
 
 def collect(
-    job: Job, size: int, on_point: Callable[[Row], None], timeout_s: float = POINT_TIMEOUT_S
+    job: RankJob, size: int, on_point: Callable[[Row], None], timeout_s: float = POINT_TIMEOUT_S
 ) -> list[list[Row]]:
-    """All points of a job; `on_point` is told rank 0's as they come."""
+    """Run a job on `size` ranks and collect the rows of all points.
+
+    Args:
+        job: measurement of every rank.
+        size: number of ranks.
+        on_point: called with each row of rank 0 as it comes.
+        timeout_s: limit for one point.
+    """
     points = []
     with World(job, size, timeout_s) as world:
         for rows in world.points():

@@ -1,4 +1,7 @@
-"""Sequence parallelism for graphs of torch.compile, for any module with functional collectives. Needs torch alone."""
+"""Sequence-parallel pass for torch.compile.
+
+It works on any module that uses functional collectives, and imports nothing else from longhelix.
+"""
 
 from longhelix.passes.agreement import RanksDifferError
 from longhelix.passes.counts import Report, report

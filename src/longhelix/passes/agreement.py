@@ -1,5 +1,8 @@
-"""That ranks have changed their graphs alike. They tell each other before a graph runs, since none would come out of a
-collective that another does not run."""
+"""Check that all ranks of a group changed their graphs in the same way.
+
+Ranks compare summaries of their graphs before a graph runs for the first time. Without this check, a rank would wait
+forever in a collective that another rank does not run.
+"""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -17,34 +20,39 @@ from torch._guards import CompileContext
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.fx import Graph, Node
 
-from longhelix.passes.collectives import Collective, RankGroup
-from longhelix.passes.plan import Plan
+from longhelix.passes.collectives import Collective, PassGroup
+from longhelix.passes.plan import ShardingPlan
 from longhelix.passes.region import Gathered
-from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
+from longhelix.passes.rules import OwnRows, ShardOperand, ShardRows, Squeezed
 
-# Which numbers of a module are constants of its graph, and which are operands, torch may decide by the order of a set,
-# which every process has its own of.
+# A float of a module is a constant in one rank's graph and an operand in another's: torch may decide this by the
+# iteration order of a set, which differs between processes. So summaries describe both the same way.
 _FLOAT = "a number"
 
-KIND = "graph"  # of counts, as `SequenceParallel` keeps them: their names are summaries
+KIND = "graph"  # kind of the counts that record graphs; their names are the graphs' summaries
 
 
 class RanksDifferError(TorchRuntimeError):
-    """The ranks of a group would run other collectives, or compute their token shards in other ways."""
+    """The ranks of a group would run different collectives, or compute their token shards differently."""
 
 
 def summary(options: str, graph_lines: list[str], after: list[Collective]) -> str:
-    """What all ranks must have alike of a graph: a digest, and what a reader can compare. options: the pass's, in
-    words."""
+    """Return what must be equal on all ranks for one graph: counts that a reader can compare, and a digest.
+
+    Args:
+        options: Options of the pass, in words.
+        graph_lines: The graph's nodes on token shards, from `shard_lines`.
+        after: Collectives of the changed graph.
+    """
     text = "\n".join((options, *graph_lines, *(f"{each.name} {each.dtype}" for each in after)))
     counts = Counter(each.name for each in after)
-    said = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"
+    counted = ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return f"{said}, {len(graph_lines)} ops on token shards ({options}; {digest})"
+    return f"{counted}, {len(graph_lines)} ops on token shards ({options}; {digest})"
 
 
-def lines(graph: Graph, plan: Plan) -> Iterator[str]:
-    """A line for each node that is on token shards, the same on ranks whose shards are computed alike."""
+def shard_lines(graph: Graph, plan: ShardingPlan) -> Iterator[str]:
+    """Yield one line per node on token shards. Ranks that compute their shards the same way yield the same lines."""
     numbers = {node: number for number, node in enumerate(node for node in graph.nodes if node in _on_shards(plan))}
     for node, number in numbers.items():
         source = plan.region.sources.get(node)
@@ -53,24 +61,24 @@ def lines(graph: Graph, plan: Plan) -> Iterator[str]:
             yield f"{number}: {'all-gather' if isinstance(source, Gathered) else 'all-reduce'}{after}"
         elif node in plan.sharded:
             call = plan.region.calls[node]
-            named = {name: _said(each, numbers) for name, each in sorted(call.named.items())}
-            yield f"{number}: {node.target} {_said(call.arguments, numbers)} {named}{after}"
+            named = {name: _describe(each, numbers) for name, each in sorted(call.named.items())}
+            yield f"{number}: {node.target} {_describe(call.arguments, numbers)} {named}{after}"
         else:
             yield f"{number}: rows of {numbers.get(dict(plan.chunks)[node])}"
 
 
-def _on_shards(plan: Plan) -> set[Node]:
+def _on_shards(plan: ShardingPlan) -> set[Node]:
     return {*plan.sharded, *(source.node for source in plan.sources), *(chunk for chunk, _ in plan.chunks)}
 
 
-def _said(argument: Any, numbers: dict[Node, int]) -> str:
-    """An argument of a call on a shard. Of values that are none, only what ranks have alike: not their sizes."""
-    if isinstance(argument, Shard):
+def _describe(argument: Any, numbers: dict[Node, int]) -> str:
+    """Describe an argument of an op on shards. Other values are described without sizes, which differ by rank."""
+    if isinstance(argument, ShardOperand):
         return f"%{numbers.get(argument.node)}"
-    if isinstance(argument, Chunk):
-        return "rows of " + _said(argument.node, numbers)
+    if isinstance(argument, OwnRows):
+        return "rows of " + _describe(argument.node, numbers)
     if isinstance(argument, Squeezed):
-        return _said(argument.node, numbers)
+        return _describe(argument.node, numbers)
     if isinstance(argument, ShardRows):
         return "L"
     if isinstance(argument, Node):
@@ -81,37 +89,37 @@ def _said(argument: Any, numbers: dict[Node, int]) -> str:
     if isinstance(argument, float):
         return _FLOAT
     if isinstance(argument, (list, tuple)):
-        return "(" + ", ".join(_said(each, numbers) for each in argument) + ")"
+        return "(" + ", ".join(_describe(each, numbers) for each in argument) + ")"
     return repr(argument)
 
 
 @dataclass
 class _Ranks:
-    """A group's ranks, where they tell each other, and the summaries that all of them have had."""
+    """State of the comparison between the ranks of a group."""
 
-    group: RankGroup
-    store: dist.Store
-    agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    group: PassGroup
+    store: dist.Store  # where ranks exchange summaries
+    agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # summaries equal on all, by prefix
     differ: bool = False
 
 
 @dataclass(frozen=True)
 class _Compiling:
-    """A compilation, and what had been counted before."""
+    """A compilation in progress."""
 
     context: CompileContext
     ranks: _Ranks
-    before: Counter[str]
+    before: Counter[str]  # torch's counters when the compilation started
 
 
 _ranks: dict[str, _Ranks] = {}  # by the group's name
 _compiling: dict[str, "_Compiling"] = {}  # by the prefix of a pass's counts
 
 
-def expect(prefix: str, group: RankGroup) -> None:
-    """Something is compiled now: what is counted under the prefix has to be agreed on before it runs."""
+def expect(prefix: str, group: PassGroup) -> None:
+    """Make ranks compare what the current compilation counts under `prefix` before its result runs."""
     context = CompileContext.try_get()
-    # One that has failed midway may have left its entry.
+    # A compilation that failed midway may have left its entry, so the contexts are compared too.
     if context is None or (prefix in _compiling and _compiling[prefix].context is context):
         return
     store = _get_default_store()
@@ -120,13 +128,17 @@ def expect(prefix: str, group: RankGroup) -> None:
     _compiling[prefix] = _Compiling(context, _ranks[group.name], Counter(counters["inductor"]))
 
 
-def differ(group: RankGroup) -> bool:
-    """Whether the group's ranks have been found to differ."""
+def found_difference(group: PassGroup) -> bool:
+    """Whether an earlier comparison found that the group's ranks differ."""
     return group.name in _ranks and _ranks[group.name].differ
 
 
 def _compare(_: CodeType, __: CodeType) -> None:
-    """What was compiled is about to run. Raises RanksDifferError."""
+    """Compare summaries when a compiled function is about to run.
+
+    Raises:
+        RanksDifferError: The ranks' graphs differ.
+    """
     context = CompileContext.try_get()
     compiling = {prefix: each for prefix, each in _compiling.items() if each.context is context}
     _compiling.clear()
@@ -143,34 +155,34 @@ def _compare(_: CodeType, __: CodeType) -> None:
             ranks.agreed[prefix] |= fresh
 
 
-# Torch runs it after it has compiled a function, or taken it from its cache, and before that runs.
+# Torch calls this hook after it has compiled a function or loaded it from its cache, before the function runs.
 register_bytecode_hook(_compare)
 
 
 def _agree(ranks: _Ranks, own: list[str]) -> None:
     group = ranks.group
     place = f"longhelix.passes/{group.name}"
-    # Counted in the store, which may be older than these ranks.
+    # The store counts the comparisons, because it may outlive this process group.
     where = f"{place}/{ranks.store.add(f'{place}/times/{group.rank}', 1)}"
     ranks.store.set(f"{where}/{group.rank}", "; ".join(own))
-    said = []
+    summaries = []
     for rank in range(group.size):
         try:
-            said.append(ranks.store.get(f"{where}/{rank}").decode())
-        except RuntimeError as error:  # of whichever kind the store has
-            ranks.store.set(f"{where}/{group.rank}", "gave up")  # for a rank that comes later
+            summaries.append(ranks.store.get(f"{where}/{rank}").decode())
+        except RuntimeError as error:  # each kind of store raises its own subclass
+            ranks.store.set(f"{where}/{group.rank}", "gave up")  # so that a rank that comes later fails as well
             raise _difference(
                 ranks,
-                f"rank {rank} of {group.size} has not compiled the graph that this one has: {'; '.join(own)}. Make all "
-                "ranks run the same code",
+                f"rank {rank} of {group.size} has not compiled the graph that this rank compiled: {'; '.join(own)}. "
+                "Make all ranks run the same code",
             ) from error
-    other = next((rank for rank in range(group.size) if said[rank] != said[0]), None)
+    other = next((rank for rank in range(group.size) if summaries[rank] != summaries[0]), None)
     if other is not None:
         raise _difference(
             ranks,
-            "sequence parallelism would change the ranks' graphs in different ways, so that they would wait for each "
-            f"other for ever. Rank 0: {said[0]}. Rank {other}: {said[other]}. Make all ranks run the same code, or "
-            "compile this module without the pass",
+            "the sequence-parallel pass changed the ranks' graphs in different ways, and running them would hang. "
+            f"Rank 0: {summaries[0]}. Rank {other}: {summaries[other]}. Make all ranks run the same code, or compile "
+            "this module without the pass",
         )
 
 

@@ -1,4 +1,4 @@
-"""The functional collectives of torch's graphs: finding and naming them, and what they send."""
+"""Find the functional collectives of a torch graph, name them, and count the bytes that they send."""
 
 import operator
 from collections.abc import Iterator
@@ -29,26 +29,27 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class RankGroup:
-    """The group as a pass knows it: the name that graphs have for it, its ranks, and the place of this one."""
+class PassGroup:
+    """The process group that a pass works for."""
 
-    name: str
-    size: int
-    rank: int
+    name: str  # as graphs spell it
+    size: int  # number of ranks
+    rank: int  # this process's rank in the group
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a graph. sent_bytes: those that a rank sends to the others, by a ring or directly, for as many
-    tokens as the graph was traced with."""
+    """One collective of a graph."""
 
     name: str
     dtype: str
+    # Bytes that a rank sends to the others, in a ring or directly, for the number of tokens that the graph was traced
+    # with.
     sent_bytes: int
 
 
 def waited(node: Node) -> Node | None:
-    """The collective that a node waits for."""
+    """Return the collective that a node waits for, or None if the node is no wait."""
     if node.op == "call_function" and node.target is WAIT:
         collective = node.args[0]
         assert isinstance(collective, Node)
@@ -57,13 +58,13 @@ def waited(node: Node) -> Node | None:
 
 
 def group_of(node: Node) -> str:
-    """The name of a collective's group."""
+    """Return the name of a collective's group."""
     name = node.args[-1]
     return name if isinstance(name, str) else str(name)
 
 
-def collectives(graph: Graph, group: RankGroup) -> Iterator[Collective]:
-    """Those of the group."""
+def collectives(graph: Graph, group: PassGroup) -> Iterator[Collective]:
+    """Yield the collectives of `graph` that run in `group`."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target in _NAMES and group_of(node) == group.name:
             operand = node.args[0]
@@ -90,5 +91,5 @@ def _dtype(value: Tensor) -> str:
 
 
 def is_first_item(node: Node) -> bool:
-    """Whether a node takes the first of several results."""
+    """Whether a node selects the first of several results."""
     return node.op == "call_function" and node.target is operator.getitem and node.args[1] == 0

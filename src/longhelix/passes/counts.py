@@ -1,5 +1,8 @@
-"""What passes count of the graphs that they see. It lies where torch keeps such counts: torch stores them with a
-compiled graph, and adds them again when the graph comes from its cache."""
+"""Count what passes do to the graphs that they see.
+
+The counts live in torch's own counters. Torch stores these with a compiled graph, and adds them again when the graph
+comes from its cache.
+"""
 
 from collections import Counter
 from typing import TypedDict
@@ -9,30 +12,33 @@ from torch._dynamo.utils import counters
 from longhelix.passes.collectives import Collective
 from longhelix.passes.patterns import CHUNK, GATHERED, REDUCED
 
-_OF_PASSES = "sequence_parallel/"
+_PREFIX = "sequence_parallel/"
 
 
 class Report(TypedDict):
-    """patterns: matches by name. collectives: by "before" and "after", those of each kind. bytes: by "before" and
-    "after", what a rank sends of each dtype. left_alone: why collectives stayed, in sentences."""
+    """What passes did to the graphs of a process."""
 
-    patterns: dict[str, int]
-    collectives: dict[str, dict[str, int]]
-    bytes: dict[str, dict[str, int]]
-    left_alone: list[str]
+    patterns: dict[str, int]  # matches by pattern name
+    collectives: dict[str, dict[str, int]]  # "before" and "after" -> count by kind
+    bytes: dict[str, dict[str, int]]  # "before" and "after" -> bytes that a rank sends, by dtype
+    left_alone: list[str]  # one sentence per reason for which the pass left a collective or a graph unchanged
 
 
 class Counts:
-    """Those of the graphs that passes with the same options have seen. options: a digest of these."""
+    """Counts of all graphs that passes with the same options have seen.
+
+    Args:
+        options: Digest of the options.
+    """
 
     def __init__(self, options: str) -> None:
-        self.prefix = f"{_OF_PASSES}{options[:16]}/"
+        self.prefix = f"{_PREFIX}{options[:16]}/"
 
     def add(self, kind: str, name: str, count: int = 1) -> None:
         counters["inductor"][f"{self.prefix}{kind}/{name}"] += count
 
     def add_collectives(self, before: list[Collective], after: list[Collective]) -> None:
-        """Those that a graph had, and has."""
+        """Count a graph's collectives before and after the pass."""
         for when, found in (("before", before), ("after", after)):
             for name, count in Counter(each.name for each in found).items():
                 self.add("collectives", f"{when}/{name}", count)
@@ -44,8 +50,8 @@ class Counts:
 
 
 def report() -> Report:
-    """Of all graphs so far that passes of this process have seen: see `SequenceParallel.report`."""
-    return _report(_OF_PASSES)
+    """Report on all graphs that the passes of this process have seen so far. See `SequenceParallel.report`."""
+    return _report(_PREFIX)
 
 
 def _report(prefix: str) -> Report:
@@ -70,7 +76,7 @@ def _report(prefix: str) -> Report:
 
 
 def _counted(prefix: str) -> Counter[tuple[str, str]]:
-    """By kind and name."""
+    """Return the counts under a prefix, by kind and name."""
     found: Counter[tuple[str, str]] = Counter()
     for key, count in counters["inductor"].items():
         if key.startswith(prefix):

@@ -1,4 +1,4 @@
-"""Where the values of a region are gathered: the fewest bytes, and as late as they allow."""
+"""Choose which values of a region to gather: the fewest bytes, as late as possible."""
 
 from collections.abc import Iterable
 
@@ -10,16 +10,20 @@ from longhelix.passes.tokens import row_bytes
 
 
 def cheapest_cut(region: Region, demanded: Iterable[Node]) -> set[Node]:
-    """The nodes to gather such that all `demanded` ones can be had in full: a minimum cut of the region between its
-    sources and them, by bytes of a token; of several, the one nearest to the demanded nodes.
+    """Return the nodes to gather so that every rank can compute the `demanded` nodes for all tokens.
 
-    What lies between the cut and the demanded nodes is computed for all tokens, from what is gathered.
+    This is a minimum cut of the region between its sources and the demanded nodes, weighted by bytes per token. Of
+    several minimum cuts it is the one nearest to the demanded nodes. Nodes between the cut and the demanded nodes are
+    computed for all tokens, from the gathered values.
+
+    Raises:
+        networkx.NetworkXUnbounded: No cut has a known size.
     """
     network = nx.DiGraph()
     network.add_nodes_from(("begin", "end"))
     for node, tokens in region.tokens.items():
         size = row_bytes(node, tokens)
-        # Without a capacity an edge is never cut.
+        # An edge without a capacity is never cut.
         network.add_edge((node, "in"), (node, "out"), **({} if size is None else {"capacity": size}))
         for user in region.downstream(node):
             network.add_edge((node, "out"), (user, "in"))

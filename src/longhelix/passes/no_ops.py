@@ -1,4 +1,4 @@
-"""Taking ops out of a graph that do nothing: they hide what lies behind them."""
+"""Remove ops that do nothing from a graph, because they hide patterns from the pass."""
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ _CONVERTING = {prims.convert_element_type.default, aten._to_copy.default}
 
 
 def eliminate_no_ops(graph: Graph) -> int:
-    """Replace views and slices that keep the shape, padding by nothing, conversions that keep the dtype, and sizes that
-    are inputs of the graph. Returns how many.
+    """Replace ops that do nothing, and return how many were replaced.
 
-    Inputs and outputs of the graph keep theirs: without it, one would be the other, or change with it.
+    These are views and slices that keep the shape, padding of zero rows, conversions that keep the dtype, and sizes
+    that are also inputs of the graph. An op on an input or before an output of the graph stays: without it, an output
+    could be an input, or share its memory.
     """
     sizes: list[Node] = []
     removed = 0

@@ -1,4 +1,7 @@
-"""RMSNorms in a graph: one op, or what such an op is made of. Their eps may be anything, an input of the graph too."""
+"""Find RMSNorms in a graph, either as one op or as the ops that it decomposes into.
+
+Their eps may be any value, including an input of the graph.
+"""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ from torch.fx import Graph, Node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# What leaves numbers as they are, but for their dtype.
+# Ops that change only the dtype or the shape of a value.
 _CARRIERS = {
     prims.convert_element_type.default,
     aten._to_copy.default,
@@ -25,14 +28,13 @@ _CARRIERS = {
 
 @dataclass(frozen=True)
 class Norm:
-    """`node`: the norm's op, or the reciprocal of the root of the mean of squares. `normed`: the value that is
-    normed."""
+    """An RMSNorm of a graph."""
 
-    node: Node
-    normed: Node
+    node: Node  # the norm's op, or the (reciprocal) square root of the mean of squares
+    normed: Node  # the value that is normalised
 
-    def is_used_beside(self) -> bool:
-        """Whether anything but the norm takes the value."""
+    def has_other_users(self) -> bool:
+        """Whether any op outside the norm uses the normalised value."""
         pending, own = [self.normed], {self.normed}
         while pending:
             for user in pending.pop().users:
@@ -47,19 +49,23 @@ class Norm:
     def _is_of_norm(self, user: Node) -> bool:
         if user is self.node or _squared(user) is not None:
             return True
-        # x times the reciprocal, or divided by the root.
+        # x times the reciprocal root, or x divided by the root.
         return any(carried(arg) is self.node for arg in user.all_input_nodes)
 
 
 def carried(node: Node) -> Node:
-    """The value that a node has in another dtype or shape; itself, if there is none."""
+    """Return the node whose value this node only reshapes or converts, or the node itself."""
     while node.target in _CARRIERS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def find_norms(graph: Graph, ops: Collection[OpOverload]) -> Iterator[Norm]:
-    """The norms of a graph. `ops`: norms of which the first operand is normed, beside torch's own."""
+    """Yield the norms of a graph.
+
+    Args:
+        ops: Custom ops that are RMSNorms of their first operand, in addition to torch's own.
+    """
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -70,7 +76,7 @@ def find_norms(graph: Graph, ops: Collection[OpOverload]) -> Iterator[Norm]:
 
 
 def _normed(node: Node) -> Node | None:
-    """x, where a node is rsqrt(mean(x x) + eps), or the root of that."""
+    """Return x if a node is rsqrt(mean(x * x) + eps) or sqrt(mean(x * x) + eps), otherwise None."""
     rooted = node.target in (aten.rsqrt.default, aten.sqrt.default) or (
         node.target is aten.pow.Tensor_Scalar and node.args[1] in (-0.5, 0.5)
     )

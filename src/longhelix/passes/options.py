@@ -1,4 +1,4 @@
-"""What a pass may be told."""
+"""Check the options of `SequenceParallel`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,43 +19,46 @@ def check_options(
     token_wise: Any,
     norms: Any,
 ) -> None:
-    """Raise ValueError for what `SequenceParallel` does not take."""
+    """Raise ValueError if `SequenceParallel` does not accept an option's value."""
     if type(min_tokens) is not int or min_tokens < 1:
-        raise ValueError(f"min_tokens is the fewest tokens of a graph, 1 or more, not {min_tokens!r}")
+        raise ValueError(f"min_tokens must be an integer of 1 or more, not {min_tokens!r}")
     if quantize is not None:
         check_quantize(quantize)
     if scales is not None and quantize is None:
-        raise ValueError("scales are of what travels quantised: set quantize as well")
+        raise ValueError("scales have no effect without quantize: set quantize as well")
     if scales is not None and not isinstance(scales, Calibration):
         _check_scales(scales, quantize)
     if tokens is not None and not _is_range(tokens):
         raise ValueError(
-            f"tokens is the least and the most tokens of graphs, as (1000, None) where there is no most, not {tokens!r}"
+            "tokens must be the smallest and the largest number of tokens, such as (1000, 8000), or (1000, None) "
+            f"without a limit, not {tokens!r}"
         )
     if in_rank_order is not None and not isinstance(in_rank_order, bool):
-        raise ValueError(f"in_rank_order is True, False or None, not {in_rank_order!r}")
+        raise ValueError(f"in_rank_order must be True, False or None, not {in_rank_order!r}")
     if not isinstance(own_chunks, bool):
-        raise ValueError(f"own_chunks is True or False, not {own_chunks!r}")
+        raise ValueError(f"own_chunks must be True or False, not {own_chunks!r}")
     if token_wise is not None and not _names_operands(token_wise):
         raise ValueError(
-            "token_wise has ops and names of their operands, as {torch.ops.mine.scale.default: ['x']}, not "
+            "token_wise must map ops to names of their operands, such as {torch.ops.mine.scale.default: ['x']}, not "
             f"{token_wise!r}"
         )
     if not isinstance(norms, Sequence) or not all(isinstance(op, OpOverload) for op in norms):
-        raise ValueError(f"norms is a list of ops, as [torch.ops.mine.norm.default], not {norms!r}")
+        raise ValueError(f"norms must be a list of ops, such as [torch.ops.mine.norm.default], not {norms!r}")
 
 
 def _check_scales(scales: object, quantize: str) -> None:
-    """Raise ValueError unless these are static scales of that narrow type, by place."""
+    """Raise ValueError unless `scales` maps places to static scales of the narrow type `quantize`."""
     if not isinstance(scales, Mapping):
-        raise ValueError(f"scales are what a Calibration gives, or that itself, not {type(scales).__name__}")
+        raise ValueError(
+            f"scales must be a Calibration, or the dict that its scales() returns, not {type(scales).__name__}"
+        )
     for place, scale in scales.items():
         if not isinstance(place, str) or not place.startswith(f"{quantize}/"):
             raise ValueError(
-                f"scales has {place!r}, which is no place of {quantize}: give calibration.scales({quantize!r})"
+                f"scales has the key {place!r}, which is not for {quantize}: pass calibration.scales({quantize!r})"
             )
         if not isinstance(scale, float) or not 0 < scale < math.inf:
-            raise ValueError(f"the scale of {place} is {scale!r}: scales are floats above 0, and finite")
+            raise ValueError(f"the scale of {place} is {scale!r}: it must be a finite float above 0")
 
 
 def _is_range(tokens: object) -> bool:

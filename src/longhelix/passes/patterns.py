@@ -1,4 +1,4 @@
-"""The names under which matches are reported: those of the patterns that others match one by one."""
+"""Name matches as vLLM's and vllm-ascend's pattern-based passes name them."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from longhelix.passes.norms import Norm, carried
-from longhelix.passes.plan import Plan
+from longhelix.passes.plan import ShardingPlan
 from longhelix.passes.region import Reduced, Source
-from longhelix.passes.rules import Chunk, Shard
+from longhelix.passes.rules import OwnRows, ShardOperand
 
 aten = torch.ops.aten
 
@@ -24,10 +24,15 @@ GATHERED = (
 _NARROW = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "FP8"}
 
 
-def count_patterns(plan: Plan, how: str | None) -> Counter[str]:
-    """Matches by name. A collective that is followed by a norm on a shard is one match; where what is gathered after
-    the norm is narrow, the name ends with how: StaticINT8, DynamicINT8, StaticFP8, DynamicFP8. how: what the plan
-    quantises."""
+def count_patterns(plan: ShardingPlan, how: str | None) -> Counter[str]:
+    """Count matches by name.
+
+    Each collective that is followed by a norm on a shard is one match. If the value gathered after the norm is
+    quantised, the name ends with StaticINT8, DynamicINT8, StaticFP8 or DynamicFP8.
+
+    Args:
+        how: Ending for values that the plan quantises; None if it quantises nothing.
+    """
     found: Counter[str] = Counter()
     for source in plan.sources:
         norm = _first_norm(plan, source)
@@ -38,14 +43,14 @@ def count_patterns(plan: Plan, how: str | None) -> Counter[str]:
     return found
 
 
-def _first_norm(plan: Plan, source: Source) -> Norm | None:
-    """The nearest norm that a collective's value goes to."""
+def _first_norm(plan: ShardingPlan, source: Source) -> Norm | None:
+    """Return the nearest norm that a collective's value reaches on shards."""
     by_node = {norm.node: norm for norm in plan.norms}
     return next((by_node[node] for node in _after(plan, source.node) if node in by_node), None)
 
 
-def _after(plan: Plan, start: Node) -> Iterator[Node]:
-    """What is computed on shards from a node's, the nearest first."""
+def _after(plan: ShardingPlan, start: Node) -> Iterator[Node]:
+    """Yield the nodes computed on shards from `start`, the nearest first."""
     seen, pending = {start}, [start]
     while pending:
         node = pending.pop(0)
@@ -56,33 +61,33 @@ def _after(plan: Plan, start: Node) -> Iterator[Node]:
                 pending.append(user)
 
 
-def _name(plan: Plan, source: Source, norm: Norm) -> str:
+def _name(plan: ShardingPlan, source: Source, norm: Norm) -> str:
     terms = len(_terms(plan, norm.normed, plan.normed - {norm.normed}))
-    beside = norm.is_used_beside()
+    reused = norm.has_other_users()
     if isinstance(source, Reduced):
         first, middle, last, deepstack = REDUCED
         if terms == 1:
             return first
     else:
         middle, last, deepstack = GATHERED
-    return deepstack if terms > 2 else middle if beside else last
+    return deepstack if terms > 2 else middle if reused else last
 
 
-def _terms(plan: Plan, total: Node, ends: set[Node]) -> list[Node]:
-    """The rows that are added up to a value: this rank's of collectives' values, of residuals, of other inputs."""
+def _terms(plan: ShardingPlan, total: Node, ends: set[Node]) -> list[Node]:
+    """Return the nodes that are added up to a value: collectives' values, residuals and other inputs."""
     node = carried(total)
     if node.target is not aten.add.Tensor or node not in plan.region.calls or node in plan.region.sources:
         return [node]
     found: list[Node] = []
     for argument in plan.region.calls[node].arguments:
-        if isinstance(argument, Chunk):
+        if isinstance(argument, OwnRows):
             found.append(argument.node)
-        elif isinstance(argument, Shard):
+        elif isinstance(argument, ShardOperand):
             found += [argument.node] if carried(argument.node) in ends else _terms(plan, argument.node, ends)
     return found
 
 
-def _suffix(plan: Plan, norm: Norm, how: str | None) -> str:
+def _suffix(plan: ShardingPlan, norm: Norm, how: str | None) -> str:
     gathered = [node for node in _after(plan, norm.node) if node in plan.gathered]
     values = [node.meta["val"] for node in gathered if isinstance(node.meta["val"], Tensor)]
     narrow = next((value for value in values if value.dtype in _NARROW), None)

@@ -1,6 +1,9 @@
-"""Collectives over gloo, which sends what belongs to one of them in one direction after the other: large ones go in
-pieces that are begun together, and so use both directions of a link at once. Each is one op of a graph, for graphs'
-compilers move a wait up to its collective."""
+"""Collectives that send large messages in pieces, for gloo.
+
+Gloo uses one direction of a link after the other within a collective. Pieces that start together use both directions at
+once. Each collective is one op of a graph: if start and wait were two ops, the compiler would move the wait up to the
+start.
+"""
 
 from itertools import pairwise
 
@@ -12,11 +15,11 @@ from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 _PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16
-# Of the same name as all_to_all_single's from torch 2.13 on, where the older one warns.
+# torch 2.13 renames this function, and the old name warns.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _library = torch.library.Library("longhelix_passes", "FRAGMENT")
-# As torch's own, and not begun but done: of the same name in `_c10d_functional`, the latter with as many rows for all.
+# Like the ops of these names in `_c10d_functional`, but blocking. all_to_all sends equally many rows to each rank.
 _library.define("all_gather(Tensor x_LX, int ranks, str group) -> Tensor")
 _library.define("all_to_all(Tensor x_TX, int ranks, str group) -> Tensor")
 
@@ -59,7 +62,7 @@ def _all_to_all(x_TX: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _pieces(x_LX: Tensor) -> list[slice]:
-    """Rows of what goes to each rank, or comes from it, that travel together."""
+    """Split the rows that one rank sends to another into the pieces that travel together."""
     count = max(min(x_LX.nbytes // _PIECE_BYTES, len(x_LX), _MOST_PIECES), 1)
     ends = [len(x_LX) * piece // count for piece in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
@@ -81,8 +84,10 @@ ALL_TO_ALL = torch.ops.longhelix_passes.all_to_all.default
 
 
 def _lower_as_collective(op: OpOverload) -> None:
-    """Have the compiler keep it among a graph's collectives in their order, which is that of all ranks. Other ops it
-    orders by the memory that they need, and ranks differ in that."""
+    """Make the compiler keep an op in order among a graph's collectives, so that all ranks run them in the same order.
+
+    The compiler orders other ops by the memory that they need, which differs between ranks.
+    """
     lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
     lowering.register_lowering(op, type_promotion_kind=None)(
         lambda *operands: ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(op, *operands))

@@ -1,4 +1,4 @@
-"""What a pass will change in a graph, and why it leaves the rest."""
+"""Plan what the pass changes in a graph, and record why it leaves the rest."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from longhelix.passes.collectives import RankGroup
+from longhelix.passes.collectives import PassGroup
 from longhelix.passes.cut import cheapest_cut
 from longhelix.passes.norms import Norm, find_norms
 from longhelix.passes.region import Gathered, Reduced, Region, Source, computes, find_region
@@ -20,28 +20,25 @@ _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`sharded`: the nodes that are computed on token shards. `gathered`: those that are then gathered, for ops that
-    take all tokens; `quantised`: those of them that the pass quantises on their way. What else ops take is computed of
-    these for all tokens, as before. `norms`: those on shards; `normed`: what any norm of the graph is of. `left_alone`:
-    sentences, one for each collective that stays."""
+class ShardingPlan:
+    """What the pass changes in a graph. Values that ops need for all tokens are computed from the gathered ones."""
 
     region: Region
-    sharded: frozenset[Node]
-    gathered: frozenset[Node]
-    quantised: frozenset[Node]
-    norms: tuple[Norm, ...]
-    normed: frozenset[Node]
-    left_alone: tuple[str, ...]
+    sharded: frozenset[Node]  # nodes computed on token shards
+    gathered: frozenset[Node]  # sharded nodes that are then gathered, for ops that need all tokens
+    quantised: frozenset[Node]  # gathered nodes that the pass quantises before it sends them
+    norms: tuple[Norm, ...]  # norms computed on shards
+    normed: frozenset[Node]  # values that any norm of the graph normalises
+    left_alone: tuple[str, ...]  # one sentence for each collective that stays
 
     @property
     def sources(self) -> list[Source]:
-        """The collectives' values that are kept as shards."""
+        """Values of collectives that stay sharded."""
         return [source for node, source in self.region.sources.items() if node in self.sharded]
 
     @property
     def chunks(self) -> list[tuple[Node, Node]]:
-        """Nodes that are the shard of a value on this rank, and that value."""
+        """Pairs of a node that is this rank's shard of a value, and that value."""
         return [(chunk, node) for chunk, node in self.region.chunks.items() if self._has_shard(node)]
 
     def _has_shard(self, node: Node) -> bool:
@@ -50,20 +47,27 @@ class Plan:
 
 def make_plan(
     graph: Graph,
-    group: RankGroup,
+    group: PassGroup,
     rules: Rules,
     norm_ops: Collection[OpOverload],
     applies: Callable[[int | torch.SymInt], bool],
     quantises: bool,
     own_chunks: bool,
-) -> Plan:
-    """The plan for a graph. applies: whether values of that many tokens are to be kept as shards. quantises: whether
-    what is gathered for ops travels as narrow numbers. own_chunks: see `find_region`."""
+) -> ShardingPlan:
+    """Plan the changes to a graph.
+
+    Args:
+        rules: Which ops are token-wise.
+        norm_ops: Custom ops that are RMSNorms of their first operand.
+        applies: Returns whether values of a number of tokens are kept as shards.
+        quantises: Whether gathered values are sent as narrow numbers.
+        own_chunks: See `find_region`.
+    """
     norms = list(find_norms(graph, norm_ops))
     left: dict[Node, str] = {}
     for node, source in find_region(graph, group, rules, own_chunks).sources.items():
         if not applies(source.tokens.count):
-            left[node] = f"{_name(source)}: too few tokens, or a number that is not known to be enough"
+            left[node] = f"{_name(source)}: too few tokens, or a number of tokens that is not known to be enough"
     while True:
         region = find_region(graph, group, rules, own_chunks, left)
         plan = _planned(region, norms, left, quantises)
@@ -73,23 +77,21 @@ def make_plan(
         left |= {node: _reason(region, region.sources[node]) for node in region.sources if node in useless}
 
 
-def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quantises: bool) -> Plan:
+def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quantises: bool) -> ShardingPlan:
     demanded = {node for node in region.tokens if any(map(computes, region.outside(node)))}
     try:
         cut = cheapest_cut(region, demanded)
     except nx.NetworkXUnbounded:
-        reasons = [
-            f"{_name(source)}: rows of its values have no size that is known" for source in region.sources.values()
-        ]
+        reasons = [f"{_name(source)}: the size of its values' rows is not known" for source in region.sources.values()]
         nothing = frozenset[Node]()
-        return Plan(region, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
+        return ShardingPlan(region, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
     whole = _upstream(region, demanded - cut, cut)
     returned = {node for node in region.tokens if region.outside(node)} - whole - cut
     kept = {node for node in cut if node in region.sources}
     gathered = (cut - kept) | returned
     sharded = _upstream(region, gathered | set(region.chunks.values()), kept)
     staying = [_reason(region, source) for node, source in region.sources.items() if node in kept]
-    return Plan(
+    return ShardingPlan(
         region,
         frozenset(sharded),
         frozenset(gathered),
@@ -101,7 +103,7 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
 
 
 def _is_wide(node: Node, dims: int) -> bool:
-    """Whether a row of narrow numbers and its scale are fewer bytes than the node's, and nothing but ops take it."""
+    """Whether quantising a node saves bytes, scales included, and only ops use the node (no output of the graph)."""
     value = node.meta["val"]
     if not value.is_floating_point() or value.dtype.itemsize == 1 or not all(map(computes, node.users)):
         return False
@@ -112,7 +114,7 @@ def _is_wide(node: Node, dims: int) -> bool:
 
 
 def _upstream(region: Region, nodes: Iterable[Node], until: Collection[Node]) -> set[Node]:
-    """The nodes, and what of the region they are computed from, up to and without `until`."""
+    """Return `nodes` and the nodes of the region that they are computed from, down to `until`, which is excluded."""
     found: set[Node] = set()
     pending = [node for node in nodes if node not in until]
     while pending:
@@ -123,9 +125,9 @@ def _upstream(region: Region, nodes: Iterable[Node], until: Collection[Node]) ->
     return found
 
 
-def _without_norm(plan: Plan) -> set[Node]:
-    """The sources that are connected with no norm, and no shard that the graph takes itself, by what is computed on
-    shards: nothing is gained with them."""
+def _without_norm(plan: ShardingPlan) -> set[Node]:
+    """Return the sources that gain nothing: no nodes on shards connect them with a norm, or with a shard that the graph
+    uses itself."""
     linked = nx.Graph()
     linked.add_nodes_from(plan.sharded)
     for node in plan.sharded:
@@ -139,17 +141,17 @@ def _without_norm(plan: Plan) -> set[Node]:
 
 
 def _reason(region: Region, source: Source) -> str:
-    """Why a source stays: the ops that take all of its tokens."""
+    """Say why a source stays: which ops need all of its tokens."""
     seen, pending, reasons = {source.node}, [source.node], []
     while pending:
         node = pending.pop(0)
-        reasons += [region.reasons.get(user, f"{user.target} takes all tokens") for user in region.outside(node)]
+        reasons += [region.reasons.get(user, f"{user.target} needs all tokens") for user in region.outside(node)]
         for user in region.downstream(node):
             if user not in seen:
                 seen.add(user)
                 pending.append(user)
-    said = "; ".join(dict.fromkeys(reasons[:3])) or "nothing takes its value"
-    return f"{_name(source)}: no RMSNorm on a token shard would make up for it ({said})"
+    causes = "; ".join(dict.fromkeys(reasons[:3])) or "nothing uses its value"
+    return f"{_name(source)}: no RMSNorm on a token shard would profit from it ({causes})"
 
 
 def _name(source: Source) -> str:

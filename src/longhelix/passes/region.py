@@ -1,4 +1,4 @@
-"""Where a graph could keep token shards: from its all-reduces and all-gathers on, through token-wise ops."""
+"""Find where a graph could keep token shards: after its all-reduces and all-gathers, through token-wise ops."""
 
 import operator
 from collections.abc import Collection, Mapping
@@ -11,13 +11,13 @@ from longhelix.passes.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
-    RankGroup,
+    PassGroup,
     group_of,
     is_first_item,
     waited,
 )
-from longhelix.passes.rules import Call, NotTokenWiseError, Rules
-from longhelix.passes.tokens import Tokens, first_value, same, shard_rows
+from longhelix.passes.rules import NotTokenWiseError, Rules, ShardedCall
+from longhelix.passes.tokens import TokenDims, first_value, same, shard_rows
 
 aten = torch.ops.aten
 
@@ -27,21 +27,21 @@ _CUTTING = {aten.constant_pad_nd.default, aten.split.Tensor, aten.split_with_siz
 
 @dataclass(frozen=True)
 class Reduced:
-    """A value that an all-reduce gives. A reduce-scatter gives its shard."""
+    """The result of an all-reduce. A reduce-scatter would return its shard."""
 
     node: Node
-    tokens: Tokens
+    tokens: TokenDims
     collective: Node
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A value that an all-gather gives, perhaps less its padding. `shard` is what was gathered."""
+    """The result of an all-gather, with or without its padding."""
 
     node: Node
-    tokens: Tokens
+    tokens: TokenDims
     collective: Node
-    shard: Node
+    shard: Node  # the operand of the all-gather
 
 
 Source = Reduced | Gathered
@@ -49,46 +49,47 @@ Source = Reduced | Gathered
 
 @dataclass(frozen=True)
 class Region:
-    """`tokens`: the nodes of which a token shard can be had without another collective. `sources`: those that come
-    from collectives. `calls`: how the others come from the shards of their operands. `chunks`: nodes that are a token
-    shard already, by the node whose shard they are. `reasons`: why nodes that take a value of the region are not in it.
-    """
+    """The nodes that a rank can compute for its own tokens without another collective."""
 
-    tokens: Mapping[Node, Tokens]
-    sources: Mapping[Node, Source]
-    calls: Mapping[Node, Call]
-    chunks: Mapping[Node, Node]
-    reasons: Mapping[Node, str]
+    tokens: Mapping[Node, TokenDims]  # every node of the region -> its dims that hold tokens
+    sources: Mapping[Node, Source]  # nodes that are results of collectives
+    calls: Mapping[Node, ShardedCall]  # the other nodes -> how to compute their shards from those of their operands
+    chunks: Mapping[Node, Node]  # nodes that already are a token shard -> the node that they are a shard of
+    reasons: Mapping[Node, str]  # users of the region's values outside it -> why they are outside
 
     def upstream(self, node: Node) -> list[Node]:
-        """The operands of a node, as far as they are of the region."""
+        """Return the operands of a node that are in the region."""
         return [] if node in self.sources else [arg for arg in node.all_input_nodes if arg in self.tokens]
 
     def downstream(self, node: Node) -> list[Node]:
-        """The users of a node that are of the region."""
+        """Return the users of a node that are in the region."""
         return [user for user in node.users if user in self.calls]
 
     def outside(self, node: Node) -> list[Node]:
-        """The users of a node that take all of its tokens."""
+        """Return the users of a node that need all of its tokens."""
         return [user for user in node.users if user not in self.calls and not self._leads_to_chunks(user, node)]
 
     def _leads_to_chunks(self, user: Node, node: Node) -> bool:
-        """Whether all that a user of the node does is to pad it, or split it, for a token shard."""
+        """Whether a user only pads or splits the node to take a token shard of it."""
         if self.chunks.get(user) is node:
             return True
         return user.target in _CUTTING and all(self._leads_to_chunks(each, node) for each in user.users)
 
 
 def computes(user: Node) -> bool:
-    """Whether a node is more than the graph's output, or a copy into an input of the graph."""
-    if user.target is aten.copy.default:  # what the input will be, where a graph is written without changes
+    """Whether a node computes something, unlike the graph's output or a copy into an input of the graph."""
+    if user.target is aten.copy.default:  # the functional form of a copy into an input
         return any(map(computes, user.users))
     return user.op != "output" and user.target is not aten.copy_.default
 
 
-def find_region(graph: Graph, group: RankGroup, rules: Rules, own_chunks: bool, left: Collection[Node] = ()) -> Region:
-    """The region of the group's collectives, without the sources `left`. own_chunks: whether the graph takes its rank's
-    rows of values itself."""
+def find_region(graph: Graph, group: PassGroup, rules: Rules, own_chunks: bool, left: Collection[Node] = ()) -> Region:
+    """Find the region that follows the group's collectives.
+
+    Args:
+        own_chunks: Whether the graph takes this rank's rows of values itself.
+        left: Sources to leave out.
+    """
     known = {source.node: source for source in _sources(graph, group)}
     varying = _varying(graph, rules, known.keys())
     sources = {node: source for node, source in known.items() if node not in left}
@@ -104,7 +105,7 @@ def find_region(graph: Graph, group: RankGroup, rules: Rules, own_chunks: bool, 
 
 def _grow(
     graph: Graph,
-    group: RankGroup,
+    group: PassGroup,
     rules: Rules,
     sources: Mapping[Node, Source],
     varying: set[Node],
@@ -112,7 +113,7 @@ def _grow(
     may_be_chunks: set[Node],
 ) -> Region:
     tokens = {node: source.tokens for node, source in sources.items()}
-    calls: dict[Node, Call] = {}
+    calls: dict[Node, ShardedCall] = {}
     chunks: dict[Node, Node] = {}
     reasons: dict[Node, str] = {}
     for node in graph.nodes:
@@ -125,7 +126,7 @@ def _grow(
         if not any(arg in tokens for arg in node.all_input_nodes):
             continue
         if node in barred:
-            reasons[node] = f"{node.target} adds to a value that is summed over the ranks"
+            reasons[node] = f"{node.target} adds a full value to one that is summed over the ranks again"
             continue
         try:
             call = rules.call(node, tokens, varying.__contains__)
@@ -135,11 +136,11 @@ def _grow(
         calls[node] = call
         value = first_value(node)
         assert value is not None
-        tokens[node] = Tokens.of(value, call.dims)
+        tokens[node] = TokenDims.of(value, call.dims)
     return Region(tokens, sources, calls, chunks, reasons)
 
 
-def _sources(graph: Graph, group: RankGroup) -> list[Source]:
+def _sources(graph: Graph, group: PassGroup) -> list[Source]:
     found: list[Source] = []
     for node in graph.nodes:
         collective = waited(node)
@@ -148,7 +149,7 @@ def _sources(graph: Graph, group: RankGroup) -> list[Source]:
         value = node.meta["val"]
         if collective.target is ALL_REDUCE and collective.args[1] == "sum" and value.dim() > 1:
             if list(collective.users) == [node]:
-                found.append(Reduced(node, Tokens.of(value, value.dim() - 1), collective))
+                found.append(Reduced(node, TokenDims.of(value, value.dim() - 1), collective))
         elif collective.target is ALL_GATHER and value.dim() > 1:
             shard = collective.args[0]
             assert isinstance(shard, Node)
@@ -156,10 +157,10 @@ def _sources(graph: Graph, group: RankGroup) -> list[Source]:
     return found
 
 
-def _cuts(gathered: Node, group: RankGroup) -> list[tuple[Node, Tokens]]:
-    """An all-gathered value, or what is left of it without padding, with the tokens of each."""
+def _cuts(gathered: Node, group: PassGroup) -> list[tuple[Node, TokenDims]]:
+    """Return an all-gathered value, and slices of it that drop its padding, each with its token dims."""
     value = gathered.meta["val"]
-    found = [(gathered, Tokens.of(value, 1))]
+    found = [(gathered, TokenDims.of(value, 1))]
     for user in gathered.users:
         cut = user
         if user.target is aten.split_with_sizes.default and _dim_of(user) == 0:
@@ -170,12 +171,12 @@ def _cuts(gathered: Node, group: RankGroup) -> list[tuple[Node, Tokens]]:
         if cut is not user or user.target is aten.slice.Tensor:
             rows = shard_rows(left.shape[0], group.size)
             if same(rows * group.size, value.shape[0]):
-                found.append((cut, Tokens.of(left, 1)))
+                found.append((cut, TokenDims.of(left, 1)))
     return found
 
 
 def _is_of_first_rows(node: Node) -> bool:
-    """Whether a slice is of the first rows, without gaps."""
+    """Whether a slice takes the first rows, without gaps."""
     return _dim_of(node) == 0 and node.args[2] in (0, None) and (len(node.args) < 5 or node.args[4] == 1)
 
 
@@ -184,8 +185,8 @@ def _dim_of(node: Node) -> object:
     return node.args[index] if len(node.args) > index else node.kwargs.get("dim", 0)
 
 
-def _chunked(node: Node, tokens: Mapping[Node, Tokens], group: RankGroup) -> Node | None:
-    """The node whose shard on this rank `node` is: its rows of that node, or of it with padding after it."""
+def _chunked(node: Node, tokens: Mapping[Node, TokenDims], group: PassGroup) -> Node | None:
+    """Return the node that `node` is this rank's token shard of, with or without padding; None if there is none."""
     whole = _whole(node, group)
     if whole is None:
         return None
@@ -199,15 +200,15 @@ def _chunked(node: Node, tokens: Mapping[Node, Tokens], group: RankGroup) -> Nod
 
 
 def _pads_at_the_end(node: Node) -> bool:
-    """Whether a node is another with zeros after its rows."""
+    """Whether a node appends rows of zeros to another and does nothing else."""
     if node.target is not aten.constant_pad_nd.default:
         return False
     *others, before, _ = node.args[1]  # type: ignore[misc]
     return not any(others) and before == 0 and (len(node.args) < 3 or node.args[2] == 0)
 
 
-def _whole(node: Node, group: RankGroup) -> Node | None:
-    """The value of which `node` is part number `rank` of as many parts as the group has ranks."""
+def _whole(node: Node, group: PassGroup) -> Node | None:
+    """Return the value that `node` is this rank's part of, if the value is split evenly; otherwise None."""
     if node.op != "call_function":
         return None
     source = node.args[0] if node.args else None
@@ -225,8 +226,11 @@ def _whole(node: Node, group: RankGroup) -> Node | None:
 
 
 def _varying(graph: Graph, rules: Rules, sources: Collection[Node]) -> set[Node]:
-    """The nodes of which ranks may have different values. Inputs of the graph are the same on all ranks, as far as
-    they meet what is: norms' weights, biases, hidden states. What is made of them by products is not."""
+    """Return the nodes that may have different values on different ranks.
+
+    Inputs of the graph that meet summed values (norms' weights, biases, hidden states) count as the same on all ranks.
+    Products of them do not, because ranks may hold different weights.
+    """
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op != "call_function" or node in sources:
@@ -236,9 +240,11 @@ def _varying(graph: Graph, rules: Rules, sources: Collection[Node]) -> set[Node]
     return found
 
 
-def _summed_again(graph: Graph, group: RankGroup, region: Region) -> set[Node]:
-    """The nodes where a value that is no shard enters what an all-reduce adds up. Such a value is a part of a sum, and
-    may be another one on every rank."""
+def _summed_again(graph: Graph, group: PassGroup, region: Region) -> set[Node]:
+    """Return the nodes that mix a full value into an operand of an all-reduce.
+
+    Such a value is one rank's part of a sum, and may differ between ranks.
+    """
     summed = [
         node.args[0]
         for node in graph.nodes

@@ -1,4 +1,4 @@
-"""Carrying out a plan: new nodes first, beside the old ones; these change places at the end, or not at all."""
+"""Carry out a plan: first add new nodes next to the old ones, then replace the old ones, or undo everything."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from longhelix.passes import pieces
-from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT, RankGroup, waited
-from longhelix.passes.plan import Plan
+from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, WAIT, PassGroup, waited
+from longhelix.passes.plan import ShardingPlan
 from longhelix.passes.region import Gathered, Reduced
-from longhelix.passes.rules import Chunk, Shard, ShardRows, Squeezed
+from longhelix.passes.rules import OwnRows, ShardOperand, ShardRows, Squeezed
 from longhelix.passes.scales import LARGEST, OBSERVED, Quantisation
-from longhelix.passes.tokens import Tokens, same, shard_rows
+from longhelix.passes.tokens import TokenDims, same, shard_rows
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Size = int | Node
@@ -26,15 +26,21 @@ _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class Rewrite:
-    """The new nodes of a plan. `in_rank_order`: sums are made of all ranks' parts in their order, on each rank for its
-    own rows. `in_pieces`: large messages may travel in pieces. `quantisation`: how what the plan quantises
-    travels."""
+    """The changes of a plan to a graph.
+
+    Call `prepare`, then look at `doubts`, then call `finish` or `abandon`.
+
+    Args:
+        in_rank_order: Whether each rank itself sums its rows of all ranks' parts, in rank order.
+        in_pieces: Whether large messages may be sent in pieces.
+        quantisation: How to send the values that the plan quantises.
+    """
 
     def __init__(
         self,
         graph: Graph,
-        plan: Plan,
-        group: RankGroup,
+        plan: ShardingPlan,
+        group: PassGroup,
         in_rank_order: bool,
         in_pieces: bool,
         quantisation: Quantisation | None,
@@ -50,13 +56,13 @@ class Rewrite:
         self._fake = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         self._added: list[Node] = []
         self._shards: dict[Node, Node] = {}
-        self._rows: dict[tuple[Node, int], Node] = {}  # this rank's, of what all ranks have in full
+        self._rows: dict[tuple[Node, int], Node] = {}  # (full value, its token dims) -> this rank's rows
         self._whole: dict[Node, Node] = {}
         self._chunks: dict[Node, Node] = {}
         self._counts: dict[object, tuple[Size, Size, Size]] = {}
 
     def prepare(self) -> None:
-        """Add all new nodes. The old ones stay as they are."""
+        """Add all new nodes, and leave the old ones unchanged."""
         chunks = dict(self._plan.chunks)
         for node in list(self._graph.nodes):
             self._at = node
@@ -68,16 +74,16 @@ class Rewrite:
                 self._chunks[node] = self._without_padding(self._shard_of(chunks[node]), chunks[node])
 
     def replaced(self) -> dict[Node, Node]:
-        """What takes the place of old nodes."""
+        """Return the new node for each old node that is replaced."""
         return self._whole | self._chunks
 
     def abandon(self) -> None:
-        """Take the new nodes away again."""
+        """Remove the new nodes again."""
         for node in reversed(self._added):
             self._graph.erase_node(node)
 
     def finish(self) -> None:
-        """Put the new nodes in the places of old ones, and take away what is not used any more."""
+        """Replace the old nodes with the new ones, and remove nodes that nothing uses any more."""
         for old, new in self.replaced().items():
             old.replace_all_uses_with(new, propagate_meta=False)
         collectives = {source.collective for source in self._plan.region.sources.values()}
@@ -87,7 +93,7 @@ class Rewrite:
             if node in collectives or waited(node) in collectives or not node.is_impure():
                 self._graph.erase_node(node)
 
-    # One node's shard.
+    # Nodes that compute one shard.
 
     def _shard(self, node: Node) -> Node:
         source = self._plan.region.sources.get(node)
@@ -100,10 +106,10 @@ class Rewrite:
         arguments, named = map_aggregate((call.arguments, dict(call.named)), lambda each: self._operand(each, tokens))
         return self._add(node.target, *arguments, **named)
 
-    def _operand(self, argument: Any, tokens: Tokens) -> Any:
-        if isinstance(argument, Shard):
+    def _operand(self, argument: Any, tokens: TokenDims) -> Any:
+        if isinstance(argument, ShardOperand):
             return self._shard_of(argument.node)
-        if isinstance(argument, Chunk):
+        if isinstance(argument, OwnRows):
             return self._rows_of(argument.node, argument.tokens)
         if isinstance(argument, Squeezed):
             value = argument.node.meta["val"]
@@ -117,8 +123,8 @@ class Rewrite:
         source = self._plan.region.sources[node]
         return source.shard if isinstance(source, Gathered) else self._rows_of(node, source.tokens)
 
-    def _rows_of(self, node: Node, tokens: Tokens) -> Node:
-        """This rank's rows of a value that it has in full."""
+    def _rows_of(self, node: Node, tokens: TokenDims) -> Node:
+        """Return this rank's rows of a value that it has in full."""
         key = node, tokens.dims
         if key not in self._rows:
             parts = self._add(
@@ -128,7 +134,7 @@ class Rewrite:
         return self._rows[key]
 
     def _without_padding(self, shard: Node, node: Node) -> Node:
-        """With zeros for padding, as the graph's own shards have them."""
+        """Return a shard with zeros in its rows of padding, as the graph's own shards have them."""
         count, rows, padding = self._sizes(self._plan.region.tokens[node])
         if padding == 0:
             return shard
@@ -141,7 +147,7 @@ class Rewrite:
         return self._add(aten.where.self, held, shard, zero)
 
     def _scattered(self, source: Reduced) -> Node:
-        """This rank's rows of a sum over the ranks."""
+        """Return this rank's rows of a sum over the ranks."""
         given = source.collective.args[0]
         assert isinstance(given, Node)
         padded, ranks = self._padded(given, source.tokens), self._group.size
@@ -161,13 +167,13 @@ class Rewrite:
         return self._converted(total, dtype)
 
     def doubts(self) -> list[str]:
-        """What is wrong with the new nodes; nothing, if the rules are right."""
+        """Say what is wrong with the new nodes. The list is empty if the sharding rules are right."""
         found = []
         for old, new in self.replaced().items():
             before, after = old.meta["val"], new.meta["val"]
             alike = before.dtype == after.dtype and _all_same(before.shape, after.shape)
             if not (alike and _all_same(before.stride(), after.stride())):
-                found.append(f"{new.name} would take the place of {old.name} with another shape or dtype")
+                found.append(f"{new.name} would replace {old.name} with another shape or dtype")
         for node, shard in self._shards.items():
             tokens = self._plan.region.tokens[node]
             whole, own = node.meta["val"], shard.meta["val"]
@@ -175,24 +181,23 @@ class Rewrite:
                 rest = whole.shape[tokens.dims :]
                 rows = shard_rows(tokens.count, self._group.size)
                 if whole.dtype != own.dtype or not _all_same((rows, *rest), own.shape):
-                    found.append(f"{shard.name} is no token shard of {node.name}")
+                    found.append(f"{shard.name} does not have the shape and dtype of a token shard of {node.name}")
         return found
 
-    # All tokens of a shard.
+    # Nodes that gather all tokens.
 
     def _gather(self, node: Node) -> Node:
         tokens, shard = self._plan.region.tokens[node], self._shards[node]
         value = node.meta["val"]
         if node in self._plan.quantised:
             return self._shaped(self._gather_quantised(shard, node), node)
-        if value.dtype.itemsize == 1 and value.dtype.is_floating_point:  # which not all backends send
+        if value.dtype.itemsize == 1 and value.dtype.is_floating_point:  # some backends cannot send float8
             as_bytes = self._gathered(self._add(aten.view.dtype, shard, torch.uint8), tokens)
             return self._shaped(self._add(aten.view.dtype, as_bytes, value.dtype), node)
         return self._shaped(self._gathered(shard, tokens), node)
 
     def _gather_quantised(self, shard: Node, node: Node) -> Node:
-        """All tokens of a node's shard, each row of which travels as narrow numbers, with a scale unless that is
-        static."""
+        """Gather a node's shards as narrow numbers, together with a scale for each row unless scales are static."""
         assert self._quantisation is not None
         tokens = self._plan.region.tokens[node]
         name, static = self._quantisation.name, self._quantisation.scales
@@ -217,7 +222,7 @@ class Rewrite:
         return self._converted(back, value.dtype)
 
     def _scales_of(self, rows: Node, node: Node, largest: float) -> Node:
-        """Of each row of the node's shard."""
+        """Return the scale of each row of a node's shard."""
         highest = self._add(aten.amax.default, self._add(aten.abs.default, rows), [-1], True)
         assert self._quantisation is not None
         if self._quantisation.noted is not None:
@@ -225,8 +230,8 @@ class Rewrite:
             highest = self._add(OBSERVED, seen, self._quantisation.noted[self._num_quantised])
         return self._add(aten.div.Tensor, self._add(aten.clamp_min.default, highest, 1e-12), largest)
 
-    def _gathered(self, shard: Node, tokens: Tokens) -> Node:
-        """All tokens of a shard, flattened, without padding."""
+    def _gathered(self, shard: Node, tokens: TokenDims) -> Node:
+        """Gather all tokens of a shard into one dim, without padding."""
         given = self._dense(shard), self._group.size, self._group.name
         whole = self._add(pieces.ALL_GATHER, *given) if self._in_pieces else self._wait(self._add(ALL_GATHER, *given))
         count, _, padding = self._sizes(tokens)
@@ -235,7 +240,7 @@ class Rewrite:
         return self._item(self._add(aten.split_with_sizes.default, whole, [count, padding]), 0)
 
     def _shaped(self, whole: Node, like: Node) -> Node:
-        """With the dims, and the strides, of the node whose place it takes."""
+        """Give a gathered value the shape of the node that it replaces."""
         value = like.meta["val"]
         if whole.meta["val"].dim() != value.dim():
             whole = self._add(aten.view.default, whole, [self._size(size) for size in value.shape])
@@ -248,10 +253,10 @@ class Rewrite:
             return node
         return self._add(aten.clone.default, node, memory_format=torch.contiguous_format)
 
-    # Sizes, and small steps.
+    # Sizes and small helpers.
 
-    def _padded(self, node: Node, tokens: Tokens) -> Node:
-        """A value with its tokens in one dim, as many as the shards of all ranks have."""
+    def _padded(self, node: Node, tokens: TokenDims) -> Node:
+        """Return a value with its tokens in one dim, padded to a multiple of the number of ranks."""
         value, (count, _, padding) = node.meta["val"], self._sizes(tokens)
         rest = [self._size(size) for size in value.shape[tokens.dims :]]
         if tokens.dims > 1:
@@ -260,8 +265,8 @@ class Rewrite:
             return node
         return self._add(aten.constant_pad_nd.default, node, [0, 0] * len(rest) + [0, padding])
 
-    def _sizes(self, tokens: Tokens) -> tuple[Size, Size, Size]:
-        """T, L and the rows of padding, as arguments of nodes: numbers, or nodes that give them."""
+    def _sizes(self, tokens: TokenDims) -> tuple[Size, Size, Size]:
+        """Return T, L and the rows of padding, each as a number or as a node that computes it."""
         count, ranks = tokens.count, self._group.size
         if isinstance(count, int):
             rows = shard_rows(count, ranks)
@@ -277,7 +282,11 @@ class Rewrite:
         return self._counts[key]
 
     def _size(self, size: int | torch.SymInt) -> Size:
-        """A size as an argument of nodes: a number, or a node that has it or a dim of it."""
+        """Return a size as a number, or as a node with that value.
+
+        Raises:
+            LookupError: No input of the graph has the size.
+        """
         if isinstance(size, int):
             return size
         for node in self._graph.nodes:

@@ -1,7 +1,7 @@
-"""The sharding rules: which ops are token-wise, and how each is called on a token shard.
+"""Sharding rules: which ops are token-wise, and how to call each on a token shard.
 
-An op is token-wise where row i of its results needs row i of its operands alone. Matrix products are none here: their
-weights may be another shard on every rank.
+An op is token-wise if row i of its results depends only on row i of its operands. Matrix products do not count here,
+because each rank may hold a different shard of their weights.
 """
 
 import operator
@@ -15,29 +15,29 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from longhelix.passes.tokens import Tokens, first_value, same
+from longhelix.passes.tokens import TokenDims, first_value, same
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclass(frozen=True)
-class Shard:
-    """An operand of a call on a shard: the token shard of a node."""
+class ShardOperand:
+    """An operand of a `ShardedCall`: the token shard of a node."""
 
     node: Node
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """This rank's rows of a node that all ranks have in full."""
+class OwnRows:
+    """An operand of a `ShardedCall`: this rank's rows of a node that all ranks have in full."""
 
     node: Node
-    tokens: Tokens
+    tokens: TokenDims
 
 
 @dataclass(frozen=True)
 class Squeezed:
-    """A node without its leading dims of size 1, `dims` of its dims left."""
+    """An operand of a `ShardedCall`: a node without its leading dims of size 1, so that `dims` dims are left."""
 
     node: Node
     dims: int
@@ -45,50 +45,56 @@ class Squeezed:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """L, as a size."""
+    """A size in a `ShardedCall`: L, the rows of a token shard."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """An op on token shards. dims: how many leading dims of the op's result hold tokens."""
+class ShardedCall:
+    """How to call an op on token shards."""
 
-    dims: int
+    dims: int  # number of leading dims of the op's full result that hold tokens
     arguments: tuple[Any, ...]
-    named: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments
 
 
 class NotTokenWiseError(Exception):
-    """Says why an op cannot run on a token shard."""
+    """An op cannot run on a token shard. The message says why."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """`rows`: ops beside torch's own that are token-wise, and the names of their operands whose first dim holds tokens;
-    all their other operands are the same on every rank, and so the first dims of all their results hold tokens."""
+    """The rules for torch's ops, and for custom ones."""
 
+    # Custom token-wise ops -> names of the operands that hold tokens in their first dim. The other operands must be the
+    # same on every rank. All results hold tokens in their first dim.
     rows: Mapping[OpOverload, Sequence[str]]
 
-    def call(self, node: Node, tokens: Mapping[Node, Tokens], varying: Callable[[Node], bool]) -> Call:
-        """The call of `node` on the shards of those of its operands that are in `tokens`.
+    def call(self, node: Node, tokens: Mapping[Node, TokenDims], varying: Callable[[Node], bool]) -> ShardedCall:
+        """Return how to call the op of `node` on token shards.
 
-        varying: whether ranks may have different values of a node. Raises NotTokenWiseError.
+        Args:
+            tokens: The nodes that have token shards.
+            varying: Returns whether a node may have different values on different ranks.
+
+        Raises:
+            NotTokenWiseError: The op cannot run on a token shard.
         """
         target = node.target
         if target is operator.getitem:
             source = node.args[0]
             assert isinstance(source, Node)
-            return Call(tokens[source].dims, (Shard(source), node.args[1]))
+            return ShardedCall(tokens[source].dims, (ShardOperand(source), node.args[1]))
         if not isinstance(target, OpOverload):
-            raise NotTokenWiseError(f"{node.name} is no known op")
+            raise NotTokenWiseError(f"{node.name} is not an op of torch")
         mixed = [arg for arg in node.all_input_nodes if arg not in tokens and varying(arg)]
         if mixed:
-            raise NotTokenWiseError(f"{target} also takes {mixed[0].name}, of which ranks may have different values")
+            raise NotTokenWiseError(f"{target} also uses {mixed[0].name}, which may differ between ranks")
         if target in self.rows:
             return _declared(node, tokens, self.rows[target])
-        if target in _OF_DIMS:
-            return _OF_DIMS[target](node, tokens)
-        if target in _PICKS:
-            raise NotTokenWiseError(f"{target} takes some of a token's numbers, which may be others on every rank")
+        if target in _DIM_RULES:
+            return _DIM_RULES[target](node, tokens)
+        if target in _SELECTING:
+            raise NotTokenWiseError(f"{target} selects some of a token's channels, which may differ between ranks")
         if torch.Tag.nondeterministic_seeded in target.tags:
             raise NotTokenWiseError(f"{target} draws random numbers")
         if target in _POINTWISE or torch.Tag.pointwise in target.tags:
@@ -96,21 +102,24 @@ class Rules:
         raise NotTokenWiseError(f"{target} is not known to be token-wise")
 
     def same_everywhere(self, node: Node) -> bool:
-        """Whether an op gives the same on all ranks for operands that are the same. Not if it has weights of a product,
-        or picks what a rank has of its own."""
+        """Whether an op returns the same on all ranks if its operands are the same.
+
+        Products do not, because of their weights. Neither do ops that select a part of a value, which may be this
+        rank's own part.
+        """
         target = node.target
         if target is operator.getitem:
             return True
-        if not isinstance(target, OpOverload):  # of sizes
+        if not isinstance(target, OpOverload):  # arithmetic on sizes
             return isinstance(node.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
-        if target in self.rows or target in _OF_DIMS or target in _POINTWISE or target in _OF_NOTHING:
+        if target in self.rows or target in _DIM_RULES or target in _POINTWISE or target in _SAME_EVERYWHERE:
             return True
         drawn = torch.Tag.nondeterministic_seeded in target.tags
         return target.namespace in ("aten", "prims") and torch.Tag.pointwise in target.tags and not drawn
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments by the names of the op's schema, defaults as well."""
+    """Return a node's arguments by their names in the op's schema, defaults included."""
     assert isinstance(node.target, OpOverload)
     given = dict(node.kwargs)
     found: dict[str, Any] = {}
@@ -124,8 +133,8 @@ def _arguments(node: Node) -> dict[str, Any]:
     return found
 
 
-def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
-    """What stands for an operand that is broadcast to `result`, whose first `dims` dims hold tokens."""
+def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, TokenDims]) -> Any:
+    """Return what replaces an operand that is broadcast to `result`, which holds tokens in its first `dims` dims."""
     value = first_value(argument) if isinstance(argument, Node) else None
     if value is None:
         return argument
@@ -135,14 +144,15 @@ def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tok
         aligned = value.dim() == result.dim() and tokens[argument].dims == dims
         if not aligned or not _same_leading(value, result, dims):
             raise NotTokenWiseError(f"{argument.name} holds its tokens in other dims than the result")
-        return Shard(argument)
+        return ShardOperand(argument)
     if value.dim() <= after:
         return argument
     if value.dim() == result.dim() and _same_leading(value, result, dims):
-        return Chunk(argument, Tokens.of(value, dims))
+        return OwnRows(argument, TokenDims.of(value, dims))
     leading = value.shape[: value.dim() - after]
     if all(same(size, 1) for size in leading):
-        return Squeezed(argument, max(after, 1))  # of no dim it would be a number, whose dtype counts less
+        # At least one dim stays: torch gives the dtype of a tensor without dims less weight in type promotion.
+        return Squeezed(argument, max(after, 1))
     raise NotTokenWiseError(f"{argument.name} is repeated over some of the tokens")
 
 
@@ -150,39 +160,39 @@ def _same_leading(value: Tensor, result: Tensor, dims: int) -> bool:
     return all(same(a, b) for a, b in zip(value.shape[:dims], result.shape[:dims], strict=True))
 
 
-def _mapped(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
+def _mapped(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, TokenDims]) -> Any:
     if isinstance(argument, (list, tuple)):
         return type(argument)(_mapped(each, dims, result, tokens) for each in argument)
     return _operand(argument, dims, result, tokens)
 
 
-def _only(node: Node, tokens: Mapping[Node, Tokens]) -> Node:
-    """The one operand that holds tokens."""
+def _only(node: Node, tokens: Mapping[Node, TokenDims]) -> Node:
+    """Return the first operand, which must be the only one that holds tokens."""
     sharded = [arg for arg in node.all_input_nodes if arg in tokens]
     if len(sharded) != 1 or node.args[0] is not sharded[0]:
-        raise NotTokenWiseError(f"{node.target} takes several values that hold tokens")
+        raise NotTokenWiseError(f"{node.target} has several operands that hold tokens")
     return sharded[0]
 
 
-def _pointwise(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _pointwise(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     result = first_value(node)
     assert result is not None
     dims = max(tokens[arg].dims for arg in node.all_input_nodes if arg in tokens)
     arguments = _mapped(tuple(node.args), dims, result, tokens)
     named = {name: _mapped(value, dims, result, tokens) for name, value in node.kwargs.items()}
-    return Call(dims, arguments, named)
+    return ShardedCall(dims, arguments, named)
 
 
-def _from_end(dim: int, ndim: int, tokens: Tokens, target: object) -> int:
-    """A dim counted from the end, which is the same dim of a shard."""
+def _from_end(dim: int, ndim: int, tokens: TokenDims, target: object) -> int:
+    """Count a dim from the end, where a value and its shard have the same dims."""
     dim = dim if dim >= 0 else dim + ndim
     if dim < tokens.dims:
         raise NotTokenWiseError(f"{target} works across tokens")
     return dim - ndim
 
 
-def _along(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
-    """Ops with an argument `dim`, one or several, whose operands have all tokens in the same dims."""
+def _along(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
+    """Rule for ops with an argument `dim` (one or several) that hold tokens in the same dims in all operands."""
     source = next(arg for arg in node.all_input_nodes if arg in tokens)
     value, found = first_value(source), _arguments(node)
     assert value is not None
@@ -197,89 +207,91 @@ def _along(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
     return _bound(node, found, held, value, tokens)
 
 
-def _bound(node: Node, found: dict[str, Any], held: Tokens, like: Tensor, tokens: Mapping[Node, Tokens]) -> Call:
-    """A call with arguments by their names. Tensors among them are as wide as `like` in the dims of tokens."""
+def _bound(
+    node: Node, found: dict[str, Any], held: TokenDims, like: Tensor, tokens: Mapping[Node, TokenDims]
+) -> ShardedCall:
+    """Return a call with the arguments `found`. Tensors among them have the sizes of `like` in the token dims."""
     assert isinstance(node.target, OpOverload)
     arguments, named = [], {}
     for parameter in node.target._schema.arguments:
-        value = _beside(found[parameter.name], held, like, tokens)
+        value = _unbroadcast(found[parameter.name], held, like, tokens)
         if parameter.kwarg_only:
             named[parameter.name] = value
         else:
             arguments.append(value)
-    return Call(held.dims, tuple(arguments), named)
+    return ShardedCall(held.dims, tuple(arguments), named)
 
 
-def _beside(argument: Any, held: Tokens, like: Tensor, tokens: Mapping[Node, Tokens]) -> Any:
+def _unbroadcast(argument: Any, held: TokenDims, like: Tensor, tokens: Mapping[Node, TokenDims]) -> Any:
     if isinstance(argument, (list, tuple)):
-        return [_beside(each, held, like, tokens) for each in argument]
+        return [_unbroadcast(each, held, like, tokens) for each in argument]
     value = first_value(argument) if isinstance(argument, Node) else None
     if value is None:
         return argument
     if argument in tokens:
-        if not tokens[argument].alike(held):
+        if not tokens[argument].matches(held):
             raise NotTokenWiseError(f"{argument.name} holds its tokens in other dims")
-        return Shard(argument)
+        return ShardOperand(argument)
     if value.dim() < held.dims or not _same_leading(value, like, held.dims):
         raise NotTokenWiseError(f"{argument.name} holds no tokens")
-    return Chunk(argument, Tokens.of(value, held.dims))
+    return OwnRows(argument, TokenDims.of(value, held.dims))
 
 
-def _unsqueeze(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _unsqueeze(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     source, result = _only(node, tokens), first_value(node)
     assert result is not None
     dim = _from_end(node.args[1], result.dim(), tokens[source], node.target)  # type: ignore[arg-type]
-    return Call(tokens[source].dims, (Shard(source), dim))
+    return ShardedCall(tokens[source].dims, (ShardOperand(source), dim))
 
 
-def _resized(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
-    """Views: the tokens must again be the product of some leading dims."""
+def _resized(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
+    """Rule for views: some leading dims of the result must again hold exactly the tokens."""
     source, result = _only(node, tokens), first_value(node)
     assert result is not None
     held = tokens[source]
     for dims in range(1, result.dim() + 1):
         if same(prod(result.shape[:dims]), held.count):
-            return Call(dims, (Shard(source), [ShardRows(), *_known(node, result.shape[dims:])]))
-    raise NotTokenWiseError(f"{node.target} mixes tokens with what they hold")
+            return ShardedCall(dims, (ShardOperand(source), [ShardRows(), *_known(node, result.shape[dims:])]))
+    raise NotTokenWiseError(f"{node.target} mixes tokens with channels")
 
 
-def _expanded(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _expanded(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     source, result = _only(node, tokens), first_value(node)
     value, held = first_value(source), tokens[source]
     assert result is not None
     assert value is not None
     if result.dim() != value.dim() or not _same_leading(value, result, held.dims):
         raise NotTokenWiseError(f"{node.target} repeats tokens")
-    return Call(held.dims, (Shard(source), [ShardRows(), *_known(node, result.shape[held.dims :])]))
+    return ShardedCall(held.dims, (ShardOperand(source), [ShardRows(), *_known(node, result.shape[held.dims :])]))
 
 
 def _known(node: Node, sizes: Sequence[int | torch.SymInt]) -> list[int]:
     known = [size for size in sizes if isinstance(size, int)]
     if len(known) < len(sizes):
-        raise NotTokenWiseError(f"{node.target} gives rows of a size that is not known beforehand")
+        raise NotTokenWiseError(f"{node.target} returns rows of a size that is not known at compile time")
     return known
 
 
-def _permuted(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _permuted(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     source = _only(node, tokens)
     value, held = first_value(source), tokens[source]
     assert value is not None
     order = [dim % value.dim() for dim in node.args[1]]  # type: ignore[union-attr,operator]
     if order[: held.dims] != list(range(held.dims)):
         raise NotTokenWiseError(f"{node.target} moves tokens")
-    return Call(held.dims, (Shard(source), [0, *(dim - held.dims + 1 for dim in order[held.dims :])]))
+    return ShardedCall(held.dims, (ShardOperand(source), [0, *(dim - held.dims + 1 for dim in order[held.dims :])]))
 
 
-def _fused_norm(node: Node, tokens: Mapping[Node, Tokens]) -> Call:
+def _fused_norm(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
     source, result = _only(node, tokens), first_value(node)
     assert result is not None
     held = tokens[source]
     if len(node.args[1]) > result.dim() - held.dims:  # type: ignore[arg-type]
         raise NotTokenWiseError(f"{node.target} works across tokens")
-    return Call(held.dims, (Shard(source), *node.args[1:]), node.kwargs)
+    return ShardedCall(held.dims, (ShardOperand(source), *node.args[1:]), node.kwargs)
 
 
-def _declared(node: Node, tokens: Mapping[Node, Tokens], rows: Sequence[str]) -> Call:
+def _declared(node: Node, tokens: Mapping[Node, TokenDims], rows: Sequence[str]) -> ShardedCall:
     found = _arguments(node)
     source = next(arg for arg in node.all_input_nodes if arg in tokens)
     value, held = first_value(source), tokens[source]
@@ -291,17 +303,17 @@ def _declared(node: Node, tokens: Mapping[Node, Tokens], rows: Sequence[str]) ->
     for parameter in node.target._schema.arguments:
         argument = found[parameter.name]
         if parameter.name in rows:
-            argument = _beside(argument, held, value, tokens)
+            argument = _unbroadcast(argument, held, value, tokens)
         elif isinstance(argument, Node) and argument in tokens:
-            raise NotTokenWiseError(f"{node.target} takes {parameter.name} whole")
+            raise NotTokenWiseError(f"{node.target} needs all tokens of {parameter.name}")
         if parameter.kwarg_only:
             named[parameter.name] = argument
         else:
             arguments.append(argument)
-    return Call(1, tuple(arguments), named)
+    return ShardedCall(1, tuple(arguments), named)
 
 
-_PICKS = {
+_SELECTING = {
     aten.select.int,
     aten.slice.Tensor,
     aten.split.Tensor,
@@ -317,9 +329,10 @@ _POINTWISE = {
     prims.convert_element_type.default,
 }
 
-_OF_NOTHING = {
+_SAME_EVERYWHERE = {
     aten.constant_pad_nd.default,
-    aten.embedding.default,  # what a rank has of a vocabulary alone is a part of a sum, and meets none before
+    # A rank's shard of a vocabulary gives different rows, but they are summed before they meet other values.
+    aten.embedding.default,
     aten.full.default,
     aten.lift_fresh_copy.default,
     aten.scalar_tensor.default,
@@ -327,7 +340,7 @@ _OF_NOTHING = {
     prims.iota.default,
 }
 
-_OF_DIMS: Mapping[object, Callable[[Node, Mapping[Node, Tokens]], Call]] = {
+_DIM_RULES: Mapping[object, Callable[[Node, Mapping[Node, TokenDims]], ShardedCall]] = {
     **dict.fromkeys(
         (
             aten._log_softmax.default,

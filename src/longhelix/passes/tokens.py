@@ -1,8 +1,8 @@
 """How a value of a graph holds tokens, and what a token shard of it looks like.
 
-A value (B, S, H) or (T, H) holds T tokens in its leading dims, flattened. Rank r of n has the rows [r L, (r + 1) L) of
-them with L = ceil(T / n): a token shard (L, H), whose last rows are padding where n does not divide T. Ranks may have
-padding alone.
+A value (B, S, H) or (T, H) holds T tokens in its leading dims. Once these are flattened, rank r of n has the rows
+[r L, (r + 1) L) with L = ceil(T / n). They are its token shard (L, H). If n does not divide T, the last rows are
+padding. A shard may be all padding.
 """
 
 import contextlib
@@ -20,39 +20,42 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The leading dims of a value that hold tokens, and nothing else: their sizes."""
+class TokenDims:
+    """The leading dims of a value that hold its tokens."""
 
-    sizes: tuple[int | torch.SymInt, ...]
+    sizes: tuple[int | torch.SymInt, ...]  # sizes of these dims
 
     @classmethod
-    def of(cls, value: Tensor, dims: int) -> "Tokens":
-        """Those of a value that holds tokens in its first `dims` dims."""
+    def of(cls, value: Tensor, dims: int) -> "TokenDims":
+        """Return the token dims of a value that holds tokens in its first `dims` dims."""
         return cls(tuple(value.shape[:dims]))
 
     @property
     def count(self) -> int | torch.SymInt:
-        """T."""
+        """The number of tokens, T."""
         return prod(self.sizes)
 
     @property
     def dims(self) -> int:
         return len(self.sizes)
 
-    def alike(self, other: "Tokens") -> bool:
+    def matches(self, other: "TokenDims") -> bool:
         """Whether both hold the same number of tokens, in as many dims."""
         return self.dims == other.dims and same(self.count, other.count)
 
 
 def shard_rows(count: int | torch.SymInt, ranks: int) -> int | torch.SymInt:
-    """L = ceil(T / n)."""
+    """Return the rows of a token shard, L = ceil(T / n)."""
     return (count + ranks - 1) // ranks
 
 
 @contextlib.contextmanager
 def any_number_of_tokens(graph: Graph) -> Iterator[None]:
-    """What is asked of sizes within may not be answered for the number of tokens that the graph was traced with, as
-    whether one is 1, and may not bind the graph to that number."""
+    """Context in which questions about sizes hold for every number of tokens.
+
+    Answers do not use the number of tokens that the graph was traced with (for example, whether a size is 1), and do
+    not bind the graph to that number.
+    """
     fake = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     env = None if fake is None else fake.shape_env
     unbound = contextlib.nullcontext() if env is None else env.suppress_guards()
@@ -61,20 +64,20 @@ def any_number_of_tokens(graph: Graph) -> Iterator[None]:
 
 
 def same(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal for every number of tokens that a graph is for."""
+    """Whether two sizes are equal for every number of tokens that a graph accepts."""
     return statically_known_true(sym_eq(one, other))
 
 
 def first_value(node: Node) -> Tensor | None:
-    """The tensor that a node gives, the first one of several; None for nodes that give no tensor."""
+    """Return the (first) tensor that a node returns, or None if it returns none."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = next((each for each in value if isinstance(each, Tensor)), None)
     return value if isinstance(value, Tensor) else None
 
 
-def row_bytes(node: Node, tokens: Tokens) -> int | None:
-    """Bytes of one token's row of a value; None where they are not known beforehand."""
+def row_bytes(node: Node, tokens: TokenDims) -> int | None:
+    """Return the bytes of one token's row of a value, or None if they are not known at compile time."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return None

@@ -66,7 +66,7 @@ class _Side:
 
 
 def apart(question: Question, space: Space) -> Apart | None:
-    """What serves the most tokens/s/GPU, or the demand's rate on the fewest GPUs; None where nothing meets the targets,
+    """What serves the max tokens/s/GPU, or the demand's rate on the fewest GPUs; None where nothing meets the targets,
     and where no demand says how much of each there is."""
     demand = question.demand
     if demand is None:

@@ -99,7 +99,7 @@ class Chooser:
         self._unit = units(space.layouts)
 
     def best(self) -> Choice | None:
-        """What meets all targets and gives the most tokens/s/GPU, or takes the fewest GPUs; None where nothing does."""
+        """What meets all targets and gives the max tokens/s/GPU, or takes the fewest GPUs; None where nothing does."""
         bound = self._bounds()
         order = np.argsort(bound, kind="stable")
         order = order[np.isfinite(bound[order])]

@@ -11,7 +11,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, number_format
 from longhelix.spec.family import PLANNED_FAMILIES
 from longhelix.spec.layout import HeadShape, Layout
-from longhelix.spec.weights import Dim, Split, Stored, layer_weights
+from longhelix.spec.weights import Dim, Split, WeightDtype, layer_weights
 from longhelix.values import one_of, refused, whole
 
 _DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
@@ -97,7 +97,7 @@ class Deployment:
         """Of how many inputs the matrices of products are, on any rank."""
         kinds = {self.model.has_experts(layer) for layer in (0, self.model.num_layers - 1)}
         weights = [weight for kind in kinds for weight in layer_weights(self.model, with_experts=kind)]
-        columns = {weight.columns for weight in weights if weight.columns and weight.stored is Stored.PRODUCT}
+        columns = {weight.columns for weight in weights if weight.columns and weight.stored is WeightDtype.PRODUCT}
         return frozenset(
             _held(dim, self.degrees, self.heads, rank) * dim.unit
             for dim in columns

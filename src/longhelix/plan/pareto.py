@@ -24,7 +24,7 @@ def frontier(user_tokens_per_s: Array, gpu_tokens_per_s: Array) -> NDArray[np.in
 
 
 def at_least(user_tokens_per_s: Array, gpu_tokens_per_s: Array, wanted: Array) -> Array:
-    """The most tokens/s/GPU of points that reach `wanted` tokens/s/user; 0 where none does."""
+    """The max tokens/s/GPU of points that reach `wanted` tokens/s/user; 0 where none does."""
     order = np.argsort(-user_tokens_per_s, kind="stable")
     best = np.maximum.accumulate(gpu_tokens_per_s[order])
     reach = np.searchsorted(-user_tokens_per_s[order], -wanted, side="right")
@@ -45,7 +45,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class AtSpeed:
-    """The most tokens/s/GPU of points, and of a baseline's, that reach `user_tokens_per_s`; 0 where none does."""
+    """The max tokens/s/GPU of points, and of a baseline's, that reach `user_tokens_per_s`; 0 where none does."""
 
     user_tokens_per_s: float
     gpu_tokens_per_s: float

@@ -39,7 +39,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Command:
+class PeerCommand:
     """What starts an engine, or in sentences why there is none (`cannot`).
 
     environment: assignments before the command. config: settings in a file, whose name the command has. notes:

@@ -12,5 +12,5 @@ def beyond_positions(model: ModelSpec, context: int) -> str | None:
         return None
     return (
         f"a context of {context} tokens goes beyond the {model.scaled_positions} positions that the model was made "
-        "for: the costs hold, but answers may lose their sense there"
+        "for: the costs are valid, but answers may be meaningless beyond that"
     )

@@ -177,7 +177,7 @@ def frontier_table(plan: Plan) -> Table:
 def strategy_table(plan: Plan) -> Table:
     """Each strategy's best tokens/s/user and best tokens/s/GPU."""
     table = _table("strategies", "strategy")
-    for name in ("most tokens/s/user", "at batch", "most tokens/s/GPU", "at tokens/s/user"):
+    for name in ("max tokens/s/user", "at batch", "max tokens/s/GPU", "at tokens/s/user"):
         table.add_column(name, justify="right")
     for name, found in plan.strategies.items():
         if found:
@@ -195,7 +195,7 @@ def strategy_table(plan: Plan) -> Table:
 def users_table(plan: Plan) -> Table:
     """Requests at a time within a TTL."""
     budgets_s = list(dict.fromkeys(each.ttl_s for each in plan.users_at_ttl))
-    table = _table("users held within a TTL", "strategy")
+    table = _table("users served within a time per token (TTL)", "strategy")
     for budget_s in budgets_s:
         table.add_column(f"{1e3 * budget_s:g} ms", justify="right")
     for strategy in STRATEGIES:
@@ -207,7 +207,7 @@ def users_table(plan: Plan) -> Table:
 
 def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
     """What every other decision would cost, and why."""
-    table = _table(f"why not another layout than {in_words(best.layout)}, batch {best.batch}", "instead", "layout")
+    table = _table(f"why not a layout other than {in_words(best.layout)}, batch {best.batch}", "instead", "layout")
     table.add_column("TTL, ms", justify="right")
     table.add_column("why")
     for neighbour in found:
@@ -218,7 +218,7 @@ def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
 
 def rejections_table(found: Iterable[Rejection]) -> Table:
     """What memory refuses with one request."""
-    table = _table("layouts that do not hold one request", "strategy")
+    table = _table("layouts in which one request does not fit", "strategy")
     table.add_column("layouts", justify="right")
     table.add_column("why")
     for rejection in found:
@@ -229,7 +229,7 @@ def rejections_table(found: Iterable[Rejection]) -> Table:
 def crossover_table(found: list[Crossover]) -> Table:
     """Where Helix's best TTL beats that of every other strategy."""
     batches = list(dict.fromkeys(each.batch for each in found))
-    title = f"best TTL of Helix over that of the others, {found[0].gpus} GPUs: below 1 KVP pays"
+    title = f"best TTL of Helix divided by the best of the others, {found[0].gpus} GPUs: below 1, KVP pays off"
     table = _table(title, "context")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from longhelix.plan.deployment import Deployment
-from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Command, Option, Options, Setting
+from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Option, Options, PeerCommand, Setting
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
@@ -68,15 +68,15 @@ _KV_WORDS = {
 _DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "qwen2_moe", "qwen3_moe")
 
 
-def command(deployment: Deployment, model_name: str) -> Command:
+def command(deployment: Deployment, model_name: str) -> PeerCommand:
     """`python3 -m sglang.launch_server`, or why it cannot."""
     cannot = tuple(_cannot(deployment))
     if cannot:
-        return Command(NAME, cannot=cannot)
+        return PeerCommand(NAME, cannot=cannot)
     settings = _settings(deployment, model_name)
     long = deployment.context > deployment.model.max_positions
     environment: dict[str, Setting] = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1" if long else None}
-    return Command(
+    return PeerCommand(
         NAME,
         ("python3", "-m", "sglang.launch_server", *OPTIONS.arguments(settings)),
         OPTIONS.assignments(environment),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from longhelix.plan.deployment import Deployment
-from longhelix.plan.peer_command import COUNT, SWITCH, TEXT, Command, Option, Options, Setting
+from longhelix.plan.peer_command import COUNT, SWITCH, TEXT, Option, Options, PeerCommand, Setting
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
@@ -71,16 +71,16 @@ _HELIX_FAMILIES = ("deepseek_v3", "kimi_k2", "qwen3")
 _BLOCK_TOKENS = 32
 
 
-def command(deployment: Deployment, model_name: str) -> Command:
+def command(deployment: Deployment, model_name: str) -> PeerCommand:
     """`trtllm-serve` and the file CONFIG_FILE beside it, or why it cannot."""
     cannot = tuple(_cannot(deployment))
     if cannot:
-        return Command(NAME, cannot=cannot)
+        return PeerCommand(NAME, cannot=cannot)
     arguments: dict[str, Setting] = {"--config": CONFIG_FILE}
     settings = _settings(deployment)
     long = deployment.context > deployment.model.max_positions
     environment: dict[str, Setting] = {"TLLM_ALLOW_LONG_MAX_MODEL_LEN": "1" if long else None}
-    return Command(
+    return PeerCommand(
         NAME,
         ("trtllm-serve", model_name, *OPTIONS.arguments(arguments)),
         OPTIONS.assignments(environment),

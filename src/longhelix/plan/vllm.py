@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from longhelix.plan.deployment import Deployment
-from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Command, Option, Options, Setting
+from longhelix.plan.peer_command import COUNT, INDEX, SWITCH, TEXT, Option, Options, PeerCommand, Setting
 from longhelix.plan.peer_limits import (
     GPUS_OF_A_SERVER,
     activation_dtype,
@@ -72,15 +72,15 @@ _KV_WORDS = {
 _FEWEST_BATCHED_TOKENS = 2048  # its default, which may not be below max-num-seqs (vllm/config/scheduler.py)
 
 
-def command(deployment: Deployment, model_name: str) -> Command:
+def command(deployment: Deployment, model_name: str) -> PeerCommand:
     """`vllm serve`, or why it cannot."""
     cannot = tuple(_cannot(deployment))
     if cannot:
-        return Command(NAME, cannot=cannot)
+        return PeerCommand(NAME, cannot=cannot)
     settings = _settings(deployment)
     long = deployment.context > deployment.model.max_positions
     environment: dict[str, Setting] = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1" if long else None}
-    return Command(
+    return PeerCommand(
         NAME,
         ("vllm", "serve", model_name, *OPTIONS.arguments(settings)),
         OPTIONS.assignments(environment),

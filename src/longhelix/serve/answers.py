@@ -22,7 +22,7 @@ class CompletionDetails(BaseModel):
     reasoning_tokens: int
 
 
-class Usage(BaseModel):
+class UsageAnswer(BaseModel):
     """completion_tokens_details: of models whose reasoning is apart from their answers."""
 
     prompt_tokens: int
@@ -70,7 +70,7 @@ class Completion(BaseModel):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: UsageAnswer | None = None
 
 
 class LikelyToken(BaseModel):
@@ -132,7 +132,7 @@ class ChatCompletion(BaseModel):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageAnswer
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -151,7 +151,7 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
-class ReasoningText(BaseModel):
+class ReasoningTextAnswer(BaseModel):
     type: str = "reasoning_text"
     text: str
 
@@ -161,7 +161,7 @@ class OutputReasoning(BaseModel):
     type: str = "reasoning"
     status: str
     summary: list[Any] = []
-    content: list[ReasoningText]
+    content: list[ReasoningTextAnswer]
 
 
 OutputItem = OutputReasoning | OutputMessage
@@ -228,13 +228,13 @@ class Models(BaseModel):
     data: list[Model]
 
 
-class Tokens(BaseModel):
+class TokenizeAnswer(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-class Text(BaseModel):
+class PromptText(BaseModel):
     prompt: str
 
 
@@ -293,14 +293,14 @@ def new_tokens(result: Result, with_ending: bool) -> tuple[list[int], list[dict[
     return [*result.token_ids, result.ending_token_id], logprobs
 
 
-def usage(results: Iterable[Result], choices: int) -> Usage:
+def usage(results: Iterable[Result], choices: int) -> UsageAnswer:
     """Of all choices of all prompts, in order; a prompt counts once."""
     results = list(results)
     prompts = results[::choices]
     prompt_tokens = sum(result.prompt_tokens for result in prompts)
     completion_tokens = sum(len(result.token_ids) for result in results)
     reasoning_tokens = [result.reasoning_tokens for result in results if result.reasoning_tokens is not None]
-    return Usage(
+    return UsageAnswer(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,

@@ -9,11 +9,11 @@ from starlette.types import ASGIApp
 
 from longhelix.serve import chat, completions, contexts, errors, live, page_files, responses, state
 from longhelix.serve.calls import Calls
-from longhelix.serve.gate import Admission, Gate
+from longhelix.serve.gate import AccessControl, Gate
 from longhelix.serve.serving import Serving
 
 
-def build(serving: Serving, admission: Admission) -> ASGIApp:
+def build(serving: Serving, admission: AccessControl) -> ASGIApp:
     """Its lifetime is that of the engine, which ends with it."""
 
     @asynccontextmanager

@@ -16,7 +16,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
-class Progress:
+class PrefillProgress:
     """How many tokens of a prompt the ranks have been given."""
 
     prefilled_tokens: int
@@ -64,7 +64,7 @@ class Answer:
         return self.taken.done() and not self.taken.cancelled() and self.taken.exception() is not None
 
 
-Got = Delta | Progress | Exception
+Got = Delta | PrefillProgress | Exception
 
 
 def settle(future: "asyncio.Future[_Value]", value: _Value) -> None:

@@ -16,7 +16,7 @@ from longhelix.serve.traces import Traces
 _ID_HEADER = b"x-request-id"
 
 
-class Call:
+class EngineCall:
     """id: of our own making, whatever a client sends. code: of the error that it was answered with. ends: are called
     once it is over, and end what nobody has come to ending. It watches how the requests for the engine go that it
     became."""
@@ -43,18 +43,23 @@ class Call:
         self._metrics.ended(course, reason)
 
 
-_CURRENT: ContextVar[Call | None] = ContextVar("call", default=None)
+_CURRENT: ContextVar[EngineCall | None] = ContextVar("call", default=None)
 
 
-def current() -> Call | None:
+def current() -> EngineCall | None:
     """That which runs here; None outside of any."""
     return _CURRENT.get()
 
 
 class Calls:
-    """Gives each HTTP request its `Call` and answers with its id, before anything else sees it; counts refusals, and
-    writes a line for each request that went to the engine or was refused, and a span where there are traces. paths:
-    those that lines may name, of which no client is the author."""
+    """Gives each HTTP request its `EngineCall` and answers with its id, before anything else sees it.
+
+    It counts refusals, and writes a log line for each request that went to the engine or was refused, and a span if
+    traces are on.
+
+    Args:
+        paths: the paths that log lines may name. Clients cannot add to them.
+    """
 
     def __init__(
         self, app: ASGIApp, metrics: Metrics, journal: Journal, traces: Traces | None, paths: Collection[str]
@@ -66,7 +71,7 @@ class Calls:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = Call(self._metrics)
+        call = EngineCall(self._metrics)
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -83,7 +88,7 @@ class Calls:
                 end()
             self._end(scope, call)
 
-    def _end(self, scope: Scope, call: Call) -> None:
+    def _end(self, scope: Scope, call: EngineCall) -> None:
         if call.status >= 400:
             self._metrics.refused(call.status, call.code)
         if call.courses or call.status >= 400:
@@ -93,7 +98,7 @@ class Calls:
                 headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
                 self._traces.tell(headers, facts, call.courses, call.came_s)
 
-    def _facts(self, scope: Scope, call: Call) -> dict[str, str | int | float | None]:
+    def _facts(self, scope: Scope, call: EngineCall) -> dict[str, str | int | float | None]:
         """Tokens are those of all its requests together; times count from its coming, that of the first token to the
         first of any."""
         route = getattr(scope.get("route"), "path_format", scope["path"])

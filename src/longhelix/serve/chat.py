@@ -60,7 +60,9 @@ def _guide(body: ChatBody, form: ToolForm | None) -> Guide | None:
     """What the answer has to be. Raises UserError."""
     guide = body.guide()
     if guide is not None and form is not None:
-        raise UserError("an answer that may call tools has a form of its own: leave out tools, or what it has to be")
+        raise UserError(
+            "tools cannot be combined with a guided answer: leave out tools, or the field that guides the answer"
+        )
     return guide if form is None or not body.wanted else calling_guide(form, body.wanted, body)
 
 

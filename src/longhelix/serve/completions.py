@@ -99,7 +99,7 @@ class _Form(Form):
         choices = (self._choice(place, results).model_dump() for place in range(len(results)))
         return self._answer(choices, forms.usage(results, self.body.choices))
 
-    def _answer(self, choices: Iterator[dict[str, Any]], usage: forms.Usage) -> Iterator[bytes]:
+    def _answer(self, choices: Iterator[dict[str, Any]], usage: forms.UsageAnswer) -> Iterator[bytes]:
         head = {
             "id": self.head["id"],
             "object": self.kind,
@@ -191,7 +191,9 @@ class _Echo(_Form):
             yield self.head | {"object": self.kind, "choices": [], "usage": self._usage.model_dump()}
 
     @property
-    def _usage(self) -> forms.Usage:
+    def _usage(self) -> forms.UsageAnswer:
         count = self.prompt_tokens
         details = forms.PromptDetails(cached_tokens=0)
-        return forms.Usage(prompt_tokens=count, completion_tokens=0, total_tokens=count, prompt_tokens_details=details)
+        return forms.UsageAnswer(
+            prompt_tokens=count, completion_tokens=0, total_tokens=count, prompt_tokens_details=details
+        )

@@ -58,10 +58,13 @@ class _Contexts:
         if serving.is_draining:
             raise ShuttingDownError
         if not serving.llm.config.scheduler.prefix_cache:
-            raise ClientError("this server keeps no contexts: it runs without its prefix cache", None)
+            raise ClientError(
+                "this server cannot save contexts, because its prefix cache is off: start it without --no-prefix-cache",
+                None,
+            )
         self._check_room(body.id)
         tokenizer = serving.llm.tokenizer
-        no_images = "a saved context has tokens alone: give its images with each prompt"
+        no_images = "a saved context holds text only: send images with each prompt"
         encode_messages = partial(tokenizer.encode_chat, add_generation_prompt=False)
         token_ids = await serving.token_ids_alone(body, tokenizer.encode, encode_messages, no_images)
         if len(token_ids) >= serving.max_model_len:
@@ -85,7 +88,7 @@ class _Contexts:
         if name in on_their_way:
             raise ClientError(f"context {name!r} is being saved: wait, or delete it", "id", "context_exists")
         if len(on_their_way) >= _MOST_AT_A_TIME:
-            raise OverloadedError(f"{_MOST_AT_A_TIME} contexts are being saved already: try again later")
+            raise OverloadedError(f"{_MOST_AT_A_TIME} contexts are being saved: try again later")
 
     async def all(self) -> list[forms.Context]:
         self._on_their_way()

@@ -53,7 +53,7 @@ class Course:
         self.reason, self.ended_s = reason, now_s
 
 
-class Watch(Protocol):
+class RequestObserver(Protocol):
     """Who is told how requests go, on the event loop."""
 
     def asked(self, course: Course) -> None:

@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from longhelix.engine.llm import LLM
-from longhelix.engine.observation import Observation, RanStep
+from longhelix.engine.observation import Observation, ObservedStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
-from longhelix.serve.asked import Answer, Asked, Got, Progress, Quiet, fail, settle
-from longhelix.serve.course import Course, NoWatch, Watch
+from longhelix.serve.asked import Answer, Asked, Got, PrefillProgress, Quiet, fail, settle
+from longhelix.serve.course import Course, NoWatch, RequestObserver
 from longhelix.serve.engine_thread import EngineThread, Recovery
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 
 _Value = TypeVar("_Value")
 _RECOVERY = Recovery()
-Listener = Callable[[Sequence[Delta], Sequence[RanStep]], None]
+Listener = Callable[[Sequence[Delta], Sequence[ObservedStep]], None]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Answers:
     or of 0 and `Quiet`. The error of one is raised. Leaving the `async with` aborts those that have not ended. watch:
     is told of all."""
 
-    def __init__(self, driver: "Driver", watch: Watch | None = None) -> None:
+    def __init__(self, driver: "Driver", watch: RequestObserver | None = None) -> None:
         self._driver = driver
         self._watch = NoWatch() if watch is None else watch
         self._open: dict[int, Answer] = {}
@@ -61,7 +61,7 @@ class Answers:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, Delta | Progress | Quiet]:
+    async def __anext__(self) -> tuple[int, Delta | PrefillProgress | Quiet]:
         if not self._open:
             raise StopAsyncIteration
         place, got = await self._got.get()
@@ -207,7 +207,7 @@ class Driver:
         alone = not waiting and len(lengths) == 1
         tokens_beyond = not alone and before + sum(lengths) > self._limits.prompt_tokens
         if len(waiting) + len(lengths) > self._limits.requests or tokens_beyond:
-            raise OverloadedError(f"{len(waiting)} requests with {before} prompt tokens wait already: try again later")
+            raise OverloadedError(f"{len(waiting)} requests with {before} prompt tokens are waiting: try again later")
 
     def _check_running(self) -> None:
         if self.failure:
@@ -245,7 +245,7 @@ class Driver:
     def gone(self, request_id: int) -> None:
         self._answers.pop(request_id, None)
 
-    def stepped(self, deltas: list[Delta], progress: dict[int, Progress], ran: list[RanStep]) -> None:
+    def stepped(self, deltas: list[Delta], progress: dict[int, PrefillProgress], ran: list[ObservedStep]) -> None:
         self.steps += len(ran)
         self.last_step_s = time.monotonic()
         self._begin(ran)
@@ -263,7 +263,7 @@ class Driver:
             if delta.result is not None:
                 self.gone(delta.request_id)
 
-    def _begin(self, ran: list[RanStep]) -> None:
+    def _begin(self, ran: list[ObservedStep]) -> None:
         """Say of requests when their first step began."""
         for step in ran:
             for chunk in step.chunks:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from longhelix.engine.llm import LLM
-from longhelix.engine.observation import RanStep
+from longhelix.engine.observation import ObservedStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError, UserError
-from longhelix.serve.asked import Answer, Progress, fail, settle
+from longhelix.serve.asked import Answer, PrefillProgress, fail, settle
 from longhelix.serve.refusals import ShuttingDownError
 
 _Value = TypeVar("_Value")
@@ -48,7 +48,7 @@ class Owner(Protocol):
     def gone(self, request_id: int) -> None:
         """The engine has aborted it."""
 
-    def stepped(self, deltas: list[Delta], progress: dict[int, Progress], ran: list[RanStep]) -> None:
+    def stepped(self, deltas: list[Delta], progress: dict[int, PrefillProgress], ran: list[ObservedStep]) -> None:
         """What a step gave requests, and the steps that have come back."""
 
     def starts_again(self, reason: str) -> None:
@@ -156,12 +156,14 @@ class EngineThread:
         if self._closing.is_set():
             raise ShuttingDownError
 
-    def _progress(self, deltas: list[Delta]) -> dict[int, Progress]:
+    def _progress(self, deltas: list[Delta]) -> dict[int, PrefillProgress]:
         """How far watched prompts have come in this step."""
         for delta in deltas:
             self._watched.pop(delta.request_id, None)
         now = {request_id: self._llm.prefilled_tokens(request_id) for request_id in self._watched}
-        come = {request_id: Progress(count) for request_id, count in now.items() if count > self._watched[request_id]}
+        come = {
+            request_id: PrefillProgress(count) for request_id, count in now.items() if count > self._watched[request_id]
+        }
         # A preempted prompt begins again.
         self._watched = {request_id: max(count, self._watched[request_id]) for request_id, count in now.items()}
         return come

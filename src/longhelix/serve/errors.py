@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from longhelix.errors import EngineError, PassingError, RequestError, UserError
 from longhelix.serve.answers import FailureReason
-from longhelix.serve.bodies import Ended, Scored
+from longhelix.serve.bodies import Ended, ScoredBody
 from longhelix.serve.calls import current
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 
@@ -58,7 +58,7 @@ _IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
     ),
     "no_chat_template": ("the model has no chat template: ask /v1/completions", "messages"),
     "missing_extra": ("this server lacks the packages that read images: give text alone", "messages"),
-    "unsupported_model": ("the model reads no images: give text alone", "messages"),
+    "unsupported_model": ("the model does not take images: send text only", "messages"),
     "invalid_checkpoint": ("the model's files on the server are damaged, or lack what this needs", None),
     "unknown_context": (
         "there is no context of that name, or it is not ready: GET /v1/contexts says which are there",
@@ -87,7 +87,7 @@ _BEGINNINGS = {
     "a token id of logit_bias": "logit_bias",
     "prompt token": "prompt",
     "every token": "stop_token_ids",
-} | {name: name for name in (*Scored.model_fields, *Ended.model_fields)}
+} | {name: name for name in (*ScoredBody.model_fields, *Ended.model_fields)}
 _ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # how a sentence about one field begins
 _AT = re.compile(r"(messages|input)\[\d+\][\w.\[\]]*: ")  # and one about a part of a message
 logger = logging.getLogger(__name__)
@@ -162,9 +162,9 @@ def _told(error: Exception) -> tuple[int, str, str, str | None]:
             return 503, str(error), "restarting", None
         case EngineError():
             # Its words may name paths, processes and memory; whoever runs the server is told them when it fails.
-            return 503, "the engine has failed: the server's log says why", error.code, None
+            return 503, "the engine has failed: see the server's log for the reason", error.code, None
         case DisconnectedError():
-            return 499, "the client has gone", "disconnected", None
+            return 499, "the client has disconnected", "disconnected", None
         case PassingError():
             return 503, f"{error}: try again later", error.code, None
         case RequestError():

@@ -26,7 +26,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True)
-class Admission:
+class AccessControl:
     """keys: one of them comes with each request, as `Authorization: Bearer KEY`; none: all may come. is_loopback: the
     server can be reached from this machine alone. Without keys only its own programs may come then, and no page of
     another site in a browser here, be it under a name that leads here (DNS rebinding)."""
@@ -40,7 +40,7 @@ class Gate:
     """Refuses requests without a key or from pages of other sites, and bodies that are too large, too slow or too many,
     before anything else sees them."""
 
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: AccessControl) -> None:
         self._app = app
         self._keys = [key.encode() for key in admission.keys]
         self._only_here = admission.is_loopback and not admission.keys

@@ -23,7 +23,7 @@ class Line:
     async def run(self, do: Callable[..., _Value], *given: object) -> _Value:
         """What `do` makes of `given`. Raises OverloadedError if as many wait as may."""
         if self._length >= self._most:
-            raise OverloadedError(f"{self._most} requests with {self._what} wait already: try again later")
+            raise OverloadedError(f"{self._most} requests with {self._what} are waiting: try again later")
         self._length += 1
         wanted = [partial(do, *given)]
         try:

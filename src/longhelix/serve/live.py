@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, RootModel
 
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine.observation import Observation, RanStep
+from longhelix.engine.observation import Observation, ObservedStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.serve.driver import Driver
@@ -74,7 +74,7 @@ class LiveState(BaseModel):
 
     is_draining: bool
     observation: Observation
-    steps: list[RanStep]
+    steps: list[ObservedStep]
     missed_steps: int
     new_tokens: int
     ttft_s: LiveTimes | None
@@ -91,12 +91,12 @@ class Watcher:
     be no more."""
 
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    steps: deque[RanStep] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    steps: deque[ObservedStep] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
     ran_steps: int = 0
     new_tokens: int = 0
     error: Exception | None = None
 
-    def take(self) -> tuple[list[RanStep], int, int]:
+    def take(self) -> tuple[list[ObservedStep], int, int]:
         """Steps, how many more there were, new tokens; then it has been told."""
         taken = list(self.steps), self.ran_steps - len(self.steps), self.new_tokens
         self.steps.clear()
@@ -145,7 +145,7 @@ class View:
         if self._driver.restarting:
             raise RestartingError
         if len(self._watchers) >= MOST_WATCHERS:
-            raise OverloadedError(f"{MOST_WATCHERS} watch already: close a page, or try again later")
+            raise OverloadedError(f"{MOST_WATCHERS} pages are watching: close one, or try again later")
         watcher = Watcher()
         if not self._watchers:
             self._driver.listeners.append(self._hear)
@@ -221,7 +221,7 @@ class View:
         self._ttft, self._tbt = Times(), Times()
         self._last_token_s.clear()
 
-    def _hear(self, deltas: Sequence[Delta], ran: Sequence[RanStep]) -> None:
+    def _hear(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
         now_s, new_tokens = time.monotonic(), 0
         for delta in deltas:
             if delta.token_id is not None:

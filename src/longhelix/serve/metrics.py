@@ -20,7 +20,7 @@ from prometheus_client import (
 )
 
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine.observation import Observation, RankBlocks, RanStep
+from longhelix.engine.observation import Observation, ObservedStep, RankBlocks
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError, UserError
 from longhelix.serve.course import Course
@@ -67,56 +67,71 @@ class Metrics:
         self._seen: Observation | None = None
         self._seen_s = time.monotonic()
         self._look: asyncio.Task[None] | None = None
-        self._ran: list[RanStep] = []  # these and the next are not counted yet
+        self._ran: list[ObservedStep] = []  # these and the next are not counted yet
         self._between_s: list[float] = []
 
-        self._running = self._gauge("num_requests_running", "Requests that the scheduler has admitted.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for it.")
-        self._usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks that requests hold; 1 is all.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens of ended requests.")
-        self._hits = self._counter("prefix_cache_hits", "Those of them whose KV was there already.")
-        self._preemptions = self._counter("num_preemptions", "How often ended requests lost their room to others.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that have been read.")
-        self._new_tokens = self._counter("generation_tokens", "New tokens.")
-        self._reasoning_tokens = self._counter("reasoning_tokens", "Tokens of the reasoning of ended requests.")
-        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens of a step.", _TOKENS)
+        self._running = self._gauge("num_requests_running", "Requests that are running.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
+        self._usage = self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, from 0 to 1.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens of finished requests.")
+        self._hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens of finished requests that were read from the prefix cache."
+        )
+        self._preemptions = self._counter("num_preemptions", "Preemptions of finished requests.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that have their first token.")
+        self._new_tokens = self._counter("generation_tokens", "Generated tokens.")
+        self._reasoning_tokens = self._counter("reasoning_tokens", "Reasoning tokens of finished requests.")
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens per step.", _TOKENS)
         success = Counter(
             f"{prefix}:request_success",
-            "Requests that have ended, by why.",
+            "Finished requests by finish reason.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
         self._ended = {reason: success.labels(model, reason) for reason in REASONS}
-        self._request_prompt = self._histogram("request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS)
-        self._request_new = self._histogram("request_generation_tokens", "New tokens of a request.", _TOKENS)
-        self._request_most = self._histogram("request_params_max_tokens", "New tokens that were asked for.", _TOKENS)
+        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self._request_new = self._histogram("request_generation_tokens", "Generated tokens per request.", _TOKENS)
+        self._request_most = self._histogram(
+            "request_params_max_tokens", "Maximum number of new tokens per request.", _TOKENS
+        )
         self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request's coming to its first token.", _FIRST_TOKEN_S
+            "time_to_first_token_seconds", "Time from the arrival of a request to its first token.", _FIRST_TOKEN_S
         )
         self._between_tokens = [
-            self._histogram(name, "Between two tokens of a request.", _TOKEN_S)
+            self._histogram(name, "Time between two tokens of a request.", _TOKEN_S)
             for name in ("inter_token_latency_seconds", "time_per_output_token_seconds")  # vLLM's new name, and its old
         ]
-        self._whole = self._histogram("e2e_request_latency_seconds", "From a request's coming to its end.", _REQUEST_S)
-        self._queued = self._histogram("request_queue_time_seconds", "From its coming to its first step.", _REQUEST_S)
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From its first step to its first token.", _REQUEST_S
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "Time from the arrival of a request to its end.", _REQUEST_S
         )
-        self._decode = self._histogram("request_decode_time_seconds", "From its first token to its last.", _REQUEST_S)
+        self._queued = self._histogram(
+            "request_queue_time_seconds", "Time from the arrival of a request to its first step.", _REQUEST_S
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "Time from the first step of a request to its first token.", _REQUEST_S
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "Time from the first token of a request to its last.", _REQUEST_S
+        )
         self._inference = self._histogram(
-            "request_inference_time_seconds", "From its first step to its last token.", _REQUEST_S
+            "request_inference_time_seconds", "Time from the first step of a request to its last token.", _REQUEST_S
         )
 
         layout = config.layout
         degrees = {name: str(getattr(layout, name)) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
         Gauge(
-            f"{prefix}:layout_info", "The layout's degrees.", ["model_name", *degrees], registry=self._registry
+            f"{prefix}:layout_info",
+            "Degrees of the parallel layout.",
+            ["model_name", *degrees],
+            registry=self._registry,
         ).labels(model, *degrees.values()).set(1)
-        self._gauge("kvp_degree", "KVP ranks of the layout.").set(layout.kvp)
-        self._kv_ranks = self._histogram("request_kvp_ranks", "KVP ranks with KV of a request, at its end.", _DOUBLED)
+        self._gauge("kvp_degree", "Number of KVP ranks.").set(layout.kvp)
+        self._kv_ranks = self._histogram(
+            "request_kvp_ranks", "KVP ranks that hold KV of a request when it ends.", _DOUBLED
+        )
         blocks = Gauge(
             f"{prefix}:kv_blocks",
-            "KV blocks of a KVP rank: held by requests or contexts, cached, promised, free.",
+            "KV blocks of a KVP rank by state: held by requests or contexts, cached, reserved, free.",
             ["model_name", "rank", "state"],
             registry=self._registry,
         )
@@ -124,35 +139,39 @@ class Metrics:
             {state: blocks.labels(model, str(rank), state) for state in _BLOCK_STATES} for rank in range(layout.kvp)
         ]
         self._imbalance = self._gauge(
-            "kv_blocks_imbalance", "Held KV blocks of the fullest KVP rank beside the mean; 1 where none is held."
+            "kv_blocks_imbalance",
+            "Held KV blocks of the fullest KVP rank divided by the mean over ranks; 1 if none is held.",
         )
-        self._steps = self._counter("steps", "Steps that have come back.")
-        self._step_s = self._histogram("step_seconds", "What a step took.", _STEP_S)
-        self._measured_s = self._counter("step_measured_seconds", "What predicted steps took, together.")
-        self._predicted_s = self._counter("step_predicted_seconds", "What they were predicted to take.")
-        self._ratio = self._histogram("step_time_ratio", "What a step took beside its prediction.", _RATIOS)
-        self._exposed_s = self._counter("exposed_communication_seconds", "What ranks waited for exchanges.")
-        self._exchanged = self._counter("exchanged_bytes", "What ranks sent in exchanges.")
-        self._chunks = self._histogram("chunk_tokens", "Prompt tokens of a request in one step.", _DOUBLED)
+        self._steps = self._counter("steps", "Completed steps.")
+        self._step_s = self._histogram("step_seconds", "Duration of a step.", _STEP_S)
+        self._measured_s = self._counter("step_measured_seconds", "Total duration of the steps that had a prediction.")
+        self._predicted_s = self._counter("step_predicted_seconds", "Total predicted duration of steps.")
+        self._ratio = self._histogram("step_time_ratio", "Duration of a step divided by its prediction.", _RATIOS)
+        self._exposed_s = self._counter("exposed_communication_seconds", "Time that ranks waited for exchanges.")
+        self._exchanged = self._counter("exchanged_bytes", "Bytes that ranks sent in exchanges.")
+        self._chunks = self._histogram("chunk_tokens", "Prompt tokens of one request in one step.", _DOUBLED)
         self._computed = self._counter(
-            "computed_prompt_tokens", "Prompt tokens that steps computed: without cached ones, with repeated ones."
+            "computed_prompt_tokens",
+            "Prompt tokens that steps computed: cached tokens do not count, recomputed tokens count again.",
         )
-        self._since_step = self._gauge("seconds_since_last_step", "Since a step came back, or since the start.")
+        self._since_step = self._gauge(
+            "seconds_since_last_step", "Time since the last completed step, or since the start."
+        )
         self._since_seen = self._gauge(
             "observation_age_seconds",
-            "How old the numbers of blocks and running requests are: a long step delays them.",
+            "Age of the numbers of blocks and running requests. A long step delays them.",
         )
         self._up = self._gauge(
-            "engine_up", "1 while the engine takes requests; 0 while it starts again, or has failed."
+            "engine_up", "1 while the engine takes requests, 0 while it restarts or after it has failed."
         )
-        self._restarts = self._counter("engine_restarts", "How often the engine has failed and started again.")
+        self._restarts = self._counter("engine_restarts", "Restarts of the engine after failures.")
         self._still = self._gauge(
             "watchdog_still_seconds",
-            "How long no rank has got on, in the step that runs: the watchdog ends it in time.",
+            "Time without progress on any rank in the running step. The watchdog ends a step that makes none.",
         )
         self._refusals = Counter(
             f"{prefix}:request_refusals",
-            "Answers of status 400 and above, by status and code.",
+            "Responses with status 400 or above, by status and error code.",
             ["model_name", "status", "code"],
             registry=self._registry,
         )
@@ -229,7 +248,7 @@ class Metrics:
         self._up.set(not (driver.failure or driver.restarting))
         self._still.set(driver.still_s)
 
-    def _stepped(self, deltas: Sequence[Delta], ran: Sequence[RanStep]) -> None:
+    def _stepped(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
         """Counted together with others: caches that the model has emptied are filled once for many."""
         self._ran += ran
         if len(self._ran) >= _TOGETHER or len(self._between_s) >= _TOGETHER:

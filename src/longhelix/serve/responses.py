@@ -175,5 +175,5 @@ class _Form(Form):
         )
 
 
-def _part(kind: str, text: str) -> forms.OutputText | forms.ReasoningText:
-    return forms.ReasoningText(text=text) if kind == "reasoning" else forms.OutputText(text=text)
+def _part(kind: str, text: str) -> forms.OutputText | forms.ReasoningTextAnswer:
+    return forms.ReasoningTextAnswer(text=text) if kind == "reasoning" else forms.OutputText(text=text)

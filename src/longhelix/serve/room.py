@@ -20,7 +20,7 @@ class Room:
         """Take a part. Returns what gives it back, which is called once. Raises OverloadedError if others leave too
         little."""
         if self.held_bytes and self.held_bytes + num_bytes > self._most_bytes:
-            raise OverloadedError("so many long answers are under way that no more is begun now: try again later")
+            raise OverloadedError("too many long answers are in progress: try again later")
         self.held_bytes += num_bytes
 
         def give_back() -> None:

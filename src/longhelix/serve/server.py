@@ -12,7 +12,7 @@ import uvicorn
 from longhelix.errors import UserError
 from longhelix.serve.app import build
 from longhelix.serve.connections import BACKLOG, Connection
-from longhelix.serve.gate import Admission, is_loopback
+from longhelix.serve.gate import AccessControl, is_loopback
 from longhelix.serve.refusals import ShuttingDownError
 from longhelix.serve.serving import Serving
 
@@ -43,7 +43,7 @@ class Address:
         )
 
 
-def run(serving: Serving, admission: Admission, address: Address, on_ready: Callable[[str], None]) -> None:
+def run(serving: Serving, admission: AccessControl, address: Address, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGINT or SIGTERM; then take no more requests and let those that run end. on_ready: is told the URL
     once requests are taken. Raises UserError where the address cannot be had."""
     listening = _listen(address)

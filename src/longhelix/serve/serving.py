@@ -16,7 +16,7 @@ from longhelix.scheduler.guide import Guide, ReasoningTags
 from longhelix.scheduler.request import SamplingParams
 from longhelix.serve.asked import Asked
 from longhelix.serve.bodies import ChatBody, ContextBody, Message, ResponseBody, Sampled, TokenizeBody
-from longhelix.serve.calls import Call, current
+from longhelix.serve.calls import EngineCall, current
 from longhelix.serve.driver import Answers, Driver
 from longhelix.serve.errors import ClientError
 from longhelix.serve.images import read_images
@@ -84,10 +84,10 @@ class Serving:
         self.journal.tell("failure", f"the engine has failed: {reason}", reason=reason)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> EngineCall:
         """The HTTP request that is being answered."""
         found = current()
-        return Call(self.metrics) if found is None else found
+        return EngineCall(self.metrics) if found is None else found
 
     @property
     def max_model_len(self) -> int:
@@ -238,7 +238,7 @@ class Serving:
         """What the text, the token ids or the messages of a body are, one of which it has. no_images: what messages
         with some are told. Raises ClientError."""
         if (body.prompt is None) == (body.messages is None):
-            raise ClientError("give one of prompt and messages", "prompt")
+            raise ClientError("give either prompt or messages", "prompt")
         if body.messages is None:
             assert body.prompt is not None
             (token_ids,) = await self.prompts([body.prompt], encode)
@@ -263,11 +263,17 @@ class Serving:
         given, urls = messages.copy(), [url for message in messages for url in message.image_urls]
         messages.clear()
         if urls and self.llm.config.spec.vision is None:
-            raise ClientError("the model reads no images: give text alone", field, "unsupported_model")
+            raise ClientError("the model does not take images: send text only", field, "unsupported_model")
         if urls and context is not None:
-            raise ClientError("a saved context has tokens alone, and no images go with it: leave out one", "context")
+            raise ClientError(
+                "a saved context cannot be combined with images: leave out context or the images", "context"
+            )
         if tools is not None and context is not None:
-            raise ClientError("tools are told where a conversation begins: leave out the context, or them", "context")
+            raise ClientError(
+                "tools belong to the beginning of a conversation, which the context already holds: leave out context "
+                "or tools",
+                "context",
+            )
         encode = tokenizer.encode_chat if context is None else tokenizer.encode_more_chat
         token_ids = await self.token_ids(partial(encode, **rendering), given, field, tools)
         given.clear()

@@ -61,7 +61,7 @@ def routes(serving: Serving) -> APIRouter:
     async def version() -> forms.Version:
         return forms.Version(version=importlib.metadata.version("longhelix"))
 
-    @router.post("/tokenize", response_model=forms.Tokens, responses=statuses(404, 429))
+    @router.post("/tokenize", response_model=forms.TokenizeAnswer, responses=statuses(404, 429))
     async def tokenize(body: TokenizeBody) -> Response:
         serving.check_model(body.model)
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
@@ -74,7 +74,7 @@ def routes(serving: Serving) -> APIRouter:
         found = {"tokens": ids, "count": len(ids), "max_model_len": serving.max_model_len}
         return LongJson(json_pieces(found), serving.long_answers.run)
 
-    @router.post("/detokenize", response_model=forms.Text, responses=statuses(404, 429))
+    @router.post("/detokenize", response_model=forms.PromptText, responses=statuses(404, 429))
     async def detokenize(body: DetokenizeBody) -> Response:
         serving.check_model(body.model)
         return LongJson(json_pieces({"prompt": await serving.text(body.tokens)}), serving.long_answers.run)

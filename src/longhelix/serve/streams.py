@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError
-from longhelix.serve.asked import Progress, Quiet
+from longhelix.serve.asked import PrefillProgress, Quiet
 from longhelix.serve.driver import Answers
 from longhelix.serve.errors import DisconnectedError
 from longhelix.serve.form import Form, data_line
@@ -158,11 +158,11 @@ class _Silence:
         self._timer = asyncio.get_running_loop().call_at(self._since_s + KEEP_ALIVE_S, self._look)
 
 
-def _lines(form: Form, place: int, got: Delta | Progress | Quiet) -> list[str]:
+def _lines(form: Form, place: int, got: Delta | PrefillProgress | Quiet) -> list[str]:
     """Those of what a request got. Raises the error of one that failed."""
     if isinstance(got, Quiet):
         return [": the answer is under way\n\n"]
-    if isinstance(got, Progress):
+    if isinstance(got, PrefillProgress):
         told = {"prefilled_tokens": got.prefilled_tokens, "prompt_tokens": form.asked[place].num_tokens}
         return [f"event: progress\n{data_line({'index': place} | told)}"]
     check(got.result)

@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from longhelix.engine.text.tool_calls import Arguments, Call, Piece, Text, ToolCalls, ToolForm
+from longhelix.engine.text.tool_calls import Arguments, ContentDelta, Piece, ToolCalls, ToolCallStart, ToolForm
 from longhelix.scheduler.guide import Guide
 from longhelix.serve import answers as forms
 from longhelix.serve.bodies import ChatBody, Function
@@ -25,9 +25,9 @@ def reply(calls: ToolCalls, text: str) -> forms.Reply | forms.CallingReply:
     called: list[forms.Called] = []
     for piece in [*calls.push(text), *calls.finish()]:
         match piece:
-            case Text(more):
+            case ContentDelta(more):
                 said.append(more)
-            case Call(_, name):
+            case ToolCallStart(_, name):
                 called.append(forms.Called(id=_new_id(), function=forms.CalledFunction(name=name, arguments="")))
             case Arguments(place, more):
                 called[place].function.arguments += more
@@ -39,9 +39,9 @@ def deltas(pieces: list[Piece]) -> Iterator[dict[str, Any]]:
     """Of events."""
     for piece in pieces:
         match piece:
-            case Text(text):
+            case ContentDelta(text):
                 yield {"content": text}
-            case Call(place, name):
+            case ToolCallStart(place, name):
                 function = {"name": name, "arguments": ""}
                 yield {"tool_calls": [{"index": place, "id": _new_id(), "type": "function", "function": function}]}
             case Arguments(place, text):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from longhelix.compute.runner.trace import TraceEvent, TraceFile
 from longhelix.simulate.ledger import Account
-from longhelix.simulate.runner import RanStep
+from longhelix.simulate.runner import SimulatedStep
 from longhelix.simulate.simulation import Observer
 
 _STEPS, _REQUESTS = 0, 1  # what the file has as processes
@@ -17,7 +17,7 @@ class ChromeTrace(Observer):
         """Raises UserError if `path` cannot be written."""
         self._file = TraceFile(path)
 
-    def ran(self, step: RanStep) -> None:
+    def ran(self, step: SimulatedStep) -> None:
         work = step.step.work
         if work.rows:
             details = {"decodes": work.decode_rows, "prompt tokens": work.chunk_rows, "parts": work.parts}

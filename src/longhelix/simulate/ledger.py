@@ -9,7 +9,7 @@ from longhelix.scheduler.request import ServiceLevel
 from longhelix.scheduler.step import SampledToken
 from longhelix.scheduler.token_event import TokenEvent
 from longhelix.simulate.histogram import Histogram, rank
-from longhelix.simulate.runner import RanStep
+from longhelix.simulate.runner import SimulatedStep
 
 TBT_PERCENT = 99  # of a request's times between tokens, which is held against its SLO
 _SPARE = 4096
@@ -75,7 +75,7 @@ class Ledger:
         """A request that could never run."""
         self.requests += 1
 
-    def add(self, ran: RanStep, events: Sequence[TokenEvent]) -> list[tuple[int, Account]]:
+    def add(self, ran: SimulatedStep, events: Sequence[TokenEvent]) -> list[tuple[int, Account]]:
         """Write down a step that has ended. Returns the requests that ended with it."""
         for chunk in ran.step.chunks:
             account = self._accounts.get(chunk.id)

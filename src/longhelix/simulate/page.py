@@ -8,14 +8,14 @@ from typing import Any
 from longhelix.plan.html import page
 from longhelix.simulate.histogram import RELATIVE_ERROR
 from longhelix.simulate.ledger import TBT_PERCENT
-from longhelix.simulate.report import Run, rows
+from longhelix.simulate.report import VariantResult, rows
 from longhelix.simulate.timeline import Sample
 
 _ASSETS = Path(__file__).parent / "assets"
 _POINTS = 200
 
 
-def write_page(path: Path, runs: Sequence[Run], title: str, about: str) -> None:
+def write_page(path: Path, runs: Sequence[VariantResult], title: str, about: str) -> None:
     """Raises UserError where plotly is missing, and where `path` cannot be written."""
     document = {
         "title": title,
@@ -28,7 +28,7 @@ def write_page(path: Path, runs: Sequence[Run], title: str, about: str) -> None:
     page.write(path, _ASSETS, ["page.js"], {"document": json.dumps(document, separators=(",", ":")).encode()})
 
 
-def _drawn(run: Run) -> dict[str, Any]:
+def _drawn(run: VariantResult) -> dict[str, Any]:
     outcome = run.outcome
     return {
         "name": run.variant.name,

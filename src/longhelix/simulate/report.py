@@ -28,7 +28,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Run:
+class VariantResult:
     """A variant, what came of it, how many seconds the simulation took, and its capacity where that was asked for."""
 
     variant: Variant
@@ -37,13 +37,13 @@ class Run:
     capacity: Capacity | None = None
 
 
-def as_json(runs: Sequence[Run]) -> dict[str, Any]:
+def as_json(runs: Sequence[VariantResult]) -> dict[str, Any]:
     """What `longhelix simulate --json` prints: of one run, or of several under "compared"."""
     objects = [_object(run) for run in runs]
     return objects[0] if len(objects) == 1 else {"compared": objects}
 
 
-def _object(run: Run) -> dict[str, Any]:
+def _object(run: VariantResult) -> dict[str, Any]:
     outcome = run.outcome
     found: dict[str, Any] = {
         "requests": outcome.requests,
@@ -87,7 +87,7 @@ def percentiles(histogram: Histogram) -> dict[str, float | None]:
     }
 
 
-def table(runs: Sequence[Run]) -> Table:
+def table(runs: Sequence[VariantResult]) -> Table:
     """A column for each run."""
     shown = Table(title="simulated", title_justify="left")
     shown.add_column("")
@@ -98,7 +98,7 @@ def table(runs: Sequence[Run]) -> Table:
     return shown
 
 
-def rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def rows(runs: Sequence[VariantResult]) -> list[tuple[str, list[str]]]:
     """Lines of a table in words: a name, and a cell for each run."""
     outcomes = [run.outcome for run in runs]
     times = {
@@ -135,7 +135,7 @@ def _most_kvp(outcome: Outcome) -> str:
     return str(max((sample.kvp_most for sample in outcome.timeline), default=0))
 
 
-def _capacity(run: Run) -> str:
+def _capacity(run: VariantResult) -> str:
     assert run.capacity is not None
     if run.capacity.rate_rps is None:
         return "none"

@@ -11,7 +11,7 @@ from longhelix.scheduler.step import SampledToken, Step, StepResult
 from longhelix.scheduler.work import Cost
 
 
-class RanStep(NamedTuple):
+class SimulatedStep(NamedTuple):
     """A step, and from when to when it ran, in seconds of the runner's clock."""
 
     step: Step
@@ -35,8 +35,8 @@ class SimulatedRunner(ABC):
         self._left_s = [[0.0] * stages for _ in range(clocks)]  # when the last step of each clock left each stage
         self._decoded_s: dict[int, float] = {}  # when the last step of each microbatch ended
         self._prompt_s: dict[int, float] = {}  # and that of each prompt's last chunk, until it decodes
-        self._in_flight: list[RanStep] = []
-        self.last: RanStep | None = None
+        self._in_flight: list[SimulatedStep] = []
+        self.last: SimulatedStep | None = None
 
     @abstractmethod
     def _result(self, step: Step) -> StepResult:
@@ -55,7 +55,7 @@ class SimulatedRunner(ABC):
                 left_s[stage] = end_s
         if self.stages > 1:
             self._note_tokens(step, end_s)
-        self._in_flight.append(RanStep(step, result, begin_s, end_s))
+        self._in_flight.append(SimulatedStep(step, result, begin_s, end_s))
 
     def _tokens_s(self, step: Step) -> float:
         """When the last tokens of a step's decodes are known."""

@@ -16,7 +16,7 @@ from longhelix.simulate.arrival import Arrival, Workload
 from longhelix.simulate.arrivals import Arrivals
 from longhelix.simulate.histogram import Histogram
 from longhelix.simulate.ledger import Account, Ledger
-from longhelix.simulate.runner import PredictedRunner, RanStep, SimulatedRunner
+from longhelix.simulate.runner import PredictedRunner, SimulatedRunner, SimulatedStep
 from longhelix.simulate.timeline import Sample, Timeline
 from longhelix.spec.layout import Layout
 
@@ -58,7 +58,7 @@ class Server:
 class Observer:
     """Is told what happens, for a trace; this one does not care."""
 
-    def ran(self, step: RanStep) -> None:
+    def ran(self, step: SimulatedStep) -> None:
         """A step has ended."""
 
     def ended(self, id: int, account: Account) -> None:

@@ -32,7 +32,7 @@ class Split(Enum):
     VOCABULARY = auto()  # over all ranks of an FFN
 
 
-class Stored(Enum):
+class WeightDtype(Enum):
     """The dtype in which the engine keeps a weight."""
 
     ACTIVATION = auto()  # that of activations
@@ -71,7 +71,7 @@ class WeightSpec:
     columns: Dim | None = None
     experts: Dim = _ONCE
     exact: bool = False
-    stored: Stored = Stored.ACTIVATION
+    stored: WeightDtype = WeightDtype.ACTIVATION
 
     @property
     def dims(self) -> tuple[Dim, ...]:
@@ -226,12 +226,12 @@ def _ffn(spec: ModelSpec, moe: MoE | None) -> Iterator[WeightSpec]:
 
 def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
     experts = _whole(moe.num_experts)
-    yield WeightSpec("router", "mlp.gate.weight", experts, _hidden(spec), stored=Stored.FLOAT32)
+    yield WeightSpec("router", "mlp.gate.weight", experts, _hidden(spec), stored=WeightDtype.FLOAT32)
     if moe.biases:
         yield WeightSpec("router_bias", "mlp.gate.bias", experts)
     if moe.routing_bias:
         tensor = "mlp.gate.e_score_correction_bias"
-        yield WeightSpec("routing_bias", tensor, experts, exact=True, stored=Stored.FLOAT32)
+        yield WeightSpec("routing_bias", tensor, experts, exact=True, stored=WeightDtype.FLOAT32)
     columns, each = Dim(Split.EXPERT_COLUMNS, moe.expert_size), Dim(Split.EXPERTS, moe.num_experts)
     yield from _swiglu(spec, "experts.{}.", "mlp.experts.{}.", columns, each)
     if moe.biases:
@@ -241,7 +241,7 @@ def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
         yield from _biased_swiglu(spec, "shared.", "mlp.shared_experts.", shared)
     if moe.shared_gate:
         tensor = "mlp.shared_expert_gate.weight"
-        yield WeightSpec("shared_gate", tensor, _whole(1), _hidden(spec), stored=Stored.FLOAT32)
+        yield WeightSpec("shared_gate", tensor, _whole(1), _hidden(spec), stored=WeightDtype.FLOAT32)
 
 
 def _biased_swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim) -> Iterator[WeightSpec]:
@@ -264,7 +264,7 @@ def _swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim, experts: Dim 
 
 
 def _product(name: str, tensor: str, rows: Dim, columns: Dim, experts: Dim = _ONCE) -> WeightSpec:
-    return WeightSpec(name, tensor, rows, columns, experts, stored=Stored.PRODUCT)
+    return WeightSpec(name, tensor, rows, columns, experts, stored=WeightDtype.PRODUCT)
 
 
 def _hidden(spec: ModelSpec) -> Dim:

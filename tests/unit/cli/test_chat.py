@@ -12,12 +12,13 @@ from rich.console import Console
 from longhelix.cli.chat import dialogue
 from longhelix.cli.chat.commands import COMMANDS, is_command, run_command
 from longhelix.cli.chat.dialogue import Dialogue
-from longhelix.cli.chat.editor import Editor, _Commands
-from longhelix.cli.chat.lines import Pipe, notes_on
+from longhelix.cli.chat.editor import Editor, _CommandCompleter
+from longhelix.cli.chat.message_source import Pipe
+from longhelix.cli.chat.notes import notes_on
 from longhelix.cli.options import ChatSamplingOptions
 from longhelix.engine.exchanges import HopB
 from longhelix.engine.result import Delta, Result
-from longhelix.engine.text.reasoning import Reasoning
+from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.errors import RequestError, UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.guide import ReasoningTags
@@ -49,7 +50,7 @@ class CountingEngine:
         return [1] * sum(1 + len(message["content"].split()) for message in messages)
 
     def add(self, prompt_ids, params, reasoning):
-        self.reasoning = Reasoning(reasoning) if reasoning else None
+        self.reasoning = ReasoningSplitter(reasoning) if reasoning else None
         assert len(prompt_ids) + params.max_new_tokens <= CONTEXT
         self.asked.append(self._messages)
         self._prompt, self._params, self._words, self._steps = len(prompt_ids), params, [], 0
@@ -141,9 +142,8 @@ def test_an_answer_runs_to_the_end_of_the_context_and_says_so(capsys):
     talk = Talk(capsys, CountingEngine(answer_tokens=None))
     answer, note = talk.say("hello")
     assert len(answer.split()) == CONTEXT - 2
-    assert (
-        note
-        == f"[The answer was cut: the context of {CONTEXT} tokens is full. Begin a new conversation with /reset.]\n"
+    assert note == (
+        f"[The answer is incomplete: the context of {CONTEXT} tokens is full. Start a new conversation with /reset.]\n"
     )
     with pytest.raises(UserError, match=f"the context holds {CONTEXT}: shorten the message, or .* /reset"):
         talk.say("more")
@@ -153,7 +153,7 @@ def test_an_answer_runs_to_the_end_of_the_context_and_says_so(capsys):
 
 def test_an_answer_that_is_cut_by_its_limit_names_it(capsys):
     talk = Talk(capsys, CountingEngine(answer_tokens=None), max_new_tokens=5)
-    assert talk.say("hello") == ("1 2 3 4 5 \n", "[The answer was cut at --max-new-tokens 5.]\n")
+    assert talk.say("hello") == ("1 2 3 4 5 \n", "[The answer is incomplete: it reached --max-new-tokens 5.]\n")
 
 
 def test_the_least_tokens_of_an_answer_are_no_more_than_there_is_room_for(capsys):
@@ -167,7 +167,7 @@ def test_the_least_tokens_of_an_answer_are_no_more_than_there_is_room_for(capsys
 def test_an_interrupt_keeps_what_was_answered(capsys):
     talk = Talk(capsys, CountingEngine(answer_tokens=None))
     talk.engine.interrupt_at = 4
-    assert talk.say("hello") == ("1 2 3 4 \n", "[You stopped the answer after 4 tokens.]\n")
+    assert talk.say("hello") == ("1 2 3 4 \n", "[Stopped after 4 tokens.]\n")
     talk.engine.interrupts.clear()
     talk.engine.interrupt_at = 1
     talk.say("and")
@@ -180,7 +180,7 @@ def test_an_interrupt_before_the_answer_takes_the_message_back_and_leaves_its_fi
     talk.engine.interrupt_at = 1
     answer, note = talk.say("a message that takes more than one step")
     assert answer == "\n"
-    assert "the message is not part of the conversation" in note
+    assert "The message is not part of the conversation" in note
     talk.engine.interrupts.clear()
     talk.engine.interrupt_at = None
     talk.say("again")
@@ -217,13 +217,13 @@ def test_help_names_every_command(talk):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("/rest", "no command /rest: did you mean /reset?"),
-        ("/", "no command /: /help lists them"),
-        ("/xyzzy plugh", "no command /xyzzy: /help"),
+        ("/rest", "unknown command /rest: did you mean /reset?"),
+        ("/", "unknown command /: see /help"),
+        ("/xyzzy plugh", "unknown command /xyzzy: see /help"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(talk, text, words):
-    with pytest.raises(UserError, match="put a space before a message") as caught:
+    with pytest.raises(UserError, match="put a space before it") as caught:
         talk.say(text)
     assert words in str(caught.value)
 
@@ -269,8 +269,8 @@ def test_a_file_goes_with_the_next_message_alone(talk, tmp_path):
     _, note = talk.say(f"/file {tmp_path}/two words.txt")
     added = 7  # <file name="two words.txt"> a b c </file>
     assert note == (
-        f"two words.txt goes with your next message: {added} tokens, which leaves {CONTEXT - 2 - added} "
-        "for the message and its answer.\n"
+        f"Attached two words.txt to your next message: {added} tokens. {CONTEXT - 2 - added} tokens are left for the "
+        "message and its answer.\n"
     )
     assert talk.conversation.fill.endswith(", 1 file attached")
     talk.say("what is it?")
@@ -288,13 +288,13 @@ def test_a_file_is_taken_back(talk, tmp_path):
 
 
 FILES = {
-    "missing": (None, "cannot be read: No such file"),
+    "missing": (None, r"cannot be read \(No such file"),
     "a folder": ("", "is not a file"),
     "not UTF-8": (b"ab\xff", "is not UTF-8 at byte 2"),
-    "zeros": (b"ab\0", "is not text: it holds the character 0"),
+    "zeros": (b"ab\0", "is not text, because it contains a null character"),
     "too long": (
         b"a " * CONTEXT,
-        f"has {CONTEXT + 3} tokens, but of the context's {CONTEXT} only {CONTEXT - 2} are left",
+        f"has {CONTEXT + 3} tokens, but only {CONTEXT - 2} of the context's {CONTEXT} tokens are free",
     ),
     "huge": (b"a" * 100_000, f"has 100000 bytes, more than a context of {CONTEXT} tokens can hold"),
 }
@@ -365,7 +365,7 @@ def test_lines_are_edited_and_begun(typed):
 def test_ctrl_c_at_an_empty_prompt_leaves_when_pressed_twice(typed):
     messages, said = typed(f"gone{CTRL_C}one{ENTER}{CTRL_C}gone{CTRL_C}{CTRL_C}two{ENTER}{CTRL_C}{CTRL_C}")
     assert messages == ["one", "two"]
-    assert said == "Press Ctrl-C again or type /exit to leave.\n" * 3
+    assert said == "Press Ctrl-C again or type /exit to quit.\n" * 3
 
 
 def test_tab_completes_commands_and_paths(tmp_path):
@@ -374,7 +374,7 @@ def test_tab_completes_commands_and_paths(tmp_path):
     def completed(text):
         return [
             text[: len(text) + found.start_position] + found.text
-            for found in _Commands().get_completions(Document(text), None)
+            for found in _CommandCompleter().get_completions(Document(text), None)
         ]
 
     assert completed("/s") == ["/system", "/stats"]

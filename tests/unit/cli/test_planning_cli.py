@@ -84,10 +84,10 @@ def test_plan_prints_tables_and_the_best_layout(capfd):
     expected = (
         "tokens/s per GPU, over tokens/s per user",
         "frontier of",
-        "users held within a TTL",
+        "users served within a time per token (TTL)",
         "TTFT against TBT",
-        "below 1 KVP pays",
-        "layouts that do not hold one request",
+        "below 1, KVP pays off",
+        "layouts in which one request does not fit",
         "why not another layout",
         "Best: ",
     )
@@ -180,7 +180,7 @@ def test_estimate_compares_two_layouts(capfd):
     degrees = {"dp": 1, "kvp": 8, "tpa": 8, "tpf": 8, "ep": 1, "pp": 1, "ffn_replicas": 8}
     assert tied["layout"] == degrees | {"placement": "striped"}
     _, out, _ = run(capfd, *ESTIMATE, "--compare", "kvp=8,tpa=8,no-hop-b", "kvp=1,tpa=64")
-    assert "second against first" in out
+    assert "second layout compared with the first" in out
 
 
 def test_groups_are_compared_with_one_and_have_requests_of_their_own(capfd):
@@ -246,35 +246,35 @@ MISTAKES = {
     "no context": (changed(PLAN, context="0"), "context is 0"),
     "no lengths": (("plan", *MODEL), "set one of --context, --isl with --osl, --mix and --trace"),
     "two lengths": ((*PLAN, "--mix", "chat"), "set one of --context, --isl with --osl, --mix and --trace"),
-    "half a length": (("plan", *MODEL, "--isl", "1k"), "set both --isl and --osl"),
-    "a rate of what never ends": ((*PLAN, "--rate", "1"), "set --isl and --osl, not --context"),
+    "half a length": (("plan", *MODEL, "--isl", "1k"), "only one is set: set both"),
+    "a rate of what never ends": ((*PLAN, "--rate", "1"), "set --isl and --osl instead of --context"),
     "no rate": ((*ENDING, "--rate", "0"), "rate is 0.0: set it above 0"),
     "all is there": ((*ENDING, "--prefix-hit", "1"), "prefix-hit is 1.0"),
     "more than drafts": ((*PLAN, "--draft-tokens", "1", "--accepted-tokens", "2.5"), "accepted-tokens is 2.5"),
     "no drafts": ((*PLAN, "--accepted-tokens", "1.8"), "a step with 0 draft tokens gives 1 to 1"),
     "drafts of unknown worth": (
         (*PLAN, "--draft-tokens", "2"),
-        "set --accepted-tokens to what was measured, from 1 to 3",
+        "set it to the average that you measured for your model and text, from 1 to 3",
     ),
     "no price": ((*PLAN, "--gpu-hour", "0"), "gpu-hour is 0.0"),
-    "no trace": (("plan", *MODEL, "--trace", "/dev/null"), "give a .csv or .jsonl file"),
+    "no trace": (("plan", *MODEL, "--trace", "/dev/null"), "give an uncompressed .csv or .jsonl file"),
     "fp4 without it": (changed(PLAN, system="h100"), "h100 has no arithmetic in fp4"),
     "unknown dtype": (changed(PLAN, kv_dtype="fp5"), "kv-dtype 'fp5' is not known: use one of"),
-    "time without a unit": ((*PLAN, "--ttl", "20"), '"20" is no time: give a number with its unit, such as 20ms'),
+    "time without a unit": ((*PLAN, "--ttl", "20"), '"20" is not a time: give a number with a unit, such as 20ms'),
     "products do not match": ((*ESTIMATE, "--kvp", "8", "--tpf", "3"), "both must give the same number"),
     "experts of a dense model": ((*ESTIMATE, "--tpa", "8", "--ep", "2"), "ep is 2: set it to at most 1"),
     "too many heads": ((*ESTIMATE, "--tpa", "256"), "tpa is 256, but the model has 128 query heads"),
-    "tied with experts": ((*ESTIMATE, "--kvp", "8", "--tied", "--ep", "2"), "leave --tpf and --ep out"),
+    "tied with experts": ((*ESTIMATE, "--kvp", "8", "--tied", "--ep", "2"), "leave out --tpf and --ep"),
     "no groups": ((*ESTIMATE, "--dp", "0"), "dp is 0: set it to a whole number from 1 to 1024"),
     "tied groups": ((*ESTIMATE, "--compare", "dp=2,kvp=8,tied", "kvp=1"), "set dp to 1, or leave out tied"),
-    "tied FFNs": ((*ESTIMATE, "--compare", "kvp=8,tpf=2,tied", "kvp=1"), "leave --tpf and --ep out"),
-    "an estimate of unknown drafts": ((*ESTIMATE, "--draft-tokens", "2"), "set --accepted-tokens to what was measured"),
+    "tied FFNs": ((*ESTIMATE, "--compare", "kvp=8,tpf=2,tied", "kvp=1"), "leave out --tpf and --ep"),
+    "an estimate of unknown drafts": ((*ESTIMATE, "--draft-tokens", "2"), "--accepted-tokens is not set"),
     "an estimate of more than drafts": ((*ESTIMATE, "--accepted-tokens", "1.8"), "accepted-tokens is 1.8"),
     "an estimate of experts that are not there": ((*ESTIMATE, "--expert-dtype", "fp8"), "leave out --expert-dtype"),
-    "half a layout": ((*ESTIMATE, "--compare", "kvp=8,tpx=8", "kvp=1"), "'tpx=8' in the layout"),
-    "a digit that is no number": ((*ESTIMATE, "--compare", "kvp=²", "kvp=1"), "'kvp=²' in the layout"),
+    "half a layout": ((*ESTIMATE, "--compare", "kvp=8,tpx=8", "kvp=1"), "contains 'tpx=8'"),
+    "a digit that is no number": ((*ESTIMATE, "--compare", "kvp=²", "kvp=1"), "contains 'kvp=²'"),
     "nothing fits": (changed(PLAN, max_gpus="1"), "does not fit on up to 1 GPUs"),
-    "out is a file": ((*PLAN, "--out", __file__), "cannot be made: File exists"),
+    "out is a file": ((*PLAN, "--out", __file__), "cannot be created (File exists)"),
 }
 
 
@@ -297,14 +297,14 @@ def test_mistakes_as_json(capfd):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("kvx: 2", "there is no setting 'kvx': did you mean kvp?"),
-        ("1: 2", "there is no setting 1: use one of "),
+        ("kvx: 2", "unknown setting 'kvx': did you mean kvp?"),
+        ("1: 2", "unknown setting 1: use one of "),
         ("kvp: two", "kvp is 'two': set it to a whole number"),
         ("kvp: true", "kvp is True: set it to a whole number"),
         ("kv_dtype: 8", "kv_dtype 8 is not known: use one of float32"),
         ("tied: 1", "tied is 1: set it to True or False"),
-        ("- kvp", "holds no options"),
-        ("{kvp", "is not YAML"),
+        ("- kvp", "has no options"),
+        ("{kvp", "is not valid YAML"),
     ],
 )
 def test_layout_files_that_are_none(tmp_path, content, words):

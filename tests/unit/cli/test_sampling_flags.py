@@ -32,9 +32,9 @@ def test_flags_are_the_settings_of_the_same_names():
     [
         ("42", '--logit-bias must be a JSON object, such as {"42": -100}'),
         ("[[42, 1]]", "--logit-bias must be a JSON object"),
-        ("{42: 1}", "--logit-bias is not JSON"),
-        ('{"42": ' + "9" * 5000 + "}", "--logit-bias is not JSON"),
-        ("[" * 100_000, "--logit-bias is not JSON"),
+        ("{42: 1}", "--logit-bias is not valid JSON"),
+        ('{"42": ' + "9" * 5000 + "}", "--logit-bias is not valid JSON"),
+        ("[" * 100_000, "--logit-bias is not valid JSON"),
         ('{"42": NaN}', "the logit bias of token 42 is nan: set it to a number from -100 to 100"),
         ('{"42": "1"}', "the logit bias of token 42 is '1'"),
         ('{"42": true}', "the logit bias of token 42 is True"),
@@ -61,7 +61,7 @@ def test_flags_say_what_the_answer_is(tmp_path):
     assert parsed("--regex", "[ab]+").guide == Guide("regex", "[ab]+")
     assert parsed("--grammar", str(grammar)).guide == Guide("grammar", 'root ::= "a"')
     assert parsed("--choice", "yes", "--choice", "no").guide == Guide.of_choices(["yes", "no"])
-    with pytest.raises(UserError, match="--json-object and --regex say what the answer is: give one of them"):
+    with pytest.raises(UserError, match="--json-object and --regex all constrain the answer: give only one of them"):
         parsed("--json-object", "--regex", "a")
     with pytest.raises(UserError, match="missing"):
         parsed("--json-schema", str(tmp_path / "missing"))

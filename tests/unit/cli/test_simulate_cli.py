@@ -158,17 +158,20 @@ def test_without_plotly_the_extra_is_named(capfd, tmp_path, monkeypatch):
         (("--tbt-slo", "0ms"), "tbt_slo is 0.0: set it to a number of seconds above 0"),
         (("--policy", "fastest"), "policy 'fastest' is not known: use one of fcfs, edf, srpt, lars"),
         (("--policy", "fcfs,"), "policy '' is not known"),
-        (("--chunk-tokens", "512,many"), 'chunk_tokens: "many" is no size'),
+        (("--chunk-tokens", "512,many"), '--chunk-tokens: "many" is not a size'),
         (("--chunk-tokens", "0"), "chunk_tokens is 0"),
         (("--placement", "here"), "placement 'here' is not known: use one of striped, growing, local, auto"),
         (("--mix", "50%:book"), "'50%:book' is no kind of requests"),
         (("--rate", "0"), "rate is 0.0: set it to requests per second, above 0"),
-        (("--burstiness", "2"), "--burstiness is of gamma arrivals"),
-        (("--trace", "x.csv"), "set either --trace FILE or --synthetic"),
+        (("--burstiness", "2"), "--burstiness applies only to gamma arrivals"),
+        (("--trace", "x.csv"), "set exactly one of --trace FILE and --synthetic"),
         (("--weight-dtype", "bfloat16", "--tpa", "1"), "leaves no memory for KV"),
         (("--kv-cache-tokens", "1G"), "set --kv-cache-tokens to at most"),
-        (("--kvp-threshold", "5k", "--placement", "local"), "--kvp-threshold is of placement auto"),
-        (("--policy", "fcfs,lars", "--chrome-trace", "t.json"), "--chrome-trace is of one run, but 2 are compared"),
+        (("--kvp-threshold", "5k", "--placement", "local"), "--kvp-threshold applies only to --placement auto"),
+        (
+            ("--policy", "fcfs,lars", "--chrome-trace", "t.json"),
+            "--chrome-trace records one variant, but 2 are compared",
+        ),
         (("--requests", "1", "--capacity"), "all requests arrive at once"),
     ],
     ids=lambda value: "_".join(value).replace("--", "") if isinstance(value, tuple) else "",
@@ -188,7 +191,7 @@ def test_a_line_that_is_no_request_is_named(capfd, tmp_path):
         capfd, *SERVER, "--trace", str(tmp_path / "t.csv")
     )
     assert "cannot be read" in refusal(capfd, *SERVER, "--trace", str(tmp_path / "missing.csv"))
-    assert "give a .csv or .jsonl file" in refusal(capfd, *SERVER, "--trace", str(tmp_path / "t.parquet"))
+    assert "give an uncompressed .csv or .jsonl file" in refusal(capfd, *SERVER, "--trace", str(tmp_path / "t.parquet"))
 
 
 def test_requests_that_can_never_run_are_counted_and_named(capfd, tmp_path):
@@ -196,7 +199,7 @@ def test_requests_that_can_never_run_are_counted_and_named(capfd, tmp_path):
     status, out, err = run(capfd, *SERVER, "--trace", str(tmp_path / "t.csv"), "--kv-cache-tokens", "10k", "--json")
     assert status == 0
     assert (json.loads(out)["refused"], json.loads(out)["finished"]) == (1, 1)
-    assert "1 of 2 requests can never run; the first: 50000 prompt tokens" in err
+    assert "1 of 2 requests can never run. The first one: 50000 prompt tokens" in err
 
 
 def test_it_runs_without_torch():

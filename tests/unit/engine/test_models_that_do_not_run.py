@@ -32,7 +32,7 @@ def test_a_window_in_some_layers_is_refused_like_one_in_all(full_layers):
     spec = ModelSpec("mistral", 2, 64, 4, 2, 16, 32, 100, 4096, 1e-5, RopeSpec(), "float32", sliding_window=100,
                      full_layers=full_layers)  # fmt: skip
     for asked in (None, 101):
-        with pytest.raises(UserError, match="sliding window of 100 tokens, which longhelix does not run yet"):
+        with pytest.raises(UserError, match="sliding window of 100 tokens, which longhelix does not support"):
             _max_model_len(spec, asked)
     assert _max_model_len(spec, 100) == 100
     assert _max_model_len(replace(spec, sliding_window=None), None) == 4096

@@ -57,16 +57,16 @@ def test_defaults(options, expected):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"enable_sp": True, "batch_invariant": True}, "batch_invariant is not kept by sequence parallelism"),
-        ({"flash_comm_v1": True, "batch_invariant": True}, "batch_invariant is not kept by sequence parallelism"),
-        ({"enable_sp": True, "execution": "eager"}, "a pass over compiled layers, but execution is eager"),
-        ({"sp_min_token_num": 5, "execution": "recorded"}, "but execution is recorded: set it to compiled"),
-        ({"enable_sp": True, "flash_comm_v1": True}, "leave enable_sp out, or it"),
+        ({"enable_sp": True, "batch_invariant": True}, "batch_invariant does not work with sequence parallelism"),
+        ({"flash_comm_v1": True, "batch_invariant": True}, "batch_invariant does not work with sequence parallelism"),
+        ({"enable_sp": True, "execution": "eager"}, "needs compiled layers, but execution is eager"),
+        ({"sp_min_token_num": 5, "execution": "recorded"}, "but execution is recorded: set execution to compiled"),
+        ({"enable_sp": True, "flash_comm_v1": True}, "two ways to get sequence parallelism"),
         ({"flash_comm_v1": "yes"}, "flash_comm_v1 is 'yes': set it to True or False"),
         ({"sp_min_token_num": 0}, "sp_min_token_num is 0: set it to a whole number from 1"),
         ({"enable_sp": 1}, "enable_sp is 1: set it to True or False"),
         ({"compilation_config": 3}, "compilation_config is 3: set it to settings such as"),
-        ({"compilation_config": {"level": 3}}, "there is no setting 'level'"),
+        ({"compilation_config": {"level": 3}}, "unknown setting 'level'"),
         ({"compilation_config": {"pass_config": {"enable_spp": True}}}, "did you mean enable_sp?"),
         ({"compilation_config": {"pass_config": [1]}}, "pass_config is [1]: set it to settings"),
         ({"compilation_config": {"pass_config": {"sp_min_token_num": -1}}}, "sp_min_token_num is -1"),
@@ -74,11 +74,11 @@ def test_defaults(options, expected):
         ({"compilation_config": {"compile_ranges_split_points": [0]}}, "a split point is 0"),
         (
             {"execution": "eager", "compilation_config": {"compile_ranges_split_points": [5]}},
-            "are of compiled layers, but execution is eager",
+            "needs compiled layers, but execution is eager",
         ),
         (
             {"enable_sp": False, "compilation_config": {"pass_config": {"enable_sp": True}}},
-            "enable_sp is False, but True in compilation_config",
+            "enable_sp is False, but compilation_config sets it to True",
         ),
     ],
 )
@@ -89,9 +89,9 @@ def test_contradictions(options, words):
 
 
 def test_one_rank_is_off():
-    with pytest.warns(UserWarning, match="sequence parallelism is off: a rank has the whole FFN"):
+    with pytest.warns(UserWarning, match="sequence parallelism is off because each rank has the whole FFN"):
         assert ranges(Layout(), enable_sp=True) == TokenRanges()
-    with pytest.warns(UserWarning, match="sequence parallelism is off: a rank has the whole FFN"):
+    with pytest.warns(UserWarning, match="sequence parallelism is off because each rank has the whole FFN"):
         assert ranges(Layout(), flash_comm_v1=True) == TokenRanges()
 
 
@@ -101,5 +101,5 @@ def test_models_with_experts_begin_at_one_token_and_want_to_be_asked():
     assert token_ranges(spec, Layout(kvp=2), options, compile=True) == TokenRanges((1,), 1)
     flash = EngineOptions(execution="eager", flash_comm_v1=True)
     assert token_ranges(spec, Layout(kvp=2), flash, compile=False) == TokenRanges((1,), 1, flash_comm=True)
-    with pytest.raises(UserError, match="set enable_sp as well"):
+    with pytest.raises(UserError, match="set enable_sp too"):
         token_ranges(spec, Layout(kvp=2), EngineOptions(execution="compiled", sp_min_token_num=4), compile=True)

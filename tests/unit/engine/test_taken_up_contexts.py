@@ -95,7 +95,7 @@ def test_a_prompt_waits_for_its_turn_where_the_context_finds_no_room_now(context
     contexts = contexts_with(core)
     assert asked(contexts, [7, 8]) == TOKENS + array("i", [7, 8])
     assert (core.carried, core.published) == ([], 0)
-    with pytest.raises(UserError, match="does not fit into what is free") as refused:
+    with pytest.raises(UserError, match="does not fit into the free part") as refused:
         contexts.load("papers")
     assert refused.value.code == "kv_cache_exceeded"
 

@@ -14,7 +14,7 @@ from longhelix.figures.frontiers import frontiers
 from longhelix.figures.layout_drawings import PhasesDrawing
 from longhelix.figures.pipelines import one_by_one, overlapped, sequence_schedule, standard_schedule
 from longhelix.figures.roofline import KVP_WIDTHS, WIDTHS, appendix_a
-from longhelix.figures.tied import Deployment, growth
+from longhelix.figures.tied import TiedDeployment, growth
 from longhelix.perf.hop_b import pipelined_s
 from longhelix.perf.setting import Setting
 from longhelix.spec import FORMATS
@@ -154,12 +154,12 @@ def test_powers_of_two_are_a_part_of_all(helix):
 
 @pytest.mark.parametrize("tokens", [M, 2 * M, 4 * M, 10 * M])
 def test_stages_divide_prefill_nearly(small, tokens):
-    one_s, sixteen_s = (Deployment(small, stages).prefill_s(tokens, 4096) for stages in (1, 16))
+    one_s, sixteen_s = (TiedDeployment(small, stages).prefill_s(tokens, 4096) for stages in (1, 16))
     assert 0.8 <= one_s / sixteen_s / 16 <= 1
 
 
 def test_stages_do_not_speed_decode_up(small):
-    decodes = [Deployment(small, stages).decode_s(4 * M) for stages in (1, 2, 4, 8, 16)]
+    decodes = [TiedDeployment(small, stages).decode_s(4 * M) for stages in (1, 2, 4, 8, 16)]
     assert decodes == sorted(decodes)
 
 
@@ -172,15 +172,15 @@ def test_kvp_and_stages_on_decode_are_met_by_one_host_share_and_one_latency(medh
 
 
 def test_kvp_divides_attention_only(small):
-    one, two, four = (Deployment(small, 4, kvp).decode_s(10 * M) for kvp in (1, 2, 4))
+    one, two, four = (TiedDeployment(small, 4, kvp).decode_s(10 * M) for kvp in (1, 2, 4))
     assert 1 / 2 < two / one < 1
     assert one / four == pytest.approx(2.5, rel=TOLERANCE)
-    short = [Deployment(small, 4, kvp).decode_s(1000) for kvp in (1, 4)]
+    short = [TiedDeployment(small, 4, kvp).decode_s(1000) for kvp in (1, 4)]
     assert short[1] > short[0]  # nothing to divide, and an exchange more
 
 
 def test_adaptive_chunks_dominate_static_ones(small):
-    server = Deployment(small)
+    server = TiedDeployment(small)
     for chunk in (32, 128, 512):
         target_s = server.longest_s(M, chunk)
         seconds, longest_s = server.adaptive(M, target_s)

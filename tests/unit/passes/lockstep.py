@@ -1,4 +1,4 @@
-"""All ranks of a group in one process: their graphs run node by node, and what a collective gives is made of all."""
+"""Run all ranks of a group in one process: graphs run node by node, and collectives combine all ranks' operands."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhelix.passes import SequenceParallel, pieces
-from longhelix.passes.collectives import RankGroup
+from longhelix.passes.collectives import PassGroup
 
 functional = torch.ops._c10d_functional
 NAMES = {
@@ -30,7 +30,7 @@ NAMES = {
 
 @contextlib.contextmanager
 def group_of(size):
-    """A group of so many ranks in this process, none of which does anything."""
+    """Fake process group of the given size, whose ranks do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
     try:
         yield dist.group.WORLD
@@ -40,17 +40,17 @@ def group_of(size):
 
 
 def pass_of(rank, size, in_pieces=False, **options):
-    """The pass as this rank of the group has it. in_pieces: as over gloo."""
+    """Return the pass of one rank of the group. in_pieces: send in pieces, as over gloo."""
     sp = SequenceParallel(**options)
     sp.in_pieces = in_pieces
-    sp.group = RankGroup(sp.group.name, size, rank)
+    sp.group = PassGroup(sp.group.name, size, rank)
     return sp
 
 
 @dataclass
 class Ran:
-    """What ranks' graphs returned, and the collectives that they ran: how many, by name, and the bytes that rank 0
-    sent, by name and dtype, on a ring or directly."""
+    """What ranks' graphs returned, the number of collectives by name, and the bytes that rank 0 sent by name and
+    dtype, on a ring or directly."""
 
     returned: list[list[torch.Tensor]] = field(default_factory=list)
     collectives: Counter = field(default_factory=Counter)
@@ -59,7 +59,7 @@ class Ran:
 
 @dataclass
 class Outcome:
-    """plain: without the pass. report: that of rank 0's pass for its graph."""
+    """Runs without the pass (plain) and with it (changed), and the report of rank 0's pass for its graph."""
 
     plain: Ran
     changed: Ran
@@ -69,8 +69,8 @@ class Outcome:
 
 
 class Lockstep:
-    """One module for each rank, as torch.compile traces them, without the pass and with it. `alike`: the modules differ
-    in their parameters and buffers alone, so that the graph of the first is that of all."""
+    """One module per rank, traced by torch.compile without the pass and with it. `alike`: the modules differ only in
+    their parameters and buffers, so that all ranks use the graph of the first."""
 
     def __init__(self, modules, dynamic=None, alike=True, **options):
         self.size, self.alike = len(modules), alike
@@ -132,7 +132,7 @@ class Lockstep:
 
 
 def run(graphs, arguments):
-    """Run ranks' graphs, each with its own arguments, from collective to collective."""
+    """Run the ranks' graphs, each with its own arguments, from one collective to the next."""
     ran, size = Ran(), len(graphs)
     ranks = [_run(graph, own) for graph, own in zip(graphs, arguments, strict=True)]
     results = [None] * size
@@ -149,7 +149,7 @@ def run(graphs, arguments):
 
 
 def _run(graph, arguments):
-    """One rank: yields its collectives, to be sent their results, and at last what it returns."""
+    """Run one rank's graph: yield its collectives, receive their results, and finally yield what it returns."""
     known, given = {}, iter(arguments)
     for node in graph.graph.nodes:
         args, named = torch.fx.node.map_arg((node.args, node.kwargs), known.__getitem__)

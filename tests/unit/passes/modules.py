@@ -1,4 +1,4 @@
-"""Models of which every rank has a shard, with functional collectives: what the passes are for."""
+"""Models for the passes: every rank has a shard, and the code calls functional collectives."""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ def rows(tokens, *shape, seed=0):
 
 
 def summed(x, size):
-    """Over the ranks; alone, a rank has the whole already."""
+    """Sum over the ranks. With one rank, the value is already the sum."""
     return x if size == 1 else functional.all_reduce(x, "sum", dist.group.WORLD)
 
 
@@ -30,7 +30,7 @@ def gathered(x, size):
 
 
 class Norm(nn.Module):
-    """RMSNorm as transformers has it, perhaps with a bias."""
+    """RMSNorm as in transformers, optionally with a bias."""
 
     def __init__(self, seed, eps=1e-6, bias=False):
         super().__init__()
@@ -46,7 +46,7 @@ class Norm(nn.Module):
 
 
 def quantised(x, how):
-    """Numbers and their scale, as "static int8" or "dynamic fp8" says; a tensor's scale, or one for each row."""
+    """Quantise as "static int8" (one scale per tensor) or "dynamic fp8" (one per row); return numbers and scale."""
     kind, dtype = how.split()
     dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[dtype]
     if kind == "static":
@@ -62,8 +62,8 @@ def quantised(x, how):
 
 
 class Mixer(nn.Module):
-    """What stands for attention or FFN: each rank has some of its inner numbers, and so a part of its sum. how: its
-    input is quantised so."""
+    """Stand-in for attention or an FFN: each rank has some inner channels, and so a part of the sum. how: format in
+    which its input is quantised."""
 
     def __init__(self, rank, size, seed, how=None):
         super().__init__()
@@ -79,8 +79,8 @@ class Mixer(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers with a residual, between a first sum over the ranks and a last norm. given: the residual is the input, the
-    same on all ranks, and not a sum. how: what is quantised after norms, by layer."""
+    """Layers with a residual, between a first sum over the ranks and a last norm. given: the residual is the input,
+    which is the same on all ranks, instead of a sum. how: format of the values quantised after norms, by layer."""
 
     def __init__(self, rank, size, layers=3, how=None, given=False, eps=(1e-6,), norm=Norm):
         super().__init__()
@@ -102,7 +102,7 @@ class Chain(nn.Module):
 
 
 class Experts(nn.Module):
-    """Layers whose experts run on token shards: each rank has its tokens' and gathers the others' results."""
+    """Layers with experts on token shards: each rank runs its own tokens, and gathers the others' results."""
 
     def __init__(self, rank, size, layers=3, how=None):
         super().__init__()
@@ -125,7 +125,7 @@ class Experts(nn.Module):
         return self.last(residual)
 
     def own(self, x):
-        """This rank's rows, padded with zeros."""
+        """Return this rank's rows, padded with zeros."""
         if self.size == 1:
             return x
         share = (x.shape[0] + self.size - 1) // self.size
@@ -134,7 +134,7 @@ class Experts(nn.Module):
 
 
 class PostNorms(nn.Module):
-    """Four norms a layer, two of them of a sum before it is added, as gemma2 has."""
+    """Four norms per layer, as in gemma2. Two of them normalise a sum before it is added."""
 
     def __init__(self, rank, size):
         super().__init__()
@@ -149,7 +149,7 @@ class PostNorms(nn.Module):
 
 
 class Shared(nn.Module):
-    """One sum that two branches norm, each for a product of its own."""
+    """One sum that two branches normalise, each for its own product."""
 
     def __init__(self, rank, size):
         super().__init__()
@@ -169,7 +169,7 @@ class LayerNorms(Chain):
 
 
 class Biased(Chain):
-    """The norm has a bias, so that rows of padding are not zero, and is quantised by the largest of all tokens."""
+    """A norm with a bias, so that rows of padding are not zero, quantised with one scale for all tokens."""
 
     def __init__(self, rank, size, how=None):
         super().__init__(rank, size, how=how, norm=lambda seed, eps=1e-6: Norm(seed, eps, bias=True))

@@ -1,4 +1,4 @@
-"""What the pass leaves alone and says so: thresholds, graphs that are not for it, values that cannot be."""
+"""What the pass leaves unchanged with a message: small graphs, unsuitable graphs, and invalid options."""
 
 import copy
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
 
 
 def traced(tokens=13, dynamic=None, size=2, module=Chain):
-    """The graph of a rank as the pass gets it."""
+    """Return the graph of a rank as the pass receives it."""
     ranks = Lockstep([module(rank, size) for rank in range(size)], dynamic, min_tokens=1)
     graph, _ = ranks._trace(ranks._compiled[0], (rows(tokens),))
     return copy.deepcopy(graph).graph
@@ -64,7 +64,7 @@ def test_a_bound_that_the_caller_marks_is_known():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_pass_binds_a_graph_to_no_number_of_tokens(dynamic):
     with group_of(2):
-        graph = traced(2, dynamic)  # of which each rank has one
+        graph = traced(2, dynamic)  # one for each rank
         env = detect_fake_mode([node.meta.get("val") for node in graph.nodes]).shape_env
         before = list(env.guards)
         pass_of(0, 2, min_tokens=1)(graph)
@@ -93,7 +93,7 @@ def _(x):
 
 
 class Twice(Chain):
-    """An op that is not token-wise, whatever is said of it."""
+    """An op that is declared token-wise and is not."""
 
     def forward(self, x):
         return twice(super().forward(x))
@@ -106,7 +106,7 @@ def test_a_rule_that_is_wrong_leaves_the_graph_as_it_is(caplog):
         sp = pass_of(0, 2, min_tokens=1, token_wise={torch.ops.longhelix_tests.twice.default: ["x"]})
         sp(graph)
         assert str(graph) == before
-        assert "the graph stays as it is" in caplog.text
+        assert "the graph stays unchanged" in caplog.text
         assert "another shape" in sp.explain()
         assert not any(sp.report()["patterns"].values())
         outcome = Lockstep([Twice(rank, 2) for rank in range(2)], min_tokens=1)(rows(13))
@@ -114,7 +114,7 @@ def test_a_rule_that_is_wrong_leaves_the_graph_as_it_is(caplog):
 
 
 class Own(Chain):
-    """What is added to a sum is each rank's own."""
+    """Each rank adds its own value to a sum."""
 
     def __init__(self, rank, size):
         super().__init__(rank, size)
@@ -124,7 +124,7 @@ class Own(Chain):
         return self.last(summed(self.embed(x), self.size) + x @ self.own.T)
 
 
-def test_what_ranks_have_of_their_own_is_not_sharded():
+def test_values_that_differ_between_ranks_are_not_sharded():
     with group_of(3):
         outcome = Lockstep([Own(rank, 3) for rank in range(3)], min_tokens=1)(rows(13))
         for changed, plain in zip(outcome.changed.returned, outcome.plain.returned, strict=True):
@@ -132,11 +132,11 @@ def test_what_ranks_have_of_their_own_is_not_sharded():
         first, second, _ = (each[0] for each in outcome.plain.returned)
         assert (first - second).abs().max() > 0.1
         assert not found(outcome)
-        assert "of which ranks may have different values" in outcome.explained
+        assert "which may differ between ranks" in outcome.explained
 
 
 class Summand(nn.Module):
-    """The residual is a part of the next sum, a share of it from each rank."""
+    """Each rank adds a share of the residual to its part of the next sum."""
 
     def __init__(self, rank, size):
         super().__init__()
@@ -158,7 +158,7 @@ def test_a_residual_within_a_sum():
 
 
 class InTwoDims(Chain):
-    """Batch and sequence."""
+    """Tokens in two dims: batch and sequence."""
 
     def forward(self, x):
         return super().forward(x.view(-1, x.shape[0] // 3 or 1, H)).view(-1, H)
@@ -202,7 +202,7 @@ def test_an_op_that_takes_no_shard_leaves_the_graph_as_it_is():
 
 
 class Shift(Chain):
-    """Each token sees the one before it, by padding that moves rows."""
+    """Each token uses the one before it, because padding shifts the rows."""
 
     def forward(self, x):
         total = summed(self.embed(x), self.size)
@@ -210,7 +210,7 @@ class Shift(Chain):
 
 
 class FirstHalf(Chain):
-    """Rows that on one of two ranks are its own, and not meant so."""
+    """A slice of rows that happens to be the token shard of one of two ranks."""
 
     def forward(self, x):
         half = self.last(summed(self.embed(x), self.size))[: (x.shape[0] + 1) // 2]
@@ -218,7 +218,7 @@ class FirstHalf(Chain):
 
 
 class Channels(Chain):
-    """Each rank takes its own channels of what all have, for a product over them."""
+    """Each rank takes its own channels of a common value, for a product over them."""
 
     def __init__(self, rank, size):
         super().__init__(rank, size)
@@ -232,7 +232,7 @@ class Channels(Chain):
 
 
 class OwnScale(Chain):
-    """What is summed again was scaled by each rank's own numbers."""
+    """A value is scaled by each rank's own numbers, and then summed again."""
 
     def __init__(self, rank, size):
         super().__init__(rank, size)
@@ -243,7 +243,7 @@ class OwnScale(Chain):
 
 
 class TwoDims(Chain):
-    """One input is added to values that have their tokens in one dim, and in two."""
+    """One input is added to values with tokens in one dim, and in two."""
 
     def forward(self, x):
         total = summed(self.embed(x), self.size)
@@ -252,7 +252,7 @@ class TwoDims(Chain):
 
 
 class Compared(Chain):
-    """A bfloat16 value and a float32 one of a single number: which dtype they are compared in depends on its dims."""
+    """A bfloat16 value is compared with one float32 number. The dims of the number decide the dtype."""
 
     def forward(self, x):
         total = self.last(summed(self.embed(x), self.size))
@@ -261,7 +261,7 @@ class Compared(Chain):
 
 
 class Prepended(Chain):
-    """Padding before the rows, and not after them."""
+    """Padding before the rows instead of after them."""
 
     def forward(self, x):
         normed = self.last(summed(self.embed(x), self.size))
@@ -298,7 +298,7 @@ def test_what_only_looks_token_wise(module, alike, tokens, options):
 
 
 class Copied(nn.Module):
-    """An output is a copy of an input, which would be changed with it."""
+    """An output is a copy of an input. Without the copy, changes of one would show in the other."""
 
     def __init__(self):
         super().__init__()
@@ -365,7 +365,7 @@ def test_pieces_of_a_model_stay():
     with group_of(2), torch.no_grad():
         sp = pass_of(0, 2, min_tokens=1)
         compile_and_change(Broken(0, 2), rows(13), sp)
-        assert sp.explain().count("it is a piece of a model") == 1  # said once, of both
+        assert sp.explain().count("it is a piece of a model") == 1  # one message for both pieces
         report = sp.report()["collectives"]
         assert report["after"] == report["before"] == {"all_reduce": 2}
 
@@ -379,7 +379,7 @@ def test_a_group_of_one_is_off(caplog):
         assert not any(sp.report()["patterns"].values())
 
 
-def test_the_threshold_that_nobody_set():
+def test_default_threshold():
     with group_of(2):
         sp = SequenceParallel()
         assert (sp.applies(999), sp.applies(1000)) == (False, True)
@@ -388,33 +388,39 @@ def test_the_threshold_that_nobody_set():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"min_tokens": 0}, "1 or more, not 0"),
+        ({"min_tokens": 0}, "min_tokens must be an integer of 1 or more, not 0"),
         ({"min_tokens": -5}, "1 or more, not -5"),
         ({"min_tokens": 2.0}, "not 2.0"),
         ({"min_tokens": True}, "not True"),
         ({"quantize": "int4"}, "'int4' is not known: use one of int8, fp8"),
         ({"group": "tp"}, "ProcessGroup, not str"),
-        ({"tokens": (5, 4)}, "the least and the most tokens"),
-        ({"tokens": (0, None)}, "the least and the most tokens"),
-        ({"tokens": 7}, "the least and the most tokens"),
+        ({"tokens": (5, 4)}, "the smallest and the largest number of tokens"),
+        ({"tokens": (0, None)}, "the smallest and the largest number of tokens"),
+        ({"tokens": 7}, "the smallest and the largest number of tokens"),
         ({"scales": {"x": 1.0}}, "set quantize as well"),
-        ({"quantize": "int8", "scales": {"int8/x": 0.0}}, "the scale of int8/x is 0.0: scales are floats above 0"),
-        ({"quantize": "int8", "scales": {"int8/x": 1}}, "the scale of int8/x is 1: scales are floats"),
-        ({"quantize": "int8", "scales": {"fp8/x": 1.0}}, "'fp8/x', which is no place of int8: give calibration.scales"),
-        ({"quantize": "int8", "scales": {0: 1.0}}, "has 0, which is no place of int8"),
+        (
+            {"quantize": "int8", "scales": {"int8/x": 0.0}},
+            "int8/x is 0.0: it must be a finite float above 0",
+        ),
+        ({"quantize": "int8", "scales": {"int8/x": 1}}, "the scale of int8/x is 1: it must be a finite float"),
+        ({"quantize": "int8", "scales": {"fp8/x": 1.0}}, "'fp8/x', which is not for int8: pass calibration.scales"),
+        ({"quantize": "int8", "scales": {0: 1.0}}, "has the key 0, which is not for int8"),
         ({"quantize": ["int8"]}, r"quantize \['int8'\] is not known"),
-        ({"quantize": "int8", "scales": 2.0}, "what a Calibration gives, or that itself, not float"),
+        (
+            {"quantize": "int8", "scales": 2.0},
+            r"a Calibration, or the dict that its scales\(\) returns, not float",
+        ),
         ({"in_rank_order": "no"}, "True, False or None, not 'no'"),
         ({"own_chunks": 3}, "True or False, not 3"),
-        ({"token_wise": [1]}, "ops and names of their operands"),
-        ({"token_wise": {"x": ["x"]}}, "ops and names of their operands"),
-        ({"token_wise": {torch.ops.aten.relu.default: "self"}}, "ops and names of their operands"),
-        ({"token_wise": {torch.ops.aten.relu.default: ["x"]}}, "ops and names of their operands"),
-        ({"norms": 5}, "a list of ops"),
-        ({"norms": "abc"}, "a list of ops"),
+        ({"token_wise": [1]}, "must map ops to names of their operands"),
+        ({"token_wise": {"x": ["x"]}}, "must map ops to names of their operands"),
+        ({"token_wise": {torch.ops.aten.relu.default: "self"}}, "must map ops to names of their operands"),
+        ({"token_wise": {torch.ops.aten.relu.default: ["x"]}}, "must map ops to names of their operands"),
+        ({"norms": 5}, "norms must be a list of ops"),
+        ({"norms": "abc"}, "norms must be a list of ops"),
     ],
 )
-def test_values_that_cannot_be(options, sentence):
+def test_invalid_options(options, sentence):
     with group_of(2), pytest.raises(ValueError, match=sentence):
         SequenceParallel(**options)
 

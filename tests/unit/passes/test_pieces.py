@@ -1,4 +1,4 @@
-"""Over gloo large messages go in pieces: the same numbers, bytes and collectives."""
+"""Large messages over gloo are sent in pieces, with the same numbers, bytes and collectives."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_experts():
 
 
 def test_pieces_have_all_rows():
-    """None of a small message, as many as rows of one with long rows, and at most sixteen."""
+    """A small message stays whole; others have at most one piece per row, and at most sixteen."""
     for tokens, size, count in (
         (0, 8, 1),
         (1, 1 << 20, 1),
@@ -62,7 +62,7 @@ def test_pieces_have_all_rows():
 
 
 class EnoughError(Exception):
-    """The compiler has put a graph's ops in order, which is all that is asked of it."""
+    """Raised once the compiler has ordered a graph's ops, to stop it there."""
 
 
 class Ahead(torch.nn.Module):
@@ -85,7 +85,7 @@ class Ahead(torch.nn.Module):
 
 @pytest.mark.parametrize("quantize", ["int8", None])
 def test_all_ranks_run_them_in_one_order(monkeypatch, quantize):
-    """However much memory a rank's own shares of other things take."""
+    """The order does not depend on the memory that a rank's own shards take."""
     orders = []
 
     def scheduled(nodes, *arguments, **named):

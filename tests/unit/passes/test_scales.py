@@ -1,4 +1,4 @@
-"""Static scales of what is gathered, from a calibration run: constants of graphs for any number of tokens."""
+"""Static scales from a calibration run are constants of graphs for any number of tokens."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def highest_of(module, x):
-    """What goes to each mixer, without the pass."""
+    """Return the input of each mixer, without the pass."""
     seen = []
     hooks = [norm.register_forward_hook(lambda norm, given, out: seen.append(out.abs().max())) for norm in module.norms]
     module(x)
@@ -34,7 +34,7 @@ def rounded(x, scale, dtype):
 
 
 def with_scales(module, scales, dtype, x):
-    """What a module returns whose mixers take numbers rounded to these scales."""
+    """Return the module's result when its mixers' inputs are rounded to these scales."""
     hooks = [
         norm.register_forward_hook(lambda norm, given, out, scale=scale: rounded(out, scale, dtype))
         for norm, scale in zip(module.norms, scales, strict=True)
@@ -53,13 +53,13 @@ def test_scales_are_found_once_and_travel_with_no_row(size, dynamic, quantize):
         alone, calibration = Chain(0, 1, LAYERS), Calibration()
         modules = [Chain(rank, size, LAYERS) for rank in range(size)]
         noting = Lockstep(modules, min_tokens=1, quantize=quantize, scales=calibration)
-        for tokens in (13, 40):  # of which the last ranks have padding
+        for tokens in (13, 40):  # the last ranks have padding
             outcome = noting(rows(tokens))
             near(outcome.changed.returned[0][0], alone(rows(tokens)), quantize)
             assert found(outcome)[f"MiddleAllReduceRMSNormDynamic{quantize.upper()}"] == LAYERS - 1
         scales = calibration.scales(quantize)
         expected = torch.stack([highest_of(alone, rows(tokens)) for tokens in (13, 40)]).amax(0)
-        # In the order of layers; what was gathered before is rounded, and so is what comes after it.
+        # In the order of layers: rounding of one gathered value affects all later ones.
         given = torch.tensor([scales[place] for place in sorted(scales)])
         assert ((given * LARGEST[DTYPES[quantize]] / expected - 1).abs() < 0.1).all()
 
@@ -73,7 +73,9 @@ def test_scales_are_found_once_and_travel_with_no_row(size, dynamic, quantize):
             assert set(found(outcome)) == names | {"LastAllReduceRMSNorm"}
             narrow = {"int8": "int8", "fp8": "uint8"}[quantize]
             assert outcome.changed.sent_bytes["all_gather", narrow] == LAYERS * share * H * (size - 1)
-            assert outcome.changed.sent_bytes["all_gather", "float32"] == share * H * 4 * (size - 1)  # what is returned
+            assert outcome.changed.sent_bytes["all_gather", "float32"] == share * H * 4 * (
+                size - 1
+            )  # the returned values
             assert outcome.explained == ""
 
 
@@ -100,7 +102,7 @@ def test_numbers_beyond_what_was_seen_are_the_largest():
 
 def test_calibrations_that_have_seen_nothing_or_too_much():
     with group_of(2), torch.no_grad():
-        with pytest.raises(ValueError, match="has seen nothing, on this rank or another"):
+        with pytest.raises(ValueError, match="recorded nothing on at least one rank"):
             Calibration().scales("int8")
         for unknown in ("int4", ["int8"], None):
             with pytest.raises(ValueError, match="is not known: use one of int8, fp8"):
@@ -114,7 +116,7 @@ def test_calibrations_that_have_seen_nothing_or_too_much():
 
 
 def test_rows_of_padding_are_not_noted():
-    """Zeros, of which a norm without eps makes no numbers."""
+    """A norm without eps turns zeros into NaN."""
     scales = []
     for tokens in (13, 14):
         with group_of(2), torch.no_grad():
@@ -125,7 +127,7 @@ def test_rows_of_padding_are_not_noted():
 
 
 def test_notes_go_with_their_calibration():
-    """Graphs that note for it may live on."""
+    """Graphs that record for a calibration may outlive it."""
     calibration = Calibration()
     place = f"{calibration.number}/a"
     OBSERVED(torch.tensor([[448.0], [896.0], [2.0]]), place)

@@ -1,4 +1,4 @@
-"""The pass over graphs of many kinds: what it finds, what it makes of them, and that numbers stay."""
+"""The pass on many kinds of graphs: what it finds, how it changes them, and that results stay the same."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ SUFFIX = {
     "static fp8": "StaticFP8",
     "dynamic fp8": "DynamicFP8",
 }
-# What quantised numbers may differ by where two sums differ in their last bit: a step of the narrow type.
+# Quantised numbers may differ by one step of the narrow type if two sums differ in their last bit.
 TOLERANCE = {None: 1e-5, "int8": 0.03, "fp8": 0.1}
 
 
@@ -34,7 +34,7 @@ def near(one, other, how=None):
 
 
 def same_numbers(outcome, expected, how=None):
-    """What ranks return is what they return without the pass, and what one rank with the whole model returns."""
+    """Check that ranks return what they return without the pass, and what one rank with the whole model returns."""
     for changed, plain in zip(outcome.changed.returned, outcome.plain.returned, strict=True):
         for one, other, alone in zip(changed, plain, expected, strict=False):
             near(one, other, how)
@@ -46,7 +46,7 @@ def found(outcome):
 
 
 def check_counts(outcome, size, tokens, sums, how, quantised, given=0):
-    """sums: all-reduces, all of which become reduce-scatters; quantised: how many of the all-gathers are."""
+    """sums: number of all-reduces, which all become reduce-scatters. quantised: number of quantised all-gathers."""
     share = -(-tokens // size)
     scaled = how is not None and how.startswith("dynamic")
     gathers = outcome.changed.collectives["all_gather"] - (quantised if scaled else 0)
@@ -123,7 +123,7 @@ def test_deepstack_is_added_on_shards(size, dynamic, how):
 @pytest.mark.parametrize("deepstack", few([1, 0]))
 @pytest.mark.parametrize(("size", "dynamic"), few([(2, False), (3, True), (4, True)]))
 def test_experts_on_shards(size, dynamic, deepstack, how):
-    """All-gathers whose rows are cut from them again, and norms of what they give."""
+    """All-gathers that are cut to the rank's rows again, and norms of all-gathered values."""
     layers = 3
     with group_of(size):
         alone = Experts(0, 1, layers, how)
@@ -140,7 +140,7 @@ def test_experts_on_shards(size, dynamic, deepstack, how):
             }
             reduced = {"MiddleAllReduceRMSNorm": layers, "AllGatherChunkNoOp": layers}
             assert found(outcome) == {name: count for name, count in (gathered | reduced).items() if count}
-            # Experts have their tokens without a gather: what is left are those of attention, and the last one.
+            # Experts need no gather: only the gathers of attention and the last one remain.
             share = -(-tokens // size)
             assert outcome.plain.collectives == {"all_reduce": layers, "all_gather": layers}
             scales = layers - 1 if how else 0
@@ -154,7 +154,7 @@ def test_experts_on_shards(size, dynamic, deepstack, how):
 
 @pytest.mark.parametrize(("size", "dynamic"), few([(3, True), (2, False), (3, False), (4, True)]))
 def test_a_residual_that_is_no_sum(size, dynamic):
-    """Each rank adds its own rows of it, not the first ones."""
+    """Each rank adds its own rows of the residual, not the first rows."""
     with group_of(size):
         alone = Chain(0, 1, given=True)
         ranks = Lockstep([Chain(rank, size, given=True) for rank in range(size)], dynamic, min_tokens=1)
@@ -172,7 +172,7 @@ def test_outputs_and_buffers_have_all_tokens(size):
         expected = alone(rows(13))
         outcome = Lockstep([Returned(rank, size) for rank in range(size)], min_tokens=1)(rows(13))
         assert found(outcome) == {"FirstAllReduceRMSNorm": 1, "MiddleAllReduceRMSNorm": 3}
-        copies = len(outcome.plain.returned[0]) - 2  # what graphs give for buffers that they change
+        copies = len(outcome.plain.returned[0]) - 2  # outputs of the graphs for buffers that they change
         for changed, plain in zip(outcome.changed.returned, outcome.plain.returned, strict=True):
             for one, other in zip(changed, plain, strict=True):
                 near(one, other)
@@ -183,7 +183,7 @@ def test_outputs_and_buffers_have_all_tokens(size):
 @pytest.mark.parametrize("dynamic", few([True, False]))
 @pytest.mark.parametrize(("module", "stay"), [(PostNorms, 0), (Scaled, 0), (Shared, 1), (Biased, 0)])
 def test_modules_that_others_do_not_match(module, stay, dynamic):
-    """Where a sum has two norms, gathering both would take more bytes than the sum does: it stays."""
+    """Gathering two norms of one sum would send more bytes than the all-reduce, so the all-reduce stays."""
     with group_of(3):
         alone = module(0, 1)
         ranks = Lockstep([module(rank, 3) for rank in range(3)], dynamic, min_tokens=1)
@@ -208,7 +208,7 @@ def test_layer_norms_are_left_alone(caplog):
 
 @pytest.mark.parametrize("how", ["tensor int8", "tensor fp8"])
 def test_padding_reaches_no_largest_number_of_a_tensor(how):
-    """A scale of all tokens is computed of all tokens: what would be padding has a norm's bias."""
+    """One scale for all tokens is computed from all tokens without padding, which would hold the norm's bias."""
     with group_of(3):
         x = rows(13)
         outcome = Lockstep([Biased(rank, 3, how) for rank in range(3)], min_tokens=1)(x)
@@ -255,7 +255,7 @@ def test_what_is_gathered_can_be_quantised_by_the_pass(dynamic, quantize):
 
 @pytest.mark.parametrize("dynamic", few([True, False]))
 def test_any_eps(dynamic):
-    """A graph for any number of tokens has a Python float as an input, which may be another one in the next layer."""
+    """A graph for any number of tokens has a Python float as an input, which may differ in the next layer."""
     eps = (1e-6, 0.5)
     with group_of(2):
         x = rows(13)
@@ -277,7 +277,7 @@ def test_sums_in_the_order_of_ranks():
 
 
 def test_nothing_between_collectives_and_products():
-    """So that torch's micro_pipeline_tp finds both (where no tokens have to be padded)."""
+    """Torch's micro_pipeline_tp can then find both, if no tokens have to be padded."""
     with group_of(2):
         graph = Lockstep([Chain(rank, 2) for rank in range(2)], min_tokens=1)(rows(14)).graph
     functional = torch.ops._c10d_functional

@@ -46,7 +46,7 @@ def every_batch(setting, searched, context, most):
 @pytest.mark.parametrize("setting", [R1, SMALL], ids=["r1", "8b"])
 @pytest.mark.parametrize("any_shape", [False, True])
 def test_no_batch_is_better_than_those_that_a_sweep_has(setting, any_shape):
-    """For every TTL the most users, and the most tokens/s/GPU, of each strategy."""
+    """For every TTL the most users, and the max tokens/s/GPU, of each strategy."""
     context, budgets_s = 200_000.0, (0.004, 0.007, 0.02, 0.1)
     searched = space(setting.model, 6, None if any_shape else 4)
     points = full_sweep(Use(setting, int(context)), searched, budgets_s).points

@@ -19,7 +19,7 @@ from longhelix.plan.space import space
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES
 from longhelix.spec.presets import load_model
-from longhelix.spec.weights import Stored
+from longhelix.spec.weights import WeightDtype
 
 pytestmark = pytest.mark.unit
 
@@ -149,7 +149,7 @@ def test_weights_are_narrow_exactly_where_each_ranks_products_divide_into_blocks
             parameter.local_shape[1]
             for rank in range(planned.degrees.world_size)
             for parameter in declare(model, planned.degrees, rank)
-            if parameter.stored is Stored.PRODUCT
+            if parameter.stored is WeightDtype.PRODUCT
         }
         divides = all(depth % 32 == 0 for depth in depths)
         assert (runnable(planned).settings["weight_dtype"] == "int8") == divides, layout

@@ -393,7 +393,7 @@ def test_every_option_has_a_source_with_the_commit_at_which_it_was_read():
 
 
 def test_the_documentation_has_every_option_and_its_source():
-    text = (Path(__file__).parents[3] / "docs" / "deployment.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "guides" / "planning.md").read_text()
     for options in OPTIONS.values():
         for option in options.known.values():
             file, commit = option.source.split(" at ")

@@ -151,6 +151,16 @@ def test_half_a_surrogate_pair_is_no_text(body, fields):
     assert "half a surrogate pair at character 5" in said or "as a unicode string" in said
 
 
+@pytest.mark.parametrize("unknown", [HALF, [HALF], {HALF: 1}, {"a": {"b": HALF}}], ids=ascii)
+@pytest.mark.parametrize("place", [("text",), ("text", "format")])
+def test_unknown_fields_that_an_answer_quotes_can_be_written(place, unknown):
+    """They failed the answer: `text` is sent back with all that it has."""
+    format = {"type": "json_object"} | ({"never_heard_of": unknown} if "format" in place else {})
+    fields = {"input": "x", "text": {"format": format} | ({} if "format" in place else {"never_heard_of": unknown})}
+    with pytest.raises(ValidationError, match="half a surrogate pair at character"):
+        ResponseBody.model_validate(fields)
+
+
 @pytest.mark.parametrize(
     "fields", [{"stop": [HALF]}, {"guided_json": HALF}, {"structured_outputs": {"json": HALF}}], ids=ascii
 )

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from longhelix.engine.observation import Observation, RanChunk, RankBlocks, RanStep
+from longhelix.engine.observation import Observation, ObservedStep, RanChunk, RankBlocks
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.serve import json_reader, reading
@@ -22,7 +22,7 @@ from longhelix.serve.app import build
 from longhelix.serve.bodies import Message
 from longhelix.serve.driver import Driver, Limits
 from longhelix.serve.engine_thread import Recovery
-from longhelix.serve.gate import Admission
+from longhelix.serve.gate import AccessControl
 from longhelix.serve.journal import Journal
 from longhelix.serve.json_reader import DEEPEST, LONG_TEXT
 from longhelix.serve.serving import _TEXT_THREADS, Serving
@@ -92,7 +92,7 @@ class Counting:
             if result is not None:
                 del self._left[request_id]
             deltas.append(Delta(request_id, "x", result, 5))
-        self._ran.append(RanStep(0, 0, len(deltas) - len(chunks), tuple(chunks), 1, 1.0, 2.0, 0.0, 10))
+        self._ran.append(ObservedStep(0, 0, len(deltas) - len(chunks), tuple(chunks), 1, 1.0, 2.0, 0.0, 10))
         return deltas
 
     def _result(self, prompt, most):
@@ -121,7 +121,7 @@ async def served(lines, *, keys=(), limits=LIMITS, recovery=RECOVERY, as_json=Tr
     llm, journal = Counting(), Journal(as_json)
     journal._put = lines.append
     serving = Serving(llm, Driver(llm, limits, recovery), "small", 0, journal=journal, **settings)
-    app = build(serving, Admission(keys, most_bytes))
+    app = build(serving, AccessControl(keys, most_bytes))
     serving.driver.start()
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
@@ -512,7 +512,7 @@ def test_an_engine_that_fails_is_said_once_and_in_one_line():
         error = answer.json()["error"]
         assert (error["code"], error["message"]) == (
             "engine_failed",
-            "the engine has failed: the server's log says why",
+            "the engine has failed: see the server's log for the reason",
         )
         assert await counted(client, "longhelix:engine_up") == 0
         assert await counted(client, "longhelix:request_success_total", finished_reason="error") == 1

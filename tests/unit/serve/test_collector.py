@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from longhelix.serve import server
-from longhelix.serve.gate import Admission
+from longhelix.serve.gate import AccessControl
 
 pytestmark = pytest.mark.unit
 
@@ -18,6 +18,6 @@ def test_it_does_not_walk_what_was_there_before_the_server(monkeypatch):
     before, found = [{}], []
     monkeypatch.setattr(server, "build", lambda serving, admission: None)
     monkeypatch.setattr(server._Server, "run", lambda self, sockets: found.append(is_walked(before)))
-    server.run(None, Admission((), 1), server.Address(port=0), print)
+    server.run(None, AccessControl((), 1), server.Address(port=0), print)
     assert found == [False]
     assert is_walked(before)

@@ -8,7 +8,7 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from longhelix.serve.errors import install
-from longhelix.serve.gate import Admission, Gate
+from longhelix.serve.gate import AccessControl, Gate
 from longhelix.serve.reading import BodyRoute
 from longhelix.serve.server import Address
 from longhelix.serve.streams import gone
@@ -31,7 +31,7 @@ def ask(admission, path="/v1/models", **headers):
     return asyncio.run(asked())
 
 
-HERE = Admission((), 1000, is_loopback=True)
+HERE = AccessControl((), 1000, is_loopback=True)
 HOSTS = ["127.0.0.1", "127.0.0.1:8000", "localhost", "LocalHost:80", "[::1]", "[::1]:8000", "127.0.0.2:1"]
 OTHERS = [
     *("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "localhost:80:80"),
@@ -74,7 +74,9 @@ def test_what_is_open_to_all_stays_so():
         assert ask(HERE, path, host="evil.example", sec_fetch_site="cross-site").text == "served"
 
 
-@pytest.mark.parametrize("admission", [Admission((), 1000), Admission(("k",), 1000), Admission(("k",), 1000, True)])
+@pytest.mark.parametrize(
+    "admission", [AccessControl((), 1000), AccessControl(("k",), 1000), AccessControl(("k",), 1000, True)]
+)
 def test_servers_with_keys_or_for_others_are_asked_by_any_name(admission):
     found = ask(admission, host="here.example", sec_fetch_site="cross-site", authorization="Bearer k")
     assert found.text == "served"
@@ -121,7 +123,7 @@ class Reader:
         router.add_api_route("/read", read, methods=["POST"], response_model=None)
         app.include_router(router)
         install(app)
-        self.app = Gate(app, Admission((), 1000))
+        self.app = Gate(app, AccessControl((), 1000))
 
     async def ask(self, content, **headers):
         transport = httpx.ASGITransport(self.app)

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from longhelix import Layout
-from longhelix.engine.observation import Observation, RanStep
+from longhelix.engine.observation import Observation, ObservedStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
 from longhelix.serve import live
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 
 
 def ran(id):
-    return RanStep(id, 0, 1, (), 1, 0.01, 0.02, None, 0)
+    return ObservedStep(id, 0, 1, (), 1, 0.01, 0.02, None, 0)
 
 
 class Driver:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from longhelix.engine.observation import Observation, RanChunk, RankBlocks, RanStep, RunningRequest
+from longhelix.engine.observation import Observation, ObservedStep, RanChunk, RankBlocks, RunningRequest
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.serve import metrics as metrics_module
@@ -29,7 +29,7 @@ def running(id):
 SEEN = Observation(
     (running(0), running(1)), 1, 16, (RankBlocks(8, 6, 1, 0), RankBlocks(8, 3, 0, 2), RankBlocks(8, 0, 0, 0))
 )
-STEP = RanStep(7, 0, 3, (RanChunk(0, 512), RanChunk(1, 5)), 1, 0.5, 1.0, 0.25, 1000)
+STEP = ObservedStep(7, 0, 3, (RanChunk(0, 512), RanChunk(1, 5)), 1, 0.5, 1.0, 0.25, 1000)
 
 
 class Idle:

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from longhelix.serve import errors, page_files
-from longhelix.serve.gate import Admission, Gate
+from longhelix.serve.gate import AccessControl, Gate
 
 pytestmark = pytest.mark.unit
 FOLDER = Path(page_files.__file__).parent / "page"
@@ -20,7 +20,7 @@ def get(paths, authorization=b""):
     app = FastAPI()
     errors.install(app)
     app.include_router(page_files.routes())
-    app.add_middleware(Gate, admission=Admission(("secret",), 1000))
+    app.add_middleware(Gate, admission=AccessControl(("secret",), 1000))
 
     async def ask(path):
         messages = []

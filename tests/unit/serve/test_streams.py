@@ -12,7 +12,7 @@ from longhelix.engine.result import Delta
 from longhelix.errors import PassingError, RequestError
 from longhelix.scheduler.request import ServiceLevel
 from longhelix.serve import driver, streams
-from longhelix.serve.asked import Answer, Asked, Progress, Quiet
+from longhelix.serve.asked import Answer, Asked, PrefillProgress, Quiet
 from longhelix.serve.errors import ClientError, of_error
 from longhelix.serve.form import Form
 from longhelix.serve.line import Line
@@ -114,7 +114,7 @@ def soon(monkeypatch):
 
 
 def test_events_come_as_they_are_and_end():
-    assert lines_of((0, text("a")), (0, text()), (0, Progress(7)), (0, text("b"))) == [
+    assert lines_of((0, text("a")), (0, text()), (0, PrefillProgress(7)), (0, text("b"))) == [
         'data: {"first":true}\n\n',
         'data: {"text":"a"}\n\n',
         'event: progress\ndata: {"index":0,"prefilled_tokens":7,"prompt_tokens":9}\n\n',

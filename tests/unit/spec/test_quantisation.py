@@ -87,7 +87,7 @@ def test_what_has_no_format_is_refused_by_name_where_it_is_priced(settings, name
     assert stored_dtype({"quantization_config": settings}) == name
     with pytest.raises(UserError) as caught:
         PlannedModel(model=str(tmp_path), system="gb200").setting()
-    assert f"quantised as {name}, which longhelix cannot price: set --weight-dtype" in str(caught.value)
+    assert f"quantised as {name}, which has no performance model: set --weight-dtype" in str(caught.value)
     assert PlannedModel(model=str(tmp_path), system="gb200", weight_dtype="int4").setting().weight_dtype == "int4"
 
 

@@ -1,4 +1,4 @@
-"""What a user asks of the chat itself: /help, /file and the others."""
+"""Commands of the chat: /help, /file and others."""
 
 import difflib
 import os
@@ -11,32 +11,35 @@ from longhelix.cli.chat.dialogue import Dialogue
 from longhelix.cli.measurements import measurements, plain_table
 from longhelix.errors import UserError
 
-# A path such as /usr/bin is part of a message.
+# Does not match a path such as /usr/bin, which is part of a message.
 _COMMAND = re.compile(r"/([\w?]*)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Command:
-    """What follows its name, what it does in words, and what it does."""
+class ChatCommand:
+    """Command of the chat."""
 
-    argument: str
+    argument: str  # shown after the name in /help; empty if the command takes none
     help: str
-    run: Callable[[Dialogue, str], None]
+    run: Callable[[Dialogue, str], None]  # takes the dialogue and the argument
 
 
 def is_command(text: str) -> bool:
+    """Whether a message is a command, known or not."""
     return _COMMAND.fullmatch(text) is not None
 
 
 def run_command(dialogue: Dialogue, text: str) -> None:
-    """Do what `text` asks for. Raises UserError, which names the nearest command where there is none of that name."""
+    """Run the command that `text` names. Raises UserError for an unknown name, with the closest known one."""
     match = _COMMAND.fullmatch(text)
     assert match is not None
     name, argument = match[1], (match[2] or "").strip()
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        instead = f"did you mean /{near[0]}?" if near else "/help lists them"
-        raise UserError(f"there is no command /{name}: {instead} (put a space before a message that begins with /)")
+        instead = f"did you mean /{near[0]}?" if near else "see /help"
+        raise UserError(
+            f"unknown command /{name}: {instead} (to send a message that starts with /, put a space before it)"
+        )
     COMMANDS[name].run(dialogue, argument)
 
 
@@ -44,12 +47,12 @@ def _file(dialogue: Dialogue, argument: str) -> None:
     conversation = dialogue.conversation
     if not argument:
         conversation.detach()
-        dialogue.notes.print("Nothing is attached to the next message.")
+        dialogue.notes.print("No file is attached to the next message.")
         return
     attached = conversation.attach(Path(os.path.expanduser(argument)))
     dialogue.notes.print(
-        f"{attached.name} goes with your next message: {attached.num_tokens} tokens, "
-        f"which leaves {conversation.free_tokens} for the message and its answer."
+        f"Attached {attached.name} to your next message: {attached.num_tokens} tokens. "
+        f"{conversation.free_tokens} tokens are left for the message and its answer."
     )
 
 
@@ -57,15 +60,15 @@ def _system(dialogue: Dialogue, argument: str) -> None:
     conversation = dialogue.conversation
     if argument:
         conversation.begin(argument)
-        dialogue.notes.print("A new conversation begins, with this system prompt.")
+        dialogue.notes.print("Started a new conversation with this system prompt.")
     else:
-        dialogue.notes.print(conversation.system or "There is no system prompt: /system TEXT sets one.")
+        dialogue.notes.print(conversation.system or "There is no system prompt. Set one with /system TEXT.")
 
 
 def _reset(dialogue: Dialogue, argument: str) -> None:
     dialogue.conversation.begin(dialogue.conversation.system)
-    kept = ", with the same system prompt" if dialogue.conversation.system else ""
-    dialogue.notes.print(f"A new conversation begins{kept}.")
+    kept = " with the same system prompt" if dialogue.conversation.system else ""
+    dialogue.notes.print(f"Started a new conversation{kept}.")
 
 
 def _stats(dialogue: Dialogue, argument: str) -> None:
@@ -79,7 +82,9 @@ def _help(dialogue: Dialogue, argument: str) -> None:
     for name, command in COMMANDS.items():
         table.add_row(f"/{name} {command.argument}", command.help)
     dialogue.notes.print(table)
-    dialogue.notes.print("Enter sends, Alt-Enter begins a line, a paste is one message. Ctrl-C ends an answer.")
+    dialogue.notes.print(
+        "Enter sends, Alt-Enter inserts a line break, Ctrl-C stops an answer. Pasted text is one message."
+    )
 
 
 def _exit(dialogue: Dialogue, argument: str) -> None:
@@ -87,10 +92,10 @@ def _exit(dialogue: Dialogue, argument: str) -> None:
 
 
 COMMANDS = {
-    "file": Command("PATH", "Attach a text file to the next message; alone, attach none.", _file),
-    "system": Command("TEXT", "Begin a new conversation with a system prompt; alone, show it.", _system),
-    "reset": Command("", "Begin a new conversation; the system prompt stays.", _reset),
-    "stats": Command("", "What the last answer took, and how full the context is.", _stats),
-    "help": Command("", "This list.", _help),
-    "exit": Command("", "Leave.", _exit),
+    "file": ChatCommand("PATH", "Attach a text file to the next message; without PATH, remove all.", _file),
+    "system": ChatCommand("TEXT", "Start anew with this system prompt; without TEXT, show it.", _system),
+    "reset": ChatCommand("", "Start a new conversation and keep the system prompt.", _reset),
+    "stats": ChatCommand("", "Show measurements of the last answer and of the context.", _stats),
+    "help": ChatCommand("", "Show this list.", _help),
+    "exit": ChatCommand("", "Quit.", _exit),
 }

@@ -1,4 +1,4 @@
-"""A conversation: its messages, the files that go with the next one, and what they fill of the context."""
+"""Conversation of a chat: its messages, attached files, and how full the context is."""
 
 import stat
 from collections.abc import Callable, Sequence
@@ -10,37 +10,45 @@ from longhelix.errors import UserError
 
 Message = dict[str, str]
 
-# On average no text has so many bytes in a token: a file with more is refused before it is read.
+# No text has more bytes per token on average. A larger file is rejected before it is read.
 _MOST_TOKEN_BYTES = 128
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """A file: its name, its text as a message quotes it, and the tokens of that."""
+    """File that goes with the next message."""
 
     name: str
-    text: str
+    text: str  # as the message quotes it
     num_tokens: int
 
 
 class Conversation:
-    """Messages in a context of `context_tokens`. `encode` makes token ids of messages, and raises UserError where the
-    model's chat template takes none."""
+    """Messages of a conversation in a context of limited length."""
 
     def __init__(self, encode: Callable[[Sequence[Message]], list[int]], context_tokens: int) -> None:
+        """Start with an empty conversation.
+
+        Args:
+            encode: converts messages to token IDs. Raises UserError if the chat template rejects them.
+            context_tokens: length of the context in tokens.
+        """
         self._encode = encode
         self.context_tokens = context_tokens
         self.begin("")
 
     def begin(self, system: str) -> None:
-        """Begin anew with a system prompt, or with none if it is empty. Raises UserError, and changes nothing, if the
-        model takes none or it is too long."""
+        """Start a new conversation with a system prompt, or without one if it is empty.
+
+        Raises:
+            UserError: the model takes no system prompt, or it is too long. The conversation stays unchanged.
+        """
         messages = [{"role": "system", "content": system}] if system else []
         num_tokens = len(self._encode([*messages, _user("?")]))
         if num_tokens >= self.context_tokens:
             raise UserError(
-                f"a conversation begins with {num_tokens} tokens, but the context holds {self.context_tokens}: "
-                "shorten the system prompt, or start with a larger --max-model-len"
+                f"a new conversation starts with {num_tokens} tokens, but the context holds {self.context_tokens}: "
+                "shorten the system prompt, or restart with a larger --max-model-len"
             )
         self.system = system
         self._messages = messages
@@ -49,51 +57,59 @@ class Conversation:
 
     @property
     def free_tokens(self) -> int:
-        """What the context leaves for the next message and its answer."""
+        """Tokens of the context that are free for the next message and its answer."""
         attached = sum(attachment.num_tokens for attachment in self._attachments)
         return self.context_tokens - self._message_tokens - attached
 
     @property
     def fill(self) -> str:
-        """How full the context is, in words."""
+        """Text that says how full the context is."""
         files = len(self._attachments)
         attached = f", {files} file{'s' * (files > 1)} attached" if files else ""
         return f"{self.context_tokens - self.free_tokens} of {self.context_tokens} tokens{attached}"
 
     def attach(self, path: Path) -> Attachment:
-        """Let a file's text go with the next message. Raises UserError for one that is missing, not text or too
-        long."""
+        """Attach a text file to the next message. Raises UserError if it is missing, not text or too long."""
         text = _file_text(path, self.context_tokens)
         before = len(self._asked("?"))
         num_tokens = len(self._asked(_quoted(path.name, text) + "?")) - before
         if before + num_tokens >= self.context_tokens:
             raise UserError(
-                f"{path} has {num_tokens} tokens, but of the context's {self.context_tokens} only "
-                f"{max(self.context_tokens - before, 0)} are left: attach a shorter file, or make room with /reset"
+                f"{path} has {num_tokens} tokens, but only {max(self.context_tokens - before, 0)} of the context's "
+                f"{self.context_tokens} tokens are free: attach a shorter file, or make room with /reset"
             )
         self._attachments.append(Attachment(path.name, _quoted(path.name, text), num_tokens))
         return self._attachments[-1]
 
     def detach(self) -> None:
-        """Let no file go with the next message."""
+        """Remove all attached files."""
         self._attachments.clear()
 
     def prompt(self, text: str) -> list[int]:
-        """The token ids that ask for an answer to `text` and to what is attached. Raises UserError if they leave no
-        room for one."""
+        """Encode the conversation with `text` and the attached files as the next message.
+
+        Raises:
+            UserError: the context has no room for an answer.
+        """
         token_ids = self._asked(text)
         if len(token_ids) >= self.context_tokens:
             raise UserError(
                 f"with this message the conversation has {len(token_ids)} tokens, but the context holds "
-                f"{self.context_tokens}: shorten the message, or begin a new conversation with /reset"
+                f"{self.context_tokens}: shorten the message, or start a new conversation with /reset"
             )
         return token_ids
 
     def add(self, text: str, answer: str, num_tokens: int, reasoning: str = "") -> None:
-        """Keep a message, what was attached to it, its answer, and the reasoning before that, which the chat template
-        may leave out. `num_tokens`: of all messages so far."""
-        told = {"reasoning_content": reasoning} if reasoning else {}
-        self._messages += [_user(self._with_files(text)), {"role": "assistant", "content": answer} | told]
+        """Add a message with its attached files, and the answer, to the conversation.
+
+        Args:
+            text: the message.
+            answer: the answer without reasoning.
+            num_tokens: tokens of the whole conversation up to here.
+            reasoning: the reasoning before the answer. The chat template may leave it out.
+        """
+        extra = {"reasoning_content": reasoning} if reasoning else {}
+        self._messages += [_user(self._with_files(text)), {"role": "assistant", "content": answer} | extra]
         self._message_tokens = num_tokens
         self.detach()
 
@@ -115,9 +131,11 @@ def _quoted(name: str, text: str) -> str:
 def _file_text(path: Path, most_tokens: int) -> str:
     try:
         status = path.stat()
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a path
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from error
-    if not stat.S_ISREG(status.st_mode):  # a device may have no end
+    except (OSError, ValueError) as error:  # ValueError: the path contains a null character
+        raise UserError(
+            f"{path} cannot be read ({getattr(error, 'strerror', error)}): give the path of a text file"
+        ) from error
+    if not stat.S_ISREG(status.st_mode):  # a device may never end
         raise UserError(f"{path} is not a file: give the path of a text file")
     if status.st_size > most_tokens * _MOST_TOKEN_BYTES:
         raise UserError(
@@ -126,5 +144,5 @@ def _file_text(path: Path, most_tokens: int) -> str:
         )
     text = read_text(path)
     if "\0" in text:
-        raise UserError(f"{path} is not text: it holds the character 0")
+        raise UserError(f"{path} is not text, because it contains a null character: attach a text file")
     return text

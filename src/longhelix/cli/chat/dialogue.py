@@ -1,4 +1,4 @@
-"""A conversation with an engine: a message goes to it, its answer is shown as it comes."""
+"""Dialogue with an engine: sends messages, and shows answers as they come."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ from longhelix.engine.text.reasoning import ReasoningForm
 from longhelix.errors import RequestError
 from longhelix.scheduler.request import SamplingParams
 
-_LONG_TOKENS = 512  # a shorter prompt is read before a bar is seen
+_LONG_TOKENS = 512  # shorter prompts are prefilled before anyone sees a bar
 
 
 class Dialogue:
-    """What a chat knows: its engine, its conversation, the last result, and whether it is over.
+    """State of a chat: its engine, conversation and last result, and whether it is over.
 
-    Answers go to standard output, what is said about them to `notes`, and so does their reasoning.
+    Answers go to standard output. Reasoning and notes go to the console `notes`.
     """
 
     def __init__(
@@ -35,9 +35,15 @@ class Dialogue:
         self._reasoning_form = reasoning_form
 
     def answer(self, text: str, interrupts: Sequence[int]) -> None:
-        """Answer a message, until an interrupt is noted. A message that got no answer is not kept.
+        """Answer a message. A message without an answer does not become part of the conversation.
 
-        Raises UserError if there is no room for an answer, RequestError if it fails.
+        Args:
+            text: the message.
+            interrupts: list that a signal handler appends to. The answer stops as soon as it is not empty.
+
+        Raises:
+            UserError: the context has no room for an answer.
+            RequestError: the answer failed.
         """
         prompt_ids = self.conversation.prompt(text)
         room = self.conversation.context_tokens - len(prompt_ids)
@@ -48,19 +54,19 @@ class Dialogue:
             raise RequestError(f"the answer failed: {result.error}")
         self.last = result
         if result.finish_reason == "abort" and not result.token_ids:
-            self.notes.print("[You stopped before the answer began: the message is not part of the conversation.]")
+            self.notes.print("[Stopped before the answer started. The message is not part of the conversation.]")
             return
         num_tokens = len(prompt_ids) + len(result.token_ids)
         self.conversation.add(text, result.text, num_tokens, result.reasoning or "")
         if result.finish_reason == "abort":
-            self.notes.print(f"[You stopped the answer after {len(result.token_ids)} tokens.]")
+            self.notes.print(f"[Stopped after {len(result.token_ids)} tokens.]")
         elif result.finish_reason == "length" and params.max_new_tokens == room:
             self.notes.print(
-                f"[The answer was cut: the context of {self.conversation.context_tokens} tokens is full. "
-                "Begin a new conversation with /reset.]"
+                f"[The answer is incomplete: the context of {self.conversation.context_tokens} tokens is full. "
+                "Start a new conversation with /reset.]"
             )
         elif result.finish_reason == "length":
-            self.notes.print(f"[The answer was cut at --max-new-tokens {params.max_new_tokens}.]")
+            self.notes.print(f"[The answer is incomplete: it reached --max-new-tokens {params.max_new_tokens}.]")
 
     def _run(self, prompt_ids: list[int], params: SamplingParams, interrupts: Sequence[int]) -> Result:
         form = self._reasoning_form
@@ -82,14 +88,14 @@ class Dialogue:
         return result
 
     def _steps(self, request_id: int, interrupts: Sequence[int]) -> Iterator[list[Delta]]:
-        """What each step gave the request, up to its end, which an interrupt brings about."""
+        """Yield the deltas of each step until the request ends or an interrupt aborts it."""
         while self.llm.has_work:
             yield self.llm.step()
             if interrupts and (aborted := self.llm.abort(request_id)) is not None:
                 yield [Delta(request_id, "", aborted)]
 
     def _after_prompt(self, request_id: int, num_tokens: int, steps: Iterator[list[Delta]]) -> list[Delta]:
-        """The first deltas. Until they come, the progress over a prompt that takes several steps is shown."""
+        """Return the first deltas. Until then, show the progress of a long prompt."""
         shown = num_tokens > _LONG_TOKENS and self.notes.is_terminal
         with Progress(console=self.notes, transient=True, disable=not shown) as progress:
             bar = progress.add_task(f"reading {num_tokens} tokens", total=num_tokens)

@@ -1,4 +1,4 @@
-"""Messages typed in a terminal: edited, recalled, and of many lines where they are pasted."""
+"""Editor for messages in a terminal, with history and pasting of several lines."""
 
 import sys
 from collections.abc import Iterable
@@ -11,15 +11,17 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output, create_output
 
 from longhelix.cli.chat.commands import COMMANDS
-from longhelix.cli.chat.lines import notes_on
+from longhelix.cli.chat.notes import notes_on
 
 
 class Editor:
-    """A prompt for messages. Enter sends, Alt-Enter begins a line, Ctrl-C empties the prompt and at an empty one leaves
-    when pressed twice."""
+    """Prompt for messages.
+
+    Enter sends, Alt-Enter inserts a line break. Ctrl-C clears the prompt; twice at an empty prompt, it quits.
+    """
 
     def __init__(self, keys: Input | None = None, output: Output | None = None) -> None:
-        """Keys and output are the terminal's by default, even where answers go to a file."""
+        """Keys and output default to the terminal, even if answers go to a file."""
         self.notes = notes_on(sys.stdout if sys.stdout.isatty() else sys.stderr)
         self._prompt: PromptSession[str] = PromptSession(
             "> ",
@@ -28,11 +30,12 @@ class Editor:
             prompt_continuation="  ",
             placeholder=[("ansibrightblack", "Send a message, or /help")],
             key_bindings=_bindings(),
-            completer=_Commands(),
+            completer=_CommandCompleter(),
             complete_while_typing=False,
         )
 
     def read(self, fill: str) -> str | None:
+        """Read the next message, or None if the user quits. `fill` is shown at the right of the prompt."""
         leaving = False
         while True:
             try:
@@ -44,7 +47,7 @@ class Editor:
                 if empty and leaving:
                     return None
                 if empty:
-                    self.notes.print("Press Ctrl-C again or type /exit to leave.")
+                    self.notes.print("Press Ctrl-C again or type /exit to quit.")
                 leaving = empty
 
 
@@ -52,14 +55,14 @@ def _bindings() -> KeyBindings:
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")
-    def begin_line(event: KeyPressEvent) -> None:
+    def insert_line_break(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
     return bindings
 
 
-class _Commands(Completer):
-    """Tab completes commands, and the path of /file."""
+class _CommandCompleter(Completer):
+    """Completes names of commands, and the path of /file."""
 
     _names = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
     _paths = PathCompleter(expanduser=True)

@@ -1,4 +1,4 @@
-"""What Ctrl-C does."""
+"""Temporary handlers for Ctrl-C."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from types import FrameType
 
 @contextmanager
 def on_interrupt(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Let an interrupt call `handler`, and what it called before once this is left."""
+    """Call `handler` on SIGINT inside the block, and restore the previous handler afterwards."""
     previous = signal.signal(signal.SIGINT, handler)
     try:
         yield

@@ -1,11 +1,11 @@
-"""`longhelix chat`: a conversation in the terminal, or over a pipe."""
+"""`longhelix chat`: a conversation in the terminal or over a pipe."""
 
 from typing import Literal
 
 from longhelix.cli.chat.commands import is_command, run_command
 from longhelix.cli.chat.dialogue import Dialogue
 from longhelix.cli.chat.interrupts import on_interrupt
-from longhelix.cli.chat.lines import open_lines
+from longhelix.cli.chat.message_source import open_message_source
 from longhelix.cli.options import ChatSamplingOptions, EngineFlags, ModelOptions
 from longhelix.engine.text.reasoning import PARSERS
 from longhelix.errors import RequestError, UserError
@@ -18,33 +18,35 @@ def chat(
     *,
     reasoning_parser: Literal[PARSERS] = "auto",
 ) -> None:
-    """Talk with a model. Ctrl-C ends an answer, /help lists commands, /exit leaves. From a pipe every line is a
-    message, and only answers go to standard output.
+    """Chat with a model. Ctrl-C stops an answer, /help lists the commands, /exit quits. With piped input, each line is
+    one message, and only answers go to standard output.
 
     Parameters
     ----------
     reasoning_parser
-        How the model writes its reasoning, which is shown dimmed, and from a pipe goes to standard error. auto looks at
-        the chat template and the vocabulary; none shows the reasoning as a part of the answer.
+        Format of the model's reasoning, which is shown dimmed, or on standard error with piped input. auto detects it
+        from the chat template and the vocabulary; none shows the reasoning as part of the answer.
     """
     params = sampling.params()
-    lines = open_lines()
+    messages = open_message_source()
     interrupts: list[int] = []
-    # Noted, and not raised: an interrupted step would leave ranks and engine at odds. The editor has its own Ctrl-C.
+    # Interrupts are recorded, not raised, because an interrupted step would leave the ranks and the engine out of sync.
+    # The editor handles Ctrl-C itself.
     with model.start(engine) as llm, on_interrupt(lambda number, frame: interrupts.append(number)):
-        dialogue = Dialogue(llm, params, lines.notes, llm.tokenizer.reasoning_form(reasoning_parser))
+        dialogue = Dialogue(llm, params, messages.notes, llm.tokenizer.reasoning_form(reasoning_parser))
         while not dialogue.over:
             interrupts.clear()
-            text = lines.read(dialogue.conversation.fill)
+            text = messages.read(dialogue.conversation.fill)
             if text is None:
                 break
             try:
-                _hear(dialogue, text, interrupts)
-            except (UserError, RequestError) as error:  # the conversation so far is still good
-                lines.notes.print(f"error: {error}")
+                _handle(dialogue, text, interrupts)
+            except (UserError, RequestError) as error:  # the conversation so far stays valid
+                messages.notes.print(f"error: {error}")
 
 
-def _hear(dialogue: Dialogue, text: str, interrupts: list[int]) -> None:
+def _handle(dialogue: Dialogue, text: str, interrupts: list[int]) -> None:
+    """Run a command, or answer a message."""
     if is_command(text):
         run_command(dialogue, text)
     elif text.strip():

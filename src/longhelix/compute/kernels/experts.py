@@ -17,7 +17,7 @@ from torch import Tensor
 from longhelix.compute.kernels import native, reference
 from longhelix.compute.kernels.library import dense, is_compiling, library, triton_kernels
 from longhelix.compute.kernels.operands import check_operands, check_taken
-from longhelix.compute.kernels.weight import PANELS, PLAIN, Arrangement, Weight
+from longhelix.compute.kernels.weight import PANELS, PLAIN, Weight, WeightArrangement
 from longhelix.spec import MoE
 
 
@@ -132,7 +132,7 @@ class Experts:
         return found
 
     @property
-    def arrangement(self) -> Arrangement:
+    def arrangement(self) -> WeightArrangement:
         """Of all weights; a rank that has none runs the native kernels where there are any."""
         panels = all(weight.arrangement is PANELS for weight in (*self.gate_up, *self.down))
         return PANELS if panels and native.module is not None else PLAIN

@@ -98,7 +98,7 @@ class PageLists:
 
 
 def attend(q_TqC: Tensor, kv_PADkC: Tensor, limits_T: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`ops.partial_attention` of a batch that was prepared; None for others. FlashInfer's LSEs are base 2."""
+    """`attention.partial_attention` of a batch that was prepared; None for others. FlashInfer's LSEs are base 2."""
     wrapper = _planned.get(limits_T.data_ptr())
     if wrapper is None:
         return None

@@ -13,7 +13,7 @@ from longhelix.errors import UserError
 from longhelix.spec import FORMATS, NumberFormat
 
 
-class Arrangement(Protocol):
+class KVArrangement(Protocol):
     name: str
 
     def holds(self, format: "KVFormat", device: torch.device) -> bool:
@@ -95,7 +95,7 @@ class Tiles:
 
 
 ROWS, TILES = Rows(), Tiles()
-ARRANGEMENTS: dict[str, Arrangement] = {TILES.name: TILES, ROWS.name: ROWS}  # the faster first
+ARRANGEMENTS: dict[str, KVArrangement] = {TILES.name: TILES, ROWS.name: ROWS}  # the faster first
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class KVFormat:
     num_kv_heads: int
     key_size: int
     value_size: int
-    arrangement: Arrangement
+    arrangement: KVArrangement
     shared_values: bool = False
     rounded: bool = False
 

@@ -1,9 +1,9 @@
 """The torch library of our ops, and what their forms share.
 
-An op has a signature with shapes (letters in docs/shapes.md), a reference, fast forms, and a fake, so that graphs keep
-it whole. Registered as torch.ops.longhelix.*. Packed operands run the native CPU kernels, CUDA tensors the Triton
-kernels, everything else the reference. Outside of a graph a native kernel is called directly: the dispatcher costs more
-than a small kernel does.
+An op has a signature with shapes (letters in docs/internals/shapes.md), a reference, fast forms, and a fake, so that
+graphs keep it whole. Registered as torch.ops.longhelix.*. Packed operands run the native CPU kernels, CUDA tensors the
+Triton kernels, everything else the reference. Outside of a graph a native kernel is called directly: the dispatcher
+costs more than a small kernel does.
 """
 
 import torch

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredNumbers:
     """Numbers of a torch dtype. `largest`: what the largest magnitude of a vector becomes by its scale; None: they have
     no scales."""
 
@@ -31,9 +31,9 @@ class Stored:
 
 
 STORED = {
-    "float32": Stored(torch.float32),
-    "bfloat16": Stored(torch.bfloat16),
-    "float16": Stored(torch.float16),
-    "fp8": Stored(torch.float8_e4m3fn, largest=448.0),
-    "int8": Stored(torch.int8, largest=127.0),
+    "float32": StoredNumbers(torch.float32),
+    "bfloat16": StoredNumbers(torch.bfloat16),
+    "float16": StoredNumbers(torch.float16),
+    "fp8": StoredNumbers(torch.float8_e4m3fn, largest=448.0),
+    "int8": StoredNumbers(torch.int8, largest=127.0),
 }

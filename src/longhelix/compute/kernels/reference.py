@@ -20,7 +20,7 @@ def partial_attention(
     limits_T: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.partial_attention`."""
+    """See `attention.partial_attention`."""
     out_TqC = q_TqC.new_zeros(*q_TqC.shape[:2], v_PDkC.shape[-1])
     lse_Tq = torch.full(q_TqC.shape[:2], -torch.inf, dtype=torch.float32, device=q_TqC.device)
     starts = row_starts_B.tolist()
@@ -67,7 +67,7 @@ def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale
 
 
 def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
-    """See `ops.merge_states`."""
+    """See `attention.merge_states`."""
     accurate = torch.promote_types(out_NTQC.dtype, torch.float32)
     exact_NTQ = lse_NTQ.to(accurate)
     largest_TQ = exact_NTQ.amax(0)
@@ -87,14 +87,14 @@ def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_rows(x_Tk: Tensor, pool_PDk: Tensor, slots_T: Tensor) -> None:
-    """See `ops.write_kv`: one array of the pool, keys or values or scales; further dims are those of both."""
+    """See `write.write_kv`: one array of the pool, keys or values or scales; further dims are those of both."""
     mine_T = slots_T >= 0
     block_T, offset_T = slots_T[mine_T] // pool_PDk.shape[1], slots_T[mine_T] % pool_PDk.shape[1]
     pool_PDk[block_T, offset_T] = x_Tk[mine_T]
 
 
 def expand_latents(latent_SC: Tensor, up_qXZ: Tensor, nope_size: int) -> tuple[Tensor, Tensor]:
-    """k_SqC, v_SqC of `ops.expand_latents`, from latents with their rotated keys; in the wider of both dtypes."""
+    """k_SqC, v_SqC of `direct.expand_latents`, from latents with their rotated keys; in the wider of both dtypes."""
     dtype = torch.promote_types(latent_SC.dtype, up_qXZ.dtype)
     heads, channels, latent_size = up_qXZ.shape
     latent_SZ, rotated_SC = latent_SC.to(dtype).split((latent_size, latent_SC.shape[1] - latent_size), dim=1)
@@ -113,7 +113,7 @@ def rotate(
     cos_TR: Tensor,
     sin_TR: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q_TqC, k_TkC, v_TkC of `ops.rotate_and_write`, before the write."""
+    """q_TqC, k_TkC, v_TkC of `write.rotate_and_write`, before the write."""
     heads_TXC = qkv_TX.unflatten(1, (-1, head_size))
     num_query_heads = heads_TXC.shape[1] - 2 * num_kv_heads
     q_TqC, k_TkC, v_TkC = heads_TXC.split((num_query_heads, num_kv_heads, num_kv_heads), dim=1)
@@ -142,7 +142,7 @@ def linear(
     residual_TO: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """See `ops.linear`; every step is rounded to the dtype of x, after the norm to that of a wider weight."""
+    """See `products.linear`; every step is rounded to the dtype of x, after the norm to that of a wider weight."""
     if norm_X is not None:
         x_TX = rms_norm(x_TX, norm_X, norm_eps)
     if weight_OX.dtype == torch.float32:

@@ -13,7 +13,7 @@ from longhelix.errors import UserError
 from longhelix.spec import FORMATS
 
 
-class Arrangement(Protocol):
+class WeightArrangement(Protocol):
     """How a weight lies in memory. `longhelix.spec.formats` says which number formats it holds, by its name."""
 
     name: str
@@ -110,7 +110,7 @@ def _multiple(dtype: str) -> int:
 
 
 PLAIN, PANELS = Plain(), Panels()
-ARRANGEMENTS: dict[str, Arrangement] = {PANELS.name: PANELS, PLAIN.name: PLAIN}  # the faster first
+ARRANGEMENTS: dict[str, WeightArrangement] = {PANELS.name: PANELS, PLAIN.name: PLAIN}  # the faster first
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ class Weight:
     dtype: str
     outputs: int
     depth: int
-    arrangement: Arrangement
+    arrangement: WeightArrangement
 
     @cached_property
     def handle(self):
@@ -146,7 +146,7 @@ def make_weight(weight_OI: Tensor, dtype: str, halves: int = 1) -> Weight:
     return choose_arrangement([tuple(weight_OI.shape)], dtype, weight_OI.device).new_weight(weight_OI, dtype, halves)
 
 
-def choose_arrangement(shapes: Iterable[tuple[int, int]], dtype: str, device: torch.device) -> Arrangement:
+def choose_arrangement(shapes: Iterable[tuple[int, int]], dtype: str, device: torch.device) -> WeightArrangement:
     """The first arrangement that holds matrices of all these shapes. Raises UserError if none does."""
     shapes = list(shapes)
     for arrangement in ARRANGEMENTS.values():

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from longhelix.spec.weights import Stored
+from longhelix.spec.weights import WeightDtype
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Parameter:
     name: str
     sources: tuple[Source, ...]
     exact: bool = False
-    stored: Stored = Stored.ACTIVATION
+    stored: WeightDtype = WeightDtype.ACTIVATION
 
     @property
     def local_shape(self) -> tuple[int, ...]:

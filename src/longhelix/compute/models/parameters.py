@@ -13,7 +13,7 @@ from longhelix.compute.models.parameter import Parameter, Source
 from longhelix.errors import UserError
 from longhelix.spec import DTYPES, ModelSpec, number_format
 from longhelix.spec.layout import HeadShape, Layout
-from longhelix.spec.weights import Dim, Split, Stored, WeightSpec, embedding, head, last_norm, layer_weights
+from longhelix.spec.weights import Dim, Split, WeightDtype, WeightSpec, embedding, head, last_norm, layer_weights
 from longhelix.values import shown
 
 _UNREAD = re.compile(
@@ -38,15 +38,15 @@ def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_
     Tied embeddings are the "head", with "embedding" beside it where the head's format cannot give its rows back.
     """
     bytes_of = {
-        Stored.ACTIVATION: number_format(dtype).weight_bytes,
-        Stored.PRODUCT: number_format(weight_dtype).weight_bytes,
-        Stored.FLOAT32: number_format("float32").weight_bytes,
+        WeightDtype.ACTIVATION: number_format(dtype).weight_bytes,
+        WeightDtype.PRODUCT: number_format(weight_dtype).weight_bytes,
+        WeightDtype.FLOAT32: number_format("float32").weight_bytes,
     }
     parameters = declare(spec, layout, rank)
     found = {parameter.name: int(parameter.num_elements * bytes_of[parameter.stored]) for parameter in parameters}
     if spec.tied_embeddings and layout.has_embedding(rank) and layout.has_head(rank):
         elements = next(parameter.num_elements for parameter in parameters if parameter.name == "embedding")
-        found["head"] = int(elements * bytes_of[Stored.PRODUCT])
+        found["head"] = int(elements * bytes_of[WeightDtype.PRODUCT])
         if not number_format(weight_dtype).weight_scales.bits:
             del found["embedding"]
     return found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels import PANELS, Weight, native
-from longhelix.compute.kernels.weight import Arrangement, choose_arrangement
+from longhelix.compute.kernels.weight import WeightArrangement, choose_arrangement
 from longhelix.compute.models.checkpoint import Checkpoint
 from longhelix.compute.models.parameter import Parameter, Source
 
@@ -61,12 +61,12 @@ class Weights:
         """The tensor, or None where the model has none."""
         return self.take(name) if name in self._left else None
 
-    def arrangement(self, names: Iterable[str]) -> Arrangement:
+    def arrangement(self, names: Iterable[str]) -> WeightArrangement:
         """The first in which all these products can lie. Raises UserError if there is none."""
         shapes = (self._left[name].local_shape for name in names)
         return choose_arrangement(shapes, self.weight_dtype, self._device)
 
-    def product(self, name: str, halves: int = 1, arrangement: Arrangement | None = None) -> Weight:
+    def product(self, name: str, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
         """The weight of a product, laid out. `halves`: see `make_weight`. `arrangement`: another than the first."""
         if (arrangement or self.arrangement([name])) is not PANELS:
             return self.lay_out(self.take(name), halves, arrangement)
@@ -77,7 +77,7 @@ class Weights:
             self._progress(rows.numel())
         return weight
 
-    def lay_out(self, weight_OI: Tensor, halves: int = 1, arrangement: Arrangement | None = None) -> Weight:
+    def lay_out(self, weight_OI: Tensor, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
         """The weight of a product, of a tensor that was taken."""
         shape_OI = weight_OI.shape[0], weight_OI.shape[1]
         chosen = arrangement or choose_arrangement([shape_OI], self.weight_dtype, self._device)

@@ -17,7 +17,7 @@ from longhelix.scheduler.request import SamplingParams
 _MARGIN = 1e-5
 
 
-class Shard(NamedTuple):
+class VocabularyShard(NamedTuple):
     """Candidates in a part of the vocabulary, or in all of it, as `kernels.candidates` has them, with its ids."""
 
     values_SK: np.ndarray  # float32
@@ -35,7 +35,7 @@ class Shard(NamedTuple):
         return cls(values_SK, ids_SK, words_X[ids : ids + rows].view(np.float64))
 
 
-def merge(shards: Sequence[Shard], temperatures_S: np.ndarray) -> Shard:
+def merge(shards: Sequence[VocabularyShard], temperatures_S: np.ndarray) -> VocabularyShard:
     """Candidates in the whole vocabulary, of those in its parts, which are given in its order."""
     if len(shards) == 1:
         return shards[0]
@@ -49,12 +49,12 @@ def merge(shards: Sequence[Shard], temperatures_S: np.ndarray) -> Shard:
     with np.errstate(all="ignore"):  # of temperature 0, and of logits that are not finite
         factors_NS = np.exp((largest_NS - largest_NS.max(axis=0)) / temperatures_S.astype(np.float64))
         sums_S = (np.array([shard.sums_S for shard in shards]) * factors_NS).sum(axis=0)
-    return Shard(values_SK, ids_SK, sums_S)
+    return VocabularyShard(values_SK, ids_SK, sums_S)
 
 
 @np.errstate(all="ignore")  # of a row whose largest logit is not finite nothing is said, whatever comes of it
 def choose(
-    candidates: Shard, size: int, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]
+    candidates: VocabularyShard, size: int, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]
 ) -> np.ndarray:
     """The token ids of S rows, int64, or UNDECIDED. candidates, size: of the whole vocabulary. keys: the seed and the
     position of each row's draw."""

@@ -58,9 +58,9 @@ class _Settings:
         lengths = self.numbers.values[self.lines_S, LENGTH].tolist()
         return list(zip(self.seeds, lengths, strict=True))
 
-    def shard(self, memory_X: Tensor, first_id: int) -> choice.Shard:
+    def shard(self, memory_X: Tensor, first_id: int) -> choice.VocabularyShard:
         """What lies in such memory, of a part of the vocabulary that begins at `first_id`."""
-        return choice.Shard.of(memory_X.numpy(), len(self.ids), self.count, first_id)
+        return choice.VocabularyShard.of(memory_X.numpy(), len(self.ids), self.count, first_id)
 
 
 class Sampling:

@@ -71,7 +71,7 @@ class Scoring:
         """Raises ValueError if logits leave no token a probability."""
         rows, words_NX = len(targets_S), [words_X.cpu().numpy() for words_X in gathered]
         parts = [
-            choice.Shard.of(words_X[:-rows], rows, _kept(count), first_id)
+            choice.VocabularyShard.of(words_X[:-rows], rows, _kept(count), first_id)
             for words_X, first_id in zip(words_NX, self._first_ids, strict=True)
         ]
         values_SK, ids_SK, sums_S = choice.merge(parts, np.ones(rows, np.float32))

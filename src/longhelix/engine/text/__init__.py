@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, stop strings."""
+"""Text processing: tokenizer, chat template, stop strings, reasoning and tool calls."""

@@ -1,4 +1,4 @@
-"""The model's own chat template: messages in, prompt text out."""
+"""Renders messages to prompt text with the model's own chat template."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,27 +15,27 @@ from longhelix.engine.text.tool_calls import ToolForm, form_of
 from longhelix.errors import UserError
 from longhelix.values import entries, text
 
-# What messages may go on after: templates want users and assistants to take turns, and some have no system prompt.
+# Messages that others may follow. Templates want users and assistants to take turns, and some have no system prompt.
 _USER, _ASSISTANT = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
 _EARLIER = ([_USER, _ASSISTANT], [_USER], [{"role": "system", "content": "."}])
 
 
-# It ends with a blank, so that it shows whether a template trims.
+# The trailing space shows whether a template trims messages.
 _MARK = "LONGHELIX_CONTINUES_HERE "
 _MOST_VARIABLES = 64
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
 class ChatTemplate:
-    """A Jinja template from a checkpoint, rendered in a sandbox: it is foreign code.
+    """A Jinja template from a checkpoint. It is untrusted code, so it is rendered in a sandbox.
 
     Args:
-        source: The template.
-        special_tokens: Variables it may name, such as `bos_token` and `eos_token`.
-        tool_source: The template of conversations that offer tools, where the checkpoint has one for them.
+        source: the template.
+        special_tokens: variables that it may use, such as `bos_token` and `eos_token`.
+        tool_source: the template for conversations with tools, if the checkpoint has a separate one.
 
     Attributes:
-        check_length: Is called with the number of characters that have been rendered so far. What it raises ends the
+        check_length: called with the number of characters rendered so far. An exception that it raises ends the
             rendering.
     """
 
@@ -48,10 +48,10 @@ class ChatTemplate:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """How the model calls functions; None if the template does not take any, or shows a form that is not known."""
+        """How the model calls tools; None if the template takes no tools or its form is unknown."""
         try:
             names = meta.find_undeclared_variables(self._environment.parse(self._tool_source))
-        except TemplateError:  # whoever renders it is told
+        except TemplateError:  # `render` reports it
             return None
         return form_of(self._tool_source) if "tools" in names else None
 
@@ -67,19 +67,21 @@ class ChatTemplate:
         """Return the prompt that the template makes of a conversation.
 
         Args:
-            tools: the functions that the assistant may call, as OpenAI has them.
-            variables: more of the template's variables, such as enable_thinking.
-            add_generation_prompt: end where the assistant speaks next, and not behind the last message.
-            continue_final_message: end inside of the last message, which the answer goes on with.
+            messages: the messages, in OpenAI's format.
+            tools: the functions that the assistant may call, in OpenAI's format.
+            variables: more variables of the template, such as enable_thinking.
+            add_generation_prompt: end where the assistant's next message begins, not after the last message.
+            continue_final_message: end inside the last message, so that the answer continues it.
 
-        Raises UserError where the template refuses the messages.
+        Raises:
+            UserError: the template failed on the messages.
         """
         if continue_final_message:
             return self._open_ended(messages, tools, variables)
         try:
             template = self._template if tools is None else self._tool_template
             pieces = template.generate(
-                # Templates compare these with none, and an undefined name is not none.
+                # Templates compare this with none, and an undefined name is not none.
                 {"documents": None}
                 | self._special_tokens
                 | checked_variables(variables)
@@ -92,9 +94,9 @@ class ChatTemplate:
             return "".join(self._counted(pieces))
         except UserError:
             raise
-        except Exception as error:  # a template can raise whatever an expression can
+        except Exception as error:  # expressions in a template can raise anything
             raise UserError(
-                f"the model's chat template failed on these messages ({error}); "
+                f"the model's chat template failed on these messages ({error}): "
                 "change the messages, or use generate without --chat",
                 code="chat_template_failed",
             ) from error
@@ -105,8 +107,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any] | None,
     ) -> str:
-        """Return the prompt up to the end of the last message's text: the template renders it with a mark behind that
-        text, and what comes from the mark on is cut."""
+        """Return the prompt up to the end of the last message's text.
+
+        The template renders the message with a mark after its text. The mark and everything after it is cut off.
+        """
         marked, said = _marked(messages[-1]) if messages else ({}, None)
         if said is None:
             raise UserError("continue_final_message is set, but the last message has no text: give it some")
@@ -114,18 +118,27 @@ class ChatTemplate:
         end = rendered.rfind(_MARK.strip())
         if end < 0 or said.strip() not in rendered[:end]:
             raise UserError(
-                "continue_final_message is set, but the model's chat template does not show the last message as it is "
-                "given: change that message, or leave out continue_final_message"
+                "continue_final_message is set, but the model's chat template changes the text of the last message: "
+                "change that message, or leave out continue_final_message"
             )
-        # Templates that trim a message's end have trimmed the mark's.
+        # If the template trims the end of messages, it has trimmed the mark's space too.
         return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()
 
     def render_more(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **ending: bool
     ) -> str:
-        """What `render` has of messages that come behind others: without what begins a conversation, such as a BOS and
-        a system prompt that nobody gave. UserError where the template has them only as a beginning. ending: as of
-        `render`."""
+        """Render messages that follow other messages.
+
+        Unlike `render`, it leaves out what begins a conversation, such as a BOS or a default system prompt.
+
+        Args:
+            messages: the messages, in OpenAI's format.
+            variables: as in `render`.
+            ending: `add_generation_prompt` and `continue_final_message`, as in `render`.
+
+        Raises:
+            UserError: the template can render these messages only at the beginning of a conversation.
+        """
         for before in _EARLIER:
             try:
                 begun = self.render(before, variables=variables, add_generation_prompt=False)
@@ -133,24 +146,24 @@ class ChatTemplate:
             except UserError as error:
                 if error.code != "chat_template_failed":
                     raise
-                continue  # not behind such messages
+                continue  # the template does not allow these messages here; try others
             if whole.startswith(begun):
                 return whole[len(begun) :]
         raise UserError(
-            "the model's chat template does not say how these messages go on after others; change the messages, or "
-            "give a prompt as text",
+            "the model's chat template cannot render these messages after other messages: change the messages, or give "
+            "the prompt as text",
             code="chat_template_failed",
         )
 
     def _counted(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The pieces of a text, until they are too long together."""
+        """Yield the pieces of a text, and call `check_length` before each one."""
         length = 0
         for piece in pieces:
             length += len(piece)
             self.check_length(length)
             yield piece
 
-    # Compiled at first use, so that a broken template stops only the requests that need it.
+    # Compiled at first use, so a broken template stops only the requests that need it.
     @cached_property
     def _template(self) -> Template:
         return self._environment.from_string(self.source)
@@ -171,18 +184,21 @@ class ChatTemplate:
 
 
 def checked_variables(variables: object) -> dict[str, Any]:
-    """Return the variables for a chat template that came from outside. Raises UserError."""
+    """Check a user's variables for a chat template and return them. Raises UserError for an invalid one."""
     found: dict[str, Any] = {}
     for key, value in entries("chat_template_kwargs", {} if variables is None else variables, _MOST_VARIABLES, "names"):
         name = text("a name in chat_template_kwargs", key)
         if name in _OWN_VARIABLES:
-            raise UserError(f"chat_template_kwargs has {name}: give it beside chat_template_kwargs, or leave it out")
+            raise UserError(
+                f"chat_template_kwargs has {name}: give it as a field of its own, outside chat_template_kwargs, or "
+                "leave it out"
+            )
         found[name] = value
     return found
 
 
 def _marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Return a message with the mark behind its last text, and that text; None where it has none."""
+    """Return a message with the mark after its last text, and that text; None if it has no text."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + _MARK}, content
@@ -196,7 +212,7 @@ def _marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's text for training; for inference it is only its body."""
+    """Jinja extension for `{% generation %}`, which marks the assistant's text for training. It renders the body."""
 
     tags = frozenset({"generation"})
 
@@ -205,7 +221,7 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# Jinja's own filter escapes HTML, and models were not trained on that.
+# Jinja's own filter escapes HTML, which models are not trained on.
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -6,7 +6,7 @@ from tokenizers import Regex, pre_tokenizers
 
 
 @dataclass(frozen=True)
-class Split:
+class GGUFSplit:
     """A way of splitting texts.
 
     Attributes:
@@ -57,21 +57,21 @@ _LETTERS_OF_DEEPSEEK = (
 )
 
 _WAYS = {
-    ("default",): Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, _NUMBER, _THREE_DIGITS)),
+    ("default",): GGUFSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, _NUMBER, _THREE_DIGITS)),
     ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais",
-     "trillion", "granite-docling"): Split((_GPT2,)),
+     "trillion", "granite-docling"): GGUFSplit((_GPT2,)),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"):
-        Split((_LLAMA3,), takes_whole_words=True, begins_with_bos=True),
-    ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"): Split((_LLAMA3,)),
-    ("qwen2", "deepseek-r1-qwen"): Split((_QWEN2,), composes=True),
+        GGUFSplit((_LLAMA3,), takes_whole_words=True, begins_with_bos=True),
+    ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"): GGUFSplit((_LLAMA3,)),
+    ("qwen2", "deepseek-r1-qwen"): GGUFSplit((_QWEN2,), composes=True),
     ("stablelm2", "kormo", "f2llmv2", "megrez", "hunyuan", "solar-open", "grok-2", "bailingmoe", "bailingmoe2",
-     "llada-moe"): Split((_QWEN2,)),
+     "llada-moe"): GGUFSplit((_QWEN2,)),
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"):
-        Split((_DIGIT, _GPT2)),
-    ("falcon",): Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
-    ("tekken",): Split((_TEKKEN,), takes_whole_words=True, begins_with_bos=True),
-    ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): Split((_GPT4O,)),
-    ("deepseek-llm",): Split(
+        GGUFSplit((_DIGIT, _GPT2)),
+    ("falcon",): GGUFSplit((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
+    ("tekken",): GGUFSplit((_TEKKEN,), takes_whole_words=True, begins_with_bos=True),
+    ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): GGUFSplit((_GPT4O,)),
+    ("deepseek-llm",): GGUFSplit(
         (
             r"[\r\n]",
             rf"\s?[{_LETTERS_OF_DEEPSEEK}]+",
@@ -81,37 +81,37 @@ _WAYS = {
             _NUMBER,
         )
     ),
-    ("deepseek-coder",): Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_AND_KOREAN, _DIGIT)),
-    ("deepseek-v3", "hunyuan-dense", "joyai-llm"): Split(
+    ("deepseek-coder",): GGUFSplit((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CHINESE_AND_KOREAN, _DIGIT)),
+    ("deepseek-v3", "hunyuan-dense", "joyai-llm"): GGUFSplit(
         (_UP_TO_THREE, _CHINESE_AND_KANA, _DEEPSEEK3)
     ),
-    ("poro-chat", "bloom", "gpt3-finnish"): Split((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
-    ("viking",): Split((r" ?[^(\s|.,!?…。，、।۔،)]+", _DIGIT)),
-    ("chameleon",): Split(
+    ("poro-chat", "bloom", "gpt3-finnish"): GGUFSplit((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
+    ("viking",): GGUFSplit((r" ?[^(\s|.,!?…。，、।۔،)]+", _DIGIT)),
+    ("chameleon",): GGUFSplit(
         ("<sentinel:[0-9]+>", "(?:IMGIMG)[A-I]{1,4}Z", r"[\t\n]|    |  ", _DIGIT, r"[\p{P}!-/:-@\[-`{-~]", _GPT2),
         begins_with_bos=True,
     ),
-    ("seed-coder",): Split(
+    ("seed-coder",): GGUFSplit(
         (rf"{_ANY_CASE}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_BLANKS}",)
     ),
-    ("ufakzeka",): Split((rf"{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_BLANKS}",)),
-    ("qwen35",): Split(
+    ("ufakzeka",): GGUFSplit((rf"{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_BLANKS}",)),
+    ("qwen35",): GGUFSplit(
         (
             rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
             rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_BLANKS}",
         ),
         composes=True,
     ),
-    ("exaone-moe",): Split(
+    ("exaone-moe",): GGUFSplit(
         (
             rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
             rf"|{_SIGNS}[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
         )
     ),
-    ("minicpm5",): Split(
+    ("minicpm5",): GGUFSplit(
         (_UP_TO_THREE, rf"{_ANY_CASE}|{_WORD}|\p{{N}}+|{_SIGNS}[\r\n]*|{_BLANKS}"), takes_whole_words=True
     ),
-    ("youtu",): Split(
+    ("youtu",): GGUFSplit(
         (
             "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
             rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{_ANY_CASE}?|\p{{N}}|{_SIGNS}[\r\n/]*|{_BLANKS}",

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from longhelix.engine.text.chat_template import ChatTemplate
 from longhelix.engine.text.encoder import BackendEncoder, Encoder
-from longhelix.engine.text.gguf_splits import SPLITS, Split
+from longhelix.engine.text.gguf_splits import SPLITS, GGUFSplit
 from longhelix.engine.text.piece_encoder import SPACE, PieceEncoder
 from longhelix.errors import UserError
 from longhelix.values import refused, shown, text, whole
@@ -159,7 +159,7 @@ def _gguf_sentencepiece(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encode
     return backend, encoder
 
 
-def _split(metadata: Mapping) -> Split:
+def _split(metadata: Mapping) -> GGUFSplit:
     said = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(said, str) or said not in SPLITS:
         raise UserError(

@@ -38,7 +38,7 @@ def form_of(parser: str, template: str, tokens: Collection[str]) -> ReasoningFor
     return next((form for form in FORMS.values() if not form.is_implied and form.is_used_by(template, tokens)), None)
 
 
-class Reasoning:
+class ReasoningSplitter:
     """Splits an answer that comes piece by piece into the reasoning at its beginning and the rest, its content.
 
     Line ends next to a tag belong to neither part. A tag that is not where reasoning begins or ends is content.

@@ -1,10 +1,10 @@
-"""Strings that end a text before themselves, or behind."""
+"""Cuts text at stop strings."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a stream of text where the first stop string to complete begins; where it ends, if the text includes it."""
+    """Cuts a stream of text before the first stop string that completes, or after it if `includes` is set."""
 
     def __init__(self, strings: Sequence[str], includes: bool = False) -> None:
         self._strings = tuple(strings)
@@ -13,8 +13,15 @@ class StopStrings:
         self._exempt = 0  # characters of what is held, in which no stop string ends
 
     def push(self, text: str, *, exempt: bool = False) -> tuple[str, bool]:
-        """The text that no stop string can claim any more, and whether one is complete. exempt: none ends in `text`,
-        but one that begins there may end in what follows."""
+        """Take more text.
+
+        Args:
+            text: the text.
+            exempt: no stop string may end in `text`, but one that begins there may end in later text.
+
+        Returns:
+            The text that can no longer be part of a stop string, and whether a stop string is complete.
+        """
         text = self._held + text
         if exempt:
             self._exempt = len(text)
@@ -30,11 +37,11 @@ class StopStrings:
         return text[:safe], False
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return the text that was held back. Call it at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""Text to token ids and back: from a checkpoint folder or a GGUF file's metadata, whole or token by token."""
+"""The tokenizer: text to token ids and back, for whole texts or token by token."""
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,16 +24,16 @@ from longhelix.errors import UserError
 from longhelix.scheduler.guide import ReasoningTags
 
 _KNOWN_PIECES = 1 << 17
-_TAIL_TOKENS = 64  # of a prompt: enough for a reasoning tag and the blanks behind it
+_TAIL_TOKENS = 64  # end of a prompt to decode: enough for a reasoning tag and the whitespace after it
 
 
 class Tokenizer:
-    """A model's tokenizer and, where it has one, its chat template.
+    """A model's tokenizer and its chat template, if it has one.
 
     Attributes:
-        max_model_len: Most tokens of a prompt, if it is known. Text that cannot have as few is refused before it is
-            tokenized.
-        end_ids: Tokens that end an answer by what the tokenizer says, whatever the model's configuration says.
+        max_model_len: largest number of tokens of a prompt, or None. Text that must have more tokens is rejected
+            before it is tokenized.
+        end_ids: tokens that end an answer according to the tokenizer. The model's configuration may have more.
     """
 
     max_model_len: int | None = None
@@ -45,7 +45,7 @@ class Tokenizer:
         end_ids: Sequence[int] = (),
         encoder: Encoder | None = None,
     ) -> None:
-        # A tokenizer.json may carry its training's truncation and padding; a prompt is never cut.
+        # A tokenizer.json may still have the truncation and padding of training, but prompts must not be cut.
         backend.no_truncation()
         backend.no_padding()
         self.end_ids = tuple(end_ids)
@@ -54,12 +54,12 @@ class Tokenizer:
         self._chat_template = chat_template
         if chat_template is not None:
             chat_template.check_length = self._check_length
-        self._bytes = token_bytes(backend)  # None where tokens do not stand for bytes of their own
+        self._bytes = token_bytes(backend)  # None if tokens do not stand for bytes
         self.piece = lru_cache(_KNOWN_PIECES)(self._piece)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Reads the tokenizer's files, see `TokenizerFolder`; UserError if one is broken."""
+        """Read the tokenizer's files, see `TokenizerFolder`. Raises UserError if one is damaged."""
         files = TokenizerFolder(folder)
         backend = files.backend()
         eos_id = backend.token_to_id(files.special_tokens.get("eos_token", ""))
@@ -67,33 +67,34 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> "Tokenizer":
-        """Builds the tokenizer that a GGUF file's `tokenizer.*` keys describe; UserError if it is not known."""
+        """Build the tokenizer that a GGUF file's `tokenizer.*` keys describe. Raises UserError if it is unsupported."""
         backend, encoder, template = read_tokenizer(metadata)
         return cls(backend, template, end_ids(metadata), encoder)
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added ones."""
         return self._backend.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt, with a BOS if this tokenizer adds one."""
+        """Return the ids of a plain prompt, with a BOS if this tokenizer adds one."""
         return self._encode(text, add_special_tokens=True)
 
     def parts(self, text: str) -> list[str]:
-        """The part of a plain prompt that each of its tokens stands for, see `Encoder.parts`."""
+        """Return the part of a plain prompt that each of its tokens stands for, see `Encoder.parts`."""
         _check_unicode(text)
         return self._encoder.parts(text)
 
     def encode_more(self, text: str) -> list[int]:
-        """The ids of text that comes behind other tokens."""
+        """Return the ids of text that follows other tokens."""
         return self._encode(text, add_special_tokens=False)
 
     @property
     def tool_form(self) -> ToolForm | None:
-        """How the model writes calls of functions that a conversation offers it; None if it is not known to."""
+        """How the model writes tool calls; None if it has no form that this engine knows."""
         form = None if self._chat_template is None else self._chat_template.tool_form
-        hidden = {self._backend.id_to_token(token_id) for token_id in self.special_ids}  # which texts do not show
+        # Texts leave special tokens out, so calls between special tokens could not be found.
+        hidden = {self._backend.id_to_token(token_id) for token_id in self.special_ids}
         return None if form is None or {form.begin, form.end} & hidden else form
 
     def reasoning_form(self, parser: str) -> ReasoningForm | None:
@@ -106,8 +107,14 @@ class Tokenizer:
     ) -> ReasoningTags | None:
         """Return the tags that an answer to `prompt` may have around its reasoning.
 
-        is_continued: the prompt ends inside a message, with which the answer goes on.
-        Returns None if the prompt ends behind the reasoning, as that of a template that was told to leave it out.
+        Args:
+            form: how the model writes its reasoning.
+            prompt: token ids of the prompt.
+            is_continued: whether the prompt ends inside a message that the answer continues.
+
+        Returns:
+            The tags, or None if the prompt already ends after the reasoning. Templates do that when they are told to
+            leave the reasoning out.
         """
         begin_id, end_id = (
             token_id if token_id in self.special_ids else None
@@ -124,7 +131,7 @@ class Tokenizer:
         return replace(tags, is_open=tags.is_open or ending.endswith(form.begin))
 
     def _last_turn(self, prompt: Sequence[int], tag_ids: Collection[int]) -> str:
-        """The text behind the last special token, tags aside: chat templates begin each turn with some."""
+        """Return the text after the last special token that is not a tag. Chat templates begin each turn with one."""
         marks = self.special_ids.difference(tag_ids)
         start = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in marks), 0)
         return self.spell(prompt[start:])
@@ -136,41 +143,43 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         **ending: bool,
     ) -> list[int]:
-        """The ids of a conversation up to where the assistant speaks; UserError without a chat template. The arguments
-        are those of `ChatTemplate.render`."""
+        """Return the ids of a conversation up to the place where the assistant's answer begins.
+
+        Takes the arguments of `ChatTemplate.render`. Raises UserError if the model has no chat template.
+        """
         return self._encode_rendered(self._template.render(messages, tools, variables, **ending))
 
     def encode_more_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **ending: bool
     ) -> list[int]:
-        """The same, of messages that come behind other tokens, those of a conversation or others."""
+        """Return the ids of messages that follow other tokens, such as those of a conversation or of a context."""
         return self._encode_rendered(self._template.render_more(messages, variables, **ending))
 
     @property
     def _template(self) -> ChatTemplate:
         if self._chat_template is None:
-            raise UserError("the model has no chat template; use generate without --chat", code="no_chat_template")
+            raise UserError("the model has no chat template: use generate without --chat", code="no_chat_template")
         return self._chat_template
 
     def _encode_rendered(self, text: str) -> list[int]:
-        # The template has written every special token that it wants.
+        # The template already writes all special tokens.
         return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of the ids, special tokens left out."""
+        """Return the text of the ids without special tokens."""
         return self.spell([token_id for token_id in token_ids if token_id not in self.special_ids])
 
     def spell(self, token_ids: Sequence[int], begins: bool = True) -> str:
-        """The text of the ids, special tokens included. begins: they begin a text, and do not come behind others."""
+        """Return the text of the ids with special tokens. begins: whether they begin a text or follow other tokens."""
         if self._bytes is not None:
             return self._bytes.text(token_ids, begins)
         if not begins:
             return "".join(map(self.piece, token_ids))
-        # Of a batch, for that lets other threads run.
+        # `decode_batch`, unlike `decode`, lets other threads run.
         return self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """What each of these tokens adds to their text, special tokens included."""
+        """Return what each of these tokens adds to their text, including special tokens."""
         stream = self._stream((), ())
         found = [stream.push(token_id) for token_id in token_ids]
         if found:
@@ -179,34 +188,37 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> dict[int, bytes]:
-        """What each token stands for inside of a text, by id; of special ones, what they are called. Raises UserError
-        for a tokenizer whose tokens do not stand for bytes."""
+        """The bytes of each token inside a text, by id; the name of a special token.
+
+        Raises:
+            UserError: the tokenizer's tokens do not stand for bytes.
+        """
         if self._bytes is None:
             raise UserError(
-                "the model's tokenizer has no bytes for its tokens, which guides need: use one that is byte-level or "
-                "SentencePiece's, or ask for no guide",
+                "guides need a byte-level or SentencePiece tokenizer, but the model's tokens do not stand for bytes: "
+                "leave the guide out, or use another model",
                 "unsupported_model",
             )
         return self._bytes.everything()
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that mark something, and have no text."""
+        """Special tokens, which have no text of their own."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters that a token can stand for, at most."""
+        """Largest number of characters that a token can stand for."""
         return max(map(len, self._backend.get_vocab()))
 
     def most_characters(self, token_ids: "array[int]") -> int:
-        """Characters that the text of tokens has at most."""
+        """Return an upper bound on the number of characters in the text of some tokens."""
         return int(self._lengths.take(np.frombuffer(token_ids, np.int32), mode="clip").sum()) if token_ids else 0
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
-        """Characters of each token's name by its id, which are at least those of its text."""
+        """Number of characters of each token's name, by id. A token's text is never longer than its name."""
         vocabulary = self._backend.get_vocab()
         found = np.zeros(max(vocabulary.values()) + 1, np.int64)
         for name, token_id in vocabulary.items():
@@ -214,22 +226,28 @@ class Tokenizer:
         return found
 
     def _check_length(self, num_characters: int) -> None:
-        """Raises TextTooLongError for a text that cannot be a prompt."""
+        """Raise TextTooLongError if a text of this length must have more tokens than a prompt may."""
         most = self.max_model_len
         if most is not None and num_characters > most and num_characters > most * self.longest_token:
             raise TextTooLongError(most, most * self.longest_token)
 
     def _piece(self, token_id: int) -> str:
-        """What one token stands for inside of a text."""
+        """Return the text of one token inside a text."""
         if self._bytes is not None:
             return self._bytes.text([token_id], begins=False)
-        # Decoders drop the blank that begins a text.
+        # Decoders drop the space that begins a text.
         return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
 
     def stream(
         self, before: Sequence[int] = (), skip_special_tokens: bool = True, shown: Collection[int] = ()
     ) -> TextStream:
-        """A decoder for ids that come one by one, behind others. shown: special tokens that are not skipped."""
+        """Return a decoder for ids that come one by one.
+
+        Args:
+            before: the ids before them.
+            skip_special_tokens: leave special tokens out of the text.
+            shown: special tokens that are never left out.
+        """
         return self._stream(before, self.special_ids.difference(shown) if skip_special_tokens else ())
 
     def _stream(self, before: Sequence[int], hidden: Collection[int]) -> TextStream:
@@ -247,4 +265,4 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"the prompt has half a surrogate pair at character {error.start}") from error
+        raise UserError(f"the prompt has half a surrogate pair at character {error.start}: remove it") from error

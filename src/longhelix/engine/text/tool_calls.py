@@ -1,4 +1,4 @@
-"""Calls of functions, as models write them into their answers."""
+"""Finds tool calls in a model's answer."""
 
 import json
 import re
@@ -12,18 +12,18 @@ from longhelix.scheduler.guide import in_lark
 
 @dataclass(frozen=True)
 class ToolForm:
-    """How a model writes a call: a JSON object with the function's "name" and, under the name `arguments`, what it is
-    called with, between `begin` and `end`. begin "": an answer is calls from its first character on, or has none.
-    separator: stands between two calls."""
+    """How a model writes a tool call: a JSON object with the function's "name" and arguments, between two marks."""
 
-    begin: str
-    end: str
-    arguments: str
-    separator: str
+    begin: str  # mark before a call; if empty, an answer consists of calls from its first character on, or has none
+    end: str  # mark after a call
+    arguments: str  # key of the arguments in the JSON object
+    separator: str  # text between two calls
 
     def lark(self, functions: Mapping[str, Mapping[str, Any]], several: bool) -> str:
-        """A grammar of answers that are calls, of one function or `several`. functions: the schema of each one's
-        arguments, by name."""
+        """Return a Lark grammar of answers that are one call, or `several`.
+
+        functions: the JSON schema of each function's arguments, by name.
+        """
         rules = [f"start: call ({json.dumps(self.separator)} call)*" if several else "start: call"]
         marks = (f"{self.begin}\n", f"\n{self.end}") if self.begin else ("", "")
         rules.append("call: {} one {}".format(*map(json.dumps, marks)))
@@ -41,7 +41,7 @@ LLAMA = ToolForm("", "", "parameters", "; ")
 
 
 def form_of(template: str) -> ToolForm | None:
-    """The form that a chat template shows its model; None for one that is not known here."""
+    """Return the form of tool calls that a chat template shows its model; None if it is unknown."""
     if HERMES.begin in template:
         # Others write their calls as XML between the same marks.
         return None if "<function=" in template or "<arg_key>" in template else HERMES
@@ -49,17 +49,17 @@ def form_of(template: str) -> ToolForm | None:
 
 
 @dataclass(frozen=True)
-class Text:
-    """More of what an answer says."""
+class ContentDelta:
+    """More of the answer's text."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call begins, the one with that place among those of the answer."""
+class ToolCallStart:
+    """The start of a tool call."""
 
-    place: int
+    place: int  # index of the call in the answer
     name: str
 
 
@@ -67,18 +67,23 @@ class Call:
 class Arguments:
     """More of the JSON of a call's arguments."""
 
-    place: int
+    place: int  # index of the call in the answer
     text: str
 
 
-Piece = Text | Call | Arguments
+Piece = ContentDelta | ToolCallStart | Arguments
 
 
 class ToolCalls:
-    """Splits an answer that comes piece by piece into text and calls of the functions of some names. What looks like a
-    call and is none is text. several: calls may follow the first one; otherwise all that comes behind it is dropped.
+    """Splits an answer that comes piece by piece into text and tool calls.
 
-    What is found does not depend on the pieces, and each character is looked at once, or a few times.
+    Text that looks like a call but is not one stays text. The result does not depend on how the answer is cut into
+    pieces. Each character is read once, or a few times at most.
+
+    Args:
+        form: how the model writes calls.
+        names: names of the functions that may be called.
+        several: whether calls may follow the first one. If not, everything after the first call is dropped.
     """
 
     def __init__(self, form: ToolForm, names: Collection[str], several: bool = True) -> None:
@@ -97,10 +102,11 @@ class ToolCalls:
 
     @property
     def num_calls(self) -> int:
-        """How many have begun."""
+        """Number of calls that have started."""
         return self._num_calls
 
     def push(self, text: str) -> list[Piece]:
+        """Take the next piece of the answer. Returns what it completes."""
         self._held += text
         found: list[Piece] = []
         while self._in(found):
@@ -108,13 +114,13 @@ class ToolCalls:
         return found
 
     def finish(self) -> list[Piece]:
-        """What was held back, once no more text comes."""
+        """Return the text that was held back. Call it at the end of the answer."""
         held, self._held = self._held, ""
         if self._in in (self._call, self._whole):
             held = self._before + held
         elif self._in == self._behind or (self._is_behind_calls and not held.strip(self._between_calls)):
             held = ""
-        return [Text(held)] if held else []
+        return [ContentDelta(held)] if held else []
 
     # Where the answer is. Each takes what it can of the text that is held, and says whether another may take more.
 
@@ -242,7 +248,7 @@ class ToolCalls:
         return self._num_calls > 0 and not self._has_said
 
     def _say(self, text: str, found: list[Piece]) -> None:
-        found.append(Text(text))
+        found.append(ContentDelta(text))
         self._has_said = True
 
     def _begin_call(self, before: str, held: str) -> None:
@@ -255,7 +261,7 @@ class ToolCalls:
         self._in = self._text if self._form.begin else self._rest
 
     def _named(self, name: str, found: list[Piece]) -> None:
-        found.append(Call(self._num_calls, name))
+        found.append(ToolCallStart(self._num_calls, name))
         self._num_calls += 1
         self._has_said = False
 

@@ -1,1 +1,1 @@
-"""Images: from files to patches, and through a model's vision tower to what the decoder takes in their place."""
+"""Images: reads files, cuts them into patches and runs the model's vision tower."""

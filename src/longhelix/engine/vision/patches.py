@@ -1,4 +1,4 @@
-"""An image as its model's vision tower takes it: scaled, cut into patches, and how they lie."""
+"""Scales images and cuts them into patches for the model's vision tower."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from longhelix.values import shown
 if TYPE_CHECKING:
     import PIL.Image
 
-# Before it is scaled down: a small file may hold a huge image.
+# Checked before the image is scaled down, because a small file may hold a huge image.
 _MOST_PIXELS = 2**27
 
 
-# The files that say how images are scaled, of which a folder has either.
+# The files with the settings for scaling images. A model folder has one of them.
 _FILES = ("preprocessor_config.json", "processor_config.json")
 SETTINGS = " or ".join(_FILES)
 
@@ -37,12 +37,12 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | PIL.Image.Image"
 
 @dataclass(frozen=True, eq=False)
 class Patches:
-    """What is known of an image before its patches are cut. rows, columns: of its tokens. digest: SHA-256 of its size
-    and pixels. cut: reads the image again and makes its patches_PX, float32, those of a token side by side."""
+    """An image whose patches are not cut yet."""
 
-    rows: int
-    columns: int
-    digest: bytes
+    rows: int  # of tokens
+    columns: int  # of tokens
+    digest: bytes  # SHA-256 of its size and pixels
+    # Reads the image again and returns patches_PX, float32. The patches of a token are adjacent.
     cut: Callable[[], NDArray[np.float32]]
 
     @property
@@ -51,13 +51,16 @@ class Patches:
 
 
 class Patcher:
-    """Makes patches of images, as preprocessor_config.json or processor_config.json in a model's folder says. Raises
-    UserError where that or the packages of the extra `vl` are missing."""
+    """Cuts images into patches with the settings in a model folder's preprocessor_config.json or processor_config.json.
+
+    Raises:
+        UserError: the folder has neither file, or the packages of the extra `vl` are not installed.
+    """
 
     def __init__(self, folder: Path) -> None:
         if not any((folder / name).is_file() for name in _FILES):
             raise UserError(
-                f"{folder} has no {SETTINGS}, which says how images are scaled: give a complete model folder",
+                f"{folder} has no {SETTINGS}, but images need its settings: give a complete model folder",
                 "invalid_checkpoint",
             )
         try:
@@ -79,13 +82,13 @@ class Patcher:
             ) from error
 
     def num_tokens(self, image: Source) -> int:
-        """Of an image, by its size alone. Raises UserError as `patches` does."""
+        """Return the number of an image's tokens. Reads its size only. Raises UserError as `patches` does."""
         with self._opened(image) as (name, opened):
             rows, columns = self._grid(name, *opened.size)
         return rows * columns
 
     def patches(self, image: Source) -> Patches:
-        """Those of an image. Raises UserError for what is none, or too large or too narrow."""
+        """Return an image's patches. Raises UserError if it is not an image, too large or too narrow."""
         name, upright = self._upright(image)
         digest = _digest(upright)
         return Patches(*self._grid(name, *upright.size), digest, partial(self._cut, image, digest))
@@ -100,7 +103,7 @@ class Patcher:
             raise _unreadable(name, error) from error
 
     def _grid(self, name: str, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of the tokens of an image of that size."""
+        """Return the rows and columns of tokens of an image with this size in pixels."""
         processor = self._processor
         unit, size = processor.patch_size * processor.merge_size, processor.size
         try:
@@ -110,12 +113,14 @@ class Patcher:
         return scaled[0] // unit, scaled[1] // unit
 
     def _upright(self, image: Any) -> tuple[str, PIL.Image.Image]:
-        """What to call an image, and its pixels: turned as its EXIF says, red, green and blue in 8 bits, on white where
-        it is transparent."""
+        """Return an image's name for messages and its pixels.
+
+        The pixels are RGB with 8 bits, rotated as its EXIF data says, on white where the image is transparent.
+        """
         with self._opened(image) as (name, opened):
             if opened.mode in ("I", "F"):
                 raise UserError(
-                    f"{name} has 32 bits for a pixel, which do not say what is white: give it with 8 or 16 bits",
+                    f"{name} has 32 bits per pixel, so its value for white is unknown: give it with 8 or 16 bits",
                     "invalid_image",
                 )
             try:
@@ -124,7 +129,7 @@ class Patcher:
                 raise _unreadable(name, error) from error
 
     def _on_white(self, image: PIL.Image.Image) -> PIL.Image.Image:
-        """An image without transparency, as transformers' processors make it of one."""
+        """Return an image without transparency, as transformers' processors make it."""
         transparent = image.info.get("transparency")
         if image.mode.startswith("I;16"):  # Pillow cuts these off at 255
             values = np.asarray(image)
@@ -142,7 +147,7 @@ class Patcher:
 
     @contextmanager
     def _opened(self, image: Any) -> Iterator[tuple[str, PIL.Image.Image]]:
-        """As `_open`, and what was opened here is closed at the end."""
+        """Open an image as `_open` does, check its size, and close it at the end if it was opened here."""
         name, opened = self._open(image)
         with nullcontext() if opened is image else opened:
             if opened.width * opened.height > _MOST_PIXELS:
@@ -150,7 +155,7 @@ class Patcher:
             yield name, opened
 
     def _open(self, image: Any) -> tuple[str, PIL.Image.Image]:
-        """An image, of which no pixel was read yet, and what to call it."""
+        """Return an image's name for messages and the image, with no pixels read yet."""
         if isinstance(image, self._pillow.Image):
             return "the image", image
         if isinstance(image, bytes):
@@ -181,11 +186,11 @@ def _digest(upright: PIL.Image.Image) -> bytes:
 
 
 def _unreadable(name: str, error: Exception) -> UserError:
-    return UserError(f"{name} cannot be read as an image ({error}): give another", "invalid_image")
+    return UserError(f"{name} cannot be read as an image ({error}): give another image", "invalid_image")
 
 
 def _too_large(name: str) -> UserError:
-    return UserError(f"{name} has more than {_MOST_PIXELS} pixels: give it smaller", "invalid_image")
+    return UserError(f"{name} has more than {_MOST_PIXELS} pixels: give a smaller image", "invalid_image")
 
 
 def missing_extra() -> UserError:

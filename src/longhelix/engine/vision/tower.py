@@ -1,4 +1,4 @@
-"""The vision tower of a model, as transformers has it, with the weights of the model's own checkpoint."""
+"""Runs transformers' vision tower with the weights of the model's own checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ if TYPE_CHECKING:
 
 
 class Tower:
-    """Makes of patches what the decoder takes in place of an image's tokens, on this process's cores. Loaded when it is
-    first asked; then it keeps the states of the last images, because a conversation shows its images again each time.
+    """Turns patches into the states that the decoder uses for an image's tokens, on the cores of this process.
 
-    spec: of the whole model. dtype: of activations, by name. most_bytes: of the states that it keeps.
+    The tower is loaded at its first use. It keeps the states of the last images, because each request of a conversation
+    shows the conversation's images again.
+
+    Args:
+        checkpoint: the model's checkpoint.
+        spec: the spec of the whole model.
+        dtype: name of the dtype of activations.
+        most_bytes: most memory for the states that it keeps.
     """
 
     def __init__(self, checkpoint: VisionLanguageCheckpoint, spec: ModelSpec, dtype: str, most_bytes: int) -> None:
@@ -31,12 +37,12 @@ class Tower:
         self._turn = Lock()
 
     def states(self, patches: Patches) -> bytes:
-        """Those of `models.batch.ImageRows`, as `TakeImageRows` has them. Threads take turns."""
+        """Return an image's states in the form of `TakeImageRows`. Threads take turns."""
         with self._turn:
             states = self._kept.pop(patches.digest, None)
             if states is None:
                 states = self._run(patches)
-            self._kept[patches.digest] = states  # the one that was used last comes last
+            self._kept[patches.digest] = states  # the dict is ordered by last use
             while sum(map(len, self._kept.values())) > self._most_bytes:
                 del self._kept[next(iter(self._kept))]
             return states
@@ -49,8 +55,7 @@ class Tower:
         patch_numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
         if patches_PX.shape != (patches.num_tokens * merge**2, patch_numbers):
             raise invalid_checkpoint(
-                f"{SETTINGS} cuts images into other patches than the model's vision_config takes: check that they "
-                "belong together"
+                f"{SETTINGS} makes patches that do not fit the model's vision_config: check that both belong together"
             )
         with torch.inference_mode():
             found = self._model(
@@ -62,8 +67,8 @@ class Tower:
         wanted = [(patches.num_tokens, self._spec.hidden_size)] * (1 + self._spec.vision.num_deepstack)
         if [tuple(states_XH.shape) for states_XH in given] != wanted:
             raise invalid_checkpoint(
-                "the vision tower gives states of another shape than the decoder takes: check that the model's config "
-                "and weights belong together"
+                "the vision tower's states have a different shape from the decoder's input: check that the model's "
+                "config and weights belong together"
             )
         return torch.stack(given).view(torch.uint8).numpy().tobytes()
 

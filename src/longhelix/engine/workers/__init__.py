@@ -1,1 +1,1 @@
-"""Ranks as processes: started, given steps, watched, and ended."""
+"""Runs ranks as processes: starts them, sends them steps, watches them and ends them."""

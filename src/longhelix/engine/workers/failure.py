@@ -1,4 +1,4 @@
-"""What a rank says of the error that ends it."""
+"""Turns the error that ends a rank into a message for the engine."""
 
 import traceback
 
@@ -8,10 +8,10 @@ from longhelix.errors import PeerLostError, UserError
 
 
 def failure(error: Exception) -> Failed:
-    """What the engine is told. An error of this rank's own is printed too, with its traceback."""
+    """Return the message for an error. The traceback is printed too, unless the user or a lost peer is the cause."""
     if isinstance(error, UserError):
         return Failed(str(error), lost_peer=False, user_error_code=error.code)
-    # While ranks meet they call process groups themselves, whose errors no RankGroup has named.
+    # While ranks join, they call process groups directly, so no RankGroup has turned the error into PeerLostError.
     lost_peer = isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and is_lost_peer(error))
     if not lost_peer:
         traceback.print_exception(error)

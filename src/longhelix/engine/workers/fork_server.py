@@ -1,4 +1,4 @@
-"""The process that ranks are forked from, `longhelix.engine.workers.forking`, as its parent sees it."""
+"""Client of the fork server: starts `longhelix.engine.workers.forking` and has it fork the processes of ranks."""
 
 import fcntl
 import itertools
@@ -20,20 +20,24 @@ from longhelix.engine.workers.process import Process, are_ready, is_open, signal
 from longhelix.errors import EngineError
 
 LONGEST_REQUEST_BYTES = 1 << 16
-_IMPORT_S = 600.0  # the longest that a disk may take to give what ranks import
+_IMPORT_S = 600.0  # the longest that imports may take on a slow disk
 _ANSWER_S = 60.0  # the longest that a fork may take
 _END_S = 5.0
 
 
 class ForkServer:
-    """`longhelix.engine.workers.forking`, a process beside this one, with which it ends.
+    """A process that runs `longhelix.engine.workers.forking`. It ends with this process.
 
-    What is forked from it has the environment, the cores, the user and the limits that it was started with.
+    Processes forked from it have the environment, the cores, the user and the limits that it was started with.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start it; it imports what ranks need while this process goes on. Raises EngineError if it cannot be."""
-        self.users = 0  # that are about to start processes, by `fork_server`
+        """Start the server. It imports what ranks need in the background.
+
+        Raises:
+            EngineError: the system cannot start it.
+        """
+        self.users = 0  # number of `fork_server` blocks that are active
         self._lock = threading.RLock()
         self._processes: list[Process] = []
         self._numbers = itertools.count(1)  # of requests
@@ -42,7 +46,7 @@ class ForkServer:
             self._requests, served = map(_above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             with served:
                 self._server = subprocess.Popen(
-                    # -P: a rank imports nothing from the directory that the user happens to stand in.
+                    # -P: a rank must not import modules from the current directory.
                     [
                         sys.executable,
                         "-P",
@@ -56,49 +60,56 @@ class ForkServer:
                     stderr=None if is_open(2) else subprocess.DEVNULL,
                     env=environment,
                     pass_fds=[served.fileno()],
-                    # A signal to the group of the process that starts it is that one's alone.
+                    # A signal to the process group of its parent must not reach it.
                     process_group=0,
                 )
-        # Called as this process exits, too, and then after those who have started processes ended them.
+        # Also called when this process exits, after the owners of the forked processes have ended them.
         self.close = weakref.finalize(self, _end, self._server, self._requests)
 
     @property
     def pid(self) -> int:
+        """Process id of the server."""
         return self._server.pid
 
     @property
     def is_up(self) -> bool:
+        """Whether the server runs."""
         return self.close.alive and self._server.poll() is None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is about to start a process, and all that it has forked has ended and is closed."""
+        """Whether nobody is about to start a process, and all processes that it has forked are closed."""
         return not self.users and all(process.is_closed for process in self._processes)
 
     def start(self, command: list[str], **streams: int | None) -> Process:
-        """Fork a process, as soon as the server is prepared.
+        """Wait until the server is prepared, then fork a process.
 
-        command: a module and its arguments. streams: stdin, stdout and stderr: subprocess.PIPE, subprocess.DEVNULL, a
-        descriptor, or None for this process's own. Raises EngineError if it cannot be.
+        Args:
+            command: a module and its arguments.
+            streams: stdin, stdout and stderr. Each is subprocess.PIPE, subprocess.DEVNULL, a descriptor, or None for
+                this process's own stream.
+
+        Raises:
+            EngineError: the process cannot be started.
         """
         number = next(self._numbers)
         try:
             with self._lock:
-                # First, because a copy of this process that another thread makes meanwhile would keep pipes open.
+                # Wait before opening pipes: a fork that another thread makes during the wait would keep them open.
                 self.await_prepared()
                 process = self._fork(number, command, streams)
                 self._processes = [process, *(other for other in self._processes if not other.is_closed)]
                 return process
-        except BaseException:  # such as an interrupt, after which nobody would know of it
+        except BaseException:  # after an interrupt, for example, nobody would know the process
             self._take_back(number)
             raise
 
     def await_prepared(self) -> None:
-        """Wait until it has imported what ranks need. Raises EngineError if it cannot."""
+        """Wait until the server has imported what ranks need. Raises EngineError if it cannot."""
         with self._lock:
             if self._is_prepared and self.close.alive:
                 return
-            # Its first message is read only with the first answer: an interrupt loses nothing.
+            # MSG_PEEK leaves the first message to be read with the first answer, so an interrupt loses nothing.
             self._is_prepared = bool(self._receive(_IMPORT_S, socket.MSG_PEEK))
 
     def _fork(self, number: int, command: list[str], streams: Mapping[str, int | None]) -> Process:
@@ -122,30 +133,30 @@ class ForkServer:
         return process
 
     def _ask(self, number: int, command: list[str], descriptors: list[int]) -> int:
-        """The id of a process that is forked for it."""
+        """Ask the server to fork a process and return its process id."""
         request = json.dumps([number, command]).encode()
         assert len(request) <= LONGEST_REQUEST_BYTES
-        with suppress(ConnectionError):  # it has ended
+        with suppress(ConnectionError):  # the server has ended; `_receive` reports it
             socket.send_fds(self._requests, [request], descriptors)
         answer = json.loads(self._receive(_ANSWER_S))
-        while answer["number"] != number:  # that of one whose asker was interrupted
+        while answer["number"] != number:  # the answer to an earlier request that was interrupted
             answer = json.loads(self._receive(_ANSWER_S))
         if "error" in answer:
             raise EngineError(f"ranks cannot start: {answer['error']}")
         return answer["process_id"]
 
     def _take_back(self, number: int) -> None:
-        with suppress(OSError):  # it has ended, and so does what it has forked
+        with suppress(OSError):  # the server has ended, and the processes that it has forked end too
             self._requests.send(json.dumps([number, []]).encode())
 
     def _receive(self, timeout_s: float, flags: int = 0) -> bytes:
-        """What the server says next. Raises EngineError, and closes it, if it says nothing."""
-        failed = "ranks cannot start: the process that they are forked from"
+        """Return the server's next message. Raises EngineError, and closes the server, if there is none."""
+        failed = "ranks cannot start: the fork server"
         if not self.close.alive:
             raise EngineError(f"{failed} has ended")
         if not are_ready([self._requests], timeout_s):
             self.close()
-            raise EngineError(f"{failed} has said nothing for {timeout_s:.0f} s")
+            raise EngineError(f"{failed} has not answered for {timeout_s:.0f} s")
         found = b""
         with suppress(ConnectionError):
             found = self._requests.recv(LONGEST_REQUEST_BYTES, flags)
@@ -154,7 +165,7 @@ class ForkServer:
             self.close()
             if status < 0:
                 raise EngineError(f"{failed} was ended by {signal_name(-status)}")
-            raise EngineError(f"{failed} failed, and the reason is printed above")
+            raise EngineError(f"{failed} failed with status {status}: the reason is printed above")
         return found
 
 
@@ -164,8 +175,10 @@ _lock = threading.RLock()
 
 @contextmanager
 def fork_server(environment: Mapping[str, str]) -> Iterator[ForkServer]:
-    """The one that forks processes as this thread would start them, with this environment, in a `with` statement that
-    keeps it up."""
+    """Return the fork server for this thread's user, cores and limits and this environment, in a `with` statement.
+
+    The server is kept running inside the `with` statement.
+    """
     with _lock:
         server = server_for(environment)
         server.users += 1
@@ -177,7 +190,10 @@ def fork_server(environment: Mapping[str, str]) -> Iterator[ForkServer]:
 
 
 def server_for(environment: Mapping[str, str]) -> ForkServer:
-    """The same, but it may end before it is used. It is started if it does not run; then those end that are idle."""
+    """Return the same server as `fork_server`, but it may end before it is used.
+
+    If the server does not run, it is started, and idle servers are closed first.
+    """
     with _in_words():
         key = inheritance(environment)
     with _lock:
@@ -192,7 +208,7 @@ def server_for(environment: Mapping[str, str]) -> ForkServer:
 
 @contextmanager
 def _in_words() -> Iterator[None]:
-    """What the system refuses is an EngineError."""
+    """Turn OSError into EngineError."""
     try:
         yield
     except OSError as error:
@@ -200,7 +216,7 @@ def _in_words() -> Iterator[None]:
 
 
 def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """What a process gets from the one that starts it, and keeps."""
+    """Return everything that a process inherits from its parent and keeps, as a key for servers."""
     limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
     return (
         frozenset(environment.items()),
@@ -216,23 +232,23 @@ def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
 
 
 def _directory() -> int:
-    """The directory that this process stands in, as a descriptor: it may have been removed or renamed."""
+    """Return a descriptor of the current directory, which may have been removed or renamed."""
     try:
         return os.open(".", os.O_PATH)
-    except PermissionError:  # who started this process could stand there, and this user cannot
+    except PermissionError:  # this process now runs as a user who may not enter its current directory
         return os.open("/", os.O_PATH)
 
 
 def _end(server: subprocess.Popen[bytes], requests: socket.socket) -> None:
-    requests.close()  # with which it ends
-    with suppress(PermissionError):  # this process has another user by now
+    requests.close()  # the server ends when its socket is closed
+    with suppress(PermissionError):  # this process now runs as another user
         server.kill()
     with suppress(subprocess.TimeoutExpired):
         server.wait(_END_S)
 
 
 def _above_streams(requests: socket.socket) -> socket.socket:
-    """The same without a time limit, as a descriptor that no standard stream has, even where one of them is closed."""
+    """Return the socket without a time limit, with a descriptor above 2 even if a standard stream is closed."""
     with requests:
         above = socket.socket(fileno=fcntl.fcntl(requests, fcntl.F_DUPFD_CLOEXEC, 3))
     above.setblocking(True)
@@ -240,17 +256,17 @@ def _above_streams(requests: socket.socket) -> socket.socket:
 
 
 def _umask() -> list[str]:
-    """That of this process, which cannot be asked for without setting it for all threads."""
+    """Return the umask of this process. os.umask could only return it by changing it for all threads."""
     return [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")]
 
 
 def _forget() -> None:
-    """In a copy of this process: what was forked for this one is not the copy's."""
+    """Run in a fork of this process: forget the servers, which belong to the original process."""
     global _lock
     _lock = threading.RLock()
     for server in _servers.values():
         server.close.detach()
-        server._server.returncode = 0  # subprocess would say that it runs on
+        server._server.returncode = 0  # or subprocess would warn that it still runs
         server._requests.close()
     _servers.clear()
 

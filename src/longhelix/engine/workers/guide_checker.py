@@ -1,4 +1,4 @@
-"""Guides, looked at before any rank has them."""
+"""Checks guides in a separate process before any rank compiles them."""
 
 import hashlib
 import os
@@ -21,31 +21,39 @@ from longhelix.errors import EngineError, PassingError, UserError
 from longhelix.scheduler.guide import Guide, TokenTable
 
 _START_S = 120.0
-_ANSWER_S = 60.0  # the process counts its own time; this is for one that does not get any
+_ANSWER_S = 60.0  # the process limits its own CPU time; this limit is for a process that gets no CPU time
 _KNOWN = 4096  # guides
-_TRIES = 2  # to compile a guide while others end the process
-# Signals with which others end it, such as a system that is short of memory; its limits have others.
+_TRIES = 2  # attempts to compile a guide if other programs end the process
+# Signals from outside, for example when the system is short of memory. The process's own limits use other signals.
 _OF_OTHERS = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
 
 
 class GuideChecker:
-    """Compiles guides in a process of its own, which starts with the first of them: a grammar of a few kilobytes can
-    take all memory, minutes, or more stack than there is, and ranks and clients shall not feel it. Any thread may ask.
+    """Compiles guides in a separate process. The process starts with the first guide. Any thread may use it.
 
-    table: makes the vocabulary; it is called once.
+    A grammar of a few kilobytes can take minutes, all memory, or more stack than there is. In a separate process this
+    harms neither ranks nor other requests.
     """
 
     def __init__(self, table: Callable[[], TokenTable]) -> None:
+        """table: returns the vocabulary; called each time that the process starts."""
         self._table = table
         self._process: subprocess.Popen[bytes] | None = None
-        self._kill: Callable[[], object] = lambda: None  # which nobody's holding this checker does as well
-        self._found: dict[bytes, Checked] = {}  # by digests of guides, in the order in which they came
+        self._kill: Callable[[], object] = lambda: None  # also runs when this checker is garbage-collected
+        self._found: dict[bytes, Checked] = {}  # results by digest of the guide, oldest first
         self._lock = threading.Lock()
         self._closed = False
 
     def check(self, guide: Guide) -> float:
-        """The seconds of CPU time that it takes to be compiled. Raises UserError if it cannot be followed, or takes too
-        much of them; PassingError if nobody knows."""
+        """Check a guide.
+
+        Returns:
+            Seconds of CPU time that it takes to compile the guide.
+
+        Raises:
+            UserError: no text can follow the guide, or it takes too much time or memory to compile.
+            PassingError: the check could not be made; it may work later.
+        """
         found = self._found.get(_digest(guide))
         if found is None:
             with self._lock:
@@ -56,21 +64,25 @@ class GuideChecker:
         return _taken_s(found)
 
     def knows(self, guide: Guide) -> bool:
-        """Whether it was looked at before, which nobody waits for. Raises the UserError that it was refused with."""
+        """Whether the guide has already been accepted. Returns at once.
+
+        Raises:
+            UserError: the guide has already been rejected.
+        """
         found = self._found.get(_digest(guide))
         if found is not None:
             _taken_s(found)
         return found is not None
 
     def close(self) -> None:
-        """End the process. May be called more than once, and beside a check, which then fails."""
+        """End the process. May be called more than once. A check that runs on another thread fails."""
         self._closed = True
         self._kill()
         with self._lock:
             self._end()
 
     def _asked(self, guide: Guide) -> Checked:
-        """Raises PassingError if nothing is found, which is not the guide's doing."""
+        """Have the process check a guide. Raises PassingError if that fails for a reason other than the guide."""
         ended_by = 0
         for _ in range(_TRIES):
             self._check_open()
@@ -85,11 +97,12 @@ class GuideChecker:
             ended_by = -self._end()
             if ended_by not in _OF_OTHERS:
                 self._check_open()
-                return Checked(
-                    "the guide takes too much time or memory to be compiled: make it simpler", "guide_too_large"
-                )
+                return Checked("the guide takes too much time or memory to compile: make it simpler", "guide_too_large")
         self._check_open()
-        raise PassingError(f"guides cannot be checked: {signal_name(ended_by)} ends the process that compiles them")
+        raise PassingError(
+            f"guides cannot be checked now: {signal_name(ended_by)} ended the process that compiles them {_TRIES} "
+            "times; try again later"
+        )
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -102,22 +115,24 @@ class GuideChecker:
                     start_new_session=True,  # an interrupt from the terminal is not for it
                 )
             except OSError as error:
-                raise PassingError(f"guides cannot be checked: {error.strerror}") from error
+                raise PassingError(f"guides cannot be checked now ({error.strerror}): try again later") from error
             self._kill = weakref.finalize(self, self._process.kill)
-            if self._closed:  # since, by somebody who could not end it
+            if self._closed:  # `close` ran in the meantime and could not end this process
                 self._kill()
             if _exchange(self._process, table, _START_S) is None:
                 self._check_open()
-                raise PassingError("guides cannot be checked: the process that compiles them does not start")
+                raise PassingError(
+                    "guides cannot be checked now: the process that compiles them does not start; try again later"
+                )
         return self._process
 
     def _check_open(self) -> None:
-        """Raise EngineError once it is closed."""
+        """Raise EngineError if the checker is closed."""
         if self._closed:
             raise EngineError("the engine has ended: make a new one")
 
     def _end(self) -> int:
-        """End the process, if there is one, and return its exit status, minus the signal's number if one ended it."""
+        """End the process if there is one. Returns its exit status, minus the signal's number if a signal ended it."""
         if self._process is None:
             return 0
         self._kill()
@@ -128,7 +143,7 @@ class GuideChecker:
 
 
 def _taken_s(found: Checked) -> float:
-    """Raises the UserError of what is refused."""
+    """Return the CPU seconds of an accepted guide. Raises the UserError of a rejected one."""
     if found.refusal:
         raise UserError(found.refusal, found.code)
     return found.taken_s
@@ -139,15 +154,18 @@ def _digest(guide: Guide) -> bytes:
 
 
 def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> Checked | None:
-    """What the process answers; None if it ends. Raises PassingError if it takes nothing of the message, or says
-    nothing, for so long."""
+    """Send a message to the process and return its answer, or None if the process ends.
+
+    Raises:
+        PassingError: the process does not read or does not answer for `timeout_s` seconds.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     left = memoryview(framed(message))
     while left:
         _await(process, process.stdin, selectors.EVENT_WRITE, timeout_s)
         try:
-            # So much a pipe takes at once that takes anything.
+            # A pipe that is ready accepts at least PIPE_BUF bytes without blocking.
             left = left[os.write(process.stdin.fileno(), left[: select.PIPE_BUF]) :]
         except OSError:
             return None
@@ -157,25 +175,30 @@ def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float
 
 
 def _await(process: subprocess.Popen[bytes], pipe: IO[bytes], event: int, timeout_s: float) -> None:
-    """Wait until a pipe to or from the process is ready, or the process has ended. Raises PassingError if neither is
-    so within `timeout_s`."""
+    """Wait until a pipe to or from the process is ready or the process has ended.
+
+    Raises:
+        PassingError: neither happened within `timeout_s` seconds.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, event)
         if selector.select(timeout_s):
             return
-    words = f"guides cannot be checked: nothing was found within {timeout_s:g} s"
+    words = f"guides cannot be checked now: no answer within {timeout_s:g} s; try again later"
     if (spent := _core_s(process.pid)) is not None:
         had_s, waited_s = spent
-        words += f"; their process has had a core for {had_s:.1f} s since it began, and waited {waited_s:.1f} s for one"
+        words += f" (the process that compiles them ran for {had_s:.1f} s and waited {waited_s:.1f} s for a core)"
     raise PassingError(words)
 
 
 def _core_s(pid: int) -> tuple[float, float] | None:
-    """For how many seconds the threads of a process have had a core, and have waited for one, as Linux counts them
-    (`schedstat`, Documentation/scheduler/sched-stats.rst); None where the system does not say."""
+    """Return for how many seconds the threads of a process ran, and how long they waited for a core.
+
+    Linux counts them in `schedstat` (Documentation/scheduler/sched-stats.rst). None where the system does not.
+    """
     try:
         counts = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    except OSError:  # a thread that has ended since
+    except OSError:  # a thread has just ended
         return None
     if not counts:
         return None

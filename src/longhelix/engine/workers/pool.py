@@ -1,4 +1,4 @@
-"""All ranks as one runner for the loop: they get its steps, report results, and end together."""
+"""Runs all ranks as one runner for the loop: it sends them steps, collects their results, and ends them together."""
 
 import math
 import time
@@ -48,8 +48,8 @@ from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.step import Step, StepResult
 from longhelix.spec.layout import Layout
 
-# A stopped or wedged process misses several heartbeats in a row; a busy one does not. While it loads, importing
-# or reading may hold its interpreter, and the heart with it, for longer.
+# A stopped or hung process misses several heartbeats in a row; a busy one does not. While a rank loads, an import or a
+# read may block its interpreter, and its heartbeat thread, for longer.
 SILENCE_S = 5.0
 _LOADING_SILENCE_S = 120.0
 _POLL_S, _LOOK_S = 0.1, 0.5
@@ -59,9 +59,11 @@ _Answer = TypeVar("_Answer")
 
 
 class WorkerPool:
-    """N worker processes, one per rank, as a Runner. If one rank ends, all end, with an EngineError.
+    """Runner with one worker process for each rank. If one rank ends, all end, with an EngineError.
 
-    cost: the cost of its steps. cut: chooses in how many parts steps attend; None where parts have no use.
+    Attributes:
+        cost: predicts the cost of steps.
+        cut: chooses into how many parts the attention of a step is split; None where parts are of no use.
     """
 
     def __init__(
@@ -71,25 +73,30 @@ class WorkerPool:
         on_warmed: Callable[[float], None],
         on_traced: Callable[[int, list[TraceEvent]], None],
     ) -> None:
-        """Start all ranks and wait until they take steps. `on_loaded` is called with elements of weights as they are
-        loaded, `on_warmed` with the share of the first rank's warm-up that is done, if there is one, `on_traced` with a
-        rank and its events of one step, where steps are traced."""
+        """Start all ranks and wait until they are ready for steps.
+
+        Args:
+            config: the engine's configuration.
+            on_loaded: called with the number of weight elements that a rank has just loaded.
+            on_warmed: called with the fraction of the first rank's warm-up that is done, if there is a warm-up.
+            on_traced: called with a rank and its trace events of one step, if steps are traced.
+        """
         self._ranks = range(config.layout.world_size)
         self._watchdog = Watchdog(config)
         self._layout = config.layout
         self._in_flight: dict[int, _InFlight] = {}
-        # Quiet time counts while the engine listens, and at most a little between two times that it does: a suspended
-        # engine blames nobody, and one that only looks now and then sees who is silent.
+        # Silence counts only while the engine listens, plus a little between two looks. A suspended engine therefore
+        # does not report silent ranks, and an engine that looks only now and then still finds them.
         self._listened_at = time.monotonic()
         self._quiet_s = dict.fromkeys(self._ranks, 0.0)
-        # A rank gives no signs before it has joined; a start that stands still is the watchdog's.
+        # A rank sends no heartbeat before it has joined. The watchdog looks after starts that are stuck.
         self._patience_s = dict.fromkeys(self._ranks, math.inf)
         self._consequences: dict[int, str] = {}
         self._checked_at = 0.0
         self._closed = False
         self._on_traced = on_traced
         await_prepared()
-        # torchrun has started the ranks but for the first, whose process it uses for the engine.
+        # torchrun has started all ranks except the first. The first one's process runs the engine.
         self._processes = Ranks(torchrun.make_directory() if torchrun.is_active() else None)
         try:
             self._socket = EngineSocket(self._processes.directory)
@@ -109,16 +116,16 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Rank to process id, of the processes that this pool started."""
+        """The process id of each rank that this pool started."""
         return self._processes.process_ids
 
     @property
     def still_s(self) -> float:
-        """For how long no rank has got on, while steps are in flight. From any thread."""
+        """Seconds since any rank last made progress; 0 without steps in flight. Any thread may read it."""
         return self._watchdog.still_s if self._in_flight else 0.0
 
     def submit(self, step: Step) -> None:
-        """Give a step to its ranks. If it cannot be sent, the engine ends, because the step is lost."""
+        """Send a step to its ranks. If that fails, the engine ends, because the step is lost."""
         self._check_open()
         in_flight = _InFlight(_stages(self._layout, step))
         try:
@@ -131,8 +138,14 @@ class WorkerPool:
         self._watchdog.given(in_flight.ranks)
 
     def collect(self, timeout_s: float = math.inf) -> StepResult | None:
-        """The result of the first step that all of its ranks have done, or None if that takes longer than `timeout_s`.
-        Raises EngineError, and closes, if a rank fails."""
+        """Wait for the first step that all of its ranks have finished.
+
+        Returns:
+            Its result, or None after `timeout_s` seconds.
+
+        Raises:
+            EngineError: a rank failed. The pool is closed.
+        """
         self._check_open()
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -151,25 +164,24 @@ class WorkerPool:
         return result
 
     def _check_progress(self) -> None:
-        """Have the watchdog look at the steps that ranks are in."""
+        """Have the watchdog check the steps that ranks are running."""
         for step_id, step in _foremost(self._in_flight):
             self._watchdog.check(step_id, step.ranks, set(step.results))
 
     def expert_rows(self, ranks: Collection[int]) -> list[list[list[int]]]:
-        """The rows that each expert of each of `ranks` has had so far, by rank and layer."""
+        """Return the rows that each expert of `ranks` has processed so far, by rank and layer."""
         self._check_open()
         counted = self._ask(ranks, CountRows(), RowCounts, GRACE_S)
         return [counted[rank].rows for rank in ranks]
 
     def pass_reports(self) -> list[PassReport]:
-        """What the sequence-parallel pass has made of the graphs of each stage, whose ranks have them alike."""
+        """Return the sequence-parallel pass's report of one rank of each stage; its other ranks report the same."""
         self._check_open()
         leaders = [ranks[0] for ranks in self._layout.stage_groups()]
         return list(self._ask(leaders, ReportPasses(), PassReport, GRACE_S).values())
 
     def carry(self, message: SaveBlocks | LoadBlocks) -> UserError | None:
-        """Have all ranks save or load KV blocks, between two steps. Returns what one of them says, if that cannot
-        be."""
+        """Have all ranks save or load KV blocks between two steps. Returns the error of the first rank that cannot."""
         self._check_open()
         answers = self._ask(self._ranks, message, Carried, DISK_S).values()
         return next((UserError(answer.refusal, answer.code) for answer in answers if answer.refusal), None)
@@ -183,8 +195,11 @@ class WorkerPool:
     def _ask(
         self, ranks: Collection[int], message: ToWorker, kind: type[_Answer], patience_s: float
     ) -> dict[int, _Answer]:
-        """What ranks answer to a message, with no step waiting for it. Ends the engine if one of them does not, for so
-        long."""
+        """Send a message to ranks and return their answers. No step waits for them.
+
+        Raises:
+            EngineError: a rank did not answer within `patience_s` seconds. The pool is closed.
+        """
         self._socket.send(ranks, message)
         self._watchdog.given(ranks)
         answers: dict[int, _Answer] = {}
@@ -202,7 +217,7 @@ class WorkerPool:
         return answers
 
     def _take(self, rank: int, message: ToEngine) -> None:
-        """Keep what a rank reports of its steps."""
+        """Store what a rank reports about its steps."""
         match message:
             case Done(result):
                 self._in_flight[result.step_id].results[rank] = result
@@ -210,8 +225,10 @@ class WorkerPool:
                 self._on_traced(rank, events)
 
     def close(self, grace_s: float = _STOP_S) -> None:
-        """End every process that this pool started, and remove its sockets, even if the wait for them is interrupted.
-        Does nothing once that is done."""
+        """End every process that this pool started and remove its sockets, even if the wait for them is interrupted.
+
+        May be called more than once.
+        """
         try:
             if not self._closed:
                 self._closed = True
@@ -222,10 +239,10 @@ class WorkerPool:
             self._processes.close()
 
     def _stop(self, grace_s: float) -> None:
-        """Ask the ranks to end themselves, and give them some time."""
+        """Ask the ranks to end by themselves and wait up to `grace_s` seconds."""
         try:
             self._socket.send(self._ranks, Stop())
-        except zmq.ZMQError:  # they are ended all the same
+        except zmq.ZMQError:  # `close` kills them in any case
             return
         self._processes.wait(grace_s)
 
@@ -236,7 +253,7 @@ class WorkerPool:
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
     ) -> list[Execution]:
-        """Wait until all ranks take steps. Returns how each of them runs its layers."""
+        """Wait until all ranks are ready for steps. Returns how each of them runs its layers."""
         ready: dict[int, Execution] = {}
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
@@ -255,7 +272,12 @@ class WorkerPool:
         return list(ready.values())
 
     def _receive(self, deadline_s: float = math.inf) -> tuple[int, ToEngine] | None:
-        """The next message, or None at `deadline_s`. Raises an error that names the first rank that failed, and why."""
+        """Return the next message, or None at `deadline_s`.
+
+        Raises:
+            EngineError: a rank failed; the error names the first one and its reason.
+            UserError: a rank failed because of the user's input.
+        """
         while True:
             received = self._socket.receive(min(max(deadline_s - time.monotonic(), 0.0), _POLL_S))
             now = time.monotonic()
@@ -264,7 +286,7 @@ class WorkerPool:
             self._watchdog.waited(waited_s)
             for rank in self._ranks:
                 self._quiet_s[rank] += waited_s
-            # By time, because the signs of life of many ranks leave no gap between them.
+            # Checked by time, because the heartbeats of many ranks leave no gap between them.
             if now - self._checked_at >= _POLL_S:
                 self._check_processes()
                 self._checked_at = now
@@ -276,17 +298,17 @@ class WorkerPool:
             self._quiet_s[rank] = 0.0
             match message:
                 case Alive(progress):
-                    self._watchdog.heard(rank, progress)
+                    self._watchdog.on_heartbeat(rank, progress)
                 case _:
-                    self._watchdog.got_on(rank)
+                    self._watchdog.made_progress(rank)
             if not isinstance(message, Failed):
                 return rank, message
             if message.user_error_code:
                 raise UserError(message.cause, message.user_error_code)
             if not message.lost_peer:
-                self._processes.check_signals()  # whose end its error may follow from
+                self._processes.check_signals()  # the rank may have failed because a signal ended another one
                 raise EngineError(f"rank {rank} failed: {message.cause}")
-            # The rank that went first says so itself, or shows as a dead or silent process; wait for that.
+            # This rank lost a peer. The peer that failed first reports it, or is found dead or silent. Wait for that.
             self._consequences[rank] = message.cause
 
     def _check_processes(self) -> None:
@@ -297,7 +319,7 @@ class WorkerPool:
         for rank in self._ranks:
             if self._quiet_s[rank] > self._patience_s[rank] and rank not in self._consequences:
                 raise EngineError(
-                    f"rank {rank} has not answered for {self._patience_s[rank]:.0f} s: it is stopped or wedged"
+                    f"rank {rank} has not answered for {self._patience_s[rank]:.0f} s: its process is stopped or hung"
                 )
         for rank, cause in self._consequences.items():
             if self._quiet_s[rank] > 2 * SILENCE_S:
@@ -306,11 +328,12 @@ class WorkerPool:
 
 @dataclass
 class _InFlight:
-    """A step, and what its ranks have made of it. stages: of each pipeline stage the ranks, in groups that run the same
-    collectives; in the last stage the first rank of each returns tokens."""
+    """A step in flight and the results that have arrived."""
 
+    # The ranks of each pipeline stage, in groups that run the same collectives. In the last stage, the first rank of
+    # each group returns tokens.
     stages: Sequence[Sequence[Sequence[int]]]
-    results: dict[int, StepResult] = field(default_factory=dict)
+    results: dict[int, StepResult] = field(default_factory=dict)  # by rank
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -321,7 +344,7 @@ class _InFlight:
         return len(self.results) == len(self.ranks)
 
     def result(self) -> StepResult:
-        """That of all ranks. Raises EngineError if ranks of a group have run different collectives."""
+        """Combine the results of all ranks. Raises EngineError if ranks of a group ran different collectives."""
         for ranks in chain.from_iterable(self.stages):
             _check_same_collectives([self.results[rank] for rank in ranks], ranks)
         exposed_s = [result.exposed_s for result in self.results.values()]
@@ -339,7 +362,7 @@ class _InFlight:
 
 
 def _foremost(in_flight: Mapping[int, _InFlight]) -> Iterator[tuple[int, _InFlight]]:
-    """The steps that no rank of theirs has an earlier one before."""
+    """Yield the steps that are the earliest one for each of their ranks."""
     behind: set[int] = set()
     for step_id, step in in_flight.items():
         if behind.isdisjoint(step.ranks):
@@ -348,22 +371,23 @@ def _foremost(in_flight: Mapping[int, _InFlight]) -> Iterator[tuple[int, _InFlig
 
 
 def _first_done(in_flight: Mapping[int, _InFlight]) -> int | None:
-    """The first step that all of its ranks have done. One that others of them are not done with goes before what some
-    have done since: its tokens come first."""
+    """Return the first step that all of its ranks have finished.
+
+    A later step has to wait while any of its ranks still has an earlier one, so tokens come in order.
+    """
     return next((step_id for step_id, step in _foremost(in_flight) if step.is_done), None)
 
 
 def _stages(layout: Layout, step: Step) -> list[list[tuple[int, ...]]]:
-    """The ranks that take a step, as `_InFlight` has them."""
+    """Return the ranks that run a step, in the form of `_InFlight.stages`."""
     if not step.instances:
         return [[ranks] for ranks in layout.stage_groups()]
     return [[layout.tpa_groups()[instance] for instance in step.instances]]
 
 
 def _check_same_collectives(results: Sequence[StepResult], ranks: Sequence[int]) -> None:
-    """Raise EngineError if ranks ran other collectives than the first one in a step: they have then computed with wrong
-    numbers."""
+    """Raise EngineError if ranks ran different collectives from the first one, since they computed wrong numbers."""
     first = results[0]
     others = [rank for rank, result in zip(ranks, results, strict=True) if result.fingerprint != first.fingerprint]
     if others:
-        raise EngineError(f"in step {first.step_id} ranks {others} ran other collectives than rank {ranks[0]}")
+        raise EngineError(f"in step {first.step_id} ranks {others} ran different collectives from rank {ranks[0]}")

@@ -1,4 +1,4 @@
-"""A process that ranks' programs run in, forked for this one, and what it gets from it."""
+"""A process that the fork server forked for this process: its streams, its end and its exit status."""
 
 import math
 import os
@@ -11,22 +11,31 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import IO
 
-_STATUS_S = 5.0  # from a process's end to its status, which the fork server tells
+_STATUS_S = 5.0  # longest time from a process's end until the fork server reports its status
 _STATUS_BYTES = 16
 
 
 class Process:
-    """A process that runs the `main` of a module and ends with the status that it returns.
+    """A process that runs the `main` of a module and ends with the status that `main` returns.
 
-    pid: its id, and that of its process group. stdin, stdout, stderr: our ends of those that were asked for as
-    subprocess.PIPE, for text. untold: once it has ended, why nobody knows its status, which is then 1; else empty.
-    is_closed: whoever asked for it knows its end, and has no more use for it.
+    Attributes:
+        pid: its process id, which is also the id of its process group.
+        stdin: our end of its standard input, for text, if it was started with subprocess.PIPE; else None.
+        stdout: the same for its standard output.
+        stderr: the same for its standard error.
+        untold: why its exit status is unknown, once it has ended; the status is then 1. Empty if it is known.
+        is_closed: whether `close` was called.
     """
 
     def __init__(
         self, pid: int, report: socket.socket, pipes: Mapping[str, IO[str]], take_back: Callable[[], None]
     ) -> None:
-        """report: is told its status. take_back: has the process that it was forked from end it."""
+        """Args:
+        pid: its process id.
+        report: the socket on which its exit status arrives.
+        pipes: our ends of its streams, by name.
+        take_back: asks the fork server to end it.
+        """
         self.pid = pid
         self.stdin, self.stdout, self.stderr = (pipes.get(name) for name in ("stdin", "stdout", "stderr"))
         self.untold = ""
@@ -39,62 +48,71 @@ class Process:
         self._asker = os.getpid()
 
     def poll(self) -> int | None:
-        """Its exit status, minus the signal's number if one ended it; None while it runs."""
+        """Return its exit status, minus the signal's number if a signal ended it; None while it runs."""
         return self.wait(0.0)
 
     def wait(self, timeout_s: float = math.inf) -> int | None:
-        """Wait until it has ended, for at most `timeout_s`; returns what `poll` does. A copy of the process that asked
-        for it knows nothing of it, and is told 0."""
+        """Wait at most `timeout_s` seconds for its end and return the same as `poll`.
+
+        In a fork of the process that started it, the status is unknown and 0 is returned.
+        """
         if self._status is None and self.await_end(timeout_s):
             self._status = self._told() if os.getpid() == self._asker else 0
         return self._status
 
     def await_end(self, timeout_s: float = math.inf) -> bool:
-        """Wait until it has ended, for at most `timeout_s`, and say whether it has. Its status may come a little later:
-        whoever waits for several processes first awaits all their ends, and then waits once."""
+        """Wait at most `timeout_s` seconds for its end and return whether it has ended.
+
+        Its status may come a little later. To wait for several processes, call this for all of them before `wait`.
+        """
         if self._ended_s is None and (os.getpid() != self._asker or are_ready(self._ends(), timeout_s)):
             self._ended_s = time.monotonic()
         return self._ended_s is not None
 
     def kill(self) -> None:
-        """End it and what it has started, such as compilers."""
+        """End it and the processes that it has started, such as compilers."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has ended since
+        except ProcessLookupError:  # it has ended in the meantime
             pass
-        except PermissionError:  # this process has another user by now, and the one that it was forked from has not
+        except PermissionError:  # this process now runs as another user, but the fork server does not
             self._take_back()
 
     def close(self) -> None:
-        """Close our ends of its pipes, once it has ended."""
+        """Close our ends of its pipes. Call it after the process has ended."""
         for pipe in (self.stdin, self.stdout, self.stderr, *self._ends()):
             if pipe is not None:
                 pipe.close()
         self.is_closed = True
 
     def _ends(self) -> list[IO[bytes] | socket.socket]:
-        """Those of which one can be read once it has ended."""
+        """Files that show its end: one of them can be read once it has ended."""
         return [self._report] if self._end is None else [self._report, self._end]
 
     def _told(self) -> int:
         assert self._ended_s is not None
         is_told = are_ready([self._report], self._ended_s + _STATUS_S - time.monotonic())
-        # It is left there to be read again: an interrupt before it is kept loses nothing.
+        # MSG_PEEK leaves the status in the socket, so an interrupt before it is stored loses nothing.
         found = self._report.recv(_STATUS_BYTES, socket.MSG_PEEK) if is_told else b""
         if found:
             self.untold = ""
         elif is_told:
-            self.untold = "ended because the process that ranks are forked from did"
+            self.untold = "ended because the fork server ended"
         else:
-            self.untold = "ended, and the process that ranks are forked from does not say how: it stands still"
+            self.untold = "ended with an unknown status: the fork server does not respond"
         return int(found or 1)
 
 
 def stream(number: int, wanted: int | None) -> tuple[int, IO[str] | None]:
-    """What a process gets as its standard stream `number`, a new descriptor, and our end if that is a pipe.
+    """Open a standard stream for a new process.
 
-    wanted: subprocess.PIPE, subprocess.DEVNULL, a descriptor, or None for this process's own; one that is closed reads
-    and keeps nothing.
+    Args:
+        number: 0, 1 or 2.
+        wanted: subprocess.PIPE, subprocess.DEVNULL, a descriptor, or None for this process's own stream. A closed
+            descriptor is replaced by /dev/null.
+
+    Returns:
+        A new descriptor for the process, and our end of the stream if it is a pipe.
     """
     if wanted == subprocess.PIPE:
         read, write = os.pipe()
@@ -104,6 +122,7 @@ def stream(number: int, wanted: int | None) -> tuple[int, IO[str] | None]:
 
 
 def is_open(descriptor: int) -> bool:
+    """Whether a descriptor of this process is open."""
     with suppress(OSError):
         os.fstat(descriptor)
         return True
@@ -111,7 +130,7 @@ def is_open(descriptor: int) -> bool:
 
 
 def are_ready(files: Iterable[IO[bytes] | socket.socket], timeout_s: float) -> bool:
-    """Whether one of them can be read, or has ended, within `timeout_s`."""
+    """Whether one of the files can be read, or reaches its end, within `timeout_s` seconds."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
@@ -119,11 +138,12 @@ def are_ready(files: Iterable[IO[bytes] | socket.socket], timeout_s: float) -> b
 
 
 def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _end_of(pid: int) -> IO[bytes] | None:
-    """What can be read once a process has ended; None if it has, or where the system does not say."""
+    """Return a file that can be read once a process has ended; None if it has ended or the system has no pidfd."""
     try:
         return open(os.pidfd_open(pid), "rb", buffering=0)
     except OSError:

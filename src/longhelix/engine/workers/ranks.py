@@ -1,4 +1,4 @@
-"""The processes of ranks, as the process that starts them sees them: it starts, watches and reliably ends them."""
+"""Starts the processes of ranks, watches them, and reliably ends them."""
 
 import os
 import shutil
@@ -18,29 +18,36 @@ from longhelix.errors import EngineError
 
 _POLL_S = 0.1
 _GONE_S = 30.0
-_ALONE_S = 5.0  # that ranks run on after one of them has failed
+_ALONE_S = 5.0  # how long the other ranks may run after one has failed
 
 
 def prepare() -> None:
-    """Begin to import what ranks need, beside what this process does until it starts them."""
+    """Start importing what ranks need in the background, before they are started."""
     server_for(rank_environment())
 
 
 def await_prepared() -> None:
-    """Wait until that is imported: what is made before would stay if this process were killed meanwhile."""
+    """Wait for the imports that `prepare` started.
+
+    Wait before creating files: they would stay behind if this process were killed during the imports.
+    """
     with fork_server(rank_environment()) as server:
         server.await_prepared()
 
 
 class Ranks:
-    """Processes that run one module, a rank each, and the directory in which they meet.
+    """Processes that run one module, one for each rank, and the directory with their sockets and shared files.
 
-    directory: only this user can enter it. processes: by rank. Both are gone after `close`, which a `with` statement
-    calls, and also when the process that started the ranks is gone (`StartedRank`).
+    The processes end and the directory is removed with `close`, which a `with` statement calls. The same happens when
+    the process that started the ranks is gone (see `StartedRank`).
+
+    Attributes:
+        directory: only this user can enter it.
+        processes: the processes, by rank.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        """Make the directory, or take over one that was made for these ranks."""
+        """Create the directory, or take over an existing one."""
         self.directory = Path(tempfile.mkdtemp(prefix="longhelix-")) if directory is None else directory
         self.processes: dict[int, Process] = {}
         self._killed: set[int] = set()
@@ -57,7 +64,7 @@ class Ranks:
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Rank to process id."""
+        """The process id of each rank."""
         return {rank: process.pid for rank, process in self.processes.items()}
 
     def start(
@@ -70,11 +77,19 @@ class Ranks:
         stdout: int = 2,
         stderr: int | None = None,
     ) -> None:
-        """Start each of `ranks` as a process that runs `main` of `module`, which finds itself by
-        `StartedRank.from_command_line`.
+        """Start each of `ranks` as a process that runs `main` of `module`.
 
-        arguments: of the module. environment: variables beside those of `rank_environment`. Ranks read nothing and
-        print to standard error, unless `stdin`, `stdout` or `stderr` (as `ForkServer.start` has them) say otherwise.
+        The process learns its rank with `StartedRank.from_command_line`. By default it reads nothing and prints to
+        standard error.
+
+        Args:
+            module: name of the module.
+            ranks: the ranks to start.
+            arguments: arguments of the module.
+            environment: variables in addition to those of `rank_environment`.
+            stdin: see `ForkServer.start`.
+            stdout: see `ForkServer.start`.
+            stderr: see `ForkServer.start`.
         """
         with fork_server(rank_environment() | (environment or {})) as server:
             for rank in ranks:
@@ -83,14 +98,13 @@ class Ranks:
                 self.processes[rank] = server.start(command, stdin=stdin, stdout=stdout, stderr=stderr)
 
     def statuses(self) -> dict[int, int]:
-        """Exit statuses of the ranks that have ended; minus the number of the signal where a signal ended a rank."""
-        # All that have ended are noticed first: a status is waited for from then on.
+        """Return the exit statuses of the ranks that have ended; minus the signal's number if a signal ended a rank."""
+        # Find all ended processes first, because the time limit on a status starts when the end is noticed.
         ended = {rank: process for rank, process in self.processes.items() if process.await_end(0.0)}
         return {rank: status for rank, process in ended.items() if (status := process.wait()) is not None}
 
     def check_signals(self) -> None:
-        """Raise EngineError with the rank and the signal if a signal has ended a rank, other than by `kill`, or if
-        nobody knows how it ended."""
+        """Raise EngineError if a signal ended a rank, except by `kill`, or if its exit status is unknown."""
         for rank, status in self.statuses().items():
             if rank in self._killed:
                 continue
@@ -100,54 +114,58 @@ class Ranks:
                 raise EngineError(f"{self.describe(rank)} was ended by {signal_name(-status)}")
 
     def check_statuses(self) -> None:
-        """Raise EngineError, which names rank and status, if a rank has ended with another one than 0."""
+        """Raise EngineError with rank and status if a rank ended with a status other than 0."""
         for rank, status in self.statuses().items():
             if status:
                 raise EngineError(f"{self.describe(rank)} ended with status {status}")
 
     def describe(self, rank: int) -> str:
-        """`rank 3 (process 4711)`."""
+        """Return a rank's name for messages, such as `rank 3 (process 4711)`."""
         return f"rank {rank} (process {self.processes[rank].pid})"
 
-    def watched(self, timeout_s: float) -> "Watch":
-        """Watch the ranks in a `with` statement, so that its body may wait for them without a time limit of its own.
-        All of them are started by now: their start is no part of the time, and the watch looks at them from a thread.
+    def watched(self, timeout_s: float) -> "RankWatch":
+        """Return a watch on the ranks for a `with` statement. Its body may then wait for them without a time limit.
+
+        Start all ranks first: the time for their start does not count, and the watch reads `processes` from a thread.
         """
-        return Watch(self, timeout_s)
+        return RankWatch(self, timeout_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all ranks have ended by themselves, for at most `timeout_s`."""
+        """Wait at most `timeout_s` seconds until all ranks have ended by themselves."""
         deadline_s = time.monotonic() + timeout_s
         for process in self.processes.values():
             process.await_end(deadline_s - time.monotonic())
 
     def kill(self) -> None:
-        """End the ranks that run and what they have started, such as compilers; return once they are gone, or after a
-        while in which the system could not end one: it waits for a device or a disk that does not answer."""
+        """End the running ranks and the processes that they have started, such as compilers.
+
+        Returns when they are gone, or after 30 s. The system cannot end a process that waits for a device or a disk
+        that does not answer.
+        """
         for rank, process in self.processes.items():
             if not process.await_end(0.0):
                 self._killed.add(rank)
                 process.kill()
         self.wait(_GONE_S)
-        self.statuses()  # which may take a moment more, for all of them together
+        self.statuses()  # the statuses may take a moment longer
 
     def close(self) -> None:
-        """End all ranks and remove the directory. An interrupted call is completed by the next one."""
+        """End all ranks and remove the directory. If a call is interrupted, the next one completes it."""
         if self._closed:
             return
         self.kill()
         for process in self.processes.values():
             process.close()
-        if os.getpid() == self._owner:  # a copy of the process that started them leaves them alone
+        if os.getpid() == self._owner:  # a fork of this process must not remove the directory
             shutil.rmtree(self.directory, ignore_errors=True)
         self._closed = True
 
 
-class Watch:
-    """Ends ranks that take too long, and ranks of which one has gone, by a signal or with an error: the others might
-    wait for it forever.
+class RankWatch:
+    """Ends ranks that take too long, or that would wait forever for a rank that has failed.
 
-    error: why the ranks were ended; None while they run, and if they ended by themselves.
+    Attributes:
+        error: why the ranks were ended; None while they run, or if they ended by themselves.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
@@ -173,7 +191,7 @@ class Watch:
             try:
                 self._ranks.check_signals()
                 if any(self._ranks.statuses().values()):
-                    # The others mostly notice by themselves, and say more.
+                    # The other ranks usually notice by themselves and report more details.
                     failed_s = failed_s or time.monotonic()
                     if time.monotonic() > failed_s + _ALONE_S:
                         self._ranks.check_statuses()

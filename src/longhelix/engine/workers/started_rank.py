@@ -1,4 +1,4 @@
-"""The process of a rank, as it sees itself: its number, its parent, and that it ends with its parent."""
+"""Used inside the process of a rank: reads its rank and directory, and ends the process when its parent is gone."""
 
 import argparse
 import atexit
@@ -17,18 +17,15 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class StartedRank:
-    """This process, as `Ranks` has started it.
-
-    rank: its number. directory: where the ranks meet. arguments: those of its module.
-    """
+    """This process, as `Ranks` has started it."""
 
     rank: int
-    directory: Path
-    arguments: tuple[str, ...]
+    directory: Path  # holds the sockets and files that the ranks share
+    arguments: tuple[str, ...]  # of its module
 
     @classmethod
     def from_command_line(cls) -> Self:
-        """Read the command line; from now on this process ends with its parent."""
+        """Read the command line, and make this process end when its parent is gone."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--rank", type=int, required=True)
         parser.add_argument("--directory", type=Path, required=True)
@@ -36,17 +33,22 @@ class StartedRank:
         parser.add_argument("arguments", nargs="*")
         found = parser.parse_args()
         end_with_parent(found.parent, found.directory)
-        with suppress(OSError):  # where /proc cannot be written
-            Path("/proc/self/comm").write_text(f"longhelix {found.rank}")  # its command line is that of its parent
+        with suppress(OSError):  # /proc may not be writable
+            # A forked process has the command line of its parent, so only this name tells ranks apart.
+            Path("/proc/self/comm").write_text(f"longhelix {found.rank}")
         return cls(found.rank, found.directory, tuple(found.arguments))
 
 
 def end_with_parent(parent: int, directory: Path) -> None:
-    """From now on, leave interrupts to whoever started the ranks, and end this process, whatever its main thread does,
-    once `parent` is gone; `directory` is removed. A terminal does not stop it for what it prints.
+    """Make this process end and remove `directory` when `parent` is gone, whatever its main thread does.
 
-    A rank is told its parent's id, because the parent may be gone by now, and the id that the system then gives is
-    another's.
+    The process also ignores SIGINT, which the starter of the ranks handles, and SIGTTOU, so that a terminal does not
+    stop it when it prints.
+
+    Args:
+        parent: process id of the parent. It has to be passed in: if the parent is already gone, the system returns the
+            id of another process.
+        directory: the directory to remove.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -62,6 +64,6 @@ def _await_end(parent: int, directory: Path) -> None:
 
 
 def _clean_up_after(parent: int, directory: Path) -> None:
-    """Also of a rank that ends by itself before it has noticed."""
+    """Remove the directory if the parent is gone. It also runs when a rank exits before it has noticed that."""
     if os.getppid() != parent:
         shutil.rmtree(directory, ignore_errors=True)

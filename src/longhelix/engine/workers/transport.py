@@ -1,7 +1,7 @@
-"""What engine and workers say to each other, and the sockets that carry it.
+"""The messages between engine and workers, and the sockets that carry them.
 
-msgspec messages over ZeroMQ, on a socket file in a directory that only this user can enter: nothing listens on the
-network, and no message is ever code.
+Messages are msgspec structs over ZeroMQ. The socket is a file in a directory that only this user can enter, so nothing
+listens on the network. No message is ever executed as code.
 """
 
 import errno
@@ -23,8 +23,8 @@ from longhelix.scheduler.guide import TokenTable
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.step import Step, StepResult
 
-# Messages that wait at either end for an engine that does not read, from each socket of a rank: few, because signs of
-# life are stale by then.
+# Messages of each socket that may queue at either end while the engine does not read. The number is small because old
+# heartbeats are useless.
 _UNREAD = 4
 
 
@@ -41,88 +41,79 @@ class Execute(msgspec.Struct, tag=True, frozen=True):
 
 
 class CountRows(msgspec.Struct, tag=True, frozen=True):
-    """Engine: say how many rows your experts have had."""
+    """Engine: report how many rows your experts have processed."""
 
 
 class ReportPasses(msgspec.Struct, tag=True, frozen=True):
-    """Engine: say what the sequence-parallel pass has made of your graphs."""
+    """Engine: report what the sequence-parallel pass changed in your graphs."""
 
 
 class SaveBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Engine: write those of a context's KV blocks that you keep to your file in `folder`.
+    """Engine: write your KV blocks of a part of a context to your file."""
 
-    blocks: the context's, from the one with index `first` on. before, totals: how many of those before them, and of all
-    of the context, each KVP rank keeps.
-    """
-
-    folder: str
-    first: int
-    blocks: tuple[Block, ...]
-    before: tuple[int, ...]
-    totals: tuple[int, ...]
+    folder: str  # where the file is
+    first: int  # index in the context of the first of `blocks`
+    blocks: tuple[Block, ...]  # the part's blocks, of all ranks
+    before: tuple[int, ...]  # for each KVP rank: its number of blocks before this part
+    totals: tuple[int, ...]  # for each KVP rank: its number of blocks in the whole context
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Engine: fill those of a context's KV blocks that are yours from `files` in `folder`. Nobody reads them yet.
+    """Engine: fill your KV blocks of a part of a context from files. No request reads these blocks yet."""
 
-    blocks: what the context's become here, from the one with index `first` on.
-    """
-
-    folder: str
+    folder: str  # where the files are
     files: tuple[SavedFile, ...]
-    first: int
-    blocks: tuple[Block, ...]
+    first: int  # index in the context of the first of `blocks`
+    blocks: tuple[Block, ...]  # the blocks of this engine to fill, of all ranks
 
 
 class TakeImageRows(msgspec.Struct, tag=True, frozen=True):
-    """Engine: what fills some rows of a sequence's chunk in your next step, and in no other.
+    """Engine: image states for some rows of a sequence's chunk in your next step only."""
 
-    start: the first row's place in the prompt. states: of `models.batch.ImageRows`, [layers, rows, hidden size], in the
-    dtype of activations and this machine's byte order.
-    """
-
-    id: int
-    start: int
+    id: int  # of the sequence
+    start: int  # place of the first row in the prompt
+    # As in `compute.models.batch.ImageRows`: [layers, rows, hidden size], in the dtype of activations and this
+    # machine's byte order.
     states: bytes
 
 
 class TakeTokens(msgspec.Struct, tag=True, frozen=True):
-    """Engine: sequences may have guides from now on, and this is what tokens stand for."""
+    """Engine: the bytes of all tokens, which guides need. Sequences after this message may have guides."""
 
     table: TokenTable
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Engine: end yourself."""
+    """Engine: end your process."""
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I am up and want to be told what to load."""
+    """Worker: my process runs and waits for `Start`."""
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Worker: my process runs, and this is how far its main thread has come.
+    """Worker: my process runs, and this is the progress of its main thread.
 
-    A thread of its own sends it about every second, so only `progress` says anything about the main thread.
+    A separate thread sends it about every second, so only `progress` tells anything about the main thread.
     """
 
     progress: Progress
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """Worker: so many more elements of the weights are loaded."""
+    """Worker: I have loaded more elements of the weights."""
 
-    elements: int
+    elements: int  # since the last message
 
 
 class Warmed(msgspec.Struct, tag=True, frozen=True):
-    """Worker: this share of my warm-up steps is done, from 0 to 1."""
+    """Worker: this fraction of my warm-up steps is done."""
 
-    share: float
+    share: float  # from 0 to 1
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I take steps now, and this is how I run my layers."""
+    """Worker: I am ready for steps, and this is how I run my layers."""
 
     execution: Execution
 
@@ -134,19 +125,19 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Traced(msgspec.Struct, tag=True, frozen=True):
-    """Worker: what I did in the step that I report next."""
+    """Worker: the trace events of the step whose result I send next."""
 
     events: list[TraceEvent]
 
 
 class RowCounts(msgspec.Struct, tag=True, frozen=True):
-    """Worker: the rows that each of my experts has had, by layer; empty for layers without."""
+    """Worker: the number of rows that each of my experts has processed."""
 
-    rows: list[list[int]]
+    rows: list[list[int]]  # by layer and expert; empty for layers without experts
 
 
 class PassReport(msgspec.Struct, tag=True, frozen=True):
-    """Worker: what the pass has made of my graphs so far, as `longhelix.passes.Report` has it."""
+    """Worker: what the pass has changed in my graphs so far, in the form of `longhelix.passes.report`."""
 
     patterns: dict[str, int]
     collectives: dict[str, dict[str, int]]
@@ -155,28 +146,24 @@ class PassReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class Carried(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I have saved or loaded what I was asked to; or I have not, for a reason in words, with a UserError's
-    code."""
+    """Worker: the answer to `SaveBlocks` and `LoadBlocks`."""
 
-    refusal: str = ""
-    code: str = ""
+    refusal: str = ""  # why it failed; empty if it worked
+    code: str = ""  # of the UserError
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I end because of `cause`. `lost_peer`: a collective broke, so another rank failed first.
-
-    `user_error_code`: the code of a UserError, empty for other causes.
-    """
+    """Worker: I end because of an error."""
 
     cause: str
-    lost_peer: bool
-    user_error_code: str
+    lost_peer: bool  # a collective broke, so another rank failed first
+    user_error_code: str  # the code of a UserError; empty for other causes
 
 
 ToWorker = Start | Execute | CountRows | ReportPasses | SaveBlocks | LoadBlocks | TakeImageRows | TakeTokens | Stop
 ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | PassReport | Carried | Failed
 
-# Made here, because two threads that make decoders of one type at once crash (msgspec 0.22).
+# Created once, because two threads that create decoders of one type at the same time crash (msgspec 0.22).
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 
@@ -202,13 +189,13 @@ class EngineSocket:
             self._socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
             if error.errno != errno.ENAMETOOLONG:
-                raise EngineError(f"the engine's socket cannot be opened: {error}") from error
+                raise EngineError(f"the engine's socket {path} cannot be opened: {error}") from error
             raise UserError(
                 f"the temporary directory's path is too long for a socket ({path}): set TMPDIR to a shorter one"
             ) from error
 
     def send(self, ranks: Iterable[int], message: ToWorker) -> None:
-        """Give one message to all `ranks`. A rank that is gone shows by its silence in `receive`, not here."""
+        """Send one message to all `ranks`. A rank that is gone raises no error here; it is found by its silence."""
         payload = self._encoder.encode(message)
         for rank in ranks:
             try:
@@ -218,20 +205,22 @@ class EngineSocket:
                     raise
 
     def receive(self, timeout_s: float) -> tuple[int, ToEngine] | None:
-        """The next (rank, message), or None after `timeout_s`."""
+        """Return the next rank and message, or None after `timeout_s` seconds."""
         if not self._socket.poll(math.ceil(timeout_s * 1000)):
             return None
         identity, payload = self._socket.recv_multipart()
         return int(identity.split(b"-")[1]), _TO_ENGINE.decode(payload)
 
     def close(self) -> None:
-        # By name: when the garbage collector ends an engine, its context has lost sight of the socket, and would wait.
+        """Close the socket. Messages that were not sent are dropped."""
+        # Close the socket explicitly. If the garbage collector ends an engine, the context no longer knows the socket
+        # and would wait for it.
         self._socket.close(linger=0)
         self._context.term()
 
 
 class WorkerSocket:
-    """A worker's end. A socket belongs to one thread, so the heartbeat has one of its own, with a name of its own."""
+    """A worker's end. A socket belongs to one thread, so the heartbeat thread has a separate one with its own role."""
 
     def __init__(self, directory: Path, rank: int, role: str = "main") -> None:
         self._context = zmq.Context()
@@ -243,26 +232,27 @@ class WorkerSocket:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: ToEngine) -> None:
-        """Send, once there is room; an idle engine reads nothing."""
+        """Send a message, and wait for room if the queue is full. An idle engine reads nothing."""
         self._socket.send(self._encoder.encode(message))
 
     def offer(self, message: ToEngine) -> None:
-        """Send if there is room, else drop the message."""
+        """Send a message if there is room, else drop it."""
         with suppress(zmq.Again):
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def receive(self) -> ToWorker:
+        """Wait for the next message and return it."""
         return _TO_WORKER.decode(self._socket.recv())
 
     def receive_waiting(self) -> list[ToWorker]:
-        """What has come already."""
+        """Return the messages that have already arrived."""
         found: list[ToWorker] = []
-        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:  # in a tenth of a poll's time
+        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:  # ten times faster than `poll`
             found.append(self.receive())
         return found
 
     def close(self) -> None:
-        """Close, after giving what was sent a second to leave."""
+        """Close the socket. Messages in the queue have one second to be sent."""
         self._context.destroy()
 
 

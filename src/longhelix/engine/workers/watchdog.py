@@ -1,5 +1,7 @@
-"""The watchdog on starts and steps. It finds ranks that stand still while their processes live, such as ranks that wait
-for each other forever."""
+"""The watchdog on starts and steps. It finds ranks that are stuck while their processes live.
+
+Ranks that wait for each other forever are one example.
+"""
 
 from collections.abc import Collection
 
@@ -9,21 +11,19 @@ from longhelix.errors import EngineError
 from longhelix.scheduler.work import Cost, Work
 
 FACTOR, GRACE_S = 10.0, 5.0
-DISK_S = 120.0  # what an answer may take that waits for a slow disk
-# What may pass between two signs that a start gets on: a slow disk, a compiler at work on all layers.
-START_S = 600.0
-# What steps may take beside their prediction: the compiler at work for a shape that is new to it; reference kernels.
-_COMPILER_S = 600.0
-_REFERENCE_FACTOR = 100.0
+DISK_S = 120.0  # longest answer that may wait for a slow disk
+START_S = 600.0  # longest time without progress during a start: a slow disk, or the compiler working on all layers
+_COMPILER_S = 600.0  # added to a step's limit where the compiler may work on a new shape
+_REFERENCE_FACTOR = 100.0  # by which reference kernels may be slower than the prediction
 
 
 class Watchdog:
     """Follows the steps in flight and the progress that ranks report.
 
-    A step stands still when none of its ranks that have yet to do it has made progress (a collective, a layer, a step
-    of a guide, or the end of a step) for FACTOR times the seconds that the cost model predicts for the whole step, plus
-    GRACE_S. The prediction is made only when it is needed, which is hardly ever. A start stands still after START_S,
-    and an answer that no step delays after GRACE_S. Time counts only while the engine listens.
+    A step is stuck when none of its unfinished ranks has made progress for FACTOR times its predicted seconds plus
+    GRACE_S. Progress is a collective, a layer, a step of a guide, or the end of a step. The prediction is made only
+    when it is needed, which is rare. A start is stuck after START_S without progress, and an answer that no step
+    delays after GRACE_S. Time counts only while the engine listens.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -36,62 +36,72 @@ class Watchdog:
         self._compiles = False
 
     def ready(self, cost: Cost, packed: bool, compiles: bool) -> None:
-        """All ranks take steps, whose seconds `cost` predicts. `packed`: no rank runs reference kernels. `compiles`: a
-        rank may call a compiler for a step of a new shape."""
+        """Record that all ranks have started.
+
+        Args:
+            cost: predicts the seconds of a step.
+            packed: no rank runs reference kernels.
+            compiles: a rank may call a compiler for a step of a new shape.
+        """
         self._cost = cost
         self._packed = packed
         self._compiles = compiles
 
     def submitted(self, step_id: int, work: Work) -> None:
+        """Record that a step was sent."""
         self._in_flight[step_id] = work
 
     def finished(self, step_id: int) -> None:
+        """Record that all ranks have finished a step."""
         del self._in_flight[step_id]
 
     def given(self, ranks: Collection[int]) -> None:
-        """Ranks are given something to do, which some of them have waited for."""
+        """Record that ranks were given work. Those that were idle did not get stuck before."""
         for rank in ranks:
             self._still_s[rank] = 0.0
 
-    def got_on(self, rank: int) -> None:
-        """A rank has made progress."""
+    def made_progress(self, rank: int) -> None:
+        """Record that a rank has made progress."""
         self._still_s[rank] = 0.0
 
-    def heard(self, rank: int, progress: Progress) -> None:
-        """A rank has given a sign of life."""
+    def on_heartbeat(self, rank: int, progress: Progress) -> None:
+        """Take the progress that a rank's heartbeat reports."""
         if progress != self._progress[rank]:
             self._progress[rank] = progress
             self._still_s[rank] = 0.0
 
     @property
     def still_s(self) -> float:
-        """For how long no rank has got on."""
+        """Seconds since any rank last made progress."""
         return self._still_s_of(self._still_s)
 
     def waited(self, seconds: float) -> None:
+        """Add time in which the engine listened."""
         for rank in self._still_s:
             self._still_s[rank] += seconds
 
     def check_start(self, ready: set[int]) -> None:
-        """Raise EngineError, which names ranks, if the start stands still. `ready`: the ranks that have started."""
+        """Raise EngineError with the stuck ranks if the start is stuck. `ready`: the ranks that have started."""
         if self._still_s_of(self._progress.keys() - ready) > START_S:
-            fault, feat = "stands still while it starts", "takes steps"
-            raise EngineError(self._words(fault, feat, self._progress, ready, START_S))
+            fault, feat = "is stuck in its start", "has started"
+            raise EngineError(self._describe(fault, feat, ranks=self._progress, done=ready, limit_s=START_S))
 
     def check(self, step_id: int, ranks: Collection[int], done: set[int]) -> None:
-        """Raise EngineError, which names step and ranks, if step `step_id` of `ranks` stands still. `done`: those that
-        have done it."""
+        """Raise EngineError with step and ranks if step `step_id` of `ranks` is stuck. `done`: ranks that finished."""
         still_s = self._still_s_of(set(ranks) - done)
         if still_s > GRACE_S and still_s > (limit_s := self._limit_s(step_id)):
-            raise EngineError(self._words(f"stands still in step {step_id}", "has done the step", ranks, done, limit_s))
+            fault, feat = f"is stuck in step {step_id}", "has finished the step"
+            raise EngineError(self._describe(fault, feat, ranks=ranks, done=done, limit_s=limit_s))
 
     def _still_s_of(self, ranks: Collection[int]) -> float:
-        """For how many seconds none of these ranks has got on."""
+        """Return the seconds since any of these ranks last made progress."""
         return min((self._still_s[rank] for rank in ranks), default=0.0)
 
     def check_answer(self, missing: set[int], patience_s: float = GRACE_S) -> None:
-        """Raise EngineError if the `missing` ranks, which were asked something, do not answer within `patience_s` once
-        their steps are done."""
+        """Raise EngineError if the `missing` ranks have not answered a question within `patience_s` seconds.
+
+        The time that their steps may take does not count.
+        """
         still_s = self._still_s_of(missing)
         if still_s <= patience_s:
             return
@@ -108,29 +118,39 @@ class Watchdog:
             predicted_s *= _REFERENCE_FACTOR
         return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if self._compiles else 0.0)
 
-    def _words(self, fault: str, feat: str, ranks: Collection[int], done: set[int], limit_s: float) -> str:
-        """What is wrong with the first of `ranks` that is not `done`, and where the others are. `feat`: what the `done`
-        ranks have done."""
+    def _describe(self, fault: str, feat: str, *, ranks: Collection[int], done: set[int], limit_s: float) -> str:
+        """Return a message about the rank that is most likely the cause, and about where the others are.
+
+        Args:
+            fault: what is wrong with that rank.
+            feat: what the `done` ranks have done.
+            ranks: all ranks concerned.
+            done: those that are not stuck.
+            limit_s: the time limit that has passed.
+        """
         left = {rank: self._progress[rank] for rank in ranks if rank not in done}
-        first = min(left, key=self._order)
+        first = min(left, key=self._sort_key)
         others = [f"rank {rank} {feat}" for rank in sorted(done)]
         others += [f"rank {rank} is {_where(progress)}" for rank, progress in left.items() if rank != first]
         for_s = _for_s(self._still_s_of(left), limit_s)
         return "; ".join([f"rank {first} {fault}, {_where(left[first])}: {for_s}", *others])
 
-    def _order(self, rank: int) -> tuple[bool, bool, int, int]:
-        """Of a rank that may hold the others up: one that waits for another stage is held up by that, and one that
-        waits in a collective by one of its stage that does not come there."""
+    def _sort_key(self, rank: int) -> tuple[bool, bool, int, int]:
+        """Return a sort key that puts the rank first that most likely blocks the others.
+
+        A rank that waits for another stage is blocked by that stage. A rank that waits in a collective is blocked by a
+        rank of its stage that has not reached it.
+        """
         progress = self._progress[rank]
         return progress.awaited != "", progress.collective != "", self._layout.stage(rank), progress.collectives
 
 
 def _for_s(still_s: float, limit_s: float) -> str:
-    return f"nothing has got on for {still_s:.1f} s, and {limit_s:.1f} s are the limit"
+    return f"no progress for {still_s:.1f} s, and the limit is {limit_s:.1f} s"
 
 
 def _where(progress: Progress) -> str:
     if progress.awaited:
         return f"in {progress.awaited}"
     begun = f"after {progress.collectives} collectives" if progress.collectives else "before any collective"
-    return f"in {progress.collective}" if progress.collective else f"outside of collectives, {begun}"
+    return f"in {progress.collective}" if progress.collective else f"outside collectives, {begun}"

@@ -1,1 +1,1 @@
-"""Benchmarks: what this machine can do, what longhelix makes of it, and what its peers do beside it."""
+"""Benchmarks of this machine, longhelix and other engines."""

@@ -1,4 +1,4 @@
-"""The table of collectives: shared memory and gloo, side by side."""
+"""Table of collectives over shared memory and gloo."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,17 +17,17 @@ COLUMNS = (
     Column("speedup", "times faster", ".1f"),
 )
 NOTE = (
-    "Of bfloat16 numbers, one thread a rank, by the process group's own methods, as the model calls them. bytes: the "
-    "whole tensor, which is what a rank reduces, sends in all, or gathers. Each call begins after a barrier, which is "
-    f"not counted. shm and gloo in turns of {BURST_CALLS} calls, whose first {SETTLING_CALLS} are not counted; medians "
-    "on rank 0."
+    "Collectives of bfloat16 numbers with one thread per rank, called through the process group as the model does. "
+    "bytes: size of the whole tensor. Each call starts after a barrier, which is not measured. shm and gloo run in "
+    f"turn, in bursts of {BURST_CALLS} calls. The first {SETTLING_CALLS} calls of each burst are not measured. Times "
+    "are medians on rank 0."
 )
 
 
 def section(
     ranks: Sequence[int], sizes_bytes: tuple[int, ...], repeats: int, on_point: Callable[[Row], None]
 ) -> Section:
-    """Measure with each number of ranks, one after the other."""
+    """Measure with each number of ranks, and create the table."""
     rows = collectives.measure(ranks, sizes_bytes, repeats, on_point)
     plot = Plot(("shm_s", "gloo_s"), ("collective", "ranks"), x="bytes")
     return Section("collectives", "Collectives", NOTE, COLUMNS, rows, plot)

@@ -1,4 +1,4 @@
-"""The table of decode: one step of one long request."""
+"""Table of decode: one step of one long request."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,15 +27,16 @@ COLUMNS = (
     Column("formula_bytes", "formula, MB", ",.0f", 1e-6),
 )
 NOTE = (
-    "One step of one request whose KV holds random numbers: the model on all ranks and sampling, without scheduler and "
-    "sockets. read: weights and KV by formula, of all ranks. memory: the read kernel in turn with the steps. fraction: "
-    "GB/s over memory. native: inside native calls, collectives included; overhead: outside of them; means of other "
-    "steps, timed apart. peak RSS: while it decodes, beyond what the process had before loading, of the fullest rank, "
-    "with what it reads anew of its libraries; formula: its weights and KV."
+    "One step of one request with random KV: the model on all ranks and sampling, without scheduler and sockets. "
+    "read: weights and KV of all ranks, by formula. memory: rate of the read kernel, in turn with the steps. "
+    "fraction: GB/s divided by memory. native: time inside native calls, including collectives. overhead: the rest "
+    "of the step. native and overhead are means of separately timed steps. peak RSS: peak during decode minus the "
+    "memory before loading, on the rank that uses most; it includes newly read pages of libraries. formula: weights "
+    "and KV of that rank."
 )
 
 
 def section(jobs: Sequence[decode.DecodeJob], on_point: Callable[[Row], None]) -> Section:
-    """Run each job on ranks of its own."""
+    """Run each job on new ranks, and create the table."""
     plot = Plot(("step_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="context")
     return Section("decode", "Decode", NOTE, COLUMNS, decode.measure(jobs, on_point), plot)

@@ -1,4 +1,4 @@
-"""The conditions under which numbers were measured, which reports show beside them."""
+"""Conditions of a measurement, for reports."""
 
 import importlib.metadata
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from longhelix.compute.machine import host
 
-# Above this many runnable processes at the start, the machine is called busy.
+# Load average at the start above which reports say that the machine was busy.
 IDLE_LOAD = 0.5
 
 
 def environment(date: str) -> dict[str, object]:
-    """What the numbers depend on, besides the code: machine, versions, and what else was running when it began."""
+    """Collect the machine, versions and load at the start of a run."""
     from longhelix.compute.kernels import native
 
     return {
@@ -34,7 +34,7 @@ def environment(date: str) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package lies in, if it does, and whether files have changed since."""
+    """Commit of the checkout that contains this package, and whether files have changes. None without a checkout."""
     package = Path(__file__).parents[2]
     if not _git(package, "ls-files", "__init__.py"):
         return None
@@ -43,7 +43,7 @@ def _commit() -> str | None:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    """The output of git in a directory; empty where git is not installed or the directory is no checkout."""
+    """Output of git in a directory. Empty if git is not installed or the directory is not a checkout."""
     try:
         done = subprocess.run(("git", "-C", str(directory), *arguments), capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""The tables of the native kernels: their titles, notes and columns."""
+"""Tables of the native kernels: titles, notes and columns."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ _ARITHMETIC = (
     Column("matmul_fraction", "fraction of bf16", ".2f"),
 )
 _TORCH = (Column("torch_s", "F.linear bf16, ms", ".3f", 1e3), Column("speedup", "times faster", ".2f"))
-_MEMORY = "memory: the read kernel over 512 MiB, in turn with the kernel. fraction: GB/s over memory."
-_MATMUL = "torch.mm: square matrices, GFLOP/s, in turn with the kernel; bf16 in float32 where that is the faster."
+_MEMORY = "memory: rate of the read kernel over 512 MiB, in turn with the kernel. fraction: GB/s divided by memory."
+_MATMUL = "torch.mm: GFLOP/s of square matrices, in turn with the kernel. bf16 runs in float32 if that is faster."
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Table:
 TABLES = {
     "attention": _Table(
         "Decode attention: one row against a long KV",
-        f"GB/s: the KV's bytes, scales included. {_MEMORY}",
+        f"GB/s: bytes of the KV, including scales. {_MEMORY}",
         (
             Column("kv_dtype", "KV"),
             Column("attention_dtype", "--attention-dtype"),
@@ -52,19 +52,19 @@ TABLES = {
     ),
     "latent": _Table(
         "Decode attention, MLA absorbed: keys of 576, values their first 512, bfloat16",
-        f"GB/s: the latent's bytes, once. {_MEMORY} {_MATMUL}",
+        f"GB/s: bytes of the latent, counted once. {_MEMORY} {_MATMUL}",
         (*_HEADS, _CONTEXT, _THREADS, *_TIME, *_RATE, *_ARITHMETIC),
     ),
     "products": _Table(
         "Products of one row",
-        "Over copies of the weight that no cache holds. GB/s: the weight's bytes, scales included. "
-        f"{_MEMORY} F.linear: torch's product of the same shape, over copies in bfloat16.",
+        "Products over copies of the weight that do not fit in any cache. GB/s: bytes of the weight, including scales. "
+        f"{_MEMORY} F.linear: torch's product of the same shape, over bfloat16 copies.",
         (*_WEIGHT, _THREADS, *_TIME, *_RATE, *_TORCH),
         Plot(("fraction",), ("weight_dtype", "outputs", "depth", "threads")),
     ),
     "chunk_attention": _Table(
         "Attention of a prefill chunk, bfloat16",
-        "The last rows of the context, each with the keys up to its own; GFLOP/s counts what causal attention needs. "
+        "The last rows of a context with causal attention. GFLOP/s counts the operations that causal attention needs. "
         f"{_MATMUL}",
         (
             Column("head_size", "head size", "d"),
@@ -85,7 +85,7 @@ TABLES = {
 
 
 def sections_of(rows: list[Row]) -> list[Section]:
-    """A table for each kind of row that there is; its key in a row is "part"."""
+    """Create a table for each kind of row. The key "part" of a row is its kind."""
     return [
         Section(f"kernels_{kind}", table.title, table.note, table.columns, found, table.plot)
         for kind, table in TABLES.items()

@@ -1,4 +1,4 @@
-"""The native kernels one by one, each in turn with what bounds it: reading memory, or multiplying matrices."""
+"""Measures native kernels, each in turn with its bound: reading memory, or multiplying matrices."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -35,14 +35,14 @@ Calls = Mapping[str, Callable[[], object]]
 
 
 class KernelsJob(msgspec.Struct, frozen=True):
-    """The job of one process: every kernel with each number of threads. `groups`: query heads of a KV head."""
+    """Job of one process: measures every kernel with each number of threads."""
 
-    context: int
+    context: int  # tokens of KV that decode attention reads
     kv_dtypes: tuple[str, ...]
     head_sizes: tuple[int, ...]
-    groups: tuple[int, ...]
+    groups: tuple[int, ...]  # query heads per KV head
     threads: tuple[int, ...]
-    repeats: int
+    repeats: int  # measured rounds, after a warm-up
 
     @torch.inference_mode()
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
@@ -69,21 +69,21 @@ class KernelsJob(msgspec.Struct, frozen=True):
 
     def _attention(self, read: Calls, dtype: str, size: int, group: int, rounded: bool = False) -> Row:
         format = KVFormat.choose(dtype, BLOCK_TOKENS, NUM_KV_HEADS, size, size, _CPU, rounded=rounded)
-        attention = Attention.over(format, NUM_KV_HEADS * group, 1, self.context)
+        attention = AttentionCase.over(format, NUM_KV_HEADS * group, 1, self.context)
         timings = interleave({"kernel": attention.run, **read}, self.repeats)
         return {"part": "attention", **attention.row(), **_rate(timings, attention.pool.num_bytes)}
 
     def _latent(self, bounds: Calls, num_query_heads: int) -> Row:
         sizes = (LATENT_KEY_SIZE, LATENT_VALUE_SIZE)
         format = KVFormat.choose("bfloat16", BLOCK_TOKENS, 1, *sizes, _CPU, shared_values=True)
-        attention = Attention.over(format, num_query_heads, 1, self.context)
+        attention = AttentionCase.over(format, num_query_heads, 1, self.context)
         timings = interleave({"kernel": attention.run, **bounds}, self.repeats)
         bounded = _rate(timings, attention.pool.num_bytes)
         bounded |= _arithmetic(timings, attention_flops(num_query_heads, *sizes, self.context))
         return {"part": "latent", **attention.row(), **bounded}
 
     def _product(self, read: Calls, dtype: str, outputs: int, depth: int) -> Row:
-        """The product of one row, bound by memory: it reads copies of the weight, more than any cache holds."""
+        """Measure the memory-bound product of one row, over more copies of the weight than fit in any cache."""
         x_TX, weight_OI = torch.randn(1, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
         weight = make_weight(weight_OI, dtype)
         copies = [replace(weight, values=weight.values.clone()) for _ in range(_num_copies(weight.values))]
@@ -95,11 +95,11 @@ class KernelsJob(msgspec.Struct, frozen=True):
         timings = interleave(calls | read, self.repeats)
         timings |= {"kernel": timings["kernel"].over(len(copies)), "torch": timings["torch"].over(len(plain))}
         shape = {"weight_dtype": dtype, "outputs": outputs, "depth": depth, "rows": 1}
-        return {"part": "products", **shape, **_rate(timings, weight.values.nbytes), **_beside_torch(timings)}
+        return {"part": "products", **shape, **_rate(timings, weight.values.nbytes), **_compared_with_torch(timings)}
 
     def _chunk_attention(self, matmul: Calls, num_query_heads: int, num_kv_heads: int, size: int) -> Row:
         format = KVFormat.choose("bfloat16", BLOCK_TOKENS, num_kv_heads, size, size, _CPU)
-        attention = Attention.over(format, num_query_heads, CHUNK_ROWS, CHUNK_CONTEXT)
+        attention = AttentionCase.over(format, num_query_heads, CHUNK_ROWS, CHUNK_CONTEXT)
         timings = interleave({"kernel": attention.run, **matmul}, self.repeats)
         flops = attention_flops(num_query_heads, size, size, causal_pairs(CHUNK_ROWS, CHUNK_CONTEXT))
         return {"part": "chunk_attention", **attention.row(), **_arithmetic(timings, flops)}
@@ -111,30 +111,31 @@ class KernelsJob(msgspec.Struct, frozen=True):
         timings = interleave(calls | matmul, self.repeats)
         shape = {"weight_dtype": dtype, "outputs": outputs, "depth": depth, "rows": CHUNK_ROWS}
         flops = linear_flops(CHUNK_ROWS, outputs, depth)
-        return {"part": "chunk_products", **shape, **_arithmetic(timings, flops), **_beside_torch(timings)}
+        return {"part": "chunk_products", **shape, **_arithmetic(timings, flops), **_compared_with_torch(timings)}
 
 
 @dataclass(frozen=True)
-class Attention:
-    """One call of the op: the last rows of a context over one layer's random KV."""
+class AttentionCase:
+    """Inputs of one attention call: the last rows of a context, and one layer of random KV."""
 
-    q_TqC: Tensor
+    q_TqC: Tensor  # queries, bfloat16
     pool: KVPool
-    context: int
+    context: int  # tokens
 
     @classmethod
-    def over(cls, format: KVFormat, num_query_heads: int, rows: int, context: int) -> "Attention":
-        """Raises UserError where the native kernels cannot read the format."""
+    def over(cls, format: KVFormat, num_query_heads: int, rows: int, context: int) -> "AttentionCase":
+        """Create the inputs. Raises UserError if there is no native kernel for the head size."""
         if format.arrangement is not TILES:
             raise UserError(
-                f"head size {format.key_size} is no multiple of {native.LANES}, as the native kernels need: "
-                "set --head-size to one"
+                f"--head-size has {format.key_size}, but the native kernels need multiples of {native.LANES}: give "
+                "only multiples"
             )
         pool = KVPool({"kv": format}, 1, -(-context // BLOCK_TOKENS), _CPU)
         fill(pool)
         return cls(torch.randn(rows, num_query_heads, format.key_size).bfloat16(), pool, context)
 
     def run(self) -> tuple[Tensor, Tensor]:
+        """Compute partial attention. Returns the output and its LSE."""
         rows = len(self.q_TqC)
         return partial_attention(
             self.q_TqC,
@@ -147,6 +148,7 @@ class Attention:
         )
 
     def row(self) -> Row:
+        """Columns that describe the case."""
         format = self.pool.formats["kv"]
         return {
             "kv_dtype": format.dtype,
@@ -160,12 +162,12 @@ class Attention:
 
 
 def _num_copies(weight: Tensor) -> int:
-    """How many copies of the weight are together as large as what `memory.reader` reads."""
+    """Number of copies of the weight that have at least as many bytes as `memory.reader` reads."""
     return -(-memory.READ_BYTES // weight.nbytes)
 
 
 def _rate(timings: Mapping[str, Timing], num_bytes: int) -> Row:
-    """The rate at which the kernel reads, beside that of reading memory."""
+    """Columns with the rate at which the kernel reads, and the rate of reading memory."""
     bytes_per_s = num_bytes / timings["kernel"].median_s
     memory_bytes_per_s = memory.READ_BYTES / timings["read"].median_s
     rates = {"read_bytes": num_bytes, "bytes_per_s": bytes_per_s, "memory_bytes_per_s": memory_bytes_per_s}
@@ -173,18 +175,18 @@ def _rate(timings: Mapping[str, Timing], num_bytes: int) -> Row:
 
 
 def _arithmetic(timings: Mapping[str, Timing], flops: int) -> Row:
-    """The rate at which the kernel computes, beside those of torch's matrix products."""
+    """Columns with the FLOP/s of the kernel and of torch's matrix products."""
     flops_per_s = flops / timings["kernel"].median_s
     peaks = {f"{name}_flops_per_s": memory.multiplier_flops() / timings[name].median_s for name in memory.DTYPES}
     row = timings["kernel"].row("time_s") | {"flops": flops, "flops_per_s": flops_per_s} | peaks
     return row | {"matmul_fraction": flops_per_s / peaks["bfloat16_flops_per_s"]}
 
 
-def _beside_torch(timings: Mapping[str, Timing]) -> Row:
+def _compared_with_torch(timings: Mapping[str, Timing]) -> Row:
     torch_s = timings["torch"].median_s
     return {"torch_s": torch_s, "speedup": torch_s / timings["kernel"].median_s}
 
 
 def sections(job: KernelsJob, on_point: Callable[[Row], None]) -> list[Section]:
-    """Run the job in a process of its own."""
+    """Run the job in a new process, and create the tables."""
     return sections_of([ranks[0] for ranks in collect(job, 1, on_point)])

@@ -1,4 +1,4 @@
-"""Layouts of the same ranks side by side: Helix, its local placement, tensor parallelism, the tied layout."""
+"""Compares layouts of the same ranks: Helix, local placement, tensor parallelism and the tied layout."""
 
 import time
 from array import array
@@ -35,23 +35,21 @@ COLUMNS = (
 )
 LONGEST_PROMPT = 2048
 NOTE = (
-    "The same ranks and weights in several layouts, in turn. step: one decode step of all requests, whose KV holds "
-    "random numbers. exchanged: bytes that all ranks send in the exchange of that step. prefill: from the first chunk "
-    "to the last request's first token, through the scheduler, for prompts of up to "
-    f"{LONGEST_PROMPT:,} tokens. over Helix: times over those of Helix; below 1 is faster. local: KVP ranks, each with "
-    "requests of its own; tied: an FFN on every KVP rank; TP: heads split, KV heads duplicated where there are too few."
+    "The same ranks and weights in several layouts, measured in turn. step: one decode step of all requests, with "
+    "random KV. exchanged: bytes that all ranks send in Helix's exchange in that step. prefill: time from the first "
+    f"chunk to the first token of the last request, through the scheduler, for prompts of up to {LONGEST_PROMPT:,} "
+    "tokens. over Helix: time divided by that of Helix; below 1 is faster. local: each KVP rank has separate "
+    "requests. tied: each KVP rank has a copy of the FFN. TP: ranks split the heads, and duplicate KV heads if there "
+    "are too few."
 )
 
 
 class LayoutsJob(msgspec.Struct, frozen=True):
-    """Every rank's job: decode and prefill with each strategy in turn.
+    """Job of every rank: measures decode and prefill with each strategy in turn."""
 
-    configs: by strategy, Helix first. points: how many requests, and the context of each in tokens.
-    """
-
-    configs: dict[str, EngineConfig]
-    points: tuple[tuple[int, int], ...]
-    repeats: int
+    configs: dict[str, EngineConfig]  # by strategy, Helix first
+    points: tuple[tuple[int, int], ...]  # number of requests, and tokens of each
+    repeats: int  # measured steps, after a warm-up
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         models = {name: RankModel.join(config, rank, directory) for name, config in self.configs.items()}
@@ -86,7 +84,7 @@ class LayoutsJob(msgspec.Struct, frozen=True):
 
 
 class _Prefill:
-    """Runs prompts to their first tokens. Every rank has a scheduler of its own, and all of them decide the same."""
+    """Prefill of prompts up to their first tokens. All ranks have schedulers, which make the same decisions."""
 
     def __init__(self, model: RankModel, prompts: list[list[int]]) -> None:
         self._config = model.config.scheduler
@@ -103,7 +101,7 @@ class _Prefill:
 
 
 class _Immediate:
-    """The runner of this rank, which computes a step as soon as it is submitted."""
+    """Runner of this rank that computes a step as soon as it is submitted."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.num_blocks = runner.pool.num_blocks
@@ -119,7 +117,7 @@ class _Immediate:
 
 
 def strategies(ranks: int, configure: Callable[[Layout], EngineConfig]) -> dict[str, EngineConfig]:
-    """The strategies that `ranks` ranks can take, Helix first."""
+    """Configurations of all strategies on `ranks` ranks, by name, Helix first."""
     helix = configure(Layout(kvp=ranks))
     return {
         "Helix": helix,
@@ -130,7 +128,7 @@ def strategies(ranks: int, configure: Callable[[Layout], EngineConfig]) -> dict[
 
 
 def section(job: LayoutsJob, on_point: Callable[[Row], None]) -> Section:
-    """Run the job on ranks of its own."""
+    """Run the job on new ranks, and create the table."""
     ranks = next(iter(job.configs.values())).layout.world_size
     rows = []
     for found in collect(job, ranks, on_point):

@@ -1,4 +1,4 @@
-"""What a user would run in longhelix's place: programs of their own (benchmarks/peers), each with its own Python."""
+"""Measures other engines and planners. Each is a separate program (benchmarks/peers) with its own Python."""
 
 import importlib.util
 import json
@@ -14,20 +14,20 @@ from longhelix.engine.workers.environment import rank_environment
 from longhelix.measure.bench.section import Column, Plot, Section
 from longhelix.measure.world import Row
 
-PROGRAMS = Path(__file__).parents[4] / "benchmarks" / "peers"  # of a checkout; an installed package has none
+PROGRAMS = Path(__file__).parents[4] / "benchmarks" / "peers"  # exists only in a checkout, not in an installed package
 TIMEOUT_S = 1800.0
-# A peer holds its KV in bfloat16 or float32, and some copy it while they fill it.
+# Peers hold KV in bfloat16 or float32, and some copy it while they fill it.
 _COPIES = 3
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A program. environment: the virtual environment that it runs in, by name; None: the one that runs this."""
+    """Other engine or planner to measure."""
 
     name: str
-    program: str
-    environment: str | None
-    package: str
+    program: str  # file name in PROGRAMS
+    environment: str | None  # name of its virtual environment; None for the current one
+    package: str  # Python package that it needs
 
 
 MODELS = (
@@ -68,42 +68,46 @@ SIDE_COLUMNS = {
     "prefill": (*_SIDE, Column("tokens_per_s", "tokens/s", ",.0f"), Column("relative", "of longhelix's time", ".2f")),
 }
 SIDE_NOTE = (
-    "The same model by each program, all cores; peers run after longhelix and not in turn with it. Relative to the "
-    "first row of longhelix at that context. Weights and KV are held as the columns say: compare like with like."
+    "The same model in each program, on all cores. Peers run after longhelix, not in turn with it. Times are relative "
+    "to the first row of longhelix at the same context. Compare only rows with the same weights and KV."
 )
 
 
 @dataclass
 class Peers:
-    """The peers that are installed under `directory`; `remarks` has a sentence on each that is missing or fails."""
+    """Installed peers."""
 
-    directory: Path
-    remarks: list[str] = field(default_factory=list)
+    directory: Path  # of their virtual environments
+    remarks: list[str] = field(default_factory=list)  # a sentence on each peer that is missing or fails
 
     def attention(self, context: int, threads: Sequence[int]) -> list[Section]:
-        """torch's own attention ops over a KV of `context` tokens."""
+        """Measure torch's attention ops over a KV of `context` tokens."""
         options = ["--shapes", *ATTENTION_SHAPES, "--contexts", str(context), "--threads", *map(str, threads)]
         rows = self.points(ATTENTION, options)
-        note = "torch's own forms of one decode attention; see benchmarks/peers/README.md."
+        note = "Decode attention in the forms that torch offers; see benchmarks/peers/README.md."
         return [Section("kernels_torch", "Attention by torch", note, ATTENTION_COLUMNS, rows)] if rows else []
 
     def models(self, what: str, config: EngineConfig, contexts: Sequence[int], ours: Sequence[Row]) -> list[Section]:
-        """Prefill or decode (`what`) of the same GGUF file by each peer, beside `ours`."""
+        """Measure prefill or decode (`what`) of the same GGUF file with each peer, and compare with `ours`."""
         rows = [row for peer in MODELS for row in self._model(peer, what, config, contexts)]
         if not rows:
             return []
         columns = SIDE_COLUMNS[what]
         plot = Plot((columns[-2].key,), ("program", "weights", "kv"), x="context")
-        title = f"{what.capitalize()}, beside its peers"
-        return [Section(f"{what}_peers", title, SIDE_NOTE, columns, beside([*map(own, ours), *rows]), plot)]
+        title = f"{what.capitalize()}, compared with peers"
+        return [
+            Section(f"{what}_peers", title, SIDE_NOTE, columns, with_relative_times([*map(own, ours), *rows]), plot)
+        ]
 
     def _model(self, peer: Peer, what: str, config: EngineConfig, contexts: Sequence[int]) -> list[Row]:
         if not config.model_path.endswith(".gguf"):
-            self.remarks.append(f"{peer.name} was left out: peers run GGUF files, and {config.model_path} is none.")
+            self.remarks.append(
+                f"{peer.name} was left out: peers run GGUF files, and {config.model_path} is not a GGUF file."
+            )
             return []
         fitting = [context for context in contexts if _fits(config, context)]
         if len(fitting) < len(contexts):
-            self.remarks.append(f"{peer.name} was left out at {max(contexts)} tokens: memory is too small for its KV.")
+            self.remarks.append(f"{peer.name} was left out at {max(contexts)} tokens: its KV does not fit in memory.")
         if not fitting:
             return []
         threads = config.threads_per_rank * config.layout.world_size
@@ -111,13 +115,15 @@ class Peers:
         return [peer_row(point) for point in self.points(peer, [*options, "--repeats", "1"])]
 
     def points(self, peer: Peer, options: list[str]) -> list[Row]:
-        """What the peer measured. Where it is missing or fails that is nothing, and `remarks` says why."""
+        """Run a peer and return its points. If it is missing or fails, add a remark and return none."""
         python = sys.executable if peer.environment is None else str(self.directory / peer.environment / "bin/python")
         program = PROGRAMS / peer.program
         missing = peer.environment is None and importlib.util.find_spec(peer.package) is None
         if missing or not program.exists() or not Path(python).exists():
             where = "this install" if peer.environment is None else self.directory / peer.environment
-            self.remarks.append(f"{peer.name} was left out: it is not in {where} (benchmarks/peers/install.sh).")
+            self.remarks.append(
+                f"{peer.name} was left out: it is not installed in {where} (see benchmarks/peers/install.sh)."
+            )
             return []
         try:
             done = subprocess.run(
@@ -139,7 +145,7 @@ class Peers:
 
 
 def peer_row(point: Row) -> Row:
-    """A peer's point as a row: its time is that of a decode step, or of the whole prompt."""
+    """Convert a point of a peer to a row. The time is that of a decode step, or of the whole prompt."""
     speed = point["prefill_tokens_per_s"]
     return {
         "program": point["peer"],
@@ -150,7 +156,7 @@ def peer_row(point: Row) -> Row:
 
 
 def own(row: Row) -> Row:
-    """A row of longhelix's decode or prefill as a row of the peers' table."""
+    """Convert a row of longhelix's decode or prefill to a row of the peers' table."""
     is_decode = "step_s" in row
     return {
         "program": "longhelix",
@@ -163,8 +169,8 @@ def own(row: Row) -> Row:
     }
 
 
-def beside(rows: Sequence[Row]) -> list[Row]:
-    """The rows sorted by context, each with its time relative to the first row of its context, which is longhelix's."""
+def with_relative_times(rows: Sequence[Row]) -> list[Row]:
+    """Sort rows by context, and add the time relative to the first row of the same context, which is longhelix's."""
     first: dict[int, Row] = {}
     for row in rows:
         first.setdefault(row["context"], row)
@@ -173,7 +179,7 @@ def beside(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fits(config: EngineConfig, context: int) -> bool:
-    """Whether free memory holds _COPIES copies of this KV in bfloat16, as peers may make."""
+    """Whether free memory holds _COPIES bfloat16 copies of the KV, which peers may need."""
     spec = config.spec
     kv_bytes = context * spec.kv_bytes_per_token("bfloat16", spec.num_kv_heads, spec.num_layers, "cpu")
     return _COPIES * kv_bytes < host.available_bytes()

@@ -1,4 +1,4 @@
-"""The planner: how many configurations a second it costs, how long a plan takes, how long its import; its peers."""
+"""Measures the speed of the planner (configurations per second, a plan, the import) and of its peers."""
 
 import json
 import subprocess
@@ -21,10 +21,10 @@ COLUMNS = (
     Column("peak_bytes", "peak RSS, MB", ",.0f", 1e-6),
 )
 NOTE = (
-    "DeepSeek-R1 on GB200 at 1M tokens, FP4. sweep: every layout of up to 128 GPUs at every batch size, with so much "
-    "memory that none is left out uncosted, in a process of one thread; its peak RSS is that process's. plan: "
-    "`longhelix plan --max-gpus 64 --json`, start-up included; and with 1,024. import: of longhelix.plan.answer, numpy "
-    "included."
+    "DeepSeek-R1 on GB200 at 1M tokens, FP4. sweep: every layout of up to 128 GPUs at every batch size, in a process "
+    "with one thread; memory is unlimited, so that every configuration is computed. peak RSS: of that process. plan: "
+    "`longhelix plan --json` with --max-gpus 64 and 1024, including start-up. import: of longhelix.plan.answer, "
+    "including numpy."
 )
 PEER_COLUMNS = (
     Column("peer", "planner"),
@@ -32,12 +32,12 @@ PEER_COLUMNS = (
     Column("seconds", "time, s", ".1f"),
     Column("points", "points", "d"),
     Column("user_tokens_per_s", "best tokens/s/user", ".1f"),
-    Column("layout", "its layout"),
-    Column("memory_gb", "GB on a GPU", ".1f"),
+    Column("layout", "layout"),
+    Column("memory_gb", "GB per GPU", ".1f"),
 )
 PEER_NOTE = (
-    "The same question as far as each can be asked it (benchmarks/peers/README.md): DeepSeek-V3's shape, 64 GB200, 1M "
-    "tokens. Its own model of the hardware each, so times compare, and tokens/s say how far the models lie apart."
+    "The same question, as far as each planner supports it (see benchmarks/peers/README.md): the shape of DeepSeek-V3, "
+    "64 GB200, 1M tokens. Each planner has its own hardware model, so tokens/s differ; compare the times."
 )
 QUESTION = ("plan", "--model", "deepseek-r1", "--system", "gb200", "--context", "1M", "--json")
 _TIMEOUT_S = 300
@@ -53,7 +53,7 @@ searched = space(model, 128)
 start = time.perf_counter()
 found = sweep(Setting(model, system, "fp4", "fp4", "fp4"), searched, 1e6, batches())
 took_s = time.perf_counter() - start
-# Not ru_maxrss, which begins with that of who started this program.
+# Not ru_maxrss, which starts with the value of the parent process.
 peak_bytes = 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 print(json.dumps({"configurations": len(found.points), "time_s": took_s, "peak_bytes": peak_bytes}))
 """
@@ -66,7 +66,7 @@ print(json.dumps({"time_s": time.perf_counter() - start}))
 
 
 def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None]) -> list[Section]:
-    """Measure our planner `repeats` times, and each peer that is installed once."""
+    """Measure longhelix's planner `repeats` times and each installed peer once, and create the tables."""
     rows = [_of("sweep", [_program(_SWEEP) for _ in range(repeats)])]
     rows.append(_of("plan", [_plan(64) for _ in range(repeats)]))
     rows.append(_of("plan of 1,024 GPUs", [_plan(1024) for _ in range(repeats)]))
@@ -76,12 +76,14 @@ def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None])
     found = [Section("planner", "Planner", NOTE, COLUMNS, rows)]
     others = [row for planner in PLANNERS for row in peers.points(planner, [])] if peers else []
     if others:
-        found.append(Section("planner_peers", "Planner, beside its peers", PEER_NOTE, PEER_COLUMNS, [_own(), *others]))
+        found.append(
+            Section("planner_peers", "Planner, compared with peers", PEER_NOTE, PEER_COLUMNS, [_own(), *others])
+        )
     return found
 
 
 def _of(what: str, samples: Sequence[Row]) -> Row:
-    """The median time of repeated runs, and what the last of them counted."""
+    """Row with the median time of repeated runs, and the counts of the last run."""
     timing = Timing.of([row["time_s"] for row in samples])
     counted = {name: value for name, value in samples[-1].items() if name != "time_s"}
     row = {"what": what, **counted, **timing.row("time_s")}
@@ -91,14 +93,14 @@ def _of(what: str, samples: Sequence[Row]) -> Row:
 
 
 def _plan(max_gpus: int) -> Row:
-    """How long the command takes, start-up included."""
+    """Time a plan, including start-up."""
     found: dict[str, object] = {}
     took_s = seconds(lambda: found.update(_command(max_gpus)))
     return {"time_s": took_s}
 
 
 def _own() -> Row:
-    """Our answer as a row of the peers' table."""
+    """Row of longhelix's planner for the peers' table."""
     found: dict[str, object] = {}
     took_s = seconds(lambda: found.update(_command(64)))
     best = found["frontier"][-1]

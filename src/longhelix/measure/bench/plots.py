@@ -1,4 +1,4 @@
-"""Plots of a report's sections as PNG files, by matplotlib (the extra `bench`)."""
+"""Draws the sections of a report as PNG files with matplotlib (the extra `bench`)."""
 
 import importlib.util
 from pathlib import Path
@@ -8,11 +8,12 @@ from longhelix.measure.world import Row
 
 
 def available() -> bool:
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(section: Section, report: Path) -> str:
-    """Draw a section's plot beside the report; returns the image's file name."""
+    """Draw the plot of a section into the folder of the report. Returns the file name of the image."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -68,7 +69,7 @@ def _title(measured: list[Column]) -> str:
 
 
 def _series(section: Section) -> dict[str, list[Row]]:
-    """Rows by what the plot's series say of them."""
+    """Group rows by the labels of the plot's series."""
     found: dict[str, list[Row]] = {}
     for row in section.rows:
         found.setdefault(", ".join(str(row[key]) for key in section.plot.series), []).append(row)

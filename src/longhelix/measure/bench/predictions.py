@@ -1,4 +1,4 @@
-"""Predicted beside measured: what a calibrated system says of requests, most of which it was not fitted to."""
+"""Compares predictions of a calibrated system with measurements, most of them not used for fitting."""
 
 from collections.abc import Sequence
 
@@ -26,16 +26,16 @@ COLUMNS = (
     Column("error", "error, %", "+.1f", 100),
 )
 NOTE = (
-    "decode: one step of one request that holds so many tokens, the model on all ranks and sampling, without scheduler "
-    "and sockets. prefill: a prompt of so many tokens in chunks of 512. predicted: by the constants above. use: they "
-    "are fitted to the points of use fit, and to nothing of test (other lengths and layouts) or extra (other dtypes)."
+    "decode: one step of one request with this many tokens, the model on all ranks and sampling, without scheduler and "
+    "sockets. prefill: a prompt of this many tokens in chunks of 512. predicted: from the constants above. use: the "
+    "constants are fitted to the points marked fit, not to test (other lengths and layouts) or extra (other dtypes)."
 )
 
 
 def predicted(
     system: HardwareSpec, config: EngineConfig, requests: Sequence[Row], fitted: CalibrationScope
 ) -> list[Row]:
-    """The requests in the dtypes of `config`, with what the system predicts of each."""
+    """Rows of the requests in the dtypes of `config`, with predicted time, error and use."""
     setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
     dtypes = config.weight_dtype, config.kv_dtype
     own = [row for row in requests if (row["weight_dtype"], row["kv_dtype"]) == dtypes]
@@ -53,7 +53,7 @@ def _use(row: Row, fitted: CalibrationScope) -> str:
 
 
 def mean_errors(rows: Sequence[Row]) -> dict[str, float]:
-    """For each use of points, the mean of their errors' sizes, as a share of what was measured."""
+    """Mean absolute error of the points of each use, as a share of the measured time."""
     found: dict[str, list[float]] = {}
     for row in rows:
         found.setdefault(row["use"], []).append(abs(row["error"]))
@@ -65,14 +65,20 @@ PRODUCT_COLUMNS = (
     Column("rows", "rows", "d"),
     Column("flops_per_s", "GFLOP/s", ",.0f", 1e-9),
 )
-PRODUCT_NOTE = "The engine's own products with a square weight of 2,048, all threads, dtypes in turn."
+PRODUCT_NOTE = "The engine's matrix products with a weight of 2,048 x 2,048, all threads, dtypes measured in turn."
 
 
 def sections(
     system: HardwareSpec, measured: Measurements, configs: Sequence[EngineConfig], fitted: CalibrationScope
 ) -> list[Section]:
-    """The constants, rates of products by dtype and size, and the predictions that the constants make of what was
-    measured in the dtypes of each of `configs`; `fitted` is what the constants were fitted to."""
+    """Create the tables of constants, products and predictions.
+
+    Args:
+        system: the calibrated system.
+        measured: its measurements.
+        configs: configurations with the dtypes of the predicted requests.
+        fitted: scope of the requests that the constants are fitted to.
+    """
     rows = [row for config in configs for row in predicted(system, config, measured.requests, fitted)]
     means = ", ".join(f"{mean:.1%} of {use} points" for use, mean in mean_errors(rows).items())
     constants = [
@@ -80,7 +86,7 @@ def sections(
     ]
     columns = (Column("constant", "constant"), Column("value", "value", ".4g"), Column("source", "source"))
     return [
-        Section("constants", "The system local", "Seconds, bytes and operations, each a second.", columns, constants),
+        Section("constants", "The system local", "Times in seconds, rates per second.", columns, constants),
         Section("products", "Products", PRODUCT_NOTE, PRODUCT_COLUMNS, measured.products),
         Section("predictions", "Predictions", f"{NOTE} Mean error: {means}.", COLUMNS, rows),
     ]

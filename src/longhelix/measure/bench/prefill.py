@@ -1,4 +1,4 @@
-"""The table of prefill: a whole prompt in chunks."""
+"""Table of prefill: a whole prompt in chunks."""
 
 from collections.abc import Callable, Sequence
 
@@ -28,15 +28,14 @@ COLUMNS = (
     Column("outside_s", "overhead, s", ".2f"),
 )
 NOTE = (
-    "A prompt of random tokens in chunks, first token sampled. GFLOP/s counts what causal attention needs, not what is "
-    "computed. MFU = GFLOP/s over torch.mm in the model's dtype (square matrices; in float32 where that is faster), in "
-    "turn with the prefills, all ranks together. attention, products, collectives: inside native calls of each kind; "
-    "overhead: outside of all "
-    "native calls; means over all prefills."
+    "A prompt of random tokens in chunks, up to the first sampled token. GFLOP/s counts the operations that causal "
+    "attention needs. MFU: GFLOP/s divided by that of torch.mm in the model's dtype (square matrices, in float32 if "
+    "that is faster), measured in turn with the prefills, over all ranks. attention, products, collectives: time "
+    "inside native calls of each kind. overhead: time outside native calls. These four are means over all prefills."
 )
 
 
 def section(jobs: Sequence[prefill.PrefillJob], on_point: Callable[[Row], None]) -> Section:
-    """Run each job on ranks of its own."""
+    """Run each job on new ranks, and create the table."""
     plot = Plot(("tokens_per_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="prompt")
     return Section("prefill", "Prefill", NOTE, COLUMNS, prefill.measure(jobs, on_point), plot)

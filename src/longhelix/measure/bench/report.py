@@ -1,4 +1,4 @@
-"""What was measured, for people and for programs: tables in the terminal, Markdown, JSON."""
+"""Reports of benchmarks: tables in the terminal, Markdown and JSON."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,42 +10,45 @@ from longhelix.measure.bench import plots
 from longhelix.measure.bench.environment import IDLE_LOAD
 from longhelix.measure.bench.section import Section
 
-# Quartiles further apart than this share of the median are called noisy.
+# A median is noisy if its quartiles are further apart than this share of it.
 NOISE = 0.2
-MEDIANS = "Times are medians of rounds in which what is compared takes turns; spread is from quartile to quartile."
+MEDIANS = "Times are medians over rounds in which the compared cases run in turn. spread: distance of the quartiles."
 
 
 @dataclass
-class Report:
-    """Sections of one run, with its environment. `remarks`: sentences on what was left out and why."""
+class BenchReport:
+    """Results of one run of benchmarks."""
 
     environment: dict[str, object]
     sections: list[Section] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # sentences on what was left out and why
 
     @property
     def sentences(self) -> list[str]:
-        """The remarks, and whether the machine was busy and the numbers noisy."""
+        """The remarks, and warnings if the machine was busy or the numbers are noisy."""
         found = list(self.remarks)
         load = self.environment["load_average"][0]
         if load > IDLE_LOAD:
-            found.append(f"The machine was not idle: its load was {load} when the run began. Quote ratios, not times.")
+            found.append(
+                f"The machine was not idle: its load was {load} at the start of the run. Quote ratios, not times."
+            )
         rows = (row for section in self.sections for row in section.rows)
         spreads = [row["spread"] for row in rows if row.get("spread") is not None]
         noisy = sum(spread > NOISE for spread in spreads)
         if noisy:
             found.append(
-                f"{noisy} of {len(spreads)} medians are noisy: their quartiles lie more than {NOISE:.0%} of the median "
+                f"{noisy} of {len(spreads)} medians are noisy: their quartiles are more than {NOISE:.0%} of the median "
                 "apart."
             )
         return found
 
     def as_json(self) -> str:
+        """The report as JSON text."""
         sections = {section.name: {"note": section.note, "rows": list(section.rows)} for section in self.sections}
         return json.dumps({"environment": self.environment, "remarks": self.sentences, **sections})
 
     def shown(self) -> list[Table | str]:
-        """Tables and sentences, in the order in which a terminal shows them."""
+        """Tables and sentences for the terminal, in order."""
         tables = []
         for section in self.sections:
             table = Table(title=section.title, title_justify="left", caption=section.note, caption_justify="left")
@@ -57,7 +60,7 @@ class Report:
         return [_conditions(self.environment), *tables, MEDIANS, *self.sentences]
 
     def as_markdown(self, images: dict[str, str]) -> str:
-        """The report in Markdown. `images`: a section's name to the file name of its image."""
+        """The report as Markdown text. `images` maps the names of sections to file names of images."""
         lines = [f"# longhelix bench, {self.environment['date']}", "", _conditions(self.environment), MEDIANS, ""]
         lines += [f"- {sentence}" for sentence in self.sentences] + [""] * bool(self.sentences)
         for section in self.sections:
@@ -71,7 +74,7 @@ class Report:
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
-        """Markdown at `path`, JSON and plots beside it; without matplotlib a sentence in place of the plots."""
+        """Write Markdown to `path`, and JSON and plots next to it. Without matplotlib, a remark replaces the plots."""
         drawn = [section for section in self.sections if section.plot]
         if drawn and not plots.available():
             drawn = []
@@ -82,12 +85,12 @@ class Report:
 
 
 def _conditions(environment: dict[str, object]) -> str:
-    """The environment in one sentence."""
+    """Describe the environment in one sentence."""
     total_gb, free_gb = (environment[name] / 1e9 for name in ("memory_bytes", "available_memory_bytes"))
     load = ", ".join(map(str, environment["load_average"]))
     return (
         f"{environment['cpu']}, {environment['cores']} cores, {environment['instruction_set']} kernels; "
-        f"{total_gb:.0f} GB of memory, {free_gb:.0f} GB of it free; longhelix {environment['longhelix']} "
+        f"{total_gb:.0f} GB of memory, {free_gb:.0f} GB free; longhelix {environment['longhelix']} "
         f"({environment['commit'] or 'no checkout'}), torch {environment['torch']}, Python {environment['python']}, "
-        f"{environment['system']}; load averages at the start {load}."
+        f"{environment['system']}; load averages at the start: {load}."
     )

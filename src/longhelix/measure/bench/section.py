@@ -1,4 +1,4 @@
-"""Tables of what was measured, and how they are drawn."""
+"""Tables of measurements, and their plots."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from longhelix.measure.world import Row
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: `key` of its rows, in the unit of the title: times `factor`."""
+    """Column of a table."""
 
-    key: str
+    key: str  # of the value in a row
     title: str
-    format: str = ""
-    factor: float = 1
+    format: str = ""  # format specification; empty for text
+    factor: float = 1  # from the unit of the row to that of the title
 
     def show(self, row: Row) -> str:
+        """Format the value of a row. Empty if the row has none."""
         value = row.get(self.key)
         if value is None:
             return ""
@@ -24,23 +25,24 @@ class Column:
 
 @dataclass(frozen=True)
 class Plot:
-    """A line of each of `y` over `x` for every combination of what `series` names; or, without an `x`, a bar."""
+    """Plot of a table: one line or bar for each of `y` and each combination of values of `series`."""
 
-    y: tuple[str, ...]
-    series: tuple[str, ...]
-    x: str | None = None
+    y: tuple[str, ...]  # keys of columns
+    series: tuple[str, ...]  # keys of columns
+    x: str | None = None  # key of a column; None draws bars
 
 
 @dataclass(frozen=True)
 class Section:
-    """One table: `name` is its key in JSON, `note` says how it was measured."""
+    """Table of a report."""
 
-    name: str
+    name: str  # key in JSON
     title: str
-    note: str
+    note: str  # how the numbers were measured
     columns: tuple[Column, ...]
     rows: Sequence[Row]
     plot: Plot | None = None
 
     def column(self, key: str) -> Column:
+        """Return the column with a key."""
         return next(column for column in self.columns if column.key == key)

@@ -1,4 +1,4 @@
-"""The table of sequence parallelism: what it saves of a prefill, in seconds and in bytes between two ranks."""
+"""Table of sequence parallelism: time of a prefill, and bytes between two ranks, with and without it."""
 
 from collections.abc import Callable
 
@@ -25,19 +25,19 @@ COLUMNS = (
 )
 NOTE = (
     "A prompt of random tokens on two ranks of {threads} each, kvp x tpa {layout}, in chunks of {chunk_tokens:,}, "
-    "until both ranks have the first token; all configurations in turn, every other time in reverse order. Gloo "
-    "carries all collectives, never shared memory. After a pause, a link lets pass at once what it carries in "
-    "{burst_ms:g} ms, or 4 KB. Below its baseline, off, stands each variant: the same layers and number formats. on "
-    "shards: tokens of steps that are sequence-parallel. sent: by both ranks in one prefill, as the devices of the "
-    "link count, with one header for all that TCP hands over at once. formula: all-reduces by a ring, reduce-scatters "
-    "and all-gathers of the rows, and Helix's exchange; none for models with latents or experts. It leaves out "
-    "headers and the choice of a token: of prompts of 1 to 5 tokens, 1.2 to 2.4 times as much is sent."
+    "until both ranks have the first token. All configurations run in turn, in reverse order every other time. Gloo "
+    "carries all collectives, never shared memory. After a pause, a link passes a burst of up to {burst_ms:g} ms at "
+    "its rate, but at least 4 KB. Each variant follows its baseline, off, which has the same layers and number "
+    "formats. on shards: tokens in sequence-parallel steps. sent: bytes of both ranks in one prefill, as the devices "
+    "of the link count them, with one header for each piece that TCP hands over. formula: ring all-reduces, "
+    "reduce-scatters and all-gathers of the rows, and Helix's exchange; empty for models with latents or experts. "
+    "The formula leaves out headers and token sampling, so prompts of 1 to 5 tokens send 1.2 to 2.4 times as much."
 )
 
 
 def section(job: SequenceParallelismJob, on_point: Callable[[Row], None]) -> Section:
-    """Run the job on ranks of its own."""
+    """Run the job on two new ranks, and create the table."""
     rows = sequence_parallelism.measure(job, on_point)
     threads = rows[0]["threads"]
-    said = rows[0] | {"burst_ms": 1e3 * BURST_S, "threads": "one thread" if threads == 1 else f"{threads} threads"}
-    return Section("sp", "Sequence parallelism", NOTE.format_map(said), COLUMNS, rows)
+    values = rows[0] | {"burst_ms": 1e3 * BURST_S, "threads": "one thread" if threads == 1 else f"{threads} threads"}
+    return Section("sp", "Sequence parallelism", NOTE.format_map(values), COLUMNS, rows)

@@ -1,4 +1,4 @@
-"""Benchmarks put together: each adds its tables, and those of its peers, to one report."""
+"""Runs benchmarks, and collects their tables and those of peers in one report."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from longhelix.measure.bench import (
 )
 from longhelix.measure.bench.environment import environment
 from longhelix.measure.bench.peers import Peers
-from longhelix.measure.bench.report import Report
+from longhelix.measure.bench.report import BenchReport
 from longhelix.measure.calibrate import measurements
 from longhelix.measure.calibrate.system import local_system
 from longhelix.measure.configuration import check_positive, check_threads, configure
@@ -34,10 +34,10 @@ from longhelix.spec.layout import Layout
 
 @dataclass(frozen=True)
 class SuiteScope:
-    """How much `Suite.all` measures, with the repeats of each benchmark."""
+    """Points and repeats of `Suite.all`."""
 
-    kv_context: int
-    groups: tuple[int, ...]
+    kv_context: int  # tokens of KV that attention kernels read
+    groups: tuple[int, ...]  # query heads per KV head
     kernel_repeats: int
     contexts: tuple[int, ...]
     decode_repeats: int
@@ -66,15 +66,21 @@ FULL = SuiteScope(
 
 
 class Suite:
-    """A report that is being made: each method runs one benchmark and adds its tables.
+    """Run of benchmarks. Each method runs one benchmark and adds its tables to the report.
 
-    `peers`: the folder of their environments, None to run none. `tell` is called with a line for each point. Methods
-    raise UserError for what cannot be measured.
+    Methods raise UserError for values out of range and for cases that cannot be measured.
     """
 
     def __init__(self, date: str, peers: Path | None, tell: Callable[[str], None]) -> None:
+        """Check that the native kernels are installed, and start a report.
+
+        Args:
+            date: date and time for the report.
+            peers: folder of the peers' environments. None measures no peers.
+            tell: called with a line for each point.
+        """
         check_native()
-        self._report = Report(environment(date))
+        self._report = BenchReport(environment(date))
         self._peers = None if peers is None else Peers(peers)
         self._tell = tell
         self._on_point = progress.by_name(tell)
@@ -88,7 +94,7 @@ class Suite:
         threads: Sequence[int],
         repeats: int,
     ) -> None:
-        """Attention over `context` tokens and products; `threads`: all cores if empty."""
+        """Measure attention over `context` tokens, and matrix products. Empty `threads` means all cores."""
         threads = threads or (host.cores(),)
         check_positive("context", context)
         check_positive("head-size", *head_sizes)
@@ -104,7 +110,7 @@ class Suite:
             self._report.sections += self._peers.attention(context, threads)
 
     def decode(self, configs: Sequence[EngineConfig], contexts: Sequence[int], repeats: int) -> None:
-        """One step at each context, with each of `configs`, and by each peer."""
+        """Measure one decode step at each context, with each of `configs` and with each peer."""
         check_positive("repeats", repeats)
         jobs = [DecodeJob(config, tuple(sorted(contexts)), repeats) for config in configs]
         section = decode.section(jobs, self._on_point("decode"))
@@ -113,7 +119,7 @@ class Suite:
             self._report.sections += self._peers.models("decode", configs[0], sorted(contexts), section.rows)
 
     def prefill(self, configs: Sequence[EngineConfig], prompts: Sequence[int], repeats: int) -> None:
-        """Each prompt with each of `configs`, and by each peer."""
+        """Measure the prefill of each prompt, with each of `configs` and with each peer."""
         check_positive("repeats", repeats)
         jobs = [PrefillJob(config, tuple(sorted(prompts)), repeats) for config in configs]
         section = prefill.section(jobs, self._on_point("prefill"))
@@ -122,7 +128,7 @@ class Suite:
             self._report.sections += self._peers.models("prefill", configs[0], sorted(prompts), section.rows)
 
     def layouts(self, model: str, ranks: int, points: Sequence[tuple[int, int]], repeats: int) -> None:
-        """Decode and prefill of several requests, with the strategies that `ranks` ranks can take in turn."""
+        """Measure decode and prefill of several requests, with all strategies on `ranks` ranks in turn."""
         check_positive("ranks", ranks)
         check_positive("repeats", repeats)
         check_positive("a number of requests", *(requests for requests, _ in points))
@@ -135,7 +141,7 @@ class Suite:
         self._report.sections.append(layouts.section(job, self._on_point("layouts")))
 
     def collectives(self, ranks: Sequence[int], sizes_bytes: Sequence[int], repeats: int) -> None:
-        """Every collective at every size, in a world of each number of ranks."""
+        """Measure each collective at each size, with each number of ranks."""
         check_positive("bytes", *sizes_bytes)
         check_positive("repeats", repeats)
         section = collectives.section(ranks, tuple(sizes_bytes), repeats, self._on_point("collectives"))
@@ -144,30 +150,32 @@ class Suite:
     def sequence_parallelism(
         self, pairs: dict[str, Pair], prompts: Sequence[int], rates_mbit: Sequence[float], repeats: int
     ) -> None:
-        """The prefill of each prompt with both of each pair, over a link of each rate; over loopback, as is
-        told at once, where this process can make no link."""
+        """Measure the prefill of each prompt with both configurations of each pair, over a link of each rate.
+
+        If this process cannot create a link, the ranks use loopback, and `tell` and a remark say so.
+        """
         check_positive("repeats", repeats)
         if not rates_mbit:
-            raise UserError("rates_mbit is empty: give one number or more, in Mbit/s")
+            raise UserError("--rates-mbit is empty: give one or more rates in Mbit/s")
         rates_mbit = tuple(dict.fromkeys(link.checked_rate_mbit(rate) for rate in rates_mbit))
         lacking = link.missing()
         if lacking is not None:
-            self._tell(f"sp: rates_mbit is ignored, and the ranks are joined by plain loopback, because {lacking}")
+            self._tell(f"sp: --rates-mbit is ignored and the ranks use plain loopback, because {lacking}")
             self._report.remarks.append(
-                f"The ranks were joined by plain loopback, at no limited rate, because {lacking}. Its count of bytes "
-                "has those of all programs of this host."
+                f"The ranks used plain loopback without a limit on its rate, because {lacking}. Sent bytes include "
+                "those of all programs on this host."
             )
             rates_mbit = ()
         job = SequenceParallelismJob(pairs, tuple(sorted(set(prompts))), rates_mbit, repeats)
         self._report.sections.append(sequence_parallelism.section(job, self._on_point("sp")))
 
     def planner(self, repeats: int) -> None:
-        """The speed of the planner and of its peers."""
+        """Measure the speed of the planner and of its peers."""
         check_positive("repeats", repeats)
         self._report.sections += planner.sections(repeats, self._peers, self._on_point("planner"))
 
     def all(self, short: bool) -> None:
-        """All of it, with the built-in model in bfloat16, in int8, and over two ranks. `short`: fewer points."""
+        """Run all benchmarks with the built-in model, in bfloat16, int8 and on two ranks. `short`: fewer points."""
         scope = SHORT if short else FULL
         configs = [
             configure("builtin", Layout(), scope.contexts, weight_dtype=dtype, kv_dtype=dtype)
@@ -181,7 +189,7 @@ class Suite:
         self.planner(scope.planner_repeats)
 
     def predict(self) -> None:
-        """Calibrate, and measure more lengths, layouts and dtypes, to which no constant is fitted."""
+        """Calibrate, and compare predictions with measurements of other lengths, layouts and dtypes."""
         scope = predictions.SCOPE
         configs = [scope.config(layout, "bfloat16") for layout in predictions.LAYOUTS] + [
             scope.config(Layout(), "int8")
@@ -191,8 +199,8 @@ class Suite:
         system = local_system(measured, configs[0], fitted)
         self._report.sections += predictions.sections(system, measured, [configs[0], configs[-1]], fitted)
 
-    def finish(self) -> Report:
-        """The report, with the remarks on peers."""
+    def finish(self) -> BenchReport:
+        """Return the report, including remarks on peers."""
         if self._peers:
             self._report.remarks += dict.fromkeys(self._peers.remarks)
         return self._report

@@ -1,1 +1,1 @@
-"""Calibration: this machine measured, and the system "local" made of it."""
+"""Calibration: measures this machine and creates the system `local` from it."""

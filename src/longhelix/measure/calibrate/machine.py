@@ -1,4 +1,4 @@
-"""What calibration measures of the machine itself, apart from runs of a model."""
+"""Measurements of the machine itself, without a model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,12 +18,12 @@ from longhelix.measure.world import Row
 TINY_KERNELS = 256
 NARROW_DTYPES = ("int8", "int4", "w8a8")
 PRODUCT_DTYPES = ("float32", "bfloat16", *NARROW_DTYPES)
-PRODUCT_ROWS = (1, 16, 128, 512)  # a decode step's, and those of prefill chunks
+PRODUCT_ROWS = (1, 16, 128, 512)  # of a decode step, and of prefill chunks
 _PRODUCT_SIZE = 2048
 
 
 class MachineJob(msgspec.Struct, frozen=True):
-    """What one process measures with all threads beside runs of a model: a kernel's fixed cost, float32 products."""
+    """Job of one process: measures the fixed cost of a kernel, and float32 products with all threads."""
 
     repeats: int
 
@@ -39,7 +39,7 @@ class MachineJob(msgspec.Struct, frozen=True):
 
 
 class ProductsJob(msgspec.Struct, frozen=True):
-    """Rates of the engine's own products, by the weight's dtype and by rows, all threads."""
+    """Job of one process: measures the engine's matrix products by weight dtype and rows, with all threads."""
 
     repeats: int
 
@@ -64,7 +64,7 @@ def _square(dtype: str) -> Weight:
 
 
 def _tiny_kernels() -> Callable[[], None]:
-    """A tape of TINY_KERNELS products that compute next to nothing."""
+    """Create a tape of TINY_KERNELS products that are too small to take time themselves."""
     weight, x_TX, tape = make_weight(torch.randn(16, 32).bfloat16(), "bfloat16"), torch.randn(1, 32).bfloat16(), Tape()
     with tape:
         for _ in range(TINY_KERNELS):

@@ -1,4 +1,4 @@
-"""What the system "local" is made of: the machine, its collectives, and one request at a time of the model."""
+"""Measurements behind the system `local`: the machine, its collectives, and single requests of a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,30 +12,28 @@ from longhelix.measure.world import Row, collect
 from longhelix.perf.fit import MeasuredRequest
 from longhelix.spec.layout import Layout
 
-RANKS = (2, 4)  # of two sizes: one alone does not tell what a collective costs beside the latency of each peer
-SIZES_BYTES = (2048, 32768, 524288)  # of collectives: those of a decode step are small, those of a chunk large
+RANKS = (2, 4)  # two sizes, to separate the fixed cost of a collective from the latency per peer
+SIZES_BYTES = (2048, 32768, 524288)  # of collectives: small as in a decode step, up to large as in a prefill chunk
 
 
 @dataclass(frozen=True)
 class CalibrationScope:
-    """How much is measured: decode steps at `contexts` and prefills of `prompts`, in tokens, on every layout, and the
-    repeats of each measurement."""
+    """Points and repeats of a calibration."""
 
-    contexts: tuple[int, ...]
+    contexts: tuple[int, ...]  # of decode steps, in tokens
     decode_repeats: int
-    prompts: tuple[int, ...]
+    prompts: tuple[int, ...]  # of prefills, in tokens
     prefill_repeats: int
     machine_repeats: int
     collective_repeats: int
 
     def includes(self, row: Row) -> bool:
-        """Whether the request has one of these lengths and ran on one rank in bfloat16, as those that constants are
-        fitted to."""
+        """Whether constants are fitted to a row: it has one of these lengths and ran on one rank in bfloat16."""
         tokens = self.contexts if row["chunk"] is None else self.prompts
         return row["tokens"] in tokens and row["ranks"] == 1 and row["weight_dtype"] == row["kv_dtype"] == "bfloat16"
 
     def config(self, layout: Layout, dtype: str) -> EngineConfig:
-        """The built-in model, with room for each of these requests. `dtype`: of weights and KV."""
+        """Configuration of the built-in model with room for these requests. `dtype` is that of weights and KV."""
         lengths = (*self.contexts, *self.prompts)
         return configure("builtin", layout, lengths, weight_dtype=dtype, kv_dtype=dtype)
 
@@ -46,29 +44,34 @@ FULL = CalibrationScope((2048, 32768), 21, (512, 4096), 3, 15, 25)
 
 @dataclass(frozen=True)
 class Measurements:
-    """Rows as their jobs made them. machine: one row. requests: decode steps and prefills of one request each."""
+    """Rows of all measurements of a calibration."""
 
-    machine: Row
-    products: Sequence[Row]
+    machine: Row  # of MachineJob
+    products: Sequence[Row]  # of ProductsJob
     collectives: Sequence[Row]
-    requests: Sequence[Row]
+    requests: Sequence[Row]  # decode steps and prefills of one request each
 
     @classmethod
     def take(
         cls, scope: CalibrationScope, configs: Sequence[EngineConfig], on_point: Callable[[str], Callable[[Row], None]]
     ) -> Self:
-        """Measure now, the requests with each of `configs`; `on_point` gives, for each kind of measurement by name,
-        what is told of its points."""
+        """Run all measurements.
+
+        Args:
+            scope: points and repeats.
+            configs: configurations to measure the requests with.
+            on_point: takes the name of a measurement and returns a callback for its rows.
+        """
         ((machine,),) = collect(MachineJob(scope.machine_repeats), 1, on_point("machine"))
         products = [row for (row,) in collect(ProductsJob(scope.machine_repeats), 1, on_point("products"))]
         calls = collectives.measure(RANKS, SIZES_BYTES, scope.collective_repeats, on_point("collectives"))
-        # What depends on bandwidth, which may change from minute to minute, is measured together.
+        # Measured close together, because memory bandwidth may change from minute to minute.
         steps = _steps(scope, configs, on_point("decode"))
         return cls(machine, products, calls, steps + _prefills(scope, configs, on_point("prefill")))
 
 
 def measured_request(row: Row) -> MeasuredRequest:
-    """What is fitted to, or predicted of, a row of `Measurements.requests`."""
+    """Convert a row of `Measurements.requests` for fitting and predicting."""
     kvp, tpa = map(int, row["layout"].split(" x "))
     return MeasuredRequest(Layout(kvp=kvp, tpa=tpa), row["tokens"], row["chunk"], row["seconds"])
 

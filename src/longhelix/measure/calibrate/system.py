@@ -1,4 +1,4 @@
-"""The system "local": what was measured of this machine, and the constants that are fitted to it."""
+"""Creates the system `local` from measurements of this machine and constants fitted to them."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,7 +17,13 @@ MOST_RANKS = 64
 
 
 def local_system(measured: Measurements, config: EngineConfig, fitted: CalibrationScope) -> HardwareSpec:
-    """The system "local". `config`: the model that was measured; constants are fitted to its requests in `fitted`."""
+    """Create the system `local`.
+
+    Args:
+        measured: measurements of this machine.
+        config: configuration of the measured model.
+        fitted: scope of the requests that constants are fitted to.
+    """
     requests = [row for row in measured.requests if fitted.includes(row)]
     machine = measured.machine | {
         "step_s": _median(requests, "outside_s", "decode"),
@@ -38,48 +44,48 @@ def _median(requests: Sequence[Row], key: str, work: str) -> float:
 
 
 def _narrow_rates(products: Sequence[Row], bfloat16_flops_per_s: float) -> Row:
-    """Peaks of narrow weights: that of bfloat16, as much slower as the engine's products of most rows are."""
+    """FLOP/s of narrow weights: the bfloat16 rate, scaled by the ratio of the engine's products with the most rows."""
     rates = {row["weight_dtype"]: row["flops_per_s"] for row in products if row["rows"] == max(PRODUCT_ROWS)}
     return {f"flops_per_s.{dtype}": bfloat16_flops_per_s * rates[dtype] / rates["bfloat16"] for dtype in NARROW_DTYPES}
 
 
 def _before_fits(machine: Row) -> dict[str, Row]:
-    """The system before its fits, which replace the guesses."""
+    """Constants before fitting. The fits replace the guesses."""
     preset = load_system("cpu")
     values = {
         "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),
-        "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, which its ranks share"),
-        "reserve_bytes": (preset.reserve_bytes, f"assumed: that of the preset {preset.name}"),
+        "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, shared by its ranks"),
+        "reserve_bytes": (preset.reserve_bytes, f"assumed: value of the preset {preset.name}"),
         "memory_efficiency": (0.8, "guess"),
         "compute_efficiency": (0.8, "guess"),
         "attention_efficiency": (0.8, "guess"),
         "kernel_s": (machine["kernel_s"], f"measured: a tape of {TINY_KERNELS} tiny products"),
-        "collective_s": (preset.collective_s, f"assumed: that of the preset {preset.name}"),
+        "collective_s": (preset.collective_s, f"assumed: value of the preset {preset.name}"),
         "step_s": (machine["step_s"], "measured: a decode step on one rank outside of native kernels"),
-        "part_fixed_share": (1, "assumed: each part would be a collective of its own"),
-        "part_s": (preset.part_s, f"assumed: that of the preset {preset.name}"),
-        "swap_bytes_per_s": (preset.swap_bytes_per_s, f"assumed: that of the preset {preset.name}"),
-        "in_switch_reduction": (False, "assumed: between processes there is no switch"),
+        "part_fixed_share": (1, "assumed: each part is a separate collective"),
+        "part_s": (preset.part_s, f"assumed: value of the preset {preset.name}"),
+        "swap_bytes_per_s": (preset.swap_bytes_per_s, f"assumed: value of the preset {preset.name}"),
+        "in_switch_reduction": (False, "assumed: processes are not joined by a switch"),
         "shared": (True, "assumed: ranks are processes of this machine"),
-        "cores": (host.cores(), "measured: the cores that this process may use"),
-        "node_ranks": (preset.node_ranks, f"assumed: that of the preset {preset.name}"),
+        "cores": (host.cores(), "measured: cores that this process may use"),
+        "node_ranks": (preset.node_ranks, f"assumed: value of the preset {preset.name}"),
         "flops_per_s.bfloat16": (
             machine["flops_per_s.bfloat16"],
             "measured: torch.mm of 1024 x 1024, in turn with prefills",
         ),
         "flops_per_s.float32": (machine["flops_per_s.float32"], "measured: torch.mm of 1024 x 1024, all threads"),
-        "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: as float32, in which kernels compute it"),
-        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: as bfloat16, into which kernels turn it"),
+        "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: same as float32, which kernels compute in"),
+        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: same as bfloat16, which kernels convert it to"),
         **{
             f"flops_per_s.{dtype}": (
                 machine[f"flops_per_s.{dtype}"],
-                f"measured: bfloat16's, by the engine's products of {max(PRODUCT_ROWS)} rows beside each other",
+                f"measured: bfloat16 rate, scaled by the engine's products of {max(PRODUCT_ROWS)} rows in both dtypes",
             )
             for dtype in NARROW_DTYPES
         },
         "scale_up.latency_s": (5e-6, "guess"),
         "scale_up.bytes_per_s": (4e9, "guess"),
-        "scale_up.ranks": (MOST_RANKS, "assumed: the most processes of one machine"),
+        "scale_up.ranks": (MOST_RANKS, "assumed: maximum number of processes on one machine"),
         "scale_out.latency_s": (1e-3, "assumed: there is no second machine"),
         "scale_out.bytes_per_s": (1e9, "assumed: there is no second machine"),
         "scale_out.ranks": (MOST_RANKS, "assumed: there is no second machine"),

@@ -1,7 +1,7 @@
 """Placements: which KVP rank owns each KV block of a request.
 
 Every placement is a list of owners; the closed forms below say the same without the list. All are exact, because
-attention over a set of keys may be split over any partition of that set (docs/attention.md).
+attention over a set of keys may be split over any partition of that set (docs/internals/attention.md).
 """
 
 from collections import Counter

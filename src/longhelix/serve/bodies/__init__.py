@@ -6,7 +6,7 @@ from longhelix.serve.bodies.completion import CompletionBody
 from longhelix.serve.bodies.context import ContextBody
 from longhelix.serve.bodies.message import Message
 from longhelix.serve.bodies.response import ResponseBody
-from longhelix.serve.bodies.sampled import Sampled, Scored
+from longhelix.serve.bodies.sampled import Sampled, ScoredBody
 from longhelix.serve.bodies.templated import Ended
 from longhelix.serve.bodies.tokens import DetokenizeBody, TokenizeBody
 
@@ -20,6 +20,6 @@ __all__ = [
     "Message",
     "ResponseBody",
     "Sampled",
-    "Scored",
+    "ScoredBody",
     "TokenizeBody",
 ]

@@ -1,6 +1,8 @@
 """What all bodies have in common."""
 
-from typing import Annotated
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -26,6 +28,11 @@ def few(most: int) -> BeforeValidator:
         return given
 
     return BeforeValidator(check)
+
+
+def check_quoted(extra: Mapping[str, Any] | None) -> None:
+    """Refuse unknown fields that an answer quotes and that cannot be written as UTF-8."""
+    text("it", json.dumps(extra or {}, ensure_ascii=False))
 
 
 class Body(BaseModel):

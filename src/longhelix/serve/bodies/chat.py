@@ -9,7 +9,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
 from longhelix.serve.bodies.reasoned import Reasoned
-from longhelix.serve.bodies.sampled import Scored
+from longhelix.serve.bodies.sampled import ScoredBody
 from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
 
 _MOST_TOP_LOGPROBS = 20
@@ -47,7 +47,7 @@ _ToolChoice = Annotated[
 ]
 
 
-class ChatBody(Scored, Ended, Reasoned):
+class ChatBody(ScoredBody, Ended, Reasoned):
     prompt_field = "messages"
 
     messages: Messages
@@ -71,11 +71,11 @@ class ChatBody(Scored, Ended, Reasoned):
     def _check_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
-            raise ValueError("two of the tools have one name: give each another one")
+            raise ValueError("two tools have the same name: give each tool its own name")
         if not names and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice wants a call, but there are no tools: give some, or leave it out")
+            raise ValueError("tool_choice requires a call, but there are no tools: add tools, or leave out tool_choice")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice wants {self.tool_choice.function.name}, which is none of the tools")
+            raise ValueError(f"tool_choice names {self.tool_choice.function.name}, which is not one of the tools")
         return self
 
     def _effort(self) -> Mapping[str, Any]:

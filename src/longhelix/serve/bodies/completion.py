@@ -6,10 +6,10 @@ from pydantic import Field
 
 from longhelix.scheduler.request import MAX_LOGPROBS, MOST_TOKENS
 from longhelix.serve.bodies.prompt import Prompts
-from longhelix.serve.bodies.sampled import Scored
+from longhelix.serve.bodies.sampled import ScoredBody
 
 
-class CompletionBody(Scored):
+class CompletionBody(ScoredBody):
     prompt_field = "prompt"
 
     prompt: Prompts

@@ -28,7 +28,9 @@ class ResponseFormat(Body):
     def guide(self) -> Guide | None:
         """Raises UserError."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise UserError("response_format has a json_schema where its type is json_schema, and nowhere else")
+            raise UserError(
+                "response_format needs json_schema if its type is json_schema, and must not have it otherwise"
+            )
         if self.json_schema is not None:
             return Guide.of_schema(self.json_schema.content)
         return Guide("json") if self.type == "json_object" else None

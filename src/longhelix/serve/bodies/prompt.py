@@ -19,14 +19,14 @@ def _prompts(given: object) -> "list[str | array[int]]":
     if len(prompts) > _MOST_PROMPTS:
         raise ValueError(f"there are {len(prompts)} prompts: give at most {_MOST_PROMPTS}")
     if len(set(map(type, prompts))) > 1:
-        raise ValueError("prompts are all text, or all token ids")
+        raise ValueError("prompts must be all text or all token ids")
     return [_text_or_ids(prompt) for prompt in prompts]
 
 
 def _prompt(given: object) -> "str | array[int]":
     """One prompt."""
     if isinstance(given, list) and given and isinstance(given[0], (str, list)):
-        raise ValueError("give one prompt, of text or token ids")
+        raise ValueError("give one prompt, as text or as token ids")
     return _text_or_ids(given)
 
 
@@ -35,7 +35,7 @@ def _text_or_ids(prompt: object) -> "str | array[int]":
         _check_text(prompt)
         return prompt
     if not isinstance(prompt, list) or not prompt or type(prompt[0]) is not int:
-        raise ValueError("give text, token ids, or a list of either, none of them empty")
+        raise ValueError("give text, token ids, or a list of either; none may be empty")
     return _token_ids(prompt)
 
 
@@ -47,9 +47,9 @@ def _token_ids(given: object) -> "array[int]":
     for start in range(0, len(given), _PART):
         part = given[start : start + _PART]
         if set(map(type, part)) != {int}:
-            raise ValueError("give a list of token ids, whole numbers all of them")
+            raise ValueError("token ids must be whole numbers")
         if not 0 <= min(part) <= max(part) <= MOST_TOKENS:
-            raise ValueError(f"token ids are whole numbers from 0 to {MOST_TOKENS}")
+            raise ValueError(f"token ids must be whole numbers from 0 to {MOST_TOKENS}")
         found.fromlist(cast("list[int]", part))
     return found
 

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.request import MOST_TOKENS
-from longhelix.serve.bodies.body import Body, Text, few
+from longhelix.serve.bodies.body import Body, Text, check_quoted, few
 from longhelix.serve.bodies.message import (
     COUNTED,
     MOST_MESSAGES,
@@ -118,7 +118,8 @@ class TextFormat(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.type == "json_schema") != (self.content is not None):
-            raise ValueError("it has a schema where its type is json_schema, and nowhere else")
+            raise ValueError("schema is required if type is json_schema, and not allowed otherwise")
+        check_quoted(self.model_extra)
         return self
 
     def guide(self) -> Guide | None:
@@ -134,10 +135,11 @@ class TextOptions(Body):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_unserved(self.model_extra, {"verbosity": UNSERVED["verbosity"]})
+        check_quoted(self.model_extra)
         return self
 
 
-class Reasoning(Body):
+class ReasoningOptions(Body):
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
 
@@ -151,7 +153,7 @@ class ResponseBody(Sampled, Ended, Reasoned):
     input: TextOr[Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
     instructions: Text | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     metadata: (
         Annotated[

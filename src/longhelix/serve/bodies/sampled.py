@@ -70,7 +70,7 @@ class Sampled(Guided):
         check_unserved(self.model_extra, self.unserved)
         if self.context is not None and self.cache_salt:  # or each new salt would have all of the context loaded again
             raise ValueError(
-                "cache_salt is for KV that is not shared, and a context is everybody's: leave out one of them"
+                "cache_salt keeps KV private, but a saved context is shared: leave out cache_salt or context"
             )
         stops = self.stop if isinstance(self.stop, list) else [self.stop or ""]
         if sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
@@ -138,7 +138,7 @@ class Sampled(Guided):
         )
 
 
-class Scored(Sampled):
+class ScoredBody(Sampled):
     """Requests whose prompts may have log-probabilities, as vLLM has them."""
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -153,16 +153,16 @@ class Scored(Sampled):
         """Raise UserError where log-probabilities of a prompt cannot come: before its stream, or without computing
         it."""
         if self.stream:
-            raise UserError(f"{what} does not stream: leave out one of them")
+            raise UserError(f"{what} cannot be streamed: leave out stream, or {what}")
         if self.context is not None:
-            raise UserError(f"{what} is of a prompt that is computed here: leave out context, or one of them")
+            raise UserError(f"{what} needs a prompt that is computed here: leave out context, or {what}")
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
     """By token id, which JSON has as text."""
     wrong = next((name for name in given if not _is_written_id(name)), None)
     if wrong is not None:
-        raise UserError(f'logit_bias has {wrong[:20]!r}: its names are token ids, such as "42"')
+        raise UserError(f'logit_bias has {wrong[:20]!r}: its keys must be token ids, such as "42"')
     return {int(name): bias for name, bias in given.items()}
 
 

@@ -86,11 +86,15 @@ def test_the_fullest_gpu_bounds_the_pool(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "options", "words"),
     [
-        (1, {"device": "cuda", "layout": Layout(kvp=2)}, "has 2 ranks, each of which needs a GPU"),
-        (1, {"weight_dtype": "int8"}, "weight_dtype int8 runs on CPUs alone"),
-        (1, {"kv_dtype": "int4"}, "kv_dtype int4 runs on CPUs alone"),
+        (1, {"device": "cuda", "layout": Layout(kvp=2)}, "has 2 ranks and each needs a GPU"),
+        (1, {"weight_dtype": "int8"}, "weight_dtype int8 runs only on CPUs"),
+        (1, {"kv_dtype": "int4"}, "kv_dtype int4 runs only on CPUs"),
         (0, {"device": "tpu"}, "device 'tpu' is not known: use one of auto, cpu, cuda"),
-        (2, {"layout": Layout(kvp=2), "attention": "flashinfer", "hop_b": 2}, "hop_b is 2, but FlashInfer attends to"),
+        (
+            2,
+            {"layout": Layout(kvp=2), "attention": "flashinfer", "hop_b": 2},
+            "hop_b is 2, but attention flashinfer",
+        ),
         (0, {"execution": "fast"}, "execution 'fast' is not known: use one of recorded, compiled, eager"),
     ],
 )

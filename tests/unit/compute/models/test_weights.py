@@ -12,7 +12,7 @@ from longhelix.compute.models.weights import Weights
 from longhelix.errors import UserError
 from longhelix.spec import ModelSpec, MoE, RopeSpec
 from longhelix.spec.layout import Layout
-from longhelix.spec.weights import Stored
+from longhelix.spec.weights import WeightDtype
 
 pytestmark = pytest.mark.unit
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
@@ -122,7 +122,7 @@ def test_products_are_laid_out_as_the_tensor_of_their_slices_is(wide_tensors, mo
             parameter
             for parameter in declare(WIDE, layout, rank)
             # Of some shares of columns no blocks can be made.
-            if parameter.stored is Stored.PRODUCT and PANELS.holds(parameter.local_shape, weight_dtype, CPU)
+            if parameter.stored is WeightDtype.PRODUCT and PANELS.holds(parameter.local_shape, weight_dtype, CPU)
         ]
         assert {parameter.name for parameter in parameters} >= {"head", "layers.0.qkv", "layers.1.qkv"}
         told = []

@@ -79,7 +79,7 @@ class Rows:
             logits_Sv = self.logits_SV[:, part.start : part.stop].contiguous()
             values_SK, ids_SK, sums_S = candidates(logits_Sv, self.weighing(part), count)
             ids_SK = torch.where(ids_SK < 0, ids_SK, ids_SK + part.start)
-            shards.append(choice.Shard(values_SK.numpy(), ids_SK.numpy(), sums_S.numpy()))
+            shards.append(choice.VocabularyShard(values_SK.numpy(), ids_SK.numpy(), sums_S.numpy()))
         merged = choice.merge(shards, np.array([each.temperature for each in self.params], np.float32))
         return choice.choose(merged, self.logits_SV.shape[1], self.params, self.keys).tolist()
 

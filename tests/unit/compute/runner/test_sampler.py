@@ -61,7 +61,7 @@ def choose(logits_SV: torch.Tensor, params, keys, count: int = 8) -> list[int]:
     temperatures_S = torch.tensor([each.temperature for each in params], dtype=torch.float32)
     ones_S, rows = torch.ones(len(params)), len(params)
     found = candidates(logits_SV, Weighing([None] * rows, ones_S, temperatures_S), count)
-    shard = choice.Shard(*(tensor.numpy() for tensor in found))
+    shard = choice.VocabularyShard(*(tensor.numpy() for tensor in found))
     return choice.choose(shard, logits_SV.shape[1], params, keys).tolist()
 
 

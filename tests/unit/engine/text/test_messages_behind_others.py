@@ -56,6 +56,6 @@ def test_they_end_a_whole_conversation(source):
 
 
 def test_templates_that_have_messages_only_as_a_beginning_are_refused():
-    with pytest.raises(UserError, match="does not say how these messages go on after others") as refusal:
+    with pytest.raises(UserError, match="cannot render these messages after other messages") as refusal:
         template(COUNTS).render_more([QUESTION])
     assert refusal.value.code == "chat_template_failed"

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from longhelix.engine.text.chat_template import ChatTemplate
-from longhelix.engine.text.reasoning import FORMS, PARSERS, Reasoning, form_of
+from longhelix.engine.text.reasoning import FORMS, PARSERS, ReasoningSplitter, form_of
 from longhelix.engine.text.tokenizer import Tokenizer
 from longhelix.errors import UserError
 from longhelix.scheduler.guide import ReasoningTags
@@ -47,7 +47,7 @@ CASES = [
 
 def split(tags, pieces):
     """Reasoning, content, and the tokens of reasoning, after what each piece gave was compared with the whole."""
-    found = Reasoning(tags)
+    found = ReasoningSplitter(tags)
     come = [found.push(piece) for piece in pieces]
     reasoning, content = found.finish()
     reasoning = "".join(more or "" for more, _ in come) + reasoning
@@ -67,7 +67,7 @@ def test_the_split_does_not_depend_on_the_pieces(tags, text, reasoning, content)
 
 
 def test_reasoning_comes_at_once_and_line_ends_only_once_they_are_known_to_be_inside():
-    found = Reasoning(OPEN)
+    found = ReasoningSplitter(OPEN)
     assert [found.push(piece) for piece in ("a", "\n\n", "b", "<", "/", "c", "\n")] == [
         ("a", ""), ("", ""), ("\n\nb", ""), ("", ""), ("", ""), ("</c", ""), ("", ""),
     ]  # fmt: skip
@@ -89,7 +89,7 @@ def test_tokens_of_reasoning_are_counted_with_their_tags(tags, pieces, count):
 
 
 def test_text_that_no_token_brings_is_split_as_well():
-    found = Reasoning(OPEN)
+    found = ReasoningSplitter(OPEN)
     found.push("a</")
     assert found.finish("think>b") == ("", "b")
     assert (found.text, found.num_tokens) == ("a", 1)

@@ -9,7 +9,7 @@ import pytest
 from longhelix.compute.runner.matchers import Matchers
 from longhelix.engine.text import tool_calls
 from longhelix.engine.text.chat_template import ChatTemplate
-from longhelix.engine.text.tool_calls import HERMES, LLAMA, Arguments, Call, Text, ToolCalls
+from longhelix.engine.text.tool_calls import HERMES, LLAMA, Arguments, ContentDelta, ToolCalls, ToolCallStart
 from longhelix.scheduler.guide import Guide, TokenTable
 
 pytestmark = pytest.mark.unit
@@ -75,9 +75,9 @@ def joined(pieces):
     text, calls = "", []
     for piece in pieces:
         match piece:
-            case Text(more):
+            case ContentDelta(more):
                 text += more
-            case Call(place, name):
+            case ToolCallStart(place, name):
                 assert place == len(calls)
                 calls.append([name, ""])
             case Arguments(place, more):
@@ -193,7 +193,7 @@ def test_what_can_be_no_call_is_told_at_once(form, text):
 def test_arguments_come_while_they_are_written(form):
     text = f'{HEAD if form is HERMES else ""}{{"name": "add", "{form.arguments}": {{"a": 1'
     *_, call, arguments = ToolCalls(form, NAMES).push(text)
-    assert (call, arguments) == (Call(0, "add"), Arguments(0, '{"a": 1'))
+    assert (call, arguments) == (ToolCallStart(0, "add"), Arguments(0, '{"a": 1'))
 
 
 TABLE = TokenTable((*(bytes([byte]) for byte in range(256)), b"<tool_call>", b'{"name": "', b"</s>"), (258,), (258,))

@@ -96,7 +96,7 @@ def test_files_of_16_bits(patcher, tmp_path):
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_32_bits_are_refused_in_words(patcher, mode):
-    with pytest.raises(UserError, match=r"32 bits for a pixel.*give it with 8 or 16 bits") as refusal:
+    with pytest.raises(UserError, match=r"32 bits per pixel.*give it with 8 or 16 bits") as refusal:
         patcher.patches(PIL.Image.new(mode, (16, 16), 1))
     assert refusal.value.code == "invalid_image"
 

@@ -46,7 +46,7 @@ def test_a_temporary_directory_too_deep_for_a_socket_is_refused_and_nothing_stay
 def test_a_socket_that_cannot_be_had_leaves_nothing(contexts, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Context, "socket", Mock(side_effect=zmq.ZMQError(errno.EMFILE)))
-    with pytest.raises(EngineError, match=r"the engine's socket cannot be opened: Too many open files"):
+    with pytest.raises(EngineError, match=r"the engine's socket .* cannot be opened: Too many open files"):
         start()
     assert not list(tmp_path.iterdir())
     assert [context.closed for context in contexts] == [True]
@@ -58,7 +58,7 @@ def results(*fingerprints):
 
 def test_ranks_that_ran_other_collectives_are_named():
     _check_same_collectives(results(5, 5, 5), range(3))
-    with pytest.raises(EngineError, match=r"in step 7 ranks \[5, 7\] ran other collectives than rank 4"):
+    with pytest.raises(EngineError, match=r"in step 7 ranks \[5, 7\] ran different collectives from rank 4"):
         _check_same_collectives(results(5, 6, 5, 0), range(4, 8))
 
 

@@ -62,17 +62,17 @@ def test_what_gets_on_is_left_alone(config):
     """For a minute and more, once in two seconds: by collectives, layers, an end, or any other message."""
     watchdog = started(config)
     for turn in range(15):
-        watchdog.heard(turn % 2, Progress(7, turn + 1, "all-reduce"))
+        watchdog.on_heartbeat(turn % 2, Progress(7, turn + 1, "all-reduce"))
         watchdog.waited(2.0)
         watchdog.check(7, (0, 1), set())
-        watchdog.heard(turn % 2, Progress(7, turn + 1, "all-reduce", layers=turn))
+        watchdog.on_heartbeat(turn % 2, Progress(7, turn + 1, "all-reduce", layers=turn))
         watchdog.waited(2.0)
         watchdog.check(7, (0, 1), set())
-        watchdog.got_on(turn % 2)
+        watchdog.made_progress(turn % 2)
         watchdog.waited(2.0)
         watchdog.check(7, (0, 1), set())
     # Signs of life that say the same again are none.
-    watchdog.heard(0, Progress(7, 15, "all-reduce", layers=14))
+    watchdog.on_heartbeat(0, Progress(7, 15, "all-reduce", layers=14))
     assert silent_s(watchdog)[0] < 5
 
 
@@ -82,7 +82,7 @@ def test_what_gets_on_is_left_alone(config):
         (
             [Progress(7, 3, "all-reduce 3 over ranks 0, 1"), Progress(7, 2)],
             (),
-            "rank 1 stands still in step 7, outside of collectives, after 2 collectives: nothing has got on for 5.",
+            "rank 1 is stuck in step 7, outside collectives, after 2 collectives: no progress for 5.",
         ),
         (
             [Progress(7, 3, "all-reduce 3 over ranks 0, 1"), Progress(7, 2)],
@@ -92,16 +92,16 @@ def test_what_gets_on_is_left_alone(config):
         (
             [Progress(7, 4, "all-reduce 4 over ranks 0, 1"), Progress(0, 3)],
             (1,),
-            "rank 0 stands still in step 7, in all-reduce 4 over ranks 0, 1: ",
+            "rank 0 is stuck in step 7, in all-reduce 4 over ranks 0, 1: ",
         ),
-        ([Progress(7, 4, "all-reduce 4 over ranks 0, 1"), Progress(0, 3)], (1,), "; rank 1 has done the step"),
-        ([Progress(7, 4, "exchange 4"), Progress(7, 3, "all-reduce 3")], (), "rank 1 stands still in step 7"),
+        ([Progress(7, 4, "all-reduce 4 over ranks 0, 1"), Progress(0, 3)], (1,), "; rank 1 has finished the step"),
+        ([Progress(7, 4, "exchange 4"), Progress(7, 3, "all-reduce 3")], (), "rank 1 is stuck in step 7"),
     ],
 )
 def test_it_names_the_rank_that_holds_the_others_up(config, progress, done, words):
     watchdog = started(config)
     for rank, one in enumerate(progress):
-        watchdog.heard(rank, one)
+        watchdog.on_heartbeat(rank, one)
     assert words in silent_s(watchdog, done)[1]
 
 
@@ -109,14 +109,14 @@ def test_who_had_nothing_to_do_is_not_blamed_for_that(config):
     """Rank 0 is busy for a minute. Then rank 1 is given a step."""
     watchdog = started(config, LONG_CHUNK)
     for turn in range(60):
-        watchdog.heard(0, Progress(7, turn))
+        watchdog.on_heartbeat(0, Progress(7, turn))
         watchdog.waited(1.0)
         watchdog.check(7, (0,), set())
     watchdog.submitted(8, DECODE)
     watchdog.given((1,))
     watchdog.check(8, (1,), set())
     watchdog.waited(20.0)
-    with pytest.raises(EngineError, match=r"^rank 1 stands still in step 8, .* 20.0 s, and 5"):
+    with pytest.raises(EngineError, match=r"^rank 1 is stuck in step 8, .* 20.0 s, and the limit is 5"):
         watchdog.check(8, (1,), set())
 
 
@@ -124,11 +124,11 @@ def test_a_start_that_stands_is_ended_and_one_that_gets_on_is_not(config, monkey
     monkeypatch.setattr(watchdog_module, "START_S", 30.0)
     watchdog = Watchdog(config)
     for turn in range(10):  # warm-up steps
-        watchdog.heard(0, Progress(turn, turn))
+        watchdog.on_heartbeat(0, Progress(turn, turn))
         watchdog.waited(20.0)
         watchdog.check_start({1})
     watchdog.waited(20.0)
-    with pytest.raises(EngineError, match=r"^rank 0 stands still while it starts, .* after 9 .*; rank 1 takes steps$"):
+    with pytest.raises(EngineError, match=r"^rank 0 is stuck in its start, .* after 9 .*; rank 1 has started$"):
         watchdog.check_start({1})
 
 
@@ -137,7 +137,7 @@ def test_an_answer_waits_for_what_is_in_flight_and_no_longer(config):
     watchdog.waited(20.0)
     watchdog.check_answer({1})
     watchdog.finished(7)
-    with pytest.raises(EngineError, match=r"^ranks \[1\] do not answer: .* 20.0 s, and 5.0 s .*; rank 1 is outside of"):
+    with pytest.raises(EngineError, match=r"^ranks \[1\] do not answer: .* 20.0 s, .* is 5.0 s.*; rank 1 is outside"):
         watchdog.check_answer({1})
 
 
@@ -147,7 +147,7 @@ def test_an_answer_that_waits_for_a_disk_has_longer(config):
     watchdog.waited(20.0)
     watchdog.check_answer({1}, patience_s=60.0)
     watchdog.waited(45.0)
-    with pytest.raises(EngineError, match=r"^ranks \[1\] do not answer: .* 65.0 s, and 60.0 s"):
+    with pytest.raises(EngineError, match=r"^ranks \[1\] do not answer: .* 65.0 s, and the limit is 60.0 s"):
         watchdog.check_answer({1}, patience_s=60.0)
 
 

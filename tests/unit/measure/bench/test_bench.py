@@ -11,8 +11,8 @@ from longhelix.cli.main import main
 from longhelix.compute.kernels import native
 from longhelix.measure import memory
 from longhelix.measure.bench import kernels, peers, suite
-from longhelix.measure.bench.peers import Peers, beside
-from longhelix.measure.bench.report import Report
+from longhelix.measure.bench.peers import Peers, with_relative_times
+from longhelix.measure.bench.report import BenchReport
 from longhelix.measure.bench.section import Column, Plot, Section
 from longhelix.measure.configuration import configure
 from longhelix.measure.sequence_parallelism import link_label
@@ -44,7 +44,7 @@ def report():
         {"n": 2000, "t_s": 0.02, "spread": 0.3, "kind": "a"},
     ]
     section = Section("part", "A part", "As it was measured.", columns, rows, Plot(("t_s",), ("kind",), x="n"))
-    return Report(dict(ENVIRONMENT), [section], ["A peer was left out."])
+    return BenchReport(dict(ENVIRONMENT), [section], ["A peer was left out."])
 
 
 def test_markdown_has_the_conditions_the_tables_and_what_was_noisy():
@@ -54,11 +54,11 @@ def test_markdown_has_the_conditions_the_tables_and_what_was_noisy():
         "|--:|--:|---|",
         "| 1,000 | 12.3 | a |",
         "- A peer was left out.",
-        "- 1 of 2 medians are noisy: their quartiles lie more than 20% of the median apart.",
+        "- 1 of 2 medians are noisy: their quartiles are more than 20% of the median apart.",
         "![A part](part.png)",
     ):
         assert line in text.splitlines()
-    assert "a CPU, 2 cores, a set kernels; 8 GB of memory, 4 GB of it free" in text
+    assert "a CPU, 2 cores, a set kernels; 8 GB of memory, 4 GB free" in text
     assert "not idle" not in text
 
 
@@ -95,7 +95,12 @@ def test_a_report_is_written_with_or_without_plots(tmp_path):
 
 def test_peers_are_compared_with_the_first_row_of_their_context():
     rows = [{"context": context, "time_s": time_s} for context, time_s in ((8, 1.0), (9, 2.0), (8, 3.0), (9, 1.0))]
-    assert [(row["context"], row["relative"]) for row in beside(rows)] == [(8, 1.0), (8, 3.0), (9, 1.0), (9, 0.5)]
+    assert [(row["context"], row["relative"]) for row in with_relative_times(rows)] == [
+        (8, 1.0),
+        (8, 3.0),
+        (9, 1.0),
+        (9, 0.5),
+    ]
 
 
 def test_a_peer_runs_or_is_said_in_a_sentence(tmp_path, config, monkeypatch):
@@ -153,7 +158,7 @@ def make_python(environment, script):
         (["kernels", "--threads", "1", "100000"], "threads is 100000: set it to a whole number from 1 to "),
         (["kernels", "--kv-dtype", "int3"], "kv-dtype 'int3' is not known"),
         (["kernels", "--group", "0"], "group is 0"),
-        (["collectives", "--ranks", "1"], "1 ranks exchange nothing"),
+        (["collectives", "--ranks", "1"], "--ranks has 1, but collectives need at least two ranks"),
         (["collectives", "--bytes", "6", "--ranks", "2"], "give multiples of 4"),
         (["layouts", "--ranks", "0"], "ranks is 0"),
         *few(
@@ -161,11 +166,11 @@ def make_python(environment, script):
                 (["sp", "--variants", "sp"], "variant 'sp' is not known: use one or more of flash-comm-v1, "),
                 (["sp", "--rates-mbit", "1000", "0"], "rates_mbit is 0.0: set it to a number from 0.001 to 1,000,000"),
                 (["sp", "--kvp", "2"], "the layout has 4 ranks"),
-                (["sp", "--prompts", "512", "9k"], "a prompt has 9000 tokens, but the model is made for 8192"),
+                (["sp", "--prompts", "512", "9k"], "--prompts has 9000 tokens, but the model supports 8192"),
                 (["sp", "--rates-mbit", "1e-9"], "rates_mbit is 1e-09: set it to a number from 0.001 to 1,000,000"),
                 (["sp", "--rates-mbit", "1e300"], "rates_mbit is 1e+300"),
                 (["sp", "--rates-mbit", "inf"], "rates_mbit is inf"),
-                (["sp", "--tpa", "1"], "the layout has 1 ranks, but a link joins two"),
+                (["sp", "--tpa", "1"], "the layout has 1 ranks, but the link joins two"),
                 (["sp", "--prompts", "0"], "a context or prompt is 0"),
                 (["sp", "--prompts", "1G"], "a prompt has 1000000000 tokens, but the model is made for 8192"),
                 (["sp", "--repeats", "0"], "repeats is 0"),
@@ -176,9 +181,9 @@ def make_python(environment, script):
             ],
             4,
         ),
-        (["layouts", "--requests", "1", "--contexts", "1k", "2k"], "give as many"),
-        (["all", "--out", "report.txt"], "give the name of a Markdown file"),
-        (["all", "--out", "/proc/nowhere/report.md"], "cannot be made"),
+        (["layouts", "--requests", "1", "--contexts", "1k", "2k"], "give the same number of both"),
+        (["all", "--out", "report.txt"], "is not the name of a Markdown file"),
+        (["all", "--out", "/proc/nowhere/report.md"], "cannot be created"),
         (["fast"], "fast"),
     ],
 )

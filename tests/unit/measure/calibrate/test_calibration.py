@@ -97,7 +97,7 @@ def test_tables_show_the_constants_and_how_well_they_fit(measured, tmp_path, cap
     out = capsys.readouterr().out
     assert "attention_efficiency" in out
     assert "of fit points" in " ".join(out.split())
-    assert f"Written to {path}." in out
+    assert f"Wrote {path}." in out
     assert load_system(str(path)).name == "mine"
 
 
@@ -117,7 +117,8 @@ def test_points_are_told_by_what_they_are_used_for(measured):
 
 
 @pytest.mark.parametrize(
-    ("out", "sentence"), [("local.json", "give the name of a TOML file"), ("/proc/nowhere/x.toml", "cannot be made")]
+    ("out", "sentence"),
+    [("local.json", "is not the name of a TOML file"), ("/proc/nowhere/x.toml", "cannot be created")],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_all_work(out, sentence, monkeypatch, capsys):
     monkeypatch.setattr(Measurements, "take", None)

@@ -60,7 +60,7 @@ def partial_attention(
     max_rows: int,
     most_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed rows over this rank's shard of their KV: `ops.partial_attention` over one pool.
+    """Attention of packed rows over this rank's shard of their KV: `kernels.attention.partial_attention` over one pool.
 
     q_TqC (float32, bfloat16, float16): channels contiguous. kv_PADkC (the same, or int8 or float8_e4m3fn with
     scales_PADk in float32): contiguous. value_size: channels of a value, at most 512; C if A is 2. max_rows,

@@ -19,7 +19,7 @@ _ALIGNED_BYTES = 16  # where weights, and their rows too, begin at multiples of 
 _PARTS_BYTES = 256 * 2**20  # for what experts make of their rows, in float32: more hidden channels take turns
 
 
-class Tile(NamedTuple):
+class ExpertTile(NamedTuple):
     """What a program holds: rows and columns of its result, inputs per turn; its warps and stages of loads."""
 
     rows: int
@@ -32,11 +32,11 @@ class Tile(NamedTuple):
 # By the mean number of rows of an expert, up to which they serve. Where an expert has few rows, its weights are what is
 # read, by many programs of few columns each. Shared memory (227 KB) takes all stages of rows and weights (two: gate and
 # up), registers two float32 sums for every row and column.
-_TILES = {16: Tile(16, 32, 128, 4, 4), 64: Tile(64, 64, 64, 4, 4), 2**30: Tile(128, 128, 64, 8, 3)}
+_TILES = {16: ExpertTile(16, 32, 128, 4, 4), 64: ExpertTile(64, 64, 64, 4, 4), 2**30: ExpertTile(128, 128, 64, 8, 3)}
 # For so few rows that what they take would be fewer programs than two for each multiprocessor of a large GPU.
-_NARROW, _PROGRAMS = Tile(16, 16, 256, 4, 4), 264
+_NARROW, _PROGRAMS = ExpertTile(16, 16, 256, 4, 4), 264
 # Full float32 products do not run on tensor cores, and keep their operands in registers.
-_FLOAT32 = Tile(16, 16, 32, 4, 3)
+_FLOAT32 = ExpertTile(16, 16, 32, 4, 3)
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -53,7 +53,7 @@ def run_experts(
     norm_eps: float,
     residual: Tensor | None,
 ) -> Tensor:
-    """`ops.run_experts` of weights in rows, all in the dtype of x (float32, bfloat16, float16), found by
+    """`kernels.experts.run_experts` of weights in rows, all in the dtype of x (float32, bfloat16, float16), found by
     `experts.addresses`. columns: of each of this rank's experts.
 
     Sums are float32; between the two products an expert's activations are rounded to the dtype of x. An expert's
@@ -104,7 +104,7 @@ def run_experts(
     return out_TH
 
 
-def _tile(mean_rows: float, num_experts: int, columns: int) -> Tile:
+def _tile(mean_rows: float, num_experts: int, columns: int) -> ExpertTile:
     """For experts that have so many rows each, were they taken evenly."""
     tile = next(tile for most, tile in _TILES.items() if mean_rows <= most)
     expected_tiles = num_experts * min(mean_rows, 1.0)

@@ -6,7 +6,9 @@ from torch import Tensor
 
 
 def merge_states(out_NTQC: Tensor, lse_NTQ: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge N partial attentions over disjoint sets of keys, in rank order and in float32: `ops.merge_states`.
+    """Merge N partial attentions over disjoint sets of keys, in rank order and in float32.
+
+    Triton form of `kernels.attention.merge_states`.
 
     Any float dtype but float64 in, the same out: out_TQC, lse_TQ (natural). The output of a shard with LSE -inf is not
     even read; all empty gives 0 and -inf.

@@ -11,7 +11,9 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 def write_kv(
     k_TkC: Tensor, v_TkC: Tensor | None, kv_PADkC: Tensor, scales_PADk: Tensor | None, slots_T: Tensor
 ) -> None:
-    """Write the rows that this rank owns into one layer's pool, in the pool's dtype: `ops.write_kv` over one pool.
+    """Write the rows that this rank owns into one layer's pool, in the pool's dtype.
+
+    Triton form of `kernels.write.write_kv` for one pool.
 
     k_TkC, v_TkC (any float dtype): channels contiguous; v_TkC is None where A is 1. slots_T (int64): block id * D +
     offset in the block, which is not checked, or -1 for a row that another rank owns. An int8 or float8_e4m3fn pool
