@@ -4,7 +4,7 @@ Packages, each of which imports only packages below it:
 
     cli        the command line
     serve      HTTP in the form of OpenAI's API, metrics, and the server's page
-    figures    the papers' figures: published beside modelled
+    figures    the papers' figures: published values next to predicted ones
     measure    measurements: benchmarks, and the calibration of this machine
     engine     ranks as processes, the token loop, `LLM`, prompts, saved contexts
     simulate   a trace of requests on a predicted clock
