@@ -195,7 +195,7 @@ def strategy_table(plan: Plan) -> Table:
 def users_table(plan: Plan) -> Table:
     """Requests at a time within a TTL."""
     budgets_s = list(dict.fromkeys(each.ttl_s for each in plan.users_at_ttl))
-    table = _table("users served within a time per token (TTL)", "strategy")
+    table = _table("users served within a TTL", "strategy")
     for budget_s in budgets_s:
         table.add_column(f"{1e3 * budget_s:g} ms", justify="right")
     for strategy in STRATEGIES:
@@ -229,7 +229,7 @@ def rejections_table(found: Iterable[Rejection]) -> Table:
 def crossover_table(found: list[Crossover]) -> Table:
     """Where Helix's best TTL beats that of every other strategy."""
     batches = list(dict.fromkeys(each.batch for each in found))
-    title = f"best TTL of Helix divided by the best of the others, {found[0].gpus} GPUs: below 1, KVP pays off"
+    title = f"best TTL of Helix / best TTL of others, {found[0].gpus} GPUs: below 1, KVP pays"
     table = _table(title, "context")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")

@@ -49,7 +49,7 @@ def test_more_are_none(given):
 def test_no_salt_has_a_context_loaded_again(kind, given):
     assert kind(**given, context="papers", cache_salt="").service().cache_salt == ""
     assert kind(**given, cache_salt="a").service().cache_salt == "a"
-    with pytest.raises(ValidationError, match="cache_salt is for KV that is not shared"):
+    with pytest.raises(ValidationError, match="cache_salt keeps KV private"):
         kind(**given, context="papers", cache_salt="a")
 
 

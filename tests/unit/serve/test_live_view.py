@@ -120,7 +120,7 @@ def test_what_does_not_change_is_not_told(view, monkeypatch):
 def test_so_many_may_watch(view):
     async def watch():
         watchers = [view.join() for _ in range(live.MOST_WATCHERS)]
-        with pytest.raises(OverloadedError, match="16 watch already"):
+        with pytest.raises(OverloadedError, match="16 pages are watching"):
             view.join()
         view.leave(watchers[3])
         view.join()
