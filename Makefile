@@ -4,8 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 BIN := .venv/bin
 # Hundreds of processes start in the tests: none is to compile the sources again, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
-# The main job asks about the project's own papers: several thousand tokens, and a question whose answer begins.
-# Of the architecture it reads the rules between the rooms: together they stay well within the model's positions.
+# The main job asks about the project's own pages: several thousand tokens, and a question whose answer begins.
+# Together they stay well within the positions of the model.
 RUN_DOCUMENTS := docs/internals/shapes.md docs/guides/simulating.md
 RUN_QUESTION := Question: Who decides? Quote the text.\nAnswer: "There is one decision maker.
 
@@ -24,7 +24,8 @@ run: setup
 	@mkdir -p build
 	@{ cat $(RUN_DOCUMENTS); sed -n '/^## Who decides/,/^## Processes/p' docs/internals/architecture.md; printf '\n\n$(RUN_QUESTION)'; } > build/question.txt
 	@printf '[%s, "Who decides" of docs/internals/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
-	@$(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 --stop '"' --max-new-tokens 64
+	@line="$$(printf '\nx')"; $(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 \
+	  --stop '"' --stop "$${line%x}" --max-new-tokens 64
 
 # Each core takes one file of tests after the other, in their order: so those that start ranks come first.
 PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc) --dist loadfile --no-loadscope-reorder
