@@ -48,13 +48,19 @@ class HeadShape:
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """A frozen parallel layout; ranks count TPA fastest, then KVP, then pipeline stage.
+    """A parallel layout of kvp * tpa * pp ranks.
 
-    kvp: ranks that share a request's KV along the sequence. tpa: ranks that share its heads.
-    tpf: ranks that share an FFN's columns (default: whatever is left of N). ep: ranks that share experts.
-    pp: pipeline stages. ffn_replicas: copies of the FFN and of the vocabulary (the tied layout; 1 otherwise).
-    stage_layers: how many of the model's layers each stage has (None: even shares).
-    Splits may be uneven, and a rank may own none of something.
+    In each pipeline stage, kvp * tpa equals tpf * ep * ffn_replicas. Ranks are numbered by TPA first, then KVP, then
+    pipeline stage. Shares may be uneven, and a rank may own no part of something.
+
+    Attributes:
+        kvp: Ranks that share a request's KV cache along the sequence.
+        tpa: Ranks that share the attention heads.
+        tpf: Ranks that share the columns of an FFN. Default: the ranks of a stage divided by ep * ffn_replicas.
+        ep: Groups of ranks that share the experts.
+        pp: Pipeline stages.
+        ffn_replicas: Copies of the FFN and of the vocabulary. More than 1 is the tied layout.
+        stage_layers: Number of layers of each stage. None gives the stages even shares.
     """
 
     kvp: int
@@ -75,7 +81,7 @@ class Layout:
         ffn_replicas: int = 1,
         stage_layers: Sequence[int] | None = None,
     ) -> None:
-        """Raises UserError where a number is below 1, or the products or the number of stages do not match."""
+        """Raises UserError if a number is below 1, or the products or the number of stages do not match."""
         kvp, tpa, ep, pp = _degree("kvp", kvp), _degree("tpa", tpa), _degree("ep", ep), _degree("pp", pp)
         ffn_replicas = _degree("ffn_replicas", ffn_replicas)
         num_ranks, copies = kvp * tpa, ep * ffn_replicas
@@ -162,7 +168,7 @@ class Layout:
         )
 
     def check(self, heads: HeadShape, num_layers: int) -> None:
-        """Refuse a model whose heads or layers this layout cannot spread."""
+        """Raise UserError if the layout has too many ranks for the model's heads or layers."""
         if self.tpa > heads.num_query_heads:
             raise UserError(
                 f"tpa is {self.tpa}, but the model has {heads.num_query_heads} query heads: "
