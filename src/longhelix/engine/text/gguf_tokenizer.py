@@ -166,8 +166,8 @@ def _split(metadata: Mapping) -> GGUFSplit:
     said = metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(said, str) or said not in SPLITS:
         raise UserError(
-            f"the GGUF file's tokenizer.ggml.pre is {shown(said)}, which is not supported: use a model with a byte-level "
-            "pre-tokenizer of llama.cpp, such as llama-bpe, qwen2, smollm or tekken",
+            f"the GGUF file's tokenizer.ggml.pre is {shown(said)}, which is not supported: use a model with a "
+            "byte-level pre-tokenizer of llama.cpp, such as llama-bpe, qwen2, smollm or tekken",
             code="unsupported_model",
         )
     return SPLITS[said]
