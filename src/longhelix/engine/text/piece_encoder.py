@@ -95,7 +95,7 @@ class PieceEncoder:
             yield text[start:], False
 
     def _words(self, text: str) -> Iterator[str]:
-        """Yield the words of the text, cut between characters that are adjacent in no piece. So no piece spans a cut."""
+        """Yield the words of the text, cut between characters that are adjacent in no piece. No piece spans a cut."""
         start = 0
         for at, pair in enumerate(pairwise(text), 1):
             if pair not in self._inside_pieces:
