@@ -19,13 +19,13 @@ def split(total: int, pieces: int) -> tuple[range, ...]:
 
 
 def piece_of(total: int, pieces: int, index: int) -> range:
-    """One of `split`'s ranges, at the same cost however many there are."""
+    """Return one of `split`'s ranges without computing the others."""
     small, larger = divmod(total, pieces)
     return range(index * small + min(index, larger), (index + 1) * small + min(index + 1, larger))
 
 
 def widest_ep(num_ranks: int, num_experts: int) -> int:
-    """The most groups of experts on `num_ranks` ranks that are all equal: the default where nobody chooses."""
+    """Return the largest EP that divides both the ranks and the experts."""
     return max(ep for ep in range(1, num_ranks + 1) if num_ranks % ep == 0 and num_experts % ep == 0)
 
 
@@ -113,16 +113,17 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """N: the ranks of one pipeline stage."""
+        """Ranks of one pipeline stage (N)."""
         return self.kvp * self.tpa
 
     @property
     def ffn_ranks(self) -> int:
-        """The ranks of one copy of the FFN: N where there is one copy."""
+        """Ranks of one copy of the FFN. With one copy, N."""
         return self.tpf * self.ep
 
     @property
     def world_size(self) -> int:
+        """Ranks of all pipeline stages."""
         return self.num_ranks * self.pp
 
     def stage(self, rank: int) -> int:
@@ -188,7 +189,7 @@ class Layout:
             )
 
     def layers(self, num_layers: int, rank: int) -> range:
-        """The model's layers that this rank's stage has: even shares, or those of `stage_layers`."""
+        """Return the layers of this rank's stage: an even share, or as `stage_layers` says."""
         stage = self.stage(rank)
         if self.stage_layers is None:
             return piece_of(num_layers, self.pp, stage)
@@ -196,19 +197,19 @@ class Layout:
         return range(start, start + self.stage_layers[stage])
 
     def has_embedding(self, rank: int) -> bool:
-        """Whether tokens begin here: in the first stage."""
+        """Return whether this rank is in the stage with the embedding, the first one."""
         return self.stage(rank) == 0
 
     def has_head(self, rank: int) -> bool:
-        """Whether logits are made here: in the last stage."""
+        """Return whether this rank is in the stage with the LM head, the last one."""
         return self.stage(rank) == self.pp - 1
 
     def duplicates_kv(self, heads: HeadShape) -> bool:
-        """True where TPA > K, so that several ranks keep the same KV heads (plain TP's cost)."""
+        """Return whether several ranks keep the same KV heads, because TPA > K. Plain TP has this cost."""
         return self.tpa > heads.num_kv_heads
 
     def kv_heads(self, heads: HeadShape, rank: int) -> range:
-        """KV heads whose keys and values this rank keeps: its share, or, where TPA > K, the one it shares."""
+        """Return the KV heads that this rank keeps: its share, or, if TPA > K, one that several ranks keep."""
         tpa_rank = self.tpa_rank(rank)
         if not self.duplicates_kv(heads):
             return piece_of(heads.num_kv_heads, self.tpa, tpa_rank)
@@ -216,7 +217,7 @@ class Layout:
         return range(kv_head, kv_head + 1)
 
     def keeps_kv_first(self, heads: HeadShape, rank: int) -> bool:
-        """Whether this rank keeps KV, and is the first of those that keep the same."""
+        """Return whether this rank is the first of those that keep the same KV heads. False if it keeps none."""
         kv_heads = self.kv_heads(heads, rank)
         return len(kv_heads) > 0 and (self.tpa_rank(rank) == 0 or self.kv_heads(heads, rank - 1) != kv_heads)
 
@@ -237,14 +238,16 @@ class Layout:
         return _piece(self.query_heads(heads, rank), self.kvp, self.kvp_rank(rank))
 
     def output_heads(self, heads: HeadShape, rank: int) -> range:
-        """Query heads of this rank's rows of Wo: those it holds whole, or, beside a copy of the FFN, all of its own."""
+        """Return the query heads of this rank's rows of Wo: merged ones, or with copies of the FFN, all of its own."""
         if self.ffn_replicas > 1:
             return self.query_heads(heads, rank)
         return self.merged_query_heads(heads, rank)
 
     def heads_among(self, heads: HeadShape, rank: int, instances: int) -> list[int]:
-        """How many of this rank's query heads each of so many KVP instances merges, where these share a request and
-        each has a copy of the FFN."""
+        """Return how many of this rank's query heads each KVP instance merges.
+
+        instances: KVP instances that share a request, each with a copy of the FFN.
+        """
         return list(map(len, split(len(self.query_heads(heads, rank)), instances)))
 
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
@@ -259,12 +262,14 @@ class Layout:
         return piece_of(num_experts, self.ep, self.ep_rank(rank))
 
     def expert_group_leaders(self) -> list[int]:
-        """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN in each
-        stage."""
+        """Return the first rank of each group that shares experts, in the order of the experts.
+
+        Only the first copy of the FFN in each stage is included.
+        """
         return [stage[rank] for stage in self.stage_groups() for rank in range(0, self.ffn_ranks, self.tpf)]
 
     def vocabulary(self, vocab_size: int, rank: int) -> range:
-        """Rows of the embedding and of the LM head: as the FFN's columns, so that copies of the FFN need not meet."""
+        """Return this rank's rows of the embedding and the LM head. Each copy of the FFN has all rows."""
         return piece_of(vocab_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
 

@@ -92,10 +92,10 @@ class ReasoningSplitter:
     # needs more text.
 
     def _start(self) -> tuple[str, str] | None:
-        begun = self._held.lstrip()
-        if begun.startswith(self._begin):
-            self._held, self._has_begun = begun.removeprefix(self._begin), True
-        elif self._begin.startswith(begun):
+        stripped = self._held.lstrip()
+        if stripped.startswith(self._begin):
+            self._held, self._has_begun = stripped.removeprefix(self._begin), True
+        elif self._begin.startswith(stripped):
             return None
         elif not self._has_begun:
             self._next = self._content
@@ -112,9 +112,9 @@ class ReasoningSplitter:
         return "", ""
 
     def _inside(self) -> tuple[str, str] | None:
-        before, tag, behind = self._held.partition(self._end)
+        before, tag, after = self._held.partition(self._end)
         if tag:
-            self._held, self._next = behind, self._after_tag
+            self._held, self._next = after, self._after_tag
             return before.rstrip("\r\n"), ""
         # Line ends are held back, because the tag may follow them.
         safe = before[: len(before) - overlap(before, self._end)].rstrip("\r\n")

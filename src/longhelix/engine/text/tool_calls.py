@@ -126,12 +126,12 @@ class ToolCalls:
     # States of the parser. Each takes what it can of the held text and returns whether the next state may take more.
 
     def _first(self, found: list[Piece]) -> bool:
-        begun = self._held.lstrip()
-        if begun:
+        stripped = self._held.lstrip()
+        if stripped:
             self._state = self._rest
-            if begun[0] == "{":
+            if stripped[0] == "{":
                 self._begin_call("", self._held)
-        return bool(begun)
+        return bool(stripped)
 
     def _rest(self, found: list[Piece]) -> bool:
         if self._held:
@@ -141,13 +141,13 @@ class ToolCalls:
 
     def _text(self, found: list[Piece]) -> bool:
         begin = self._form.begin
-        before, mark, behind = self._held.partition(begin)
+        before, mark, after = self._held.partition(begin)
         # Whitespace at the end is held back, because whitespace before a call is not part of the text.
         safe = (before if mark else before[: len(before) - overlap(before, begin)]).rstrip()
         if safe:
             self._add_text(safe, found)
         if mark:
-            self._begin_call(before[len(safe) :] + mark, behind)
+            self._begin_call(before[len(safe) :] + mark, after)
         else:
             self._held = before[len(safe) :]
         return bool(mark)
@@ -212,23 +212,23 @@ class ToolCalls:
 
     def _after_json(self, found: list[Piece]) -> bool:
         """After the call's JSON, where its end mark should be."""
-        end, behind = self._form.end, self._held.lstrip()
-        if not behind.startswith(end):
-            if end.startswith(behind):
+        end, after = self._form.end, self._held.lstrip()
+        if not after.startswith(end):
+            if end.startswith(after):
                 return False
-            behind = self._held
-        self._held = behind.removeprefix(end)
+            after = self._held
+        self._held = after.removeprefix(end)
         self._state = self._next
         return True
 
     def _between(self, found: list[Piece]) -> bool:
         """Between calls that have no marks around them."""
-        behind = self._held.lstrip(self._between_calls)
-        if behind:
+        after = self._held.lstrip(self._between_calls)
+        if after:
             self._state = self._rest
-            if behind[0] == "{":
-                self._begin_call(self._held[: len(self._held) - len(behind)], behind)
-        return bool(behind)
+            if after[0] == "{":
+                self._begin_call(self._held[: len(self._held) - len(after)], after)
+        return bool(after)
 
     def _discard(self, found: list[Piece]) -> bool:
         self._held = ""

@@ -56,10 +56,10 @@ def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _check(matchers: Matchers, dead_ends: DeadEnds, guide: Guide) -> CheckResult:
-    begun_s = time.process_time()
+    start_s = time.process_time()
     try:
         matchers.check(guide)
-        taken_s = time.process_time() - begun_s
+        taken_s = time.process_time() - start_s
         dead_ends.check(guide)
     except UserError as error:
         return CheckResult(str(error), error.code)

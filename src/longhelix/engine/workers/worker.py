@@ -174,19 +174,19 @@ def _check_batch_invariant(runner: ModelRunner) -> None:
 
     They do with packed kernels and shared memory. They do not with torch's matrix products and gloo.
     """
-    wanted = "the native CPU kernels, ranks of one host, "
     pool = runner.pool
     if not runner.execution.sums_in_rank_order:
         found = "these ranks do not share memory"
     elif not pool.packed:
         sizes = ", ".join(str(format.key_size) for format in pool.formats.values())
-        found = f"KV blocks of {pool.block_tokens} tokens and heads of {sizes} are not packed"
+        found = f"KV blocks of {pool.block_tokens} tokens with heads of size {sizes} cannot be packed"
     elif not runner.execution.packed:
-        found = "the model has products whose inputs are not a multiple of 16"
+        found = "the model has matrix products with an input size that is not a multiple of 16"
     else:
         return
     raise UserError(
-        f"batch_invariant needs {wanted}KV blocks, heads and products of multiples of 16, but {found}: "
+        "--batch-invariant needs the native CPU kernels, ranks that share memory, and KV blocks, heads and products in "
+        f"multiples of 16, but {found}: "
         "leave --batch-invariant out, or choose a layout, model and block size that fit"
     )
 
