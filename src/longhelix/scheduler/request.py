@@ -173,8 +173,8 @@ class ServiceLevel:
     """What one request asks of the scheduler.
 
     Attributes:
-        ttft_slo_s: Target time to the first token, in seconds. None sets no target for this request.
-        tbt_slo_s: Target for the longest time between two tokens, in seconds. None sets no target for this request.
+        ttft_slo_s: Target time to the first token, in seconds. By default derived from the predicted prefill time.
+        tbt_slo_s: Target for the longest time between two tokens, in seconds. By default the engine's target alone.
         priority: Requests of higher priority are scheduled first under every policy.
         client: Name of the client. Clients share prefill time equally, or by weight, while they compete.
         cache_salt: The request shares cached KV only with requests that have the same salt.

@@ -56,7 +56,7 @@ _LETTERS_OF_DEEPSEEK = (
     "ℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 
-_WAYS = {
+_SPLITS_BY_NAMES = {
     ("default",): GGUFSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, _NUMBER, _THREE_DIGITS)),
     ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais",
      "trillion", "granite-docling"): GGUFSplit((_GPT2,)),
@@ -120,4 +120,4 @@ _WAYS = {
     ),
 }  # fmt: skip
 
-SPLITS = {name: way for names, way in _WAYS.items() for name in names}
+SPLITS = {name: split for names, split in _SPLITS_BY_NAMES.items() for name in names}

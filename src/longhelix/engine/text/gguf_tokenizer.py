@@ -65,7 +65,7 @@ def _special_ids(metadata: Mapping[str, object]) -> dict[str, int]:
     return found
 
 
-def _around(metadata: Mapping[str, object]) -> tuple[list[int], list[int]]:
+def _ids_around(metadata: Mapping[str, object]) -> tuple[list[int], list[int]]:
     """Return the ids to add before and after a prompt."""
     ids = _special_ids(metadata)
     begins = "bos" in ids and _gguf_flag(metadata, "add_bos_token", _adds_bos_by_default(metadata))
@@ -122,7 +122,7 @@ def _gguf_byte_level(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encoder]:
     backend.pre_tokenizer = split.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(_gguf_added_tokens(metadata, made={"".join(pair) for pair in merges}))
-    begin, end = _around(metadata)
+    begin, end = _ids_around(metadata)
     if begin or end:
         # The template names the tokens "begin" and "end", because it would misread tokens such as "$A" and "a:1".
         spelled = [
@@ -148,7 +148,7 @@ def _gguf_sentencepiece(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encode
     )
     added = _gguf_added_tokens(metadata)
     backend.add_tokens(added)
-    begin, end = _around(metadata)
+    begin, end = _ids_around(metadata)
     encoder = PieceEncoder(
         backend.get_vocab(),
         # llama.cpp merges into any token except byte tokens. Like SentencePiece, it reads text such as <0x41> as text.
@@ -163,14 +163,14 @@ def _gguf_sentencepiece(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encode
 
 
 def _split(metadata: Mapping) -> GGUFSplit:
-    said = metadata.get("tokenizer.ggml.pre", "default")
-    if not isinstance(said, str) or said not in SPLITS:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(name, str) or name not in SPLITS:
         raise UserError(
-            f"the GGUF file's tokenizer.ggml.pre is {shown(said)}, which is not supported: use a model with a "
+            f"the GGUF file's tokenizer.ggml.pre is {shown(name)}, which is not supported: use a model with a "
             "byte-level pre-tokenizer of llama.cpp, such as llama-bpe, qwen2, smollm or tekken",
             code="unsupported_model",
         )
-    return SPLITS[said]
+    return SPLITS[name]
 
 
 _GGUF_MODELS = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
