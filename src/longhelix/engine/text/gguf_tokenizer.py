@@ -238,7 +238,7 @@ def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
 def _gguf_added_tokens(metadata: Mapping, made: Collection[str] = ()) -> list[AddedToken]:
     """Return the tokens to find in a text before it is split: special and user-defined ones.
 
-    made: tokens that merges produce. Such a token is not special only because of its name.
+    made: tokens that merges produce. A name on llama.cpp's list does not make these special.
     """
     special = {TokenType.UNKNOWN, TokenType.CONTROL}
     found = (

@@ -14,7 +14,7 @@ from longhelix.scheduler.guide import in_lark
 class ToolForm:
     """How a model writes a tool call: a JSON object with the function's "name" and arguments, between two marks."""
 
-    begin: str  # mark before a call; if empty, an answer consists of calls from its first character on, or has none
+    begin: str  # mark before a call; if empty, an answer either starts with a call or has no calls
     end: str  # mark after a call
     arguments: str  # key of the arguments in the JSON object
     separator: str  # text between two calls
