@@ -206,7 +206,7 @@ def _gguf_list(metadata: Mapping, key: str, kind: type | tuple[type, ...]) -> Se
     values = metadata[key]
     if not isinstance(values, (list, tuple, array)) or not all(isinstance(value, kind) for value in values):
         raise UserError(
-            f"{key} in the GGUF file has invalid values ({shown(values)}): convert the model again",
+            f"{key} in the GGUF file is {shown(values)}, which is not valid: convert the model again",
             code="invalid_checkpoint",
         )
     return values
