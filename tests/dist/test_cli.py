@@ -212,7 +212,7 @@ MISTAKES = {
     "a threshold that is not a size": (["--kvp-threshold", "-1"], "is not a size"),
     "experts in a dense model": (["--kvp", 2, "--ep", 2], "the model has no experts: set ep to 1"),
     "more stages than layers": (["--pp", 3], "pp is 3, but the model has 2 layers: set pp to 2 or less"),
-    "auto beside a degree": (["--layout", "auto", "--kvp", 2], "leave out --kvp"),
+    "auto beside a degree": (["--layout", "auto", "--kvp", 2], "but --kvp is set: leave one of them out"),
     "beyond max-model-len": (["--max-model-len", 40], "37 prompt tokens plus 8 new tokens exceed --max-model-len 40"),
     "beyond the pool": (["--kv-cache-tokens", 16], "set --kv-cache-tokens to at least 48"),
     "pool beyond memory": (["--kv-cache-tokens", "1000G"], "set --kv-cache-tokens to at most"),
@@ -250,7 +250,7 @@ def experts(tmp_path_factory):
 
 EXPERT_MISTAKES = {
     "more groups than experts": (["--kvp", 6, "--ep", 6], "ep is 6, but the model has 5 experts: set ep to 5 or less"),
-    "tied with an EP": (["--kvp", 2, "--tied", "--ep", 2], "--tied means tpf = tpa = 1 and ep = 1"),
+    "tied with an EP": (["--kvp", 2, "--tied", "--ep", 2], "--tied fixes tpf = tpa = 1 and ep = 1"),
     "bits that no batch changes": (["--batch-invariant"], "products with an input size that is not a multiple of 16"),
 }
 

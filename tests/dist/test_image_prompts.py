@@ -269,7 +269,7 @@ def damage(folder, oracle):
         (lacking, "differ in 1 tensors, such as 'merger.norm.bias'"),
         (narrow, "cannot be made of the model's config"),
         (coarse, "makes patches that do not fit"),
-        (unscaled, "has no preprocessor_config.json or processor_config.json, which says"),
+        (unscaled, "has no preprocessor_config.json or processor_config.json, but images need"),
     )
 
 

@@ -60,7 +60,7 @@ def without_prefix(tensors):
 @pytest.mark.parametrize("layout", [Layout(kvp=2), Layout(pp=2)], ids=["kvp", "stages"])
 def test_a_head_beside_a_tied_embedding_is_used_and_said(path, tmp_path, layout):
     folder = changed(path, tmp_path / "model", other_head)
-    with pytest.warns(UserWarning, match=r"has another lm_head\.weight, which is used"):
+    with pytest.warns(UserWarning, match=r"has a different lm_head\.weight, which the engine uses"):
         found = tokens_of(folder, layout)
     assert found == tokens_of_transformers(folder)
     assert found != tokens_of(path)
@@ -145,7 +145,7 @@ def test_a_vision_language_models_own_head_is_used(tmp_path):
     assert json.loads((made.path / "config.json").read_text())["tie_word_embeddings"]
     size = (199, 90)
     folder = changed(made.path, tmp_path / "model", lambda given: given | {"lm_head.weight": torch.randn(size)})
-    with pytest.warns(UserWarning, match="has another lm_head"):
+    with pytest.warns(UserWarning, match="has a different lm_head"):
         llm = LLM(str(folder), device="cpu", block_tokens=4)
     with llm:
         assert not llm.config.spec.tied_embeddings

@@ -240,7 +240,7 @@ def test_calls_and_their_results_go_into_the_conversation(with_tools):
         ({"tools": [{"type": "function", "function": {"name": "with space"}}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tools": TOOLS[:1] * 129}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "leave out tools, or what it has to be"),
+        ({"response_format": {"type": "json_object"}}, "leave out tools, or the field that guides the answer"),
         (
             {
                 "tool_choice": "required",
