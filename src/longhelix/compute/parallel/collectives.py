@@ -17,7 +17,7 @@ from longhelix.errors import PeerLostError
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec.layout import split
 
-_PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16  # benchmarks/notes.md, "Sequence parallelism over links"
+_PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16  # docs/internals/speed.md, "What bounds the numbers"
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
