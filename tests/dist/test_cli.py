@@ -251,7 +251,7 @@ def experts(tmp_path_factory):
 EXPERT_MISTAKES = {
     "more groups than experts": (["--kvp", 6, "--ep", 6], "ep is 6, but the model has 5 experts: set ep to 5 or less"),
     "tied with an EP": (["--kvp", 2, "--tied", "--ep", 2], "--tied fixes tpf = tpa = 1 and ep = 1"),
-    "bits that no batch changes": (["--batch-invariant"], "products whose inputs are not a multiple of 16"),
+    "bits that no batch changes": (["--batch-invariant"], "products with an input size that is not a multiple of 16"),
 }
 
 

@@ -188,7 +188,7 @@ def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
     ):
         with pytest.raises(UserError, match=words):
             llm.generate(prompt, GREEDY, **more)
-    with pytest.raises(UserError, match="a saved context cannot have images"):
+    with pytest.raises(UserError, match="a saved context holds text only"):
         llm.save_context("it", ImagePrompt([1], [image]))
     assert not llm._core._loop.scheduler.num_waiting
     assert llm.image_bytes == 0
@@ -290,7 +290,7 @@ def test_missing_packages_are_named(llm, monkeypatch, oracle):
 
 
 def test_models_of_text_read_no_images(oracle):
-    with LLM("builtin", max_model_len=64) as llm, pytest.raises(UserError, match="llama models read no images"):
+    with LLM("builtin", max_model_len=64) as llm, pytest.raises(UserError, match="llama models do not take images"):
         llm.generate(ImagePrompt("w1", [oracle.images["a"]]), GREEDY)
 
 

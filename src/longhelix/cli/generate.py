@@ -55,7 +55,9 @@ def generate(
             "--context cannot be combined with --chat, since a saved context has no chat template: leave one out"
         )
     if image and context is not None:
-        raise UserError("--context cannot be combined with --image, since a saved context is text only: leave one out")
+        raise UserError(
+            "--context cannot be combined with --image, since a saved context holds text only: leave one out"
+        )
     params = sampling.params()
     if context is not None:
         contexts_folder(engine).at(context)

@@ -36,12 +36,12 @@ class Images:
             encode: returns the token ids of text.
 
         Raises:
-            UserError: the model reads no images, or a prompt or an image is invalid or too long.
+            UserError: the model does not take images, or a prompt or an image is invalid or too long.
         """
         vision, checkpoint = self._config.spec.vision, self._checkpoint
         if vision is None or not isinstance(checkpoint, VisionLanguageCheckpoint):
             raise UserError(
-                f"{self._config.spec.architecture} models read no images: leave the images out, or choose a "
+                f"{self._config.spec.architecture} models do not take images: leave the images out, or choose a "
                 "vision-language model",
                 "unsupported_model",
             )

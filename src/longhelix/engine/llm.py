@@ -429,7 +429,9 @@ class LLM:
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, ImagePrompt | ReadPrompt):
-            raise UserError("a saved context cannot have images: save it without, and give the images in each prompt")
+            raise UserError(
+                "a saved context holds text only: save it without images, and give the images in each prompt"
+            )
         if isinstance(prompt, str):  # a tokenizer may turn empty text into a token, its BOS
             return self.tokenizer.encode(prompt) if prompt else []
         return prompt

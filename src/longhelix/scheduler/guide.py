@@ -1,4 +1,4 @@
-"""Guides: what the text of an answer has to be, and what tokens stand for, by which ranks know it."""
+"""Guides, which restrict the text of an answer, and the table of token bytes that ranks need to apply them."""
 
 import json
 import re
@@ -15,18 +15,18 @@ KINDS = ("json", "json_schema", "regex", "grammar", "choice")
 LONGEST_GUIDE = 131_072  # bytes of UTF-8
 _MOST_CHOICES = 10_000
 _DEEPEST = 64  # levels of a schema
-# What stands between two tokens of JSON: without bounds a model that has lost its way writes nothing else.
+# Whitespace allowed between two tokens of JSON. It is bounded because a confused model would write nothing else.
 _BETWEEN = r" |\r?\n[ \t]{0,40}"
-# Compiled, a schema of 1.2 KB takes 160 KiB, one of 10 KB 570 KiB, one of 104 KB 6 MiB, and 8,000 choices of 87 KB take
-# 8 MiB (resident memory, over 49,152 tokens). So all that is kept takes about 0.2 GiB when it has been compiled.
+# A compiled schema of 1.2 KB takes 160 KiB, one of 10 KB takes 570 KiB, one of 104 KB takes 6 MiB, and 8,000 choices
+# of 87 KB take 8 MiB (resident memory, vocabulary of 49,152 tokens). A full cache takes about 0.2 GiB.
 _MOST_KEPT, _MOST_KEPT_CHARACTERS = 256, 1 << 21
-# A text that follows a guide adds states to its automaton, which stay as long as the guide is kept.
+# Each text that follows a guide adds states to its automaton. They stay until the guide is evicted.
 MOST_STATES, STATE_BYTES = 10_000, 2048  # 650 to 2,000 bytes were measured
-MOST_STATES_BYTES = 1 << 29  # of all guides that are kept
+MOST_STATES_BYTES = 1 << 29  # of all cached guides
 
-# Formats of strings that guides enforce. Others have no effect: JSON Schema has them as notes.
+# String formats that guides enforce. Other formats have no effect: JSON Schema treats them as annotations.
 FORMATS = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
-_DATA = frozenset({"const", "default", "enum", "examples"})  # keywords whose values are no schemas
+_DATA = frozenset({"const", "default", "enum", "examples"})  # keywords with values that are not schemas
 _BY_NAME = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 
 _Made = TypeVar("_Made")
@@ -67,12 +67,18 @@ class ReasoningTags:
 
 @dataclass(frozen=True)
 class Guide:
-    """What the text of an answer is: a JSON object ("json"); a JSON value that a schema allows ("json_schema", `text`
-    has it); text that a regular expression matches as a whole ("regex", in the syntax of Rust, which looks neither
-    ahead nor behind); of a grammar ("grammar": Lark, as llguidance has it, or GBNF); one of some strings ("choice", a
-    JSON list of them). reasoning: the tags around what may come before that text.
+    """Restricts the text of an answer to a JSON schema, a regular expression, a grammar or a list of choices.
 
-    Raises UserError for what is none of these; whether it can be compiled is found later.
+    Attributes:
+        kind: "json" (any JSON object), "json_schema", "regex", "grammar" or "choice".
+        text: The JSON schema, the regular expression, the grammar, or a JSON list of strings. Empty for "json".
+        reasoning: Tags around reasoning that may come before the guided text. None allows no reasoning.
+
+    A regular expression uses Rust's syntax, without look-ahead and look-behind, and must match the whole text. A
+    grammar is Lark, in llguidance's dialect, or GBNF. Whether a guide can be compiled is checked when it is used.
+
+    Raises:
+        UserError: the kind is unknown, or the text is invalid for it.
     """
 
     kind: str
@@ -80,12 +86,13 @@ class Guide:
     reasoning: ReasoningTags | None = None
 
     def __post_init__(self) -> None:
+        """Check the values and convert them to plain Python types."""
         kind, given = one_of("the kind of a guide", self.kind, KINDS), text("a guide", self.text)
         size = len(given.encode())
         if size > LONGEST_GUIDE:
             raise UserError(f"a guide has {size} bytes: give at most {LONGEST_GUIDE}", "guide_too_large")
         if kind == "json" and given:
-            raise UserError("a guide of kind json has a text: leave it out, or give a json_schema")
+            raise UserError("a guide of kind json takes no text: leave it out, or use the kind json_schema")
         if kind in ("regex", "grammar") and not given:
             raise UserError(f"a guide of kind {kind} is empty: give a {kind}")
         if kind == "json_schema":
@@ -97,17 +104,17 @@ class Guide:
 
     @classmethod
     def of_schema(cls, schema: Mapping[str, Any] | str) -> "Guide":
-        """JSON that a schema allows; the schema as an object or as JSON."""
+        """Return a guide for JSON that matches a schema, given as a mapping or as JSON text."""
         return cls("json_schema", schema if isinstance(schema, str) else _dumped("a JSON schema", schema))
 
     @classmethod
     def of_choices(cls, choices: Sequence[str]) -> "Guide":
-        """One of some strings."""
+        """Return a guide for exactly one of these strings."""
         return cls("choice", _dumped("a list of choices", items("choices", choices, _MOST_CHOICES, "strings")))
 
     @property
     def lark(self) -> str | None:
-        """The same as a grammar in Lark, where its kind can be written as one here; without the reasoning."""
+        """The guide as a Lark grammar, without reasoning; None for regular expressions and grammars."""
         match self.kind:
             case "json":
                 return f"start: {in_lark({'type': 'object'})}"
@@ -119,14 +126,11 @@ class Guide:
 
 
 class TokenTable(msgspec.Struct, frozen=True):
-    """What each token id of a vocabulary stands for: its bytes, empty where it stands for nothing that a text can have.
+    """The bytes of each token of a vocabulary."""
 
-    special_ids: those that stand for no text but mark something, named by their bytes. eos_ids: those that end one.
-    """
-
-    tokens: tuple[bytes, ...]
-    special_ids: tuple[int, ...]
-    eos_ids: tuple[int, ...]
+    tokens: tuple[bytes, ...]  # by token id; empty for tokens that no text can have
+    special_ids: tuple[int, ...]  # special tokens, which are not text; their bytes are their names
+    eos_ids: tuple[int, ...]  # tokens that end an answer
 
 
 class KeptGuides(Generic[_Made]):
@@ -136,11 +140,12 @@ class KeptGuides(Generic[_Made]):
     0.5 GiB. The last guide always stays. Between two calls of `trim` the cache only grows, so guides of one step never
     evict each other.
 
-    Whoever is told the same guides in the same order keeps the same: so the scheduler knows what ranks have compiled.
+    Two caches that receive the same calls in the same order keep the same guides. So the scheduler knows which guides
+    the ranks have compiled.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Guide, _Made] = {}  # in the order in which they were last wanted
+        self._kept: dict[Guide, _Made] = {}  # least recently used first
         self._followed: set[Guide] = set()
         self._characters = self._states_bytes = 0
 
@@ -148,7 +153,7 @@ class KeptGuides(Generic[_Made]):
         return guide in self._kept
 
     def want(self, guide: Guide, make: Callable[[Guide], _Made]) -> _Made:
-        """What `make` has made of it, now or before."""
+        """Return what `make` returned for this guide, calling it if the guide is not cached."""
         if guide in self._kept:
             made = self._kept.pop(guide)
         else:
@@ -158,13 +163,13 @@ class KeptGuides(Generic[_Made]):
         return made
 
     def follow(self, guide: Guide) -> None:
-        """A text follows a guide, if it is kept, and may add to its automaton as many states as that can have."""
+        """Count the most memory that the automaton of a cached guide may take, because a text now follows it."""
         if guide in self._kept and guide not in self._followed:
             self._followed.add(guide)
             self._states_bytes += _most_states_bytes(guide)
 
     def trim(self) -> None:
-        """Keep no more than is to be kept."""
+        """Drop the least recently used guides until the cache is within its limits."""
         while len(self._kept) > _MOST_KEPT or (self._is_large and len(self._kept) > 1):
             self.forget(next(iter(self._kept)))
 
@@ -182,18 +187,18 @@ class KeptGuides(Generic[_Made]):
 
 
 def _most_states_bytes(guide: Guide) -> int:
-    """Memory that the states of its automaton take at most. Choices have no more states than characters."""
+    """Upper bound of the memory of the automaton's states. Choices have at most one state per character."""
     return STATE_BYTES * (min(MOST_STATES, len(guide.text)) if guide.kind == "choice" else MOST_STATES)
 
 
 def in_lark(schema: Mapping[str, Any]) -> str:
-    """A schema inside of a rule of a grammar."""
-    # Last, because a schema from outside may have such a key itself.
+    """Return a schema as an expression inside a rule of a Lark grammar."""
+    # Comes last to override such a key in a user's schema.
     return "%json " + json.dumps(_enforced(schema) | {"x-guidance": {"whitespace_pattern": _BETWEEN}})
 
 
 def _enforced(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without formats that are not enforced."""
+    """Return a schema without the formats that guides do not enforce."""
     return {
         name: value if name in _DATA else _enforced_inside(value, by_name=name in _BY_NAME)
         for name, value in schema.items()
@@ -202,7 +207,7 @@ def _enforced(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _enforced_inside(value: Any, by_name: bool) -> Any:
-    """The same of what a keyword has: a schema, a list of schemas, or schemas by their names."""
+    """Do the same for a keyword's value: a schema, a list of schemas, or schemas by name."""
     if isinstance(value, list):
         return [_enforced_inside(inner, by_name=False) for inner in value]
     if not isinstance(value, dict):
@@ -215,7 +220,7 @@ def _enforced_inside(value: Any, by_name: bool) -> Any:
 def _parsed(name: str, given: str) -> Any:
     try:
         return json.loads(given)
-    except (ValueError, RecursionError) as error:  # numbers of too many digits are other ValueErrors
+    except (ValueError, RecursionError) as error:  # a number with too many digits raises a plain ValueError
         raise UserError(f"{name} is not JSON ({error}): correct it") from error
 
 
@@ -239,6 +244,6 @@ def _check_schema(schema: object) -> None:
 
 def _check_choices(choices: object) -> None:
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
-        raise UserError("choices are no list of strings: give at least one, none of them empty")
+        raise UserError("choices is not a list of strings: give at least one string, and no empty ones")
     if len(choices) > _MOST_CHOICES:
         raise UserError(f"there are {len(choices)} choices: give at most {_MOST_CHOICES}", "guide_too_large")

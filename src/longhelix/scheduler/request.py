@@ -1,4 +1,4 @@
-"""What is asked for: requests, how their tokens are chosen, and what times they are to keep."""
+"""Requests: the prompt, how new tokens are sampled, and the service level asked of the scheduler."""
 
 from array import array
 from collections.abc import Mapping
@@ -13,38 +13,45 @@ from longhelix.values import entries, flag, items, real, refused, seconds, text,
 
 MAX_LOGPROBS = 100
 MOST_TOKENS = 2**31 - 1  # token ids and lengths travel in 32 bits
-_MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, characters: every new token is looked at for all of them
+_MOST_STOPS, _LONGEST_STOP = 64, 1000  # strings, characters; every new token is searched for all of them
 _MOST_STOP_IDS = 1024
-# Below, the logits' distances overflow float32, and the draw is greedy in all but name; above, they vanish, and all
-# tokens are alike; a penalty likewise.
+# Below this range, differences between logits overflow float32, and sampling is greedy in effect. Above it, the
+# differences vanish, and all tokens become equally likely. The same holds for the repetition penalty.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-30, 1e30
 _MOST_PENALTY = 1e6
 _MOST_BIASED = 1024  # token ids
-_MOST_BIAS, _MOST_SUBTRACTED = 100, 2  # of logits, as OpenAI has it
+_MOST_BIAS, _MOST_SUBTRACTED = 100, 2  # added to logits; the limits of OpenAI's API
 MOST_PRIORITY = 1_000_000
 _LONGEST_NAME = 256  # characters
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the new tokens of one request.
+    """How to sample the new tokens of one request.
 
-    What is done to logits, in this order: logit_bias adds numbers to those of token ids; presence_penalty, and
-    frequency_penalty as often as the request has generated the token, are subtracted from those that it has generated
-    at all; repetition_penalty makes those that it has generated, or that are in its prompt, less likely; temperature
-    and filters follow. temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and the other penalties
-    0 switch these off.
-    Draws are keyed by (seed, position): the same seed gives the same tokens in any batch. `stop` strings end the
-    text before themselves. Among the first min_tokens new tokens is none that ends a text, whatever ignore_eos says,
-    and no stop string ends it within these. logprobs: the N best of the model's own distribution at each new token,
-    before all of this (None: none); prompt_logprobs: the same at each token of the prompt, all of which is computed for
-    it, whatever is cached. With it max_new_tokens may be 0.
-    skip_special_tokens: whether the text leaves special tokens out. include_stop_str_in_output: whether it has the stop
-    string, or the text of the stop token, that ended it.
-    guide: what the text has to be; its last token ends the request, unless max_new_tokens or a stop does before. Of
-    tokens that it does not allow none is chosen, whatever else is asked for: where it allows none but those that end
-    the text, one of these comes in spite of min_tokens.
-    Every value is checked for type and range, whoever makes it: Python, the command line, a message.
+    Logits are changed in this order: logit_bias, presence_penalty and frequency_penalty, repetition_penalty,
+    temperature, then the filters top_k, top_p and min_p. The defaults switch all of them off.
+
+    Attributes:
+        max_new_tokens: Maximum number of new tokens. May be 0 if prompt_logprobs is set.
+        temperature: Divides the logits. 0 always takes the most likely token (greedy).
+        top_k: Sample from the k most likely tokens. 0 is off.
+        top_p: Sample from the most likely tokens that together reach this probability. 1 is off.
+        min_p: Drop tokens less likely than this fraction of the most likely token. 0 is off.
+        repetition_penalty: Above 1, makes tokens of the prompt and the answer less likely. 1 is off.
+        presence_penalty: Subtracted from the logits of every token that the answer already has. 0 is off.
+        frequency_penalty: Subtracted from a token's logit once for each time the answer has it. 0 is off.
+        logit_bias: Numbers to add to logits, by token id.
+        seed: Seed of the random draws. Equal seeds give equal tokens in any batch. None draws a seed at random.
+        stop: Strings that end the answer. The text ends before the string.
+        stop_token_ids: Token ids that end the answer, in addition to the model's end-of-sequence tokens.
+        ignore_eos: Continue after an end-of-sequence token.
+        min_tokens: Minimum number of new tokens before an end-of-sequence token or a stop may end the answer.
+        logprobs: Number of most likely tokens to report for each new token, before logits are changed. None is off.
+        prompt_logprobs: The same for each prompt token. The whole prompt is computed, even if it is cached.
+        guide: Restricts the text, for example to JSON. Its end ends the answer, even before min_tokens.
+        skip_special_tokens: Leave special tokens out of the text.
+        include_stop_str_in_output: Keep the stop string, or the text of the stop token, that ended the answer.
     """
 
     max_new_tokens: int = 128
@@ -68,7 +75,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        """Raises UserError for what no request can have; keeps plain Python values."""
+        """Check every value and convert it to a plain Python type. Raises UserError if one is invalid."""
         least, note = (1, " (0 needs prompt_logprobs)") if self.prompt_logprobs is None else (0, "")
         max_new_tokens = whole("max_new_tokens", self.max_new_tokens, least, MOST_TOKENS, note)
         checked = {
@@ -108,23 +115,25 @@ class SamplingParams:
             "include_stop_str_in_output": flag("include_stop_str_in_output", self.include_stop_str_in_output),
         }
         if checked["guide"] is not None and checked["ignore_eos"]:
-            raise UserError("a text with a guide ends where the guide does: leave out ignore_eos or the guide")
+            raise UserError(
+                "ignore_eos cannot be combined with a guide, which ends the text: leave out ignore_eos or the guide"
+            )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     @property
     def most_sampled(self) -> int:
-        """The tokens that are sampled at most. One ends a request that wants none, and is dropped."""
+        """Maximum number of tokens to sample. A request for 0 new tokens samples one, which is dropped."""
         return max(self.max_new_tokens, 1)
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether it matters how often the request has generated each token."""
+        """Whether sampling needs the number of times that the request has generated each token."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def needs_generated(self) -> bool:
-        """Whether the next token depends on those that the request has generated, beside what the model says."""
+        """Whether sampling needs the tokens that the request has generated, in addition to the logits."""
         return self.counts_tokens or self.guide is not None
 
 
@@ -163,10 +172,13 @@ def _stop_string(value: object) -> str:
 class ServiceLevel:
     """What one request asks of the scheduler.
 
-    ttft_slo_s: the time to its first token that it wants; tbt_slo_s: the most between two tokens. priority: requests
-    with a higher one go first, whatever the policy. client: whose it is; clients have equal shares of prefill, or
-    weighted ones, while they compete. cache_salt: it shares cached KV only with requests that have the same.
-    growth_limit_tokens: the tokens of it that a KVP rank has before the next one joins, rounded down to KV blocks.
+    Attributes:
+        ttft_slo_s: Target time to the first token, in seconds. By default derived from the predicted prefill time.
+        tbt_slo_s: Target for the longest time between two tokens, in seconds. By default the engine's target alone.
+        priority: Requests of higher priority are scheduled first under every policy.
+        client: Name of the client. Clients share prefill time equally, or by weight, while they compete.
+        cache_salt: The request shares cached KV only with requests that have the same salt.
+        growth_limit_tokens: Tokens that one KVP rank holds before the next rank joins, rounded down to KV blocks.
     """
 
     ttft_slo_s: float | None = None
@@ -177,7 +189,7 @@ class ServiceLevel:
     growth_limit_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises UserError for what no request can ask; keeps plain Python values."""
+        """Check every value and convert it to a plain Python type. Raises UserError if one is invalid."""
         checked: dict[str, Any] = {
             "ttft_slo_s": None if self.ttft_slo_s is None else seconds("ttft_slo", self.ttft_slo_s),
             "tbt_slo_s": None if self.tbt_slo_s is None else seconds("tbt_slo", self.tbt_slo_s),
@@ -203,7 +215,7 @@ ANY_SERVICE = ServiceLevel()
 
 
 class TokenIds(Protocol):
-    """Token ids of which slices are taken, int32: an array, or what makes them when it is asked."""
+    """Sliceable sequence of int32 token ids: an array, or an object that makes the ids when they are needed."""
 
     def __len__(self) -> int: ...
 
@@ -213,13 +225,12 @@ class TokenIds(Protocol):
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of a prompt, from `start` on, that an image takes: `rows` of its grid, one after the other, of
-    `columns` each. digest: SHA-256 of what it shows, grid included."""
+    """The prompt tokens that stand for one image: the cells of a grid, row by row."""
 
-    start: int
+    start: int  # index of the first token in the prompt
     rows: int
     columns: int
-    digest: bytes
+    digest: bytes  # SHA-256 of the grid's size and the pixels
 
     @property
     def num_tokens(self) -> int:
@@ -231,54 +242,49 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def shift(self) -> int:
-        """What is added to the positions of what follows it."""
+        """Offset to add to the positions of the tokens after the image."""
         return max(self.rows, self.columns) - self.num_tokens
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt on its way. `seed` is resolved (sampling.seed, or drawn at admission); times in seconds.
-
-    images: what the prompt shows, in order. guide_s: what a rank takes to compile its guide.
-
-    num_generated: of the prompt's last tokens, those that the request itself has generated, before it was preempted.
-    """
+    """One prompt, with how to sample its answer and when it arrived."""
 
     id: int
     prompt_token_ids: TokenIds
     sampling: SamplingParams
-    stop_token_ids: frozenset[int]
-    seed: int
-    arrival_s: float
+    stop_token_ids: frozenset[int]  # token ids that end the answer, end-of-sequence tokens included
+    seed: int  # sampling.seed, or a number drawn when the request was added
+    arrival_s: float  # in seconds, on the engine's clock
     service: ServiceLevel = ANY_SERVICE
-    num_generated: int = 0
-    images: tuple[ImageSpan, ...] = ()
-    guide_s: float = 0.0
+    num_generated: int = 0  # last tokens of the prompt that the request generated before it was preempted
+    images: tuple[ImageSpan, ...] = ()  # in the order of the prompt
+    guide_s: float = 0.0  # seconds that a rank takes to compile the guide
 
     @property
     def capacity_tokens(self) -> int:
-        """The most tokens it can ever hold: prompt and new ones."""
+        """Maximum number of tokens: those of the prompt and the new ones."""
         return len(self.prompt_token_ids) + self.sampling.max_new_tokens
 
     @property
     def num_rows(self) -> int:
-        """The most tokens whose KV it can hold. The last new one has none."""
+        """Maximum number of tokens that have KV. The last new token has none."""
         return len(self.prompt_token_ids) + self.sampling.most_sampled - 1
 
     @property
     def given_tokens(self) -> int:
-        """The tokens of the prompt that came with it."""
+        """Number of prompt tokens that the user gave."""
         return len(self.prompt_token_ids) - self.num_generated
 
     @property
     def generated_token_ids(self) -> bytes:
-        """`generated_token_ids` of the `NewSequence`."""
+        """Generated ids as int32 bytes, for `NewSequence`; empty if sampling does not need them."""
         if not (self.num_generated and self.sampling.needs_generated):
             return b""
         return self.prompt_token_ids[self.given_tokens : len(self.prompt_token_ids)].tobytes()
 
     def resumed(self, generated: "array[int]") -> "Request":
-        """The request that goes on after `generated`, more of its tokens than it began with."""
+        """Return the request that continues after `generated`, tokens that it has generated since it started."""
         left = replace(
             self.sampling,
             max_new_tokens=self.sampling.max_new_tokens - len(generated),

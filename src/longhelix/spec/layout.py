@@ -19,13 +19,13 @@ def split(total: int, pieces: int) -> tuple[range, ...]:
 
 
 def piece_of(total: int, pieces: int, index: int) -> range:
-    """One of `split`'s ranges, at the same cost however many there are."""
+    """Return one of `split`'s ranges without computing the others."""
     small, larger = divmod(total, pieces)
     return range(index * small + min(index, larger), (index + 1) * small + min(index + 1, larger))
 
 
 def widest_ep(num_ranks: int, num_experts: int) -> int:
-    """The most groups of experts on `num_ranks` ranks that are all equal: the default where nobody chooses."""
+    """Return the largest EP that divides both the ranks and the experts."""
     return max(ep for ep in range(1, num_ranks + 1) if num_ranks % ep == 0 and num_experts % ep == 0)
 
 
@@ -48,13 +48,19 @@ class HeadShape:
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """A frozen parallel layout; ranks count TPA fastest, then KVP, then pipeline stage.
+    """A parallel layout of kvp * tpa * pp ranks.
 
-    kvp: ranks that share a request's KV along the sequence. tpa: ranks that share its heads.
-    tpf: ranks that share an FFN's columns (default: whatever is left of N). ep: ranks that share experts.
-    pp: pipeline stages. ffn_replicas: copies of the FFN and of the vocabulary (the tied layout; 1 otherwise).
-    stage_layers: how many of the model's layers each stage has (None: even shares).
-    Splits may be uneven, and a rank may own none of something.
+    In each pipeline stage, kvp * tpa equals tpf * ep * ffn_replicas. Ranks are numbered by TPA first, then KVP, then
+    pipeline stage. Shares may be uneven, and a rank may own no part of something.
+
+    Attributes:
+        kvp: Ranks that share a request's KV cache along the sequence.
+        tpa: Ranks that share the attention heads.
+        tpf: Ranks that share the columns of an FFN. Default: the ranks of a stage divided by ep * ffn_replicas.
+        ep: Groups of ranks that share the experts.
+        pp: Pipeline stages.
+        ffn_replicas: Copies of the FFN and of the vocabulary. More than 1 is the tied layout.
+        stage_layers: Number of layers of each stage. None gives the stages even shares.
     """
 
     kvp: int
@@ -75,7 +81,7 @@ class Layout:
         ffn_replicas: int = 1,
         stage_layers: Sequence[int] | None = None,
     ) -> None:
-        """Raises UserError where a number is below 1, or the products or the number of stages do not match."""
+        """Raises UserError if a number is below 1, or the products or the number of stages do not match."""
         kvp, tpa, ep, pp = _degree("kvp", kvp), _degree("tpa", tpa), _degree("ep", ep), _degree("pp", pp)
         ffn_replicas = _degree("ffn_replicas", ffn_replicas)
         num_ranks, copies = kvp * tpa, ep * ffn_replicas
@@ -107,16 +113,17 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """N: the ranks of one pipeline stage."""
+        """Ranks of one pipeline stage (N)."""
         return self.kvp * self.tpa
 
     @property
     def ffn_ranks(self) -> int:
-        """The ranks of one copy of the FFN: N where there is one copy."""
+        """Ranks of one copy of the FFN. With one copy, N."""
         return self.tpf * self.ep
 
     @property
     def world_size(self) -> int:
+        """Ranks of all pipeline stages."""
         return self.num_ranks * self.pp
 
     def stage(self, rank: int) -> int:
@@ -162,7 +169,7 @@ class Layout:
         )
 
     def check(self, heads: HeadShape, num_layers: int) -> None:
-        """Refuse a model whose heads or layers this layout cannot spread."""
+        """Raise UserError if the layout has too many ranks for the model's heads or layers."""
         if self.tpa > heads.num_query_heads:
             raise UserError(
                 f"tpa is {self.tpa}, but the model has {heads.num_query_heads} query heads: "
@@ -182,7 +189,7 @@ class Layout:
             )
 
     def layers(self, num_layers: int, rank: int) -> range:
-        """The model's layers that this rank's stage has: even shares, or those of `stage_layers`."""
+        """Return the layers of this rank's stage: an even share, or as `stage_layers` says."""
         stage = self.stage(rank)
         if self.stage_layers is None:
             return piece_of(num_layers, self.pp, stage)
@@ -190,19 +197,19 @@ class Layout:
         return range(start, start + self.stage_layers[stage])
 
     def has_embedding(self, rank: int) -> bool:
-        """Whether tokens begin here: in the first stage."""
+        """Return whether this rank is in the stage with the embedding, the first one."""
         return self.stage(rank) == 0
 
     def has_head(self, rank: int) -> bool:
-        """Whether logits are made here: in the last stage."""
+        """Return whether this rank is in the stage with the LM head, the last one."""
         return self.stage(rank) == self.pp - 1
 
     def duplicates_kv(self, heads: HeadShape) -> bool:
-        """True where TPA > K, so that several ranks keep the same KV heads (plain TP's cost)."""
+        """Return whether several ranks keep the same KV heads, because TPA > K. Plain TP has this cost."""
         return self.tpa > heads.num_kv_heads
 
     def kv_heads(self, heads: HeadShape, rank: int) -> range:
-        """KV heads whose keys and values this rank keeps: its share, or, where TPA > K, the one it shares."""
+        """Return the KV heads that this rank keeps: its share, or, if TPA > K, one that several ranks keep."""
         tpa_rank = self.tpa_rank(rank)
         if not self.duplicates_kv(heads):
             return piece_of(heads.num_kv_heads, self.tpa, tpa_rank)
@@ -210,7 +217,7 @@ class Layout:
         return range(kv_head, kv_head + 1)
 
     def keeps_kv_first(self, heads: HeadShape, rank: int) -> bool:
-        """Whether this rank keeps KV, and is the first of those that keep the same."""
+        """Return whether this rank is the first of those that keep the same KV heads. False if it keeps none."""
         kv_heads = self.kv_heads(heads, rank)
         return len(kv_heads) > 0 and (self.tpa_rank(rank) == 0 or self.kv_heads(heads, rank - 1) != kv_heads)
 
@@ -231,14 +238,16 @@ class Layout:
         return _piece(self.query_heads(heads, rank), self.kvp, self.kvp_rank(rank))
 
     def output_heads(self, heads: HeadShape, rank: int) -> range:
-        """Query heads of this rank's rows of Wo: those it holds whole, or, beside a copy of the FFN, all of its own."""
+        """Return the query heads of this rank's rows of Wo: merged ones, or with copies of the FFN, all of its own."""
         if self.ffn_replicas > 1:
             return self.query_heads(heads, rank)
         return self.merged_query_heads(heads, rank)
 
     def heads_among(self, heads: HeadShape, rank: int, instances: int) -> list[int]:
-        """How many of this rank's query heads each of so many KVP instances merges, where these share a request and
-        each has a copy of the FFN."""
+        """Return how many of this rank's query heads each KVP instance merges.
+
+        instances: KVP instances that share a request, each with a copy of the FFN.
+        """
         return list(map(len, split(len(self.query_heads(heads, rank)), instances)))
 
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
@@ -253,12 +262,14 @@ class Layout:
         return piece_of(num_experts, self.ep, self.ep_rank(rank))
 
     def expert_group_leaders(self) -> list[int]:
-        """The first rank of each group that shares experts, in the order of the experts: of one copy of the FFN in each
-        stage."""
+        """Return the first rank of each group that shares experts, in the order of the experts.
+
+        Only the first copy of the FFN in each stage is included.
+        """
         return [stage[rank] for stage in self.stage_groups() for rank in range(0, self.ffn_ranks, self.tpf)]
 
     def vocabulary(self, vocab_size: int, rank: int) -> range:
-        """Rows of the embedding and of the LM head: as the FFN's columns, so that copies of the FFN need not meet."""
+        """Return this rank's rows of the embedding and the LM head. Each copy of the FFN has all rows."""
         return piece_of(vocab_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
 

@@ -1,4 +1,4 @@
-"""Cuts long texts into parts. Tokenized one by one, the parts give the same ids as the whole text."""
+"""Cuts long texts into parts that give the same ids as the whole text when each is tokenized alone."""
 
 import re
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import tokenizers
 
 _PART = 1 << 18  # characters: most parts are at most twice as long
-_WINDOW = 64  # characters on each side of a place, which decide whether it is one
-_TRIED = 32  # places of each part
+_WINDOW = 64  # characters on each side that decide whether the text can be cut at a place
+_TRIED = 32  # places to try for each part
 
 # Between words, and between lines. Most tokenizers split texts there.
 _PLACE = re.compile(r"(?<=\w)(?= \w)|(?<=\w\n)(?=\w)")
@@ -27,7 +27,7 @@ class Cuts:
         self._window = max(_WINDOW, *lengths, 0)
 
     def parts(self, text: str) -> Iterator[str]:
-        """The text in parts."""
+        """Yield the text in parts."""
         start = 0
         while len(text) - start > 2 * _PART:
             stop = self._place(text, start + _PART)
@@ -38,7 +38,7 @@ class Cuts:
         yield text[start:]
 
     def _place(self, text: str, start: int) -> int | None:
-        """The first place after `start` where the text can be cut."""
+        """Return the first place after `start` where the text can be cut; None if it has none."""
         if self._backend.pre_tokenizer is None:
             return None
         for tried, found in enumerate(_PLACE.finditer(text, start)):
@@ -49,7 +49,7 @@ class Cuts:
         return None
 
     def _splits(self, left: str, right: str) -> bool:
-        """Whether the tokenizer splits a text between these two."""
+        """Return whether the tokenizer splits a text between these two parts."""
         both = left + right
         return self._pieces(both) == self._pieces(left) + self._pieces(right) and self._ids(both) == (
             self._ids(left) + self._ids(right)
@@ -61,5 +61,5 @@ class Cuts:
         return [piece for piece, _ in splitter.pre_tokenize_str(normal)]
 
     def _ids(self, text: str) -> list[int]:
-        """Added tokens are found before a text is split."""
+        # Compared in addition to the pieces, because added tokens are found before a text is split.
         return self._backend.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""Text to token ids."""
+"""Converts text to token ids."""
 
 from itertools import zip_longest
 from typing import Protocol
@@ -9,20 +9,23 @@ from longhelix.engine.text.cuts import Cuts
 
 
 class Encoder(Protocol):
-    """A tokenizer's way from texts to ids."""
+    """Converts text to token ids."""
 
     def ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of a text. add_special_tokens: with those that begin and end a prompt, such as a BOS."""
+        """Return the ids of a text. add_special_tokens: add the tokens around a prompt, such as BOS."""
         ...
 
     def parts(self, text: str) -> list[str]:
-        """The part of a text that each of its ids stands for, with special tokens added; together they are the text. ""
-        for added ones, and for all but one of a character's tokens."""
+        """Return the part of a text that each id stands for, including the special tokens around a prompt.
+
+        The parts joined are the text. A special token that is not in the text has the part "". So have all but one of
+        the tokens that make up a single character.
+        """
         ...
 
 
 class BackendEncoder:
-    """The encoder of a library's tokenizer."""
+    """Encoder of a tokenizer of the `tokenizers` library."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -39,11 +42,11 @@ class BackendEncoder:
         return found + end
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Of a batch, for that lets other threads run, and without offsets into the text.
+        # A batch of one, because it lets other threads run. The fast variant computes no offsets into the text.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _ends(self, text: str) -> tuple[list[int], list[int]]:
-        """What is put before a prompt with this text, and behind it."""
+        """Return the ids that the tokenizer adds before and after a prompt with this text."""
         encoding = self._backend.encode(text)
         own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
         return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]

@@ -1,4 +1,4 @@
-"""How byte-level models split texts into words, by the names that GGUF files give the ways: llama.cpp's list."""
+"""How byte-level tokenizers split texts into words, by the pre-tokenizer names of GGUF files (llama.cpp's list)."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True)
 class GGUFSplit:
-    """A way of splitting texts.
+    """One way to split texts into words.
 
     Attributes:
-        patterns: The words of each are cut out of what those before left or cut.
-        takes_whole_words: A word that is a token becomes that token, whatever the merges say.
-        begins_with_bos: Prompts begin with a BOS if a file does not say.
-        composes: Letters and their accents become one character first.
+        patterns: Regular expressions, applied in turn. Each one splits the parts that the ones before it made.
+        takes_whole_words: A word that is a token becomes that token, even if merges would not produce it.
+        begins_with_bos: Prompts begin with a BOS token unless the file says otherwise.
+        composes: Letters and combining accents first become one character (NFC).
     """
 
     patterns: tuple[str, ...]
@@ -22,7 +22,7 @@ class GGUFSplit:
     composes: bool = False
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """Return the library's form of it."""
+        """Return the equivalent pre-tokenizer of the `tokenizers` library."""
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -37,14 +37,14 @@ _LLAMA3 = rf"{_ANY_CASE}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}[\r\n]*|{_BLANKS}"
 _QWEN2 = rf"{_ANY_CASE}|{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|{_BLANKS}"
 _DIGIT, _NUMBER, _UP_TO_THREE = r"\p{N}", r"\p{N}+", r"\p{N}{1,3}"
 _THREE_DIGITS = "[0-9][0-9][0-9]"
-# Capitals before small letters; what is neither is both.
+# Upper and lower case letters. Letters without case count as both.
 _UPPER, _LOWER, _BEFORE = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]", r"[^\r\n\p{L}\p{N}]?"
 _TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_SIGNS}[\r\n/]*|{_BLANKS}"
 _GPT4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ANY_CASE}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ANY_CASE}?"
     rf"|\p{{N}}{{1,3}}|{_SIGNS}[\r\n/]*|{_BLANKS}"
 )
-_DEEPSEEK3_SIGN = r"[\p{P}\p{S}&&[^~]]"  # llama.cpp takes ~ for none
+_DEEPSEEK3_SIGN = r"[\p{P}\p{S}&&[^~]]"  # llama.cpp does not treat ~ as a sign
 _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
     rf"|[^\r\n\p{{L}}{_DEEPSEEK3_SIGN}]?[\p{{L}}\p{{M}}]+| ?{_DEEPSEEK3_SIGN}+[\r\n]*|{_BLANKS}"
@@ -56,7 +56,7 @@ _LETTERS_OF_DEEPSEEK = (
     "ℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
 
-_WAYS = {
+_SPLITS_BY_NAMES = {
     ("default",): GGUFSplit((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, _NUMBER, _THREE_DIGITS)),
     ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais",
      "trillion", "granite-docling"): GGUFSplit((_GPT2,)),
@@ -120,4 +120,4 @@ _WAYS = {
     ),
 }  # fmt: skip
 
-SPLITS = {name: way for names, way in _WAYS.items() for name in names}
+SPLITS = {name: split for names, split in _SPLITS_BY_NAMES.items() for name in names}

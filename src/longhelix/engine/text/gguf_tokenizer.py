@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file's `tokenizer.*` keys describe."""
+"""Builds a tokenizer from the `tokenizer.*` keys of a GGUF file, as llama.cpp does."""
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
@@ -16,12 +16,15 @@ from longhelix.values import refused, shown, text, whole
 
 
 def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Encoder, ChatTemplate | None]:
-    """Return the tokenizer, its encoder and, if it has one, its chat template. Raises UserError for one that is not
-    known."""
+    """Return the tokenizer, its encoder and its chat template, None if it has none.
+
+    Raises:
+        UserError: the tokenizer's kind is not supported, or the file is broken.
+    """
     model = metadata.get("tokenizer.ggml.model")
     if not isinstance(model, str) or model not in _GGUF_MODELS:
         raise UserError(
-            f"the GGUF file's tokenizer model is {shown(model)}; convert the model with one of: "
+            f"the GGUF file's tokenizer.ggml.model is {shown(model)}, which is not supported: use a file with one of "
             f"{', '.join(_GGUF_MODELS)}",
             code="unsupported_model",
         )
@@ -35,7 +38,7 @@ def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer
     return backend, encoder, ChatTemplate(template, special_tokens, for_tools) if template else None
 
 
-# What GGUF calls the special tokens that templates name.
+# Special tokens by their name in chat templates, with the names of their GGUF keys.
 _SPECIAL = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -44,7 +47,7 @@ _SPECIAL = {
     "pad": "padding_token_id",
     "mask": "mask_token_id",
 }
-# What llama.cpp takes in a SentencePiece vocabulary that does not say.
+# llama.cpp's defaults for SentencePiece vocabularies without these keys.
 _SENTENCEPIECE_IDS = {"unk": 0, "bos": 1, "eos": 2}
 
 
@@ -55,33 +58,33 @@ def _special_ids(metadata: Mapping[str, object]) -> dict[str, int]:
     for name, key in _SPECIAL.items():
         key = f"tokenizer.ggml.{key}"
         value = metadata.get(key)
-        # Only templates need the others, and llama.cpp passes over ids that are no token's, such as -1.
+        # Only templates need the other tokens. llama.cpp ignores ids outside the vocabulary, such as -1.
         is_none = name not in ("bos", "eos") and isinstance(value, int) and not 0 <= value <= last
         if key in metadata and not is_none:
             found[name] = whole(key, value, 0, last, code="invalid_checkpoint")
     return found
 
 
-def _around(metadata: Mapping[str, object]) -> tuple[list[int], list[int]]:
-    """The ids that come before and behind a prompt."""
+def _ids_around(metadata: Mapping[str, object]) -> tuple[list[int], list[int]]:
+    """Return the ids to add before and after a prompt."""
     ids = _special_ids(metadata)
     begins = "bos" in ids and _gguf_flag(metadata, "add_bos_token", _adds_bos_by_default(metadata))
     ends = "eos" in ids and _gguf_flag(metadata, "add_eos_token", False)
     return [ids["bos"]] if begins else [], [ids["eos"]] if ends else []
 
 
-# Names of tokens that always end an answer: llama.cpp's list.
+# Tokens that end an answer in any model that has them, from llama.cpp's list.
 _ENDS = frozenset(
     {
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
         "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
         "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
-        # In code models: padding, the next repository, the next file.
+        # Of code models: padding, next repository, next file.
         "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
         "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
     }
 )  # fmt: skip
-# Names of tokens that are special whatever the file says: of the above, and of those around code to be filled in.
+# Tokens that are special even if the file says otherwise: those above, and those around code to fill in.
 _SPECIAL_NAMES = _ENDS | frozenset(
     {
         "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
@@ -93,7 +96,7 @@ _SPECIAL_NAMES = _ENDS | frozenset(
 
 
 def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
-    """The tokens that end an answer: those that the file says, and those that llama.cpp knows by their names."""
+    """Return the ids of tokens that end an answer: those that the file names, and those on llama.cpp's list."""
     tokens = _tokens(metadata)
     found = {token_id for name, token_id in _special_ids(metadata).items() if name == "eos"}
     for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
@@ -101,7 +104,7 @@ def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
         if key in metadata:
             found.add(whole(key, metadata[key], 0, len(tokens) - 1, code="invalid_checkpoint"))
     found |= {token_id for token_id, token in enumerate(tokens) if token in _ENDS}
-    # Names that others take a different meaning from.
+    # If a vocabulary has these tokens, others of the list have a different meaning.
     named = {tokens[token_id] for token_id in found}
     if named >= {"<|return|>", "<|call|>"} or ("<|flush|>" in named and named & {"<|call|>", "<|calls|>"}):
         found -= {token_id for token_id in found if tokens[token_id] == "<|end|>"}
@@ -119,9 +122,9 @@ def _gguf_byte_level(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encoder]:
     backend.pre_tokenizer = split.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens(_gguf_added_tokens(metadata, made={"".join(pair) for pair in merges}))
-    begin, end = _around(metadata)
+    begin, end = _ids_around(metadata)
     if begin or end:
-        # Under names of their own: in a template, "$A" and "a:1" would not stand for themselves.
+        # The template names the tokens "begin" and "end", because it would misread tokens such as "$A" and "a:1".
         spelled = [
             {"id": name, "ids": ids, "tokens": [backend.id_to_token(token_id) for token_id in ids]}
             for name, ids in (("begin", begin), ("end", end))
@@ -145,10 +148,10 @@ def _gguf_sentencepiece(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encode
     )
     added = _gguf_added_tokens(metadata)
     backend.add_tokens(added)
-    begin, end = _around(metadata)
+    begin, end = _ids_around(metadata)
     encoder = PieceEncoder(
         backend.get_vocab(),
-        # llama.cpp joins whatever is a token then. Texts that spell a byte's token, as SentencePiece, are texts.
+        # llama.cpp merges into any token except byte tokens. Like SentencePiece, it reads text such as <0x41> as text.
         {token: score for token, kind, score in _gguf_rows(metadata) if kind != TokenType.BYTE},
         [token.content for token in added],
         unknown=[token_id for name, token_id in _special_ids(metadata).items() if name == "unk"],
@@ -160,21 +163,21 @@ def _gguf_sentencepiece(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encode
 
 
 def _split(metadata: Mapping) -> GGUFSplit:
-    said = metadata.get("tokenizer.ggml.pre", "default")
-    if not isinstance(said, str) or said not in SPLITS:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(name, str) or name not in SPLITS:
         raise UserError(
-            f"the GGUF file's pre-tokenizer is {shown(said)}; use a model with one of llama.cpp's that are byte-level, "
-            "such as llama-bpe, qwen2, smollm or tekken",
+            f"the GGUF file's tokenizer.ggml.pre is {shown(name)}, which is not supported: use a model with a "
+            "byte-level pre-tokenizer of llama.cpp, such as llama-bpe, qwen2, smollm or tekken",
             code="unsupported_model",
         )
-    return SPLITS[said]
+    return SPLITS[name]
 
 
 _GGUF_MODELS = {"gpt2": _gguf_byte_level, "llama": _gguf_sentencepiece}
 
 
 def _adds_bos_by_default(metadata: Mapping) -> bool:
-    """What llama.cpp does for files that do not say."""
+    """Return llama.cpp's default for files without add_bos_token."""
     return metadata["tokenizer.ggml.model"] == "llama" or _split(metadata).begins_with_bos
 
 
@@ -184,7 +187,7 @@ def _gguf_bpe(metadata: Mapping, merges: list[tuple[str, ...]], **options: bool)
         return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # tokenizers raises nothing narrower
         raise UserError(
-            f"the GGUF file's merges do not fit its tokens ({shown(str(error))}); convert the model again",
+            f"the GGUF file's merges do not match its tokens ({shown(str(error))}): convert the model again",
             code="invalid_checkpoint",
         ) from error
 
@@ -199,30 +202,33 @@ def _gguf_flag(metadata: Mapping, key: str, default: bool) -> bool:
 def _gguf_list(metadata: Mapping, key: str, kind: type | tuple[type, ...]) -> Sequence:
     key = f"tokenizer.ggml.{key}"
     if key not in metadata:
-        raise UserError(f"the GGUF file has no {key}; convert the model again", code="invalid_checkpoint")
+        raise UserError(f"the GGUF file has no {key}: convert the model again", code="invalid_checkpoint")
     values = metadata[key]
     if not isinstance(values, (list, tuple, array)) or not all(isinstance(value, kind) for value in values):
         raise UserError(
-            f"{key} in the GGUF file is {shown(values)}; convert the model again", code="invalid_checkpoint"
+            f"{key} in the GGUF file is {shown(values)}, which is not valid: convert the model again",
+            code="invalid_checkpoint",
         )
     return values
 
 
 def _tokens(metadata: Mapping) -> Sequence[str]:
     found = _gguf_list(metadata, "tokens", str)
-    return [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(found)]  # as llama.cpp calls them
+    return [
+        token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(found)
+    ]  # llama.cpp's names for empty tokens
 
 
 def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
-    """Each token with its kind and its score; as llama.cpp has it, they are normal ones if the file does not say."""
+    """Return each token with its kind and its score. By default, as in llama.cpp, tokens are normal and score 0."""
     tokens = _tokens(metadata)
     kinds, scores = (
-        _gguf_list(metadata, key, kind) if f"tokenizer.ggml.{key}" in metadata else [unsaid] * len(tokens)
-        for key, kind, unsaid in (("token_type", int, TokenType.NORMAL), ("scores", (int, float), 0.0))
+        _gguf_list(metadata, key, kind) if f"tokenizer.ggml.{key}" in metadata else [default] * len(tokens)
+        for key, kind, default in (("token_type", int, TokenType.NORMAL), ("scores", (int, float), 0.0))
     )
     if not len(tokens) == len(kinds) == len(scores):
         raise UserError(
-            f"the GGUF file has {len(tokens)} tokens, but {len(kinds)} in token_type and {len(scores)} in scores; "
+            f"the GGUF file has {len(tokens)} tokens, but {len(kinds)} token types and {len(scores)} scores: "
             "convert the model again",
             code="invalid_checkpoint",
         )
@@ -230,9 +236,9 @@ def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
 
 
 def _gguf_added_tokens(metadata: Mapping, made: Collection[str] = ()) -> list[AddedToken]:
-    """The tokens found in a text before it is split: special ones, and those that the model's user defined.
+    """Return the tokens to find in a text before it is split: special and user-defined ones.
 
-    made: tokens that merges make. Of those that they do not make, names alone say that some are special.
+    made: tokens that merges produce. A name on llama.cpp's list does not make these special.
     """
     special = {TokenType.UNKNOWN, TokenType.CONTROL}
     found = (

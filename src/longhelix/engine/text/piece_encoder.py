@@ -1,4 +1,4 @@
-"""SentencePiece's way from texts to ids, as llama.cpp goes it."""
+"""SentencePiece tokenization, with the same results as llama.cpp."""
 
 import re
 from array import array
@@ -15,17 +15,18 @@ _PLACE = (1 << _PLACE_BITS) - 1
 
 
 class PieceEncoder:
-    """Joins neighbours whose union is a piece: the piece with the best score first, and of equal scores the leftmost.
+    """Joins neighbouring pieces into longer ones, best score first. Of equal scores, the leftmost pair goes first.
 
-    The library `tokenizers` joins pairs by rank, and no two pairs have the same rank.
+    The library `tokenizers` cannot do this: it joins pairs by rank, and no two of its pairs have the same rank.
 
     Args:
-        vocabulary: All tokens with their ids.
-        scores: The score of each piece that texts are made of.
-        added: Tokens that are found in a text before it is split.
-        unknown: What a character becomes that has neither a piece nor tokens for its bytes.
-        starts_with_space: A text, and what comes behind an added token, starts with a blank more.
-        begin, end: Ids that are put before and behind a prompt.
+        vocabulary: ids of all tokens.
+        scores: score of each piece.
+        added: tokens to find in a text before it is split.
+        unknown: ids for a character that has neither a piece nor byte tokens.
+        starts_with_space: put a space before the text, and before the text after each added token.
+        begin: ids to put before a prompt.
+        end: ids to put after a prompt.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class PieceEncoder:
         self._known_word = lru_cache(_KNOWN_WORDS)(self._word_ids)
 
     def ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of a text, see `Encoder`."""
+        """Return the ids of a text. See `Encoder`."""
         found = list(self._begin) if add_special_tokens else []
         for segment, is_added in self._segments(text):
             if is_added:
@@ -63,7 +64,7 @@ class PieceEncoder:
         return found + list(self._end) if add_special_tokens else found
 
     def parts(self, text: str) -> list[str]:
-        """The parts of a text, see `Encoder`."""
+        """Return the part of a text that each id stands for. See `Encoder`."""
         found = [""] * len(self._begin)
         for segment, is_added in self._segments(text):
             if is_added:
@@ -78,7 +79,7 @@ class PieceEncoder:
         return found + [""] * len(self._end)
 
     def _segments(self, text: str) -> Iterator[tuple[str, bool]]:
-        """The text between added tokens, and those tokens, the longest that begins at a place; whether it is one."""
+        """Yield added tokens, the longest at each place, and the text between them. The flag is true for a token."""
         start = at = 0
         while mark := self._initial.search(text, at):
             at = mark.start()
@@ -94,7 +95,7 @@ class PieceEncoder:
             yield text[start:], False
 
     def _words(self, text: str) -> Iterator[str]:
-        """The text, cut between two characters that no piece has side by side: nothing is joined across."""
+        """Yield the words of the text, cut between characters that are adjacent in no piece. No piece spans a cut."""
         start = 0
         for at, pair in enumerate(pairwise(text), 1):
             if pair not in self._inside_pieces:
@@ -113,9 +114,9 @@ class PieceEncoder:
 
     def _pieces(self, word: str) -> Iterator[str]:
         ranks, length = self._ranks, len(word)
-        # Of each piece that begins at a place, where it ends; of each that ends at a place, where it begins.
+        # ends[i] is the end of the piece that begins at i. begins[i] is the beginning of the piece that ends at i.
         ends, begins = array("i"), array("i", [-1])
-        unions: list[int] = []  # of two neighbours: rank, start and end in one number, for millions of them
+        unions: list[int] = []  # heap of pairs; rank, start and end are packed into one integer to save memory
 
         def offer(start: int, end: int) -> None:
             rank = ranks.get(word[start:end])
@@ -132,7 +133,7 @@ class PieceEncoder:
             start, end = (union >> _PLACE_BITS) & _PLACE, union & _PLACE
             middle = ends[start]
             if not start < middle < end or ends[middle] != end:
-                continue  # one of the two has been joined to another
+                continue  # one of the two is already part of another piece
             ends[start], ends[middle], begins[end] = end, 0, start
             if start:
                 offer(begins[start], end)

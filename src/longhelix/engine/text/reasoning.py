@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer, between tags."""
+"""Separates the reasoning that a model writes between tags from its answer."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -9,21 +9,18 @@ from longhelix.scheduler.guide import ReasoningTags
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """How a family of models writes its reasoning.
+    """How a family of models writes its reasoning. Add new families to `FORMS`."""
 
-    A new family is one more entry of `FORMS`.
-    """
-
-    begin: str
-    end: str
-    is_implied: bool = False  # an answer begins inside the reasoning, although nobody has written `begin`
+    begin: str  # tag before the reasoning
+    end: str  # tag after the reasoning
+    is_implied: bool = False  # an answer starts inside the reasoning, even if neither prompt nor answer has `begin`
 
     def is_used_by(self, template: str, tokens: Collection[str]) -> bool:
         """Return whether a model with this chat template and vocabulary may write this form."""
         return self.end in template or (self.begin in tokens and self.end in tokens)
 
 
-# By the names that vLLM has for its parsers. "auto" takes the first entry that the model uses and that implies nothing.
+# By the names of vLLM's parsers. "auto" takes the first entry that the model uses and that is not implied.
 FORMS = {
     "qwen3": ReasoningForm("<think>", "</think>"),
     "deepseek_r1": ReasoningForm("<think>", "</think>", is_implied=True),
@@ -32,17 +29,17 @@ PARSERS = ("auto", "none", *FORMS)
 
 
 def form_of(parser: str, template: str, tokens: Collection[str]) -> ReasoningForm | None:
-    """Return the form that `parser`, one of `PARSERS`, names; None if no reasoning is to be found."""
+    """Return the form that `parser`, one of `PARSERS`, selects; None if reasoning is not separated."""
     if parser != "auto":
         return FORMS.get(parser)
     return next((form for form in FORMS.values() if not form.is_implied and form.is_used_by(template, tokens)), None)
 
 
 class ReasoningSplitter:
-    """Splits an answer that comes piece by piece into the reasoning at its beginning and the rest, its content.
+    """Splits an answer that arrives piece by piece into the reasoning at its beginning and the content after it.
 
-    Line ends next to a tag belong to neither part. A tag that is not where reasoning begins or ends is content.
-    What is found does not depend on the pieces.
+    Line ends next to a tag belong to neither part. A tag in any other place is content. The result does not depend on
+    how the answer is cut into pieces.
     """
 
     def __init__(self, tags: ReasoningTags) -> None:
@@ -50,19 +47,21 @@ class ReasoningSplitter:
         self._has_begun = tags.is_open
         self._held = ""
         self._next: Callable[[], tuple[str, str] | None] = self._start
-        self._early_tokens = 0  # pushed before it was known whether reasoning begins
-        self.num_tokens = 0  # of the reasoning, with its tags
-        self.text = ""
+        self._early_tokens = 0  # tokens pushed before it was clear whether the answer has reasoning
+        self.num_tokens = 0  # tokens of the reasoning, its tags included
+        self.text = ""  # the reasoning
 
     @property
     def _is_over(self) -> bool:
-        """Whether all that comes is content."""
-        return self._next in (self._behind, self._rest)
+        """Whether everything from here is content."""
+        return self._next in (self._after_tag, self._content)
 
     def push(self, text: str) -> tuple[str | None, str]:
         """Take the text of the next token.
 
-        Returns more of the reasoning, None if the token is no part of it, and more of the content.
+        Returns:
+            The reasoning that the token completes, None if the token is not part of the reasoning; and the content
+            that it completes.
         """
         was_undecided, was_over = not self._has_begun, self._is_over
         reasoning, content = self._take(text)
@@ -73,13 +72,13 @@ class ReasoningSplitter:
         return reasoning, content
 
     def finish(self, text: str = "") -> tuple[str, str]:
-        """Take text that no token brings, the last one. Returns what is left of the reasoning and of the content."""
+        """Take the last text, which belongs to no token. Returns the rest of the reasoning and of the content."""
         reasoning, content = self._take(text)
         held, self._held = self._held, ""
         if self._has_begun and not self._is_over:
             self.text += held
             return reasoning + held, content
-        return reasoning, content if self._next == self._behind else content + held
+        return reasoning, content if self._next == self._after_tag else content + held
 
     def _take(self, text: str) -> tuple[str, str]:
         self._held += text
@@ -89,16 +88,17 @@ class ReasoningSplitter:
         self.text += reasoning
         return reasoning, content
 
-    # Where the answer is. Each takes what it can of the held text, and returns None if more has to come.
+    # States of the parser. Each takes what it can of the held text as reasoning and content. None means that it
+    # needs more text.
 
     def _start(self) -> tuple[str, str] | None:
-        begun = self._held.lstrip()
-        if begun.startswith(self._begin):
-            self._held, self._has_begun = begun.removeprefix(self._begin), True
-        elif self._begin.startswith(begun):
+        stripped = self._held.lstrip()
+        if stripped.startswith(self._begin):
+            self._held, self._has_begun = stripped.removeprefix(self._begin), True
+        elif self._begin.startswith(stripped):
             return None
         elif not self._has_begun:
-            self._next = self._rest
+            self._next = self._content
             return "", ""
         self._next = self._blank
         return "", ""
@@ -112,23 +112,23 @@ class ReasoningSplitter:
         return "", ""
 
     def _inside(self) -> tuple[str, str] | None:
-        before, tag, behind = self._held.partition(self._end)
+        before, tag, after = self._held.partition(self._end)
         if tag:
-            self._held, self._next = behind, self._behind
+            self._held, self._next = after, self._after_tag
             return before.rstrip("\r\n"), ""
-        # Line ends may be followed by the tag.
+        # Line ends are held back, because the tag may follow them.
         safe = before[: len(before) - overlap(before, self._end)].rstrip("\r\n")
         self._held = before[len(safe) :]
         return (safe, "") if safe else None
 
-    def _behind(self) -> tuple[str, str] | None:
+    def _after_tag(self) -> tuple[str, str] | None:
         """Before the first character of the content."""
         self._held = self._held.lstrip("\r\n")
         if not self._held:
             return None
-        self._next = self._rest
+        self._next = self._content
         return "", ""
 
-    def _rest(self) -> tuple[str, str] | None:
+    def _content(self) -> tuple[str, str] | None:
         content, self._held = self._held, ""
         return ("", content) if content else None

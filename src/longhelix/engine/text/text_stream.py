@@ -1,4 +1,4 @@
-"""Text from token ids that come one by one."""
+"""Decodes token ids to text one by one."""
 
 import codecs
 from collections.abc import Collection, Sequence
@@ -13,22 +13,26 @@ _LONGEST_CHARACTER = 4  # bytes
 
 
 class TextStream(Protocol):
-    """Decodes ids that follow others. The pieces joined are what these add to the text of those."""
+    """Decodes token ids that follow earlier ones. The joined pieces are the text that the new ids add."""
 
     def push(self, token_id: int) -> str:
-        """The characters that this id completes, or ""."""
+        """Return the characters that this id completes, or ""."""
         ...
 
     def finish(self) -> str:
-        """The rest, once no more ids come: one U+FFFD for a character that is still incomplete."""
+        """Return the rest of the text after the last id. An incomplete character becomes one U+FFFD."""
         ...
 
 
 class ByteStream:
-    """For tokens that stand for bytes.
+    """Text stream for tokens that stand for bytes.
 
-    before: the ids that come first. hidden: ids that texts do not show. A character that begins in `before` and ends
-    here belongs to this text; if it never ends, it does not.
+    A character that begins in `before` and ends in the new ids belongs to the new text. If it never ends, it does not.
+
+    Args:
+        tokens: the bytes of each token.
+        before: the earlier ids.
+        hidden: ids of tokens that the text leaves out.
     """
 
     def __init__(self, tokens: TokenBytes, before: Sequence[int], hidden: Collection[int]) -> None:
@@ -50,7 +54,7 @@ class ByteStream:
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """Without the U+FFFD of a character that was cut before this text."""
+        """Return text without the U+FFFD of a character that begins in `before` and is incomplete."""
         if text and self._is_cut:
             self._is_cut = False
             return text.removeprefix("\ufffd")
@@ -68,14 +72,20 @@ def _last_bytes(tokens: TokenBytes, ids: Sequence[int], hidden: Collection[int])
 
 
 class DecodedStream:
-    """For tokens that only the tokenizer's own decoder can make text of. before, hidden: as of `ByteStream`."""
+    """Text stream for tokens that only the tokenizer's own decoder can decode.
 
-    # A character has at most four bytes: after this many tokens without one complete, the bytes are not text.
+    Args:
+        backend: the tokenizer.
+        before: the earlier ids.
+        hidden: ids of tokens that the text leaves out.
+    """
+
+    # Number of tokens after which incomplete bytes cannot become a character, since one has at most four bytes.
     _PATIENCE = 16
 
     def __init__(self, backend: tokenizers.Tokenizer, before: Sequence[int], hidden: Collection[int]) -> None:
         self._backend, self._hidden = backend, hidden
-        # Decoders treat the token that begins a text in another way, so each piece is decoded behind the one before.
+        # Decoders treat the first token of a text differently, so each piece is decoded after the piece before it.
         self._context = next(([token_id] for token_id in reversed(before) if self._is_shown(token_id)), [])
         self._context_text = self._decoded(self._context)
         self._pending: list[int] = []

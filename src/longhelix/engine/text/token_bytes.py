@@ -1,4 +1,4 @@
-"""The bytes that tokens stand for."""
+"""The bytes of each token."""
 
 import json
 import re
@@ -9,18 +9,23 @@ from typing import Any, Protocol
 import tokenizers
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_CHUNK = 1 << 13  # tokens that are joined at once: other threads wait meanwhile
+_CHUNK = 1 << 13  # tokens to join at once; other threads wait meanwhile
 
 
 class _Spelling(Protocol):
-    """Turns a token into bytes, as a decoder does. is_added: it was added to the vocabulary. begins: a text begins with
-    it; SentencePiece's decoders drop a blank there."""
+    """Turns a token into bytes, as a tokenizer's decoder does.
+
+    Args:
+        token: the token as the vocabulary spells it.
+        is_added: the token was added to the vocabulary.
+        begins: the token is the first of a text. SentencePiece's decoders drop a space there.
+    """
 
     def __call__(self, token: str, *, is_added: bool, begins: bool) -> bytes: ...
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens, by id. Ids that are no tokens have none."""
+    """The bytes of a tokenizer's tokens, by id. An id without a token has no bytes."""
 
     def __init__(self, backend: tokenizers.Tokenizer, spelling: _Spelling) -> None:
         self._backend, self._spelling = backend, spelling
@@ -28,20 +33,26 @@ class TokenBytes:
         self._inside = _Cache(self._spelled)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """What the token stands for inside of a text."""
+        """Return the bytes of a token inside a text."""
         return self._inside[token_id]
 
     def first(self, token_id: int) -> bytes:
-        """What the token stands for at the beginning of a text."""
+        """Return the bytes of a token at the beginning of a text."""
         return self._spelled(token_id, begins=True)
 
-    def everything(self) -> dict[int, bytes]:
-        """The bytes of all tokens inside of a text."""
+    def all_tokens(self) -> dict[int, bytes]:
+        """Return the bytes of every token inside a text, by id."""
         return {token_id: self._inside[token_id] for token_id in self._backend.get_vocab().values()}
 
     def text(self, token_ids: Sequence[int], begins: bool = True) -> str:
-        """The text of these tokens, special ones included. Each maximal sequence of bytes that is no UTF-8 becomes one
-        U+FFFD. begins: the text starts with them, and does not continue another one."""
+        """Return the text of these tokens, special ones included.
+
+        Each maximal sequence of bytes that is not UTF-8 becomes one U+FFFD.
+
+        Args:
+            token_ids: the tokens.
+            begins: the tokens begin a text. If false, they continue one.
+        """
         parts: list[bytes] = []
         start = 0
         while begins and start < len(token_ids):
@@ -61,7 +72,7 @@ class TokenBytes:
 
 
 class _Cache(dict[int, bytes]):
-    """Bytes by token id, made when they are first asked for."""
+    """Bytes by token id, computed at the first access."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -73,8 +84,10 @@ class _Cache(dict[int, bytes]):
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes | None:
-    """None for a tokenizer whose decoder is neither byte-level nor SentencePiece's: its tokens do not stand for bytes
-    of their own."""
+    """Return the bytes of a tokenizer's tokens.
+
+    Returns None if the decoder is neither byte-level nor SentencePiece's. Its tokens have no bytes of their own.
+    """
     decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     spelling = _spelling(steps)
@@ -85,7 +98,7 @@ def _spelling(steps: Sequence[Mapping[str, Any]]) -> _Spelling | None:
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
         return _byte_level
-    # What comes after Fuse sees the whole text, and only the blank that begins it may be dropped there.
+    # Steps after Fuse see the whole text. Only dropping the space at its beginning is supported there.
     at = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     each, whole = steps[:at], steps[at + 1 :]
     if not each or not all(map(_is_spelled, each)) or not all(map(_strips_one, whole)) or len(whole) > 1:
@@ -105,7 +118,10 @@ def _strips_one(step: Mapping[str, Any]) -> bool:
 def _sentencepiece(
     steps: Sequence[Mapping[str, Any]], dropped: bytes, token: str, *, is_added: bool, begins: bool
 ) -> bytes:
-    """steps: those of a decoder that come before `Fuse`. dropped: what a text does not begin with."""
+    """Return the bytes of a token for a SentencePiece decoder.
+
+    steps: the decoder's steps before `Fuse`. dropped: bytes to remove from the beginning of a text.
+    """
     for step in steps:
         if step["type"] == "ByteFallback":
             byte = _BYTE.fullmatch(token)
@@ -120,14 +136,16 @@ def _sentencepiece(
 
 
 def _byte_level(token: str, *, is_added: bool, begins: bool) -> bytes:
-    # A character that stands for no byte stands for itself, and so does all of its token.
+    # A token with a character that stands for no byte is plain text.
     stands_for_itself = is_added or not _BYTES.keys() >= set(token)
     return token.encode() if stands_for_itself else bytes(map(_BYTES.__getitem__, token))
 
 
 def _byte_characters() -> dict[str, int]:
-    """The bytes that characters of byte-level vocabularies stand for: printable ones for themselves, then from 256 on
-    one for each of the others."""
+    """Return the byte that each character of byte-level vocabularies stands for.
+
+    Printable bytes stand for themselves. The other bytes have the characters from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

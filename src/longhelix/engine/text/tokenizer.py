@@ -199,7 +199,7 @@ class Tokenizer:
                 "leave the guide out, or use another model",
                 "unsupported_model",
             )
-        return self._bytes.everything()
+        return self._bytes.all_tokens()
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

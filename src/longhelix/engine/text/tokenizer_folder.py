@@ -1,4 +1,4 @@
-"""What the files of a checkpoint folder say of its tokenizer, as transformers reads them."""
+"""Reads the tokenizer files of a checkpoint folder, as transformers does."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,18 +15,20 @@ from longhelix.errors import UserError
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MOST_TOKENS = 1 << 20  # that a file adds
+_MOST_TOKENS = 1 << 20  # that a file may add
 _INVALID = "invalid_checkpoint"
 _MAP = "special_tokens_map.json"
 
 
 class TokenizerFolder:
-    """The tokenizer of a checkpoint folder. Raises UserError for a file that is broken.
+    """The tokenizer of a checkpoint folder. Its methods and properties raise UserError if a file is broken.
 
-    Tokens come from tokenizer.json, then from `added_tokens_decoder` of tokenizer_config.json. Only a folder without
-    the latter is asked for special_tokens_map.json and added_tokens.json. Special tokens that no list has are added
-    last. Templates come from chat_template.jinja and the folder additional_chat_templates; only without these from
-    tokenizer_config.json, and then from chat_template.json.
+    Tokens come from tokenizer.json, then from `added_tokens_decoder` of tokenizer_config.json. If there is no
+    `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read too. Special tokens that are in none
+    of these lists are added last.
+
+    Chat templates come from the first of these that has one: chat_template.jinja with the folder
+    additional_chat_templates, tokenizer_config.json, chat_template.json.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,12 +49,12 @@ class TokenizerFolder:
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """Special tokens by name, such as bos_token; those that only this model has included."""
+        """Special tokens by name, such as bos_token, including those that only this model has."""
         return {name: token.content for name, token in self._named.items()}
 
     @cached_property
     def _named(self) -> dict[str, AddedToken]:
-        """Special tokens by name, in the order in which transformers adds them."""
+        """Special tokens by name, in the order that transformers adds them."""
         own = {name: token for name, token in _of_model(self._own_config).items() if isinstance(token, str)}
         others = {name: token for name, token in self._own_config.items() if name not in own} | self._map
         extra = self._extra if isinstance(self._extra, dict) else {}
@@ -74,7 +76,7 @@ class TokenizerFolder:
         listed = self._listed()
         added = [listed[token_id] for token_id in sorted(listed) if repr(listed[token_id]) != repr(known.get(token_id))]
         names = {token.content for token in (*known.values(), *added)}
-        # Of tokens with the same content and other flags, the last one counts.
+        # If tokens have the same content but different flags, the last one counts.
         added += {repr(token): token for token in self._unlisted() if token.content not in names}.values()
         special = set(self.special_tokens.values())
         for token in added:
@@ -83,14 +85,14 @@ class TokenizerFolder:
         return backend
 
     def chat_template(self) -> ChatTemplate | None:
-        """Return the template, with the one for conversations that offer tools where the folder has two."""
+        """Return the chat template, with the separate one for tools if the folder has it; None if there is none."""
         sources = self._template_files() or self._config_templates()
         default = sources.get("default") or sources.get("tool_use")
         return None if not default else ChatTemplate(default, self.special_tokens, sources.get("tool_use"))
 
     @property
     def _extra_name(self) -> str:
-        """How the files call special tokens that have no name of their own."""
+        """The key of special tokens without a name of their own."""
         return "extra_special_tokens" if self._config.get("extra_special_tokens") else "additional_special_tokens"
 
     @property
@@ -98,7 +100,7 @@ class TokenizerFolder:
         return self._config.get(self._extra_name) or ()
 
     def _listed(self) -> dict[int, AddedToken]:
-        """Added tokens by the id that a file gives them."""
+        """Return the added tokens by id, from the file that lists them."""
         if "added_tokens_decoder" in self._config:
             name = f"added_tokens_decoder in {self._config_file}"
             listed = values.entries(name, self._config["added_tokens_decoder"], _MOST_TOKENS, "tokens", _INVALID)
@@ -110,7 +112,7 @@ class TokenizerFolder:
         }
 
     def _unlisted(self) -> Iterator[AddedToken]:
-        """Special tokens, which may be among the listed ones or not."""
+        """Yield the special tokens, whether a file lists them as added tokens or not."""
         yield from self._named.values()
         extra = self._extra
         if not isinstance(extra, dict):
@@ -139,7 +141,7 @@ class TokenizerFolder:
 
 def _token(name: str, token: object) -> AddedToken:
     if not isinstance(token, dict):
-        raise UserError(f"{name} is {values.shown(token)}, not an object with content", code=_INVALID)
+        raise UserError(f"{name} is {values.shown(token)}, not an object with content: correct it", code=_INVALID)
     flags = {flag: values.flag(f"{flag} of {name}", token[flag], _INVALID) for flag in _FLAGS if flag in token}
     return AddedToken(_string(f"content of {name}", token.get("content")), **flags)
 
@@ -151,23 +153,23 @@ def _id(name: str, value: object) -> int:
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        raise UserError(f"{path} is missing; put the model's tokenizer.json in its folder", code=_INVALID)
+        raise UserError(f"{path} is missing: put the model's tokenizer.json in its folder", code=_INVALID)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise UserError(f"{path} cannot be read ({error}); download it again", code=_INVALID) from error
+        raise UserError(f"{path} cannot be read ({error}): download it again", code=_INVALID) from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if there is no file."""
+    """Return the object in a JSON file; an empty one if the file is missing."""
     if not path.is_file():
         return {}
     try:
         found = json.loads(_read_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}); download it again", code=_INVALID) from error
+        raise UserError(f"{path} is not JSON ({error}): download it again", code=_INVALID) from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} is not a JSON object; download it again", code=_INVALID)
+        raise UserError(f"{path} is not a JSON object: download it again", code=_INVALID)
     return found
 
 
@@ -175,11 +177,11 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text; download it again", code=_INVALID) from error
+        raise UserError(f"{path} is not UTF-8 text: download it again", code=_INVALID) from error
 
 
 def _of_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens such as image_token, which only some models have."""
+    """Return tokens that only some models have, such as image_token."""
     return {
         name: token
         for name, token in config.items()

@@ -14,13 +14,13 @@ from longhelix.scheduler.guide import in_lark
 class ToolForm:
     """How a model writes a tool call: a JSON object with the function's "name" and arguments, between two marks."""
 
-    begin: str  # mark before a call; if empty, an answer consists of calls from its first character on, or has none
+    begin: str  # mark before a call; if empty, an answer either starts with a call or has no calls
     end: str  # mark after a call
     arguments: str  # key of the arguments in the JSON object
     separator: str  # text between two calls
 
     def lark(self, functions: Mapping[str, Mapping[str, Any]], several: bool) -> str:
-        """Return a Lark grammar of answers that are one call, or `several`.
+        """Return a Lark grammar for answers that are one call, or several if `several`.
 
         functions: the JSON schema of each function's arguments, by name.
         """
@@ -30,7 +30,7 @@ class ToolForm:
         rules.append("one: " + " | ".join(f"f{place}" for place in range(len(functions))))
         for place, (name, schema) in enumerate(functions.items()):
             before = f'{{"name": {json.dumps(name)}, "{self.arguments}": '
-            # Each schema is one of its own, so that references in it find what they mean.
+            # Each schema stays a document of its own, because references in it are resolved within the document.
             rules.append(f"f{place}: {json.dumps(before)} a{place} {json.dumps('}')}")
             rules.append(f"a{place}: {in_lark({'type': 'object'} | dict(schema))}")
         return "\n".join(rules)
@@ -43,7 +43,7 @@ LLAMA = ToolForm("", "", "parameters", "; ")
 def form_of(template: str) -> ToolForm | None:
     """Return the form of tool calls that a chat template shows its model; None if it is unknown."""
     if HERMES.begin in template:
-        # Others write their calls as XML between the same marks.
+        # Some models write XML between the same marks.
         return None if "<function=" in template or "<arg_key>" in template else HERMES
     return LLAMA if '"parameters": ' in template and '{"name": ' in template else None
 
@@ -89,14 +89,15 @@ class ToolCalls:
     def __init__(self, form: ToolForm, names: Collection[str], several: bool = True) -> None:
         self._form, self._several = form, several
         self._head = _head(form, names)
-        self._others = frozenset({'"type', '"id', f'"{form.arguments}'})  # that it may begin with in another order
-        self._between_calls = None if form.begin else " \t\r\n;"  # beside blanks
+        # Keys that a call with another order of keys may start with.
+        self._other_keys = frozenset({'"type', '"id', f'"{form.arguments}'})
+        self._between_calls = None if form.begin else " \t\r\n;"  # characters allowed between calls; None: whitespace
         self._held = ""
-        self._in: Callable[[list[Piece]], bool] = self._text if form.begin else self._first
+        self._state: Callable[[list[Piece]], bool] = self._text if form.begin else self._first
         self._num_calls = 0
-        self._before = ""  # of a call that may begin: given back as text if it is none
-        self._has_said = False  # something since the last call
-        self._at = self._num_read = 0  # how far a call was read, in what is held and in tokens of its head
+        self._before = ""  # text before a possible call, given back if it is not a call
+        self._has_text_since_call = False  # whether there was text since the last call
+        self._at = self._num_read = 0  # how far the call is read: in the held text, in its head's tokens
         self._name = ""
         self._json = _Scanner()
 
@@ -109,84 +110,84 @@ class ToolCalls:
         """Take the next piece of the answer. Returns what it completes."""
         self._held += text
         found: list[Piece] = []
-        while self._in(found):
+        while self._state(found):
             pass
         return found
 
     def finish(self) -> list[Piece]:
         """Return the text that was held back. Call it at the end of the answer."""
         held, self._held = self._held, ""
-        if self._in in (self._call, self._whole):
+        if self._state in (self._call, self._whole):
             held = self._before + held
-        elif self._in == self._behind or (self._is_behind_calls and not held.strip(self._between_calls)):
+        elif self._state == self._after_json or (self._is_after_calls and not held.strip(self._between_calls)):
             held = ""
         return [ContentDelta(held)] if held else []
 
-    # Where the answer is. Each takes what it can of the text that is held, and says whether another may take more.
+    # States of the parser. Each takes what it can of the held text and returns whether the next state may take more.
 
     def _first(self, found: list[Piece]) -> bool:
-        begun = self._held.lstrip()
-        if begun:
-            self._in = self._rest
-            if begun[0] == "{":
+        stripped = self._held.lstrip()
+        if stripped:
+            self._state = self._rest
+            if stripped[0] == "{":
                 self._begin_call("", self._held)
-        return bool(begun)
+        return bool(stripped)
 
     def _rest(self, found: list[Piece]) -> bool:
         if self._held:
-            self._say(self._held, found)
+            self._add_text(self._held, found)
             self._held = ""
         return False
 
     def _text(self, found: list[Piece]) -> bool:
         begin = self._form.begin
-        before, mark, behind = self._held.partition(begin)
-        # Blanks that end it may come before a call, of which they are no part.
+        before, mark, after = self._held.partition(begin)
+        # Whitespace at the end is held back, because whitespace before a call is not part of the text.
         safe = (before if mark else before[: len(before) - overlap(before, begin)]).rstrip()
         if safe:
-            self._say(safe, found)
+            self._add_text(safe, found)
         if mark:
-            self._begin_call(before[len(safe) :] + mark, behind)
+            self._begin_call(before[len(safe) :] + mark, after)
         else:
             self._held = before[len(safe) :]
         return bool(mark)
 
     def _call(self, found: list[Piece]) -> bool:
-        """Up to its arguments, in the order that models are shown."""
+        """Inside a call, before its arguments, with the keys in the order that chat templates show."""
         token = _TOKEN.match(self._held, self._at)
         if token is None and _BEGUN.fullmatch(self._held, self._at):
             return False
         read = "" if token is None else token[1] or _unquoted(token[2])
         if read not in self._head[self._num_read]:
-            # In another order only the whole of it tells.
-            if self._num_read in (4, 5) or (self._num_read == 1 and read in self._others):
-                self._in, self._json, self._at = self._whole, _Scanner(), 0
+            # With keys in another order, the call is known only when it is complete.
+            if self._num_read in (4, 5) or (self._num_read == 1 and read in self._other_keys):
+                self._state, self._json, self._at = self._whole, _Scanner(), 0
             else:
-                self._no_call(found)
+                self._reject_call(found)
             return True
         assert token is not None
         self._at, self._num_read = token.end(), self._num_read + 1
         if self._num_read == 4:
             self._name = read[1:]
         if self._num_read == len(self._head):
-            self._named(self._name, found)
-            self._in, self._json, self._held = self._arguments, _Scanner(1), self._held[self._at - 1 :]
+            self._start_call(self._name, found)
+            self._state, self._json, self._held = self._arguments, _Scanner(1), self._held[self._at - 1 :]
         return True
 
     def _whole(self, found: list[Piece]) -> bool:
-        """All of it has to come."""
+        """Inside a call with keys in another order, which is parsed when it is complete."""
         end = self._json.find(0, self._held, self._at)
         self._at = len(self._held) if end is None else end
         if end is None:
             return False
         call = _parsed(self._held[:end], self._form.arguments)
         if call is None or f'"{call[0]}' not in self._head[3]:
-            self._no_call(found)
+            self._reject_call(found)
         else:
-            self._named(call[0], found)
+            self._start_call(call[0], found)
             found.append(Arguments(self._num_calls - 1, call[1]))
             self._held = self._held[end:]
-            self._in = self._behind if self._form.end else self._next
+            self._state = self._after_json if self._form.end else self._next
         return True
 
     def _arguments(self, found: list[Piece]) -> bool:
@@ -198,84 +199,86 @@ class ToolCalls:
             found.append(Arguments(self._num_calls - 1, own))
         self._held = self._held[len(own) :]
         if end is not None:
-            self._in = self._rest_of_call
+            self._state = self._rest_of_call
         return end is not None
 
     def _rest_of_call(self, found: list[Piece]) -> bool:
-        """Behind its arguments, which nobody is told."""
+        """After the arguments. The rest of the call's JSON is dropped."""
         end = self._json.find(0, self._held, 0)
         self._held = "" if end is None else self._held[end:]
         if end is not None:
-            self._in = self._behind if self._form.end else self._next
+            self._state = self._after_json if self._form.end else self._next
         return end is not None
 
-    def _behind(self, found: list[Piece]) -> bool:
-        """Behind its JSON, where its mark should be."""
-        end, behind = self._form.end, self._held.lstrip()
-        if not behind.startswith(end):
-            if end.startswith(behind):
+    def _after_json(self, found: list[Piece]) -> bool:
+        """After the call's JSON, where its end mark should be."""
+        end, after = self._form.end, self._held.lstrip()
+        if not after.startswith(end):
+            if end.startswith(after):
                 return False
-            behind = self._held
-        self._held = behind.removeprefix(end)
-        self._in = self._next
+            after = self._held
+        self._held = after.removeprefix(end)
+        self._state = self._next
         return True
 
     def _between(self, found: list[Piece]) -> bool:
-        """Where calls have no marks around them."""
-        behind = self._held.lstrip(self._between_calls)
-        if behind:
-            self._in = self._rest
-            if behind[0] == "{":
-                self._begin_call(self._held[: len(self._held) - len(behind)], behind)
-        return bool(behind)
+        """Between calls that have no marks around them."""
+        after = self._held.lstrip(self._between_calls)
+        if after:
+            self._state = self._rest
+            if after[0] == "{":
+                self._begin_call(self._held[: len(self._held) - len(after)], after)
+        return bool(after)
 
-    def _nothing(self, found: list[Piece]) -> bool:
+    def _discard(self, found: list[Piece]) -> bool:
         self._held = ""
         return False
 
-    # What follows from it.
-
     @property
     def _next(self) -> Callable[[list[Piece]], bool]:
-        """Where the answer is behind a call."""
+        """The state after a call."""
         if not self._several:
-            return self._nothing
+            return self._discard
         return self._text if self._form.begin else self._between
 
     @property
-    def _is_behind_calls(self) -> bool:
-        """Whether nothing was said since the last call."""
-        return self._num_calls > 0 and not self._has_said
+    def _is_after_calls(self) -> bool:
+        """Whether there was a call and no text since."""
+        return self._num_calls > 0 and not self._has_text_since_call
 
-    def _say(self, text: str, found: list[Piece]) -> None:
+    def _add_text(self, text: str, found: list[Piece]) -> None:
         found.append(ContentDelta(text))
-        self._has_said = True
+        self._has_text_since_call = True
 
     def _begin_call(self, before: str, held: str) -> None:
         self._before, self._held = before, held
-        self._in, self._at, self._num_read = self._call, 0, 0
+        self._state, self._at, self._num_read = self._call, 0, 0
 
-    def _no_call(self, found: list[Piece]) -> None:
-        self._say(self._before + self._held[: self._at], found)
+    def _reject_call(self, found: list[Piece]) -> None:
+        self._add_text(self._before + self._held[: self._at], found)
         self._held = self._held[self._at :]
-        self._in = self._text if self._form.begin else self._rest
+        self._state = self._text if self._form.begin else self._rest
 
-    def _named(self, name: str, found: list[Piece]) -> None:
+    def _start_call(self, name: str, found: list[Piece]) -> None:
         found.append(ToolCallStart(self._num_calls, name))
         self._num_calls += 1
-        self._has_said = False
+        self._has_text_since_call = False
 
 
 class _Scanner:
-    """Finds where JSON that comes piece by piece closes its brackets. depth: how many are open before it."""
+    """Finds closing brackets in JSON that arrives piece by piece. depth: number of brackets open at its start."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
         self._quoted = self._escaped = False
 
     def find(self, depth: int, text: str, place: int) -> int | None:
-        """Behind the bracket that leaves `depth` open, in `text` from `place` on, which comes next; or where it is no
-        JSON any more; or None."""
+        """Read the next piece of JSON, which is `text` from index `place` on.
+
+        Returns:
+            The index after the bracket that leaves `depth` brackets open, or of the character at which the text stops
+            being JSON. None if the piece has neither.
+        """
         while place < len(text):
             if self._escaped:
                 self._escaped = False
@@ -301,23 +304,23 @@ class _Scanner:
         return None
 
 
-_LONGEST_STRING = 400  # of a head, as it is written: names have at most 64 characters
+_LONGEST_STRING = 400  # characters of a string in a head, as written; names have at most 64
 _STRING = rf'"((?:[^"\\\n]|\\.){{0,{_LONGEST_STRING}}})'
-# The next token of a head, and what may become one.
+# The next token of a head, and text that may become one.
 _TOKEN, _BEGUN = re.compile(rf'\s*(?:([{{}},:])|{_STRING}")'), re.compile(rf"\s*(?:{_STRING}\\?)?")
-# What tells, in quotes and outside of them: no JSON has a line's end or the beginning of a mark there.
+# Characters that change the state, in strings and outside. JSON has no line end in a string and no "<" outside.
 _QUOTED, _UNQUOTED = re.compile(r'["\\\n]'), re.compile(r'["{}\[\]<]')
 
 
 def _head(form: ToolForm, names: Collection[str]) -> tuple[frozenset[str], ...]:
-    """What may be the tokens that a call begins with, of strings a quote and what they say."""
+    """Return the allowed tokens at each position of a call's head. A string token is a quote and the string's value."""
     known = frozenset(f'"{name}' for name in names)
     begin, colon = frozenset("{"), frozenset(":")
     return begin, frozenset(['"name']), colon, known, frozenset(","), frozenset([f'"{form.arguments}']), colon, begin
 
 
 def _unquoted(written: str) -> str:
-    """A quote, and what a string says that JSON has so."""
+    """Return a quote and the value of a JSON string."""
     try:
         return '"' + json.loads(f'"{written}"')
     except ValueError:
@@ -325,7 +328,7 @@ def _unquoted(written: str) -> str:
 
 
 def _parsed(text: str, arguments: str) -> tuple[str, str] | None:
-    """Name and arguments of a call, these as JSON; None if it is none."""
+    """Return a call's name and its arguments as JSON; None if the text is not a call."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):

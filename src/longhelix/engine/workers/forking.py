@@ -1,9 +1,7 @@
 """The process that ranks are forked from, `python -m longhelix.engine.workers.forking`.
 
-It has imported, once for all of them, what ranks need, torch above all, and does nothing with it.
-
-It runs no operator, touches no device and starts no thread, but for those of numpy's BLAS, which know how to be forked:
-what is forked from it begins like a process of its own.
+It imports the modules that ranks need, such as torch, once for all ranks. It runs no operator, touches no device and
+starts no threads except those of numpy's BLAS, which can be forked. So a forked process starts in a clean state.
 """
 
 import atexit
@@ -23,20 +21,23 @@ from typing import NamedTuple, NoReturn
 from longhelix.engine.workers.fork_server import LONGEST_REQUEST_BYTES
 
 _POLL_MS = 500
-_DESCRIPTORS = 5  # that come with a request
+_DESCRIPTORS = 5  # file descriptors that come with a request
 
 
-class Forked(NamedTuple):
-    """A process, and the pipe for its status."""
+class ForkedProcess(NamedTuple):
+    """A forked process and the pipe for its exit status."""
 
     pid: int
-    report: int
+    report: int  # file descriptor of the pipe's writing end
 
 
 def main() -> NoReturn:
-    """Its arguments are the socket of requests, and the process that asks. Each process that is forked ends with the
-    status that the `main` of its module returns, or as Python ends with an error."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whatever the thread blocked that started this
+    """Import the modules of ranks, then fork a process for each request.
+
+    The command line has the file descriptor of the socket for requests, and the id of the process that sends them. A
+    forked process exits with the status that the `main` of its module returns, or as Python does after an error.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started this process may have blocked signals
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     requests, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
@@ -45,10 +46,10 @@ def main() -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         _flush()
-        os._exit(1)  # whatever threads it has begun, which Python would wait for
-    _flush()  # what was printed while importing is no rank's
+        os._exit(1)  # a normal exit would wait for threads that the import may have started
+    _flush()  # otherwise each rank would print what the imports printed
     gc.collect()
-    gc.freeze()  # the collector would otherwise copy, page by page, what ranks share
+    gc.freeze()  # otherwise the collector would copy the memory that ranks share, page by page
     requested = _serve(requests, parent)
     status = 0
     if requested is not None:
@@ -57,16 +58,19 @@ def main() -> NoReturn:
         status = importlib.import_module(module).main()
         atexit._run_exitfuncs()
     _flush()
-    os._exit(status)  # the system frees at once what Python would take apart object by object, for a third of a second
+    os._exit(status)  # a normal exit frees memory object by object, which takes a third of a second
 
 
 def _serve(requests: socket.socket, parent: int) -> list[str] | None:
-    """Say that all is imported, as the answer to request 0. Then fork a process for each request: a number, the module
-    whose `main` it runs, and arguments. Returns the module and them there; here, None once nobody can ask any more.
+    """Answer request 0 to report that the imports are done. Then fork a process for each request.
 
-    A request brings the standard streams, the directory to stand in, and the end of a pipe that takes the status once
-    the process has ended. The process holds that end, too: the other end closes when both are gone. A request without
-    a module ends the process of its number, if there is one.
+    A request is a number, the module with the `main` to run, and its arguments. File descriptors come with it: the
+    three standard streams, the working directory, and the writing end of a pipe for the exit status. The forked process
+    holds the writing end as well, so the reading end closes when both processes are gone. A request without a module
+    kills the process of that number, if there is one.
+
+    Returns:
+        In a forked process, the module and its arguments. In this process, None when no more requests can come.
     """
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)
@@ -75,12 +79,12 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
     poll = select.poll()
     poll.register(requests, select.POLLIN)
     poll.register(woken, select.POLLIN)
-    forked: dict[int, Forked] = {}  # by request
+    forked: dict[int, ForkedProcess] = {}  # by number of the request
     if not _answer(requests, {"number": 0}):
         return None
     while True:
         ready = [descriptor for descriptor, _ in poll.poll(_POLL_MS)]
-        if os.getppid() != parent:  # perhaps with another process that holds its end of the socket
+        if os.getppid() != parent:  # another process may still hold the other end of the socket
             return None
         if woken.fileno() in ready:
             woken.recv(LONGEST_REQUEST_BYTES)
@@ -97,7 +101,9 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
             continue
         try:
             if len(descriptors) != _DESCRIPTORS:
-                raise OSError("the process that ranks are forked from has too many open files")
+                raise OSError(
+                    "the process that ranks are forked from has too many open files: increase the limit (ulimit -n)"
+                )
             pid = _fork()
         except OSError as error:
             answer = {"number": number, "error": str(error)}
@@ -105,13 +111,13 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                of_others = [other.report for other in forked.values()]
-                for descriptor in (*of_others, requests.detach(), woken.detach(), wakes.detach()):
+                reports = [other.report for other in forked.values()]
+                for descriptor in (*reports, requests.detach(), woken.detach(), wakes.detach()):
                     os.close(descriptor)
                 _become(descriptors)
                 return command
-            os.setpgid(pid, pid)  # here as well: whoever is told its id may signal its group
-            forked[number] = Forked(pid, descriptors.pop())
+            os.setpgid(pid, pid)  # here as well, because the group must exist before the process id is sent
+            forked[number] = ForkedProcess(pid, descriptors.pop())
             answer = {"number": number, "process_id": pid}
         for descriptor in descriptors:
             os.close(descriptor)
@@ -120,8 +126,8 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
 
 
 def _request(requests: socket.socket) -> tuple[bytes, list[int]]:
-    """The next one and its descriptors; an empty one once nobody can ask any more."""
-    with suppress(ConnectionError):  # who asked ended with an answer unread
+    """Return the next request and its file descriptors; an empty request when no more can come."""
+    with suppress(ConnectionError):  # the other process ended without reading an answer
         message, descriptors, _, _ = socket.recv_fds(
             requests, LONGEST_REQUEST_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
@@ -130,7 +136,7 @@ def _request(requests: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _answer(requests: socket.socket, answer: dict[str, int | str]) -> bool:
-    """Whether somebody hears it."""
+    """Send an answer. Returns whether the other process still receives answers."""
     with suppress(ConnectionError):
         requests.send(json.dumps(answer).encode())
         return True
@@ -139,12 +145,12 @@ def _answer(requests: socket.socket, answer: dict[str, int | str]) -> bool:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: they are those of numpy's BLAS
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, but only numpy's BLAS has any
         return os.fork()
 
 
 def _become(descriptors: list[int]) -> None:
-    """Take the streams and the directory that came with a request, in a process group of one's own."""
+    """Take over the streams and directory of a request, in a new process group."""
     *streams, directory, _ = descriptors
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
@@ -155,18 +161,19 @@ def _become(descriptors: list[int]) -> None:
     sys.stdout.reconfigure(line_buffering=True)
 
 
-def _report_ended(forked: dict[int, Forked]) -> None:
+def _report_ended(forked: dict[int, ForkedProcess]) -> None:
+    """Write the exit status of each process that has ended to its pipe, and forget the process."""
     for number, process in list(forked.items()):
         ended, status = os.waitpid(process.pid, os.WNOHANG)
         if ended:
-            with suppress(BrokenPipeError):  # nobody wants to know
+            with suppress(BrokenPipeError):  # nobody reads the status
                 os.write(process.report, str(os.waitstatus_to_exitcode(status)).encode())
             os.close(process.report)
             del forked[number]
 
 
 def _flush() -> None:
-    """Python's streams, and those of C. What nobody reads any more is dropped, and is no error."""
+    """Flush the streams of Python and C. Output to a closed pipe is dropped without an error."""
     for stream in sys.stdout, sys.stderr:
         try:
             stream.flush()

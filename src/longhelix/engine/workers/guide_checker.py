@@ -15,7 +15,7 @@ from typing import IO
 
 import msgspec
 
-from longhelix.engine.workers.guide_checking import Checked, framed, read
+from longhelix.engine.workers.guide_checking import CheckResult, framed, read
 from longhelix.engine.workers.process import signal_name
 from longhelix.errors import EngineError, PassingError, UserError
 from longhelix.scheduler.guide import Guide, TokenTable
@@ -40,7 +40,7 @@ class GuideChecker:
         self._table = table
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None  # also runs when this checker is garbage-collected
-        self._found: dict[bytes, Checked] = {}  # results by digest of the guide, oldest first
+        self._found: dict[bytes, CheckResult] = {}  # results by digest of the guide, oldest first
         self._lock = threading.Lock()
         self._closed = False
 
@@ -81,7 +81,7 @@ class GuideChecker:
         with self._lock:
             self._end()
 
-    def _asked(self, guide: Guide) -> Checked:
+    def _asked(self, guide: Guide) -> CheckResult:
         """Have the process check a guide. Raises PassingError if that fails for a reason other than the guide."""
         ended_by = 0
         for _ in range(_TRIES):
@@ -97,7 +97,9 @@ class GuideChecker:
             ended_by = -self._end()
             if ended_by not in _OF_OTHERS:
                 self._check_open()
-                return Checked("the guide takes too much time or memory to compile: make it simpler", "guide_too_large")
+                return CheckResult(
+                    "the guide takes too much time or memory to compile: make it simpler", "guide_too_large"
+                )
         self._check_open()
         raise PassingError(
             f"guides cannot be checked now: {signal_name(ended_by)} ended the process that compiles them {_TRIES} "
@@ -142,7 +144,7 @@ class GuideChecker:
         return status
 
 
-def _taken_s(found: Checked) -> float:
+def _taken_s(found: CheckResult) -> float:
     """Return the CPU seconds of an accepted guide. Raises the UserError of a rejected one."""
     if found.refusal:
         raise UserError(found.refusal, found.code)
@@ -153,7 +155,7 @@ def _digest(guide: Guide) -> bytes:
     return hashlib.sha256(msgspec.msgpack.encode(guide)).digest()
 
 
-def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> Checked | None:
+def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float) -> CheckResult | None:
     """Send a message to the process and return its answer, or None if the process ends.
 
     Raises:
@@ -171,7 +173,7 @@ def _exchange(process: subprocess.Popen[bytes], message: bytes, timeout_s: float
             return None
     _await(process, process.stdout, selectors.EVENT_READ, timeout_s)
     answer = read(process.stdout)
-    return None if answer is None else msgspec.msgpack.decode(answer, type=Checked)
+    return None if answer is None else msgspec.msgpack.decode(answer, type=CheckResult)
 
 
 def _await(process: subprocess.Popen[bytes], pipe: IO[bytes], event: int, timeout_s: float) -> None:

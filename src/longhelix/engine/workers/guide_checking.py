@@ -1,4 +1,4 @@
-"""The process in which guides are compiled first: one that takes too much of it ends it alone."""
+"""The process that compiles guides first. A guide that takes too much time or memory ends only this process."""
 
 import resource
 import signal
@@ -15,23 +15,23 @@ from longhelix.compute.runner.matchers import Matchers
 from longhelix.errors import UserError
 from longhelix.scheduler.guide import Guide, TokenTable
 
-_CPU_S = 1.0  # of one guide
-_MORE_BYTES = 1 << 29  # of memory, beside what it has at its start
-# Of what the threads of ranks have, which then have some to spare.
+_CPU_S = 1.0  # CPU time for one guide
+_MORE_BYTES = 1 << 29  # memory in addition to what the process has after its start
+# Smaller than the stacks of the ranks' threads, so a guide that compiles here compiles there.
 _STACK_BYTES = 1 << 21
 _LENGTH_BYTES = 4
 
 
-class Checked(msgspec.Struct, frozen=True):
-    """What was found of a guide: why it cannot be followed, with a UserError's code; or the CPU time that it took."""
+class CheckResult(msgspec.Struct, frozen=True):
+    """Result of checking one guide."""
 
-    refusal: str = ""
-    code: str = ""
-    taken_s: float = 0.0
+    refusal: str = ""  # why the guide cannot be used; empty if it can
+    code: str = ""  # code of the UserError
+    taken_s: float = 0.0  # CPU seconds that compilation took
 
 
 def main() -> None:
-    """Serve the process that started this one, until it closes its end: first comes a vocabulary, then guides."""
+    """Read a vocabulary and then guides from standard input, and write a result for each, until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK_BYTES)
     serving = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
@@ -46,24 +46,24 @@ def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
     words = msgspec.msgpack.decode(table, type=TokenTable)
     matchers, dead_ends = Matchers(words), DeadEnds(words)
     _limit_memory()
-    _write(answers, msgspec.msgpack.encode(Checked()))
+    _write(answers, msgspec.msgpack.encode(CheckResult()))
     while (question := read(questions)) is not None:
         guide = msgspec.msgpack.decode(question, type=Guide)
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # nobody handles its signal, which ends the process
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # its signal has no handler and ends the process
         found = _check(matchers, dead_ends, guide)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(answers, msgspec.msgpack.encode(found))
 
 
-def _check(matchers: Matchers, dead_ends: DeadEnds, guide: Guide) -> Checked:
-    begun_s = time.process_time()
+def _check(matchers: Matchers, dead_ends: DeadEnds, guide: Guide) -> CheckResult:
+    start_s = time.process_time()
     try:
         matchers.check(guide)
-        taken_s = time.process_time() - begun_s
+        taken_s = time.process_time() - start_s
         dead_ends.check(guide)
     except UserError as error:
-        return Checked(str(error), error.code)
-    return Checked(taken_s=taken_s)
+        return CheckResult(str(error), error.code)
+    return CheckResult(taken_s=taken_s)
 
 
 def _limit_memory() -> None:
@@ -74,7 +74,7 @@ def _limit_memory() -> None:
 
 
 def framed(message: bytes) -> bytes:
-    """As `read` finds it."""
+    """Return a message with its length before it, as `read` expects."""
     return len(message).to_bytes(_LENGTH_BYTES, "little") + message
 
 
@@ -84,7 +84,7 @@ def _write(stream: BinaryIO, message: bytes) -> None:
 
 
 def read(stream: BinaryIO) -> bytes | None:
-    """The next message, None at the end."""
+    """Return the next message; None at the end of the stream."""
     length = stream.read(_LENGTH_BYTES)
     if len(length) < _LENGTH_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""The cost of steps on the engine's machine. By it the engine decides how to cut and place them."""
+"""Predicts the cost of steps on the engine's machine. The engine uses it to size chunks and place requests."""
 
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.perf.setting import Setting
@@ -7,16 +7,20 @@ from longhelix.spec import HardwareSpec
 
 
 def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
-    """The cost of this engine's steps. `overlaps`: ranks do not share memory, so what they send travels while they
-    compute."""
+    """Return the cost model of this engine's steps.
+
+    Args:
+        config: the engine's configuration.
+        overlaps: whether communication overlaps computation, because ranks do not share memory.
+    """
     return StepCost(
         Setting(config.spec, _system(config, overlaps), config.product_dtype, config.kv_dtype), config.layout
     )
 
 
 def _system(config: EngineConfig, overlaps: bool) -> HardwareSpec:
-    """The engine's machine, with the links that its collectives go over."""
+    """Return the engine's machine, with the links that its collectives use."""
     system = config.system.replaced({"part_fixed_share": 1.0}, "each part is a collective of its own")
-    if config.device == "cpu" and overlaps:  # ranks that do not share memory meet as hosts do
+    if config.device == "cpu" and overlaps:  # such ranks communicate as different hosts do
         system = system.replaced({"scale_up.ranks": 1}, "ranks that do not share memory")
     return system

@@ -1,6 +1,6 @@
-"""Ranks that torchrun has started in place of the engine: rank 0 keeps the engine, the others become workers.
+"""Ranks that torchrun starts instead of the engine: rank 0 runs the engine, the others become workers.
 
-They find each other by the agent that started them all; torchrun watches its processes.
+They meet in a directory named after the process id of torchrun's agent. Torchrun watches the processes.
 """
 
 import os
@@ -17,12 +17,16 @@ _ENGINE_START_S = 120.0
 
 
 def is_active() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def join(world_size: int) -> None:
-    """Under torchrun, ranks other than 0 serve as workers here and end with SystemExit. Otherwise this does nothing."""
+    """Under torchrun, run ranks other than 0 as workers, which end with SystemExit. Otherwise do nothing.
+
+    Raises:
+        UserError: torchrun started another number of ranks than the layout needs, or several hosts.
+    """
     if not is_active():
         return
     started, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -32,11 +36,15 @@ def join(world_size: int) -> None:
             "invalid_layout",
         )
     if local != started:
-        raise UserError("ranks on several hosts do not run yet: set --nnodes 1", "invalid_layout")
+        raise UserError(
+            f"torchrun started {started} ranks, but only {local} on this host, and several hosts are not supported: "
+            "set --nnodes 1",
+            "invalid_layout",
+        )
     rank = int(os.environ["RANK"])
     if rank:
-        parent = os.getppid()  # before torch is imported: see `end_with_parent`
-        from longhelix.engine.workers import worker  # brings torch, which the engine's own process does without
+        parent = os.getppid()  # read before torch is imported; see `end_with_parent`
+        from longhelix.engine.workers import worker  # imports torch, which the engine's process does not need
 
         directory = _await_directory()
         end_with_parent(parent, directory)
@@ -44,9 +52,9 @@ def join(world_size: int) -> None:
 
 
 def make_directory() -> Path:
-    """Make the directory in which the ranks of this run meet. Only this user can enter it; rank 0 makes it."""
+    """Make the directory for the sockets of this run. Only this user can enter it. Rank 0 calls this."""
     path = _directory()
-    if path.exists():  # left behind by a run whose agent had the same process id
+    if path.exists():  # left by an earlier run with the same process id of the agent
         _check_owner(path)
         shutil.rmtree(path)
     path.mkdir(mode=0o700)
@@ -61,15 +69,15 @@ def _await_directory() -> Path:
     path, deadline = _directory(), time.monotonic() + _ENGINE_START_S
     while not (path / "engine").exists():
         if time.monotonic() > deadline:
-            raise EngineError(f"rank 0 did not start an engine within {_ENGINE_START_S:.0f} s")
+            raise EngineError(f"rank 0 did not start an engine within {_ENGINE_START_S:.0f} s: see the error of rank 0")
         time.sleep(0.05)
     _check_owner(path)
     return path
 
 
 def _check_owner(path: Path) -> None:
-    """Refuse a directory that another user may have prepared."""
+    """Raise EngineError if another user may have made the directory."""
     status = path.stat(follow_symlinks=False)
     private = stat.S_ISDIR(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o700
     if not private or status.st_uid != os.getuid():
-        raise EngineError(f"{path} does not belong to this user alone: remove it and start again")
+        raise EngineError(f"other users have access to {path}: remove it and start again")

@@ -1,4 +1,4 @@
-"""A worker: one process, one rank. It does what the engine asks, and decides nothing."""
+"""A worker: the process of one rank. It executes the engine's messages in order and makes no decisions."""
 
 import threading
 import time
@@ -48,13 +48,13 @@ HEARTBEAT_S = 1.0
 
 
 def main() -> int:
-    """A rank's process, as `Ranks` starts it. Returns its exit status."""
+    """Run a rank's process, which `Ranks` starts. Returns its exit status."""
     started = StartedRank.from_command_line()
     return serve(started.directory, started.rank)
 
 
 def serve(directory: Path, rank: int) -> int:
-    """Serve the engine behind `directory` until it says stop. Returns the exit status of the process."""
+    """Serve the engine with its sockets in `directory` until it sends `Stop`. Returns the process's exit status."""
     heart = _Heart(directory, rank)
     socket = WorkerSocket(directory, rank)
     try:
@@ -76,7 +76,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
         case _:
             return
     if tracer is not None:
-        tracer.take()  # what the warm-up did
+        tracer.take()  # drops the spans of the warm-up
     saved = SavedBlocks.of(config, rank, runner.pool)
     socket.send(Ready(runner.execution))
     inbox, spans = _Inbox(socket, runner), tracer or UNTRACED
@@ -107,7 +107,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
 
 
 class _Inbox:
-    """What the engine says, in its order. The runner is told of steps as soon as they have come."""
+    """The engine's messages in order. The runner learns of a step as soon as its message arrives."""
 
     def __init__(self, socket: WorkerSocket, runner: ModelRunner) -> None:
         self._socket = socket
@@ -125,13 +125,13 @@ class _Inbox:
 
 
 def _pass_report() -> PassReport:
-    from longhelix.passes import report  # loads the compiler, which a rank that is asked has
+    from longhelix.passes import report  # loads the compiler, which a rank that gets this message has loaded already
 
     return PassReport(**report())
 
 
 def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
-    """Save or load KV blocks. A disk or a file that does not serve ends nothing."""
+    """Save or load KV blocks. A disk error or a bad file fails only this transfer."""
     try:
         match message:
             case SaveBlocks(folder, first, blocks, before, totals):
@@ -140,9 +140,12 @@ def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
                 saved.load(Path(folder), files, first, blocks)
     except OSError as error:
         done = "written" if isinstance(message, SaveBlocks) else "read"
-        refusal = disk_error(f"the KV cannot be {done}", error)
+        refusal = disk_error(f"the KV blocks cannot be {done}", error)
     except torch.OutOfMemoryError:
-        refusal = UserError("there is no memory to carry KV blocks between ranks and files", "out_of_memory")
+        refusal = UserError(
+            "there is not enough memory to copy KV blocks between ranks and files: free memory on the device and retry",
+            "out_of_memory",
+        )
     except UserError as error:
         refusal = error
     else:
@@ -153,8 +156,7 @@ def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
 def _load(
     config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket, heart: "_Heart", spans: Spans
 ) -> ModelRunner:
-    """Join the other ranks, make this rank's shard of the model, and run the steps that must not wait for the first
-    request."""
+    """Join the other ranks and load this rank's shard of the model. Warm up if new shapes may call a compiler."""
     mesh = join(config, rank, directory, spans)
     model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)), spans)
     pool = new_pool(config, rank, config.scheduler.num_blocks)
@@ -168,27 +170,29 @@ def _load(
 
 
 def _check_batch_invariant(runner: ModelRunner) -> None:
-    """Raise UserError unless sums have one order in every batch: packed kernels and shared memory do, products of torch
-    and gloo do not."""
-    wanted = "the native CPU kernels, ranks of one host, "
+    """Raise UserError unless sums have the same order in every batch.
+
+    They do with packed kernels and shared memory. They do not with torch's matrix products and gloo.
+    """
     pool = runner.pool
     if not runner.execution.sums_in_rank_order:
         found = "these ranks do not share memory"
     elif not pool.packed:
         sizes = ", ".join(str(format.key_size) for format in pool.formats.values())
-        found = f"KV blocks of {pool.block_tokens} tokens and heads of {sizes} are not packed"
+        found = f"KV blocks of {pool.block_tokens} tokens with heads of size {sizes} cannot be packed"
     elif not runner.execution.packed:
-        found = "the model has products whose inputs are not a multiple of 16"
+        found = "the model has matrix products with an input size that is not a multiple of 16"
     else:
         return
     raise UserError(
-        f"batch_invariant needs {wanted}KV blocks, heads and products of multiples of 16, but {found}: "
-        "leave --batch-invariant out, or change that"
+        "--batch-invariant needs the native CPU kernels, ranks that share memory, and KV blocks, heads and products in "
+        f"multiples of 16, but {found}: "
+        "leave --batch-invariant out, or choose a layout, model and block size that fit"
     )
 
 
 class _Heart:
-    """Tells the engine, from a thread of its own, that this process runs and how far it has come."""
+    """Thread that regularly tells the engine that this process is alive, and its progress."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.progress: Callable[[], Progress] = Progress

@@ -206,7 +206,7 @@ def test_long_runs_are_split_in_steps_that_do_not_grow_with_them(name):
 
 @pytest.mark.parametrize("name", ["gemma4", "kimi-k2", "afmoe", "whitespace", "", "Llama-bpe"])
 def test_another_way_is_refused(name):
-    with pytest.raises(UserError, match=f"pre-tokenizer is '{name}'; use a model with one of llama.cpp's"):
+    with pytest.raises(UserError, match=f"tokenizer.ggml.pre is '{name}', which is not supported"):
         Tokenizer.from_gguf(metadata(name))
 
 
