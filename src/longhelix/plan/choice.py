@@ -257,7 +257,7 @@ class Chooser:
         """Of each target that is set: its name and unit, what configurations have, and the most that they may."""
         question, found = self._question, []
         if question.ttl_s is not None:
-            found.append(("TTL beside a prompt", "ms", 1e3 * tried.given.ttl_p95_s, 1e3 * question.ttl_s))
+            found.append(("TTL during a prefill", "ms", 1e3 * tried.given.ttl_p95_s, 1e3 * question.ttl_s))
         if question.ttft_s is not None:
             found.append(("TTFT", "s", tried.given.ttft_s, question.ttft_s))
         return [*found, ("GPUs", "", tried.gpus, float(question.max_gpus))]
@@ -301,7 +301,7 @@ class Chooser:
             draft_tokens=self._use.setting.draft_tokens,
             accepted_tokens=self._use.setting.accepted_tokens,
             violates=tuple(
-                f"{name} {has[0]:.4g} {unit}, over {most:.4g}".replace("  ", " ").replace(" ,", ",")
+                f"{name} {has[0]:.4g} {unit} > {most:.4g}".replace("  ", " ")
                 for name, unit, has, most in self._limits(found)
                 if has[0] > most
             ),
