@@ -198,7 +198,7 @@ class _Reader:
         return Arrival(arrival_s, prompt_tokens, output_tokens, level, pieces, piece_tokens, session, think_s)
 
     def _prefix(self, record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
-        """The piece that prompts with the same prefix id share, and its tokens; without prefix_tokens, the whole prompt."""
+        """The piece that prompts with the same prefix id share, and its tokens (default: the whole prompt)."""
         prefix_id, tokens = _name("prefix_id", record), record.get("prefix_tokens")
         if not prefix_id:
             if tokens is not None:
@@ -263,7 +263,5 @@ def _timestamp_s(value: object) -> float:
     try:
         moment = datetime.fromisoformat(str(value).strip())
     except ValueError as error:
-        raise UserError(
-            f"TIMESTAMP is {shown(value)}: set it to a date and time, such as 2023-11-16 18:15:46"
-        ) from error
+        raise UserError(f"TIMESTAMP is {shown(value)}: set it to a date and a time") from error
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -73,7 +73,7 @@ def test_accepted_drafts_are_told_with_the_plan(capfd, tmp_path):
     assert (found["draft_tokens"], found["accepted_tokens"], found["best"]["accepted_tokens"]) == (1, 1.8, 1.8)
     fastest = [json.loads(each)["frontier"][-1]["tokens_per_s_per_user"] for each in (plain, out)]
     assert 1.5 < fastest[1] / fastest[0] < 1.8
-    assert "counts on 1.8 tokens of every step" in (tmp_path / "plan.yaml").read_text()
+    assert "assumes 1.8 tokens per step" in (tmp_path / "plan.yaml").read_text()
     _, out, _ = run(capfd, *asked, *drafts)
     assert "assumes 1.8 tokens per step (1 drafted)" in " ".join(out.split())
 
