@@ -66,7 +66,7 @@ def as_json(
         },
         "best": plan.best and asdict(plan.best),
         "nearest": [asdict(choice) for choice in plan.nearest],
-        "apart": plan.apart and asdict(plan.apart),
+        "apart": plan.disaggregated and asdict(plan.disaggregated),
         "users_at_ttl": [asdict(each) for each in plan.users_at_ttl],
         "latencies": _latencies(plan),
         "neighbours": [asdict(neighbour) for neighbour in neighbours],
@@ -278,9 +278,9 @@ def sentence(plan: Plan) -> str:
     return f"No configuration meets all targets. The closest:{found}"
 
 
-def apart_sentence(plan: Plan) -> str:
+def disaggregated_sentence(plan: Plan) -> str:
     """Disaggregated prefill and decode, compared with the best layout that does both; empty if the plan has none."""
-    found, best = plan.apart, plan.best
+    found, best = plan.disaggregated, plan.best
     if found is None:
         return ""
     over = "" if best is None else f", {found.tokens_per_s_per_gpu / best.tokens_per_s_per_gpu:.2f}x the best above"
