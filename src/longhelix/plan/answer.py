@@ -104,7 +104,7 @@ def _at_ttl(points: Points, helix: Mask, ttl_s: float) -> AtSpeed:
 
 
 def _balanced(chooser: Chooser, points: Points) -> Choice | None:
-    """The choice without targets: the largest product of tokens/s/user and tokens/s/GPU that leaves room for a chunk."""
+    """Without targets: the largest product of tokens/s/user and tokens/s/GPU that leaves room for a chunk."""
     order = np.argsort(-points.user_tokens_per_s * points.gpu_tokens_per_s, kind="stable")
     choices = (chooser.at(int(points.layout[best]), float(points.batch[best])) for best in order)
     return next((choice for choice in choices if choice is not None), None)
