@@ -102,7 +102,7 @@ def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], cross
         console.print(report.rejections_table(rejected))
     if found.best is not None:
         console.print(report.neighbours_table(found.best, others))
-    for line in (report.headline(found), report.sentence(found), report.apart_sentence(found)):
+    for line in (report.headline(found), report.sentence(found), report.disaggregated_sentence(found)):
         if line:
             console.print(line, highlight=False)
 

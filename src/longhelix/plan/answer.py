@@ -1,4 +1,4 @@
-"""The answer to a question: frontiers, the best layout for the targets, and how the strategies compare."""
+"""Answer a question: frontiers, the best layout for the targets, and how the strategies compare."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ import numpy as np
 
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Mask
-from longhelix.plan.apart import Apart, apart
 from longhelix.plan.candidate import Candidate, candidates
 from longhelix.plan.choice import Choice, Chooser
+from longhelix.plan.disaggregated import Disaggregated, disaggregated
 from longhelix.plan.latency import Latencies, latencies
 from longhelix.plan.pareto import AtSpeed, Gain, at_least, frontier, gain
 from longhelix.plan.question import Question
@@ -22,41 +22,38 @@ TTL_BUDGETS_S = (0.005, 0.01, 0.02, 0.05, 0.1)
 
 @dataclass(frozen=True)
 class UsersAtTtl:
-    """The most requests that a strategy serves within a TTL, and in which layout; None where it serves none."""
+    """The largest batch that a strategy serves within a TTL."""
 
     ttl_s: float
     strategy: str
-    most: Candidate | None
+    most: Candidate | None  # the configuration with that batch; None if the strategy serves no request
 
 
 @dataclass(frozen=True)
 class Plan:
-    """frontier: of all strategies together; baseline: of all but Helix; strategies: of each one, by name. These are of
-    decodes alone, as papers compare them.
-
-    best: what meets all targets together, None where nothing does; nearest: what misses them by least, where nothing
-    does. apart: with prefill and decode on instances of their own, None where nothing meets the targets so, or where
-    requests do not end. headline: Helix over the baseline, None where one is empty. at_ttl: both at the TTL that the
-    question sets, None where it sets none. latencies: TTFT against TBT, where it sets a TTFT.
-    """
+    """The answer to a question. Frontiers and gains are decode only, as papers compare them."""
 
     question: Question
-    configurations: int
+    configurations: int  # how many were looked at
     sweep: Sweep
-    frontier: list[Candidate]
-    baseline: list[Candidate]
-    strategies: dict[str, list[Candidate]]
-    headline: Gain | None
-    at_ttl: AtSpeed | None
-    best: Choice | None
-    nearest: list[Choice]
-    apart: Apart | None
+    frontier: list[Candidate]  # of all strategies together
+    baseline: list[Candidate]  # frontier of all strategies but Helix
+    strategies: dict[str, list[Candidate]]  # frontier of each strategy, by name
+    headline: Gain | None  # Helix over the baseline; None if one of them is empty
+    at_ttl: AtSpeed | None  # Helix and the baseline at the target TTL; None without that target
+    best: Choice | None  # meets all targets; None if nothing does
+    nearest: list[Choice]  # the closest to the targets; empty if `best` is set
+    disaggregated: Disaggregated | None  # None if impossible, or without a demand
     users_at_ttl: list[UsersAtTtl]
-    latencies: Latencies | None
+    latencies: Latencies | None  # TTFT against TBT; None without a TTFT target
 
 
 def answer(question: Question) -> Plan:
-    """Search every layout; raises UserError where no configuration fits in memory."""
+    """Search all layouts.
+
+    Raises:
+        UserError: no configuration fits in memory.
+    """
     budgets_s = (question.ttl_s,) if question.ttl_s is not None else TTL_BUDGETS_S
     every = space(question.setting.model, question.max_gpus, question.node_gpus)
     use = Use(question.setting, question.context, question.demand, question.ttft_s)
@@ -78,7 +75,7 @@ def answer(question: Question) -> Plan:
         headline=_headline(points, helix),
         at_ttl=None if question.ttl_s is None else _at_ttl(points, helix, question.ttl_s),
         best=best,
-        apart=apart(question, every),
+        disaggregated=disaggregated(question, every),
         nearest=[] if best is not None else chooser.nearest(),
         users_at_ttl=_users_at_ttl(budgets_s, searched, strategy),
         latencies=None if question.ttft_s is None else latencies(use, every, question.users),
@@ -107,7 +104,7 @@ def _at_ttl(points: Points, helix: Mask, ttl_s: float) -> AtSpeed:
 
 
 def _balanced(chooser: Chooser, points: Points) -> Choice | None:
-    """Without a target: the largest product of tokens/s/user and tokens/s/GPU, of what fits beside a chunk as well."""
+    """Without targets: the largest product of tokens/s/user and tokens/s/GPU that leaves room for a chunk."""
     order = np.argsort(-points.user_tokens_per_s * points.gpu_tokens_per_s, kind="stable")
     choices = (chooser.at(int(points.layout[best]), float(points.batch[best])) for best in order)
     return next((choice for choice in choices if choice is not None), None)
@@ -116,7 +113,7 @@ def _balanced(chooser: Chooser, points: Points) -> Choice | None:
 def _users_at_ttl(
     budgets_s: Sequence[float], searched: Sweep, strategy: np.ndarray[tuple[int], np.dtype[np.intp]]
 ) -> list[UsersAtTtl]:
-    """The paper's batch scalability: for each budget and strategy the most requests at a time."""
+    """The largest batch of each strategy within each TTL budget (the Helix paper's batch scalability)."""
     points, found = searched.points, []
     for budget_s in budgets_s:
         for index, each in enumerate(STRATEGIES):

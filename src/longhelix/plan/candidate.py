@@ -1,4 +1,4 @@
-"""One configuration of a plan, in numbers that users read."""
+"""One configuration of a plan, and layouts in words."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ _DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with `batch` requests of the whole world; `layout`: as `degrees` has it."""
+    """A layout with a batch, and its predicted decode speed."""
 
     strategy: str
-    layout: dict[str, int | str]
+    layout: dict[str, int | str]  # as `degrees` returns it
     gpus: int
-    batch: int
+    batch: int  # requests on all GPUs together
     tokens_per_s_per_user: float
     tokens_per_s_per_gpu: float
-    memory_bytes_per_gpu: int
+    memory_bytes_per_gpu: int  # on the fullest GPU
 
     @property
     def ttl_s(self) -> float:
@@ -46,9 +46,10 @@ def _candidates(space: Space, points: Points) -> Iterator[Candidate]:
 
 
 def degrees(layouts: Layouts, index: int) -> dict[str, int | str]:
-    """A layout's degrees: those of `Layout`, of a group of `dp` that have requests of their own; and where KV lies.
+    """The degrees of each of a layout's `dp` groups, by the names of `Layout`, and the placement of KV.
 
-    Groups of one KVP rank are told as `Layout` has them: as KVP ranks whose requests are local.
+    Each group serves its own requests. Groups of one KVP rank are returned the way `Layout` describes them: as KVP
+    ranks with placement "local".
     """
     found: dict[str, int | str] = {name: int(getattr(layouts, name)[index]) for name in _DEGREES}
     local = found["dp"] != 1 and found["kvp"] == 1
@@ -58,18 +59,19 @@ def degrees(layouts: Layouts, index: int) -> dict[str, int | str]:
 
 
 def as_layouts(layout: Mapping[str, int | str], *, hop_b: bool) -> Layouts:
-    """What `degrees` is of."""
+    """The inverse of `degrees`: one layout, as `Layouts` of length 1."""
     dp, kvp, tpa, tpf, ep, pp, ffn_replicas = (int(layout[name]) for name in _DEGREES)
     one = Layout(dp * kvp, tpa, tpf, ep, pp, ffn_replicas)
     return Layouts.of([one], dp=dp, local=layout["placement"] == "local", hop_b=hop_b)
 
 
 def drafts_in_words(draft_tokens: int, accepted_tokens: float) -> str:
-    return f"counted on {accepted_tokens:g} tokens of a step, draft tokens in it {draft_tokens}"
+    """How many tokens per step the plan assumes from drafts."""
+    return f"assumes {accepted_tokens:g} tokens per step ({draft_tokens} drafted)"
 
 
 def in_words(layout: Mapping[str, int | str]) -> str:
-    """KVP 8 x TPA 8, TPF 64: only what is not 1."""
+    """A layout in words, such as "KVP 8 x TPA 8, TPF 64"; leaves out DP, EP, copies and PP of 1."""
     attention = f"KVP {layout['kvp']} x TPA {layout['tpa']}"
     if layout["placement"] == "local":
         attention = f"DP {layout['kvp']} x TPA {layout['tpa']}"

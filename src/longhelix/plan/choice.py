@@ -1,4 +1,4 @@
-"""The configuration that serves best what is asked: its layout, batch and chunk size together."""
+"""Choose the configuration (layout, batch and chunk size) that answers a question best."""
 
 import math
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from longhelix.plan.service import CHUNKS, Service, Use, mixed_seconds, service
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import MOST_BATCH, largest, units
 
-_BLOCK = 64  # layouts that are looked at together
-_STEP = 2**0.25  # between batches that a demand is tried with
+_BLOCK = 64  # layouts per round of the search
+_STEP = 2**0.25  # ratio of successive batches to try for a demand
 _NEAREST = 3
 _Index = NDArray[np.intp]
 _Keeps = Callable[[Layouts, Array, Array], Mask]  # layouts, batches, chunk sizes
@@ -23,48 +23,39 @@ _Keeps = Callable[[Layouts, Array, Array], Mask]  # layouts, batches, chunk size
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration, and what it gives, all of it at the same time.
-
-    layout: as a candidate has it; `replicas` of it take `gpus` in all. batch: requests of one of them that decode
-    together; users: that all of them serve at a time. chunk_tokens: of a prompt beside the batch.
-    ttl_s: the mean; ttl_p95_s: while a prompt runs beside; ttft_s: of the longest prompt. rate_per_s: of requests, None
-    where nothing says how long they last. headroom_bytes: that stay free on the fullest GPU. cost_per_million_tokens:
-    of answers, None without the price of a GPU. draft_tokens, accepted_tokens: of a request in each step, which its
-    times count on (`Setting`). violates: the targets that it misses, in words.
-    """
+    """A configuration and its predicted service. All values hold at the same time."""
 
     strategy: str
-    layout: dict[str, int | str]
+    layout: dict[str, int | str]  # as in `Candidate`
     replicas: int
-    gpus: int
-    batch: int
-    users: int
-    chunk_tokens: int
-    ttl_s: float
-    ttl_p95_s: float
-    ttft_s: float
-    rate_per_s: float | None
+    gpus: int  # of all replicas
+    batch: int  # requests that decode together in one replica
+    users: int  # requests that all replicas serve at the same time
+    chunk_tokens: int  # of a prompt in one step, in addition to the batch
+    ttl_s: float  # mean
+    ttl_p95_s: float  # in a step that also computes a chunk of a prompt
+    ttft_s: float  # of the longest prompt
+    rate_per_s: float | None  # requests per second; None without a demand
     tokens_per_s_per_user: float
     tokens_per_s_per_gpu: float
-    memory_bytes_per_gpu: int
-    headroom_bytes: int
-    cost_per_million_tokens: float | None
-    draft_tokens: int
-    accepted_tokens: float
-    violates: tuple[str, ...]
+    memory_bytes_per_gpu: int  # on the fullest GPU
+    headroom_bytes: int  # free on the fullest GPU
+    cost_per_million_tokens: float | None  # of answers; None without the price of a GPU
+    draft_tokens: int  # per request and step, as in `Setting`
+    accepted_tokens: float  # per request and step, as in `Setting`; all times include it
+    violates: tuple[str, ...]  # the targets that it misses, in words
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """Configurations, arrays (n,): the indices of their layouts, batches, chunk sizes, what one replica gives, how many
-    replicas, and the GPUs of all of them."""
+    """Configurations, arrays (n,)."""
 
-    layout: _Index
+    layout: _Index  # index in the space
     batch: Array
-    chunk: Array
-    given: Service
+    chunk: Array  # tokens
+    given: Service  # of one replica
     replicas: Array
-    gpus: Array
+    gpus: Array  # of all replicas
 
     def take(self, index: _Index) -> "_Tried":
         given = self.given.take(index)
@@ -85,11 +76,11 @@ class _Tried:
 
 
 class Chooser:
-    """Looks for the best configuration of a space.
+    """Finds the best configuration of a space.
 
-    With a layout and a chunk size, steps take longer the more requests there are: the largest batch that keeps the TTL
-    is found by halving. Layouts come in the order of what each could give if prompts took the smallest chunk that is
-    fast enough and nothing else, and the search ends where no other layout can be better than the best one found.
+    For a layout and a chunk size, steps take longer as the batch grows, so bisection finds the largest batch within the
+    TTL. The search takes layouts in the order of an optimistic bound: prefill with the smallest chunk that is fast
+    enough, at no other cost. It ends when no remaining layout can beat the best one found.
     """
 
     def __init__(self, question: Question, space: Space) -> None:
@@ -99,7 +90,7 @@ class Chooser:
         self._unit = units(space.layouts)
 
     def best(self) -> Choice | None:
-        """What meets all targets and gives the max tokens/s/GPU, or takes the fewest GPUs; None where nothing does."""
+        """The configuration that meets all targets with the max tokens/s/GPU, or with the fewest GPUs; None if none."""
         bound = self._bounds()
         order = np.argsort(bound, kind="stable")
         order = order[np.isfinite(bound[order])]
@@ -120,8 +111,10 @@ class Chooser:
         return self._choice(found)
 
     def at(self, layout: int, batch: float) -> Choice | None:
-        """That layout and batch, or the largest below it that fits beside a chunk, with the chunk size whose TTFT is
-        shortest; None where memory holds no request with any chunk."""
+        """A layout with a batch, or with the largest smaller batch that leaves room for a chunk.
+
+        Takes the chunk size with the shortest TTFT. Returns None if no request fits in memory with any chunk.
+        """
         every = np.full(len(self._chunks), layout)
         held = np.minimum(self._largest(every, self._chunks, self._fits), batch)
         kept = np.flatnonzero(held == held.max())
@@ -131,7 +124,7 @@ class Chooser:
         return self._choice(tried.take(np.argsort(tried.given.ttft_s, kind="stable")[:1]))
 
     def nearest(self) -> list[Choice]:
-        """What misses the targets by least, each time in another layout."""
+        """The _NEAREST configurations that miss the targets by least, each with a different layout."""
         index, chunk = self._with_chunks(np.arange(len(self._space)))
         wanted = np.ceil(self._question.users / np.floor(self._question.max_gpus / self._gpus(index)))
         batch = np.ceil(wanted / self._unit[index]) * self._unit[index]
@@ -143,7 +136,7 @@ class Chooser:
         return [self._choice(tried.take(order[[position]])) for position in np.sort(first)[:_NEAREST]]
 
     def _bounds(self) -> Array:
-        """What each layout's value is at least; infinite for those that cannot meet the targets."""
+        """A lower bound of each layout's `_value`; infinite for layouts that cannot meet the targets."""
         index, ttft_s = np.arange(len(self._space)), self._question.ttft_s
         chunk = np.full(len(index), self._chunks[0])
         if ttft_s is not None:
@@ -161,7 +154,7 @@ class Chooser:
         return bound
 
     def _worth(self, users: Array, tokens_per_s: Array, gpus: Array) -> Array:
-        """What is to be least: of so many replicas as are needed all GPUs, or the opposite of tokens/s/GPU."""
+        """The value to minimise: GPUs of as many replicas as are needed, or negative tokens/s/GPU."""
         question = self._question
         if question.rate_per_s is not None:
             assert question.demand is not None
@@ -171,7 +164,7 @@ class Chooser:
         return -tokens_per_s / gpus
 
     def _value(self, tried: _Tried) -> Array:
-        """Of configurations; comparable with `_bounds`."""
+        """The value to minimise, of configurations; comparable with `_bounds`."""
         if self._question.rate_per_s is not None or self._question.fewest_gpus:
             return tried.gpus
         return -tried.tokens_per_s_per_gpu
@@ -180,7 +173,7 @@ class Chooser:
         return tried.take(np.lexsort((tried.given.ttft_s, tried.given.ttl_s, self._value(tried)))[:1])
 
     def _tried(self, layouts: _Index) -> _Tried:
-        """Each layout with each chunk size and the largest batch within the targets; with a demand smaller ones too."""
+        """All layouts with all chunk sizes and the largest batch within the targets; for a demand, smaller ones too."""
         index, chunk = self._with_chunks(layouts)
         batch = self._largest(index, chunk, self._within_ttl)
         if self._question.demand is not None:
@@ -194,14 +187,14 @@ class Chooser:
             slow = np.flatnonzero(batch > 0)
             slow = slow[~self._in_time(self._space.layouts.take(index[slow]), batch[slow], chunk[slow])]
             batch[slow] = self._largest(index[slow], chunk[slow], self._within_both)
-        # Of whole units steps may be that much faster.
+        # A batch of whole units may have faster steps.
         index, chunk = np.tile(index, 2), np.tile(chunk, 2)
         batch = np.concatenate([batch, batch // self._unit[index[: len(batch)]] * self._unit[index[: len(batch)]]])
         held = batch > 0
         return self._given(index[held], batch[held], chunk[held])
 
     def _refined(self, found: _Tried) -> _Tried:
-        """The same layout and chunk size with batches in between those that were tried."""
+        """Try the batches between those that were tried, with the same layout and chunk size."""
         unit = self._unit[found.layout[0]]
         count = found.batch[0] / unit
         batch = np.unique(np.ceil(np.linspace(count / _STEP, count * _STEP, _BLOCK))) * unit
@@ -211,7 +204,7 @@ class Chooser:
         return self._first(_joined(found, tried.take(np.flatnonzero(self._meets(tried)))))
 
     def _with_chunks(self, layouts: _Index) -> tuple[_Index, Array]:
-        """Each with every chunk size."""
+        """All pairs of these layouts and the chunk sizes."""
         return np.repeat(layouts, len(self._chunks)), np.tile(self._chunks, len(layouts))
 
     def _given(self, index: _Index, batch: Array, chunk: Array) -> _Tried:
@@ -223,12 +216,11 @@ class Chooser:
         return _Tried(index, batch, chunk, given, replicas, replicas * self._gpus(index))
 
     def _gpus(self, index: _Index) -> Array:
-        """Of one replica."""
+        """GPUs of one replica."""
         return self._space.layouts.world_size[index]
 
     def _largest(self, index: _Index, chunk: Array, keeps: _Keeps) -> Array:
-        """The largest batch of each layout and chunk size with which, and with all smaller ones, `keeps` holds; 0 where
-        none does."""
+        """The largest batch of each layout and chunk size up to which `keeps` holds; 0 if it never does."""
         layouts = self._space.layouts.take(index)
         return largest(lambda batch: keeps(layouts, batch, chunk), np.full(len(index), float(MOST_BATCH)))
 
@@ -254,10 +246,10 @@ class Chooser:
         return self._within_ttl(layouts, batch, chunk) & self._in_time(layouts, batch, chunk)
 
     def _limits(self, tried: _Tried) -> list[tuple[str, str, Array, float]]:
-        """Of each target that is set: its name and unit, what configurations have, and the most that they may."""
+        """Each target that is set: its name, its unit, the values of the configurations, and the limit."""
         question, found = self._question, []
         if question.ttl_s is not None:
-            found.append(("TTL beside a prompt", "ms", 1e3 * tried.given.ttl_p95_s, 1e3 * question.ttl_s))
+            found.append(("TTL during a prefill", "ms", 1e3 * tried.given.ttl_p95_s, 1e3 * question.ttl_s))
         if question.ttft_s is not None:
             found.append(("TTFT", "s", tried.given.ttft_s, question.ttft_s))
         return [*found, ("GPUs", "", tried.gpus, float(question.max_gpus))]
@@ -267,12 +259,12 @@ class Chooser:
         return meets
 
     def _missed(self, tried: _Tried) -> Array:
-        """How many times over the targets, together, as a logarithm."""
+        """The sum of the logarithms of the factors by which configurations miss their targets."""
         missed: Array = np.sum([np.log(np.maximum(has / most, 1.0)) for _, _, has, most in self._limits(tried)], axis=0)
         return missed
 
     def _choice(self, found: _Tried) -> Choice:
-        """Of one configuration."""
+        """The choice for one configuration."""
         layouts, given = self._space.layouts.take(found.layout), found.given
         needed = float(self._use.memory_bytes(layouts, found.batch, found.chunk)[0])
         rate = float(given.rate_per_s[0] * found.replicas[0])
@@ -301,7 +293,7 @@ class Chooser:
             draft_tokens=self._use.setting.draft_tokens,
             accepted_tokens=self._use.setting.accepted_tokens,
             violates=tuple(
-                f"{name} {has[0]:.4g} {unit}, over {most:.4g}".replace("  ", " ").replace(" ,", ",")
+                f"{name} {has[0]:.4g} {unit} > {most:.4g}".replace("  ", " ")
                 for name, unit, has, most in self._limits(found)
                 if has[0] > most
             ),
@@ -309,7 +301,7 @@ class Chooser:
 
 
 def _once(index: _Index, batch: Array, chunk: Array) -> tuple[_Index, Array, Array]:
-    """Each configuration once."""
+    """Remove duplicate configurations."""
     rows = np.unique(np.stack([index.astype(np.float64), batch, chunk]), axis=1)
     return rows[0].astype(np.intp), rows[1], rows[2]
 

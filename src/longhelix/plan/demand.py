@@ -1,4 +1,4 @@
-"""What requests are like, and how many come."""
+"""The demand that a plan has to serve: lengths and rate of requests."""
 
 import math
 from collections.abc import Sequence
@@ -9,24 +9,23 @@ from longhelix.errors import UserError
 
 @dataclass(frozen=True)
 class Kind:
-    """Requests of one length. share: of all requests; input_tokens: of a prompt; output_tokens: of an answer."""
+    """Requests of one length."""
 
-    share: float
-    input_tokens: int
-    output_tokens: int
+    share: float  # of all requests
+    input_tokens: int  # of the prompt
+    output_tokens: int  # of the answer
 
 
 @dataclass(frozen=True)
 class Demand:
-    """kinds: their shares add up to 1. rate_per_s: of requests of all kinds; None: as many as are served. prefix_hit:
-    the share of every prompt whose KV is there before it comes.
+    """Kinds of requests and their rate.
 
-    Means are over time: a request counts as long as its answer takes.
+    Means are over time: each request counts in proportion to the time that its answer takes.
     """
 
-    kinds: tuple[Kind, ...]
-    rate_per_s: float | None = None
-    prefix_hit: float = 0.0
+    kinds: tuple[Kind, ...]  # their shares add up to 1
+    rate_per_s: float | None = None  # requests of all kinds per second; None: as many as can be served
+    prefix_hit: float = 0.0  # share of every prompt with KV that is already cached
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
@@ -40,9 +39,16 @@ class Demand:
 
     @classmethod
     def of(cls, lengths: Sequence[tuple[int, int]], rate_per_s: float | None, prefix_hit: float) -> "Demand":
-        """From the lengths of prompts and answers: those between two powers of four are one kind, of their mean
-        lengths; the longest is a kind besides, of which there are none, but which has to be served in time. Raises
-        UserError for what is out of range."""
+        """Group requests into kinds: prompts between two powers of four become one kind with their mean lengths.
+
+        The longest requests are added as kinds with share 0: they cost nothing on average, but must meet the targets.
+
+        Args:
+            lengths: tokens of the prompt and of the answer, for each request.
+
+        Raises:
+            UserError: a length, the rate or the prefix hit is out of range.
+        """
         kinds: dict[int, list[tuple[int, int]]] = {}
         for prompt, answer in lengths:
             kinds.setdefault(prompt.bit_length() // 2, []).append((prompt, answer))
@@ -60,17 +66,17 @@ class Demand:
 
     @property
     def output_tokens(self) -> float:
-        """Of an answer, on average."""
+        """Mean tokens of an answer."""
         return sum(kind.share * kind.output_tokens for kind in self.kinds)
 
     @property
     def kv_tokens(self) -> float:
-        """That a running request holds, on average."""
+        """Mean KV tokens of a running request."""
         return self._over_time(0.5)
 
     @property
     def held_tokens(self) -> float:
-        """That a running request holds at its end, on average."""
+        """Mean KV tokens of a running request at its end."""
         return self._over_time(1.0)
 
     def _over_time(self, answered: float) -> float:

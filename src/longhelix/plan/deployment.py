@@ -1,4 +1,4 @@
-"""What is to run: a plan's answer, and the settings with which this engine runs it, or the nearest that it can."""
+"""A plan's answer as a deployment, and the engine settings that run it or the closest that this version can run."""
 
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -15,38 +15,33 @@ from longhelix.spec.weights import Dim, Split, WeightDtype, layer_weights
 from longhelix.values import one_of, refused, whole
 
 _DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
-_MOST_USERS = 2**16  # the engine's own bound of requests at a time
-_LANES = 16  # of the native CPU kernels: channels, and inputs of products without scales, come in so many
-_FEW_RANKS = 64  # more of them are refused on the CPUs of one host, unless it has a core for every four
+_MOST_USERS = 2**16  # the engine's own limit of running requests
+_LANES = 16  # of the native CPU kernels: channels, and inputs of products without scales, come in multiples of it
+_FEW_RANKS = 64  # the engine refuses more ranks on the CPUs of one host, unless it has a core for every four
 _ONE_HOST_GPUS = 8
 _WIDTH = 118
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model in a layout, for so many requests at a time of so many tokens each, or one of so many and others of
-    `other_tokens`.
+    """A model in a layout, with the requests that it has to serve.
 
-    layout: as a plan's candidates have it: the degrees of `Layout` in each of "dp" groups of KVP ranks that have
-    requests of their own and share the FFN, and "placement", striped or local. weight_dtype, kv_dtype: names of number
-    formats; expert_dtype: that of experts, where it is another one than that of all other weights. device: "cpu" or
-    "cuda", for which it was planned. chunk_tokens: those of a prompt in one step; None: nobody chose. hop_b: whether
-    parts of a batch are exchanged while others attend. accepted_tokens: that speculative decoding gives a request in a
-    step. Raises UserError for a layout that no engine could have, and for numbers out of range.
+    Raises:
+        UserError: the layout is impossible, or a number is out of range.
     """
 
     model: ModelSpec
-    layout: Mapping[str, int | str]
-    weight_dtype: str
-    kv_dtype: str
-    device: str
-    context: int
-    users: int
-    chunk_tokens: int | None = None
-    hop_b: bool = True
-    other_tokens: int | None = None
-    accepted_tokens: float = 1.0
-    expert_dtype: str | None = None
+    layout: Mapping[str, int | str]  # as in `Candidate`: degrees of each of "dp" groups that share the FFN; "placement"
+    weight_dtype: str  # name of a number format
+    kv_dtype: str  # name of a number format
+    device: str  # "cpu" or "cuda": what the plan was made for
+    context: int  # tokens of the longest request
+    users: int  # requests that run at the same time
+    chunk_tokens: int | None = None  # tokens of a prompt in one step; None: not chosen
+    hop_b: bool = True  # whether one part of a batch is exchanged while the next part attends
+    other_tokens: int | None = None  # tokens of all requests but the longest one; None: `context`
+    accepted_tokens: float = 1.0  # new tokens per step and request, with speculative decoding
+    expert_dtype: str | None = None  # number format of experts; None: `weight_dtype`
 
     def __post_init__(self) -> None:
         number_format(self.weight_dtype, "weight_dtype")
@@ -68,20 +63,20 @@ class Deployment:
         check_experts(self.model, degrees.ep)
         if self.tied and (degrees.ep > 1 or degrees.ffn_replicas != degrees.kvp):
             raise UserError(
-                f"the tied layout has a copy of the FFN on each of {degrees.kvp} KVP ranks: set ffn_replicas to "
+                f"the tied layout has one copy of the FFN on each of {degrees.kvp} KVP ranks: set ffn_replicas to "
                 f"{degrees.kvp} and ep to 1",
                 "invalid_layout",
             )
         if self.tied and self.groups > 1:
             raise UserError(
-                "KVP ranks that share neither requests nor the FFN are one server each: set placement to striped, or "
-                "plan for one server",
+                "KVP ranks that share neither requests nor the FFN are separate servers: set placement to striped, or "
+                "plan a single server",
                 "invalid_layout",
             )
 
     @cached_property
     def degrees(self) -> Layout:
-        """Those of all groups as one."""
+        """The degrees of all groups merged into one."""
         missing = [name for name in _DEGREES if name not in self.layout]
         if missing:
             raise UserError(f"the layout has no {missing[0]}: give a number for each of {', '.join(_DEGREES)}")
@@ -94,7 +89,7 @@ class Deployment:
 
     @cached_property
     def product_inputs(self) -> frozenset[int]:
-        """Of how many inputs the matrices of products are, on any rank."""
+        """The numbers of inputs that weight matrices of products have, over all ranks."""
         kinds = {self.model.has_experts(layer) for layer in (0, self.model.num_layers - 1)}
         weights = [weight for kind in kinds for weight in layer_weights(self.model, with_experts=kind)]
         columns = {weight.columns for weight in weights if weight.columns and weight.stored is WeightDtype.PRODUCT}
@@ -106,12 +101,12 @@ class Deployment:
 
     @property
     def groups(self) -> int:
-        """Groups of ranks that have requests of their own and share the FFN."""
+        """Number of groups of ranks with their own requests. All groups share the FFN."""
         return self.degrees.kvp if self.layout["placement"] == "local" else int(self.layout["dp"])
 
     @property
     def kvp(self) -> int:
-        """KVP ranks of a group, which share each of its requests' KV."""
+        """KVP ranks per group: they share the KV of each of the group's requests."""
         return self.degrees.kvp // self.groups
 
     @property
@@ -125,7 +120,7 @@ class Deployment:
 
     @property
     def local(self) -> bool:
-        """Whether each request lies on one KVP rank of several."""
+        """Whether there are several KVP ranks and each request is on one of them."""
         return self.grouped and not self.sharded
 
     @property
@@ -140,12 +135,12 @@ class Deployment:
 
     @property
     def users_of_a_group(self) -> int:
-        """Requests of one group of ranks that has whole requests."""
+        """Requests per group, rounded up."""
         return -(-self.users // self.groups)
 
 
 def check_experts(model: ModelSpec, ep: int) -> None:
-    """Raises UserError where more ranks share experts than a layer has; a dense FFN counts as one."""
+    """Raise UserError if `ep` exceeds the experts of a layer; a dense FFN counts as one expert."""
     most = 1 if model.moe is None else model.moe.num_experts
     if ep > most:
         raise refused("ep", ep, f"at most {most}, the model's experts", "invalid_layout")
@@ -153,15 +148,14 @@ def check_experts(model: ModelSpec, ep: int) -> None:
 
 @dataclass(frozen=True)
 class Runnable:
-    """The engine's settings by name, as `--layout FILE` takes them, and in sentences what they do not keep of the
-    plan."""
+    """Engine settings that run a deployment, and how they differ from the plan."""
 
-    settings: Mapping[str, int | str | bool]
-    missing: tuple[str, ...]
+    settings: Mapping[str, int | str | bool]  # by name, as `--layout FILE` accepts them
+    missing: tuple[str, ...]  # each difference from the plan, in a sentence
 
 
 def runnable(deployment: Deployment) -> Runnable:
-    """What this version of the engine runs of a deployment; the nearest, where it lacks a number format."""
+    """The engine settings of a deployment, with the closest number formats that this version has."""
     degrees = deployment.degrees
     formats, missing = _formats(deployment)
     window = deployment.model.sliding_window
@@ -182,7 +176,7 @@ def runnable(deployment: Deployment) -> Runnable:
 
 
 def as_yaml(found: Runnable) -> str:
-    """The text of a layout file: what is missing in comments, then a setting a line."""
+    """The text of a layout file: the differences from the plan as comments, then one setting per line."""
     lines = [line for sentence in found.missing for line in comment(f"Not as planned: {sentence}")]
     for name, value in found.settings.items():
         lines.append(f"{name}: {str(value).lower() if isinstance(value, bool) else value}")
@@ -190,14 +184,17 @@ def as_yaml(found: Runnable) -> str:
 
 
 def comment(sentence: str) -> list[str]:
-    """A sentence as lines that YAML and shells pass over."""
+    """A sentence as comment lines for YAML files and shell scripts."""
     lines = textwrap.wrap(sentence, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return [f"# {line}" if position == 0 else f"#   {line}" for position, line in enumerate(lines)]
 
 
 def _pool_tokens(deployment: Deployment, tokens: int) -> int:
-    """Tokens over all KVP ranks that hold all requests, each in whole KV blocks on every rank that has a part of it;
-    where requests are on one rank each, the longest may be on any."""
+    """KV tokens over all KVP ranks that hold all requests.
+
+    Each request takes whole KV blocks on every rank that has a part of it. With local placement, every rank has room
+    for the longest request.
+    """
     kvp, block_tokens = deployment.degrees.kvp, SchedulerConfig.block_tokens
     others = tokens if deployment.other_tokens is None else min(deployment.other_tokens, tokens)
     if deployment.local:
@@ -212,37 +209,33 @@ def _rounded_up(tokens: int, unit: int) -> int:
 
 
 def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterable[str]:
-    """What the engine refuses or cannot yet, beside number formats."""
+    """What the engine refuses or cannot do yet, apart from number formats."""
     ranks = deployment.degrees.world_size
     if deployment.grouped and deployment.sharded:
         yield (
-            f"{deployment.groups} groups of {deployment.kvp} KVP ranks with requests of their own, which longhelix "
-            f"plans and does not run: all {deployment.degrees.kvp} KVP ranks share every request here"
+            f"the plan has {deployment.groups} groups of {deployment.kvp} KVP ranks with separate requests, which "
+            f"longhelix cannot run: here all {deployment.degrees.kvp} KVP ranks share every request"
         )
     if deployment.accepted_tokens > 1:
         yield (
-            f"the plan counts on {deployment.accepted_tokens:g} tokens of every step (speculative decoding), and "
-            f"longhelix decodes one: tokens take {deployment.accepted_tokens:g} times as long as planned, or a little "
-            f"less"
+            f"the plan assumes {deployment.accepted_tokens:g} tokens per step (speculative decoding), but longhelix "
+            f"decodes one: each token takes up to {deployment.accepted_tokens:g} times as long as planned"
         )
     if deployment.model.architecture in PLANNED_FAMILIES:
-        yield f"longhelix plans for {deployment.model.architecture} and does not run it"
+        yield f"longhelix can plan for {deployment.model.architecture}, but cannot run it"
     elif longest_tokens < deployment.context:
         yield (
             f"the model attends within a sliding window of {longest_tokens} tokens, which longhelix does not run yet: "
-            f"requests are of up to {longest_tokens} tokens, in place of {deployment.context}"
+            f"requests may have up to {longest_tokens} tokens instead of {deployment.context}"
         )
     if device != "cpu" and deployment.device == "cuda" and ranks > _ONE_HOST_GPUS:
-        yield f"ranks on several hosts do not run yet: all {ranks} GPUs have to be of one host"
+        yield f"ranks on several hosts do not run yet: all {ranks} GPUs have to be on one host"
     if ranks > _FEW_RANKS:
-        yield (
-            f"on CPUs each of the {ranks} ranks is a process of one host, which needs {-(-ranks // 4)} cores or more "
-            f"for that many"
-        )
+        yield (f"on CPUs, all {ranks} ranks are processes on one host: it needs {-(-ranks // 4)} cores or more")
 
 
 def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[str]]:
-    """The settings of the number formats, and what they do not keep of those planned with."""
+    """The settings of number formats, and how they differ from the planned formats."""
     weights, kv = FORMATS[deployment.weight_dtype], FORMATS[deployment.kv_dtype]
     device = deployment.device
     if not (_keeps_weights(deployment, weights, device) and _keeps_kv(deployment.model, kv, device)):
@@ -253,7 +246,7 @@ def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[
         missing.append(f"weights are planned in {weights.name}, {_weights_reason(weights)}: {own_weights.name} here")
     if deployment.expert_dtype is not None:
         missing.append(
-            f"experts are planned in {deployment.expert_dtype}, and the engine keeps all weights in one format: "
+            f"experts are planned in {deployment.expert_dtype}, but the engine stores all weights in one format: "
             f"{own_weights.name} here"
         )
     if own_kv is not kv:
@@ -268,25 +261,25 @@ def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[
 
 
 def _elsewhere(deployment: Deployment, device: str) -> list[str]:
-    """With which formats it would run on the other device."""
+    """A sentence with the formats that would run on the other device."""
     weights = _nearest_weights(deployment, FORMATS[deployment.weight_dtype], device)
     kv = _nearest_kv(deployment.model, FORMATS[deployment.kv_dtype], device)
     settings = _weight_settings(weights) | {"kv_dtype": kv.name, "device": device}
     here, there = ("CPUs", "GPUs") if device == "cuda" else ("GPUs", "CPUs")
     words = ", ".join(f"{name} {value}" for name, value in settings.items())
-    return [f"these formats run on {here} alone; on {there}, set {words}"]
+    return [f"these formats run only on {here}; on {there}, set {words}"]
 
 
 def _weights_reason(weights: NumberFormat) -> str:
     if not weights.weights:
-        return "which no version of the engine stores yet"
-    return "which the engine keeps on CPUs alone, for inputs of products that come in whole blocks on every rank"
+        return "which the engine cannot store yet"
+    return "which the engine stores only on CPUs, and only if every rank's inputs of products are whole blocks"
 
 
 def _kv_reason(kv: NumberFormat, device: str) -> str:
     if not kv.kv:
-        return "which no version of the engine stores yet"
-    return "which the engine does not keep for this model " + ("on CPUs" if device == "cpu" else "on GPUs")
+        return "which the engine cannot store yet"
+    return "which the engine cannot store for this model " + ("on CPUs" if device == "cpu" else "on GPUs")
 
 
 def _weight_settings(weights: NumberFormat) -> dict[str, int | str | bool]:
@@ -311,12 +304,12 @@ def _nearest_kv(model: ModelSpec, planned: NumberFormat, device: str) -> NumberF
 
 
 def _narrowest(kept: Iterable[NumberFormat], planned: NumberFormat) -> NumberFormat:
-    """The narrowest that has at least as many bits as planned; of those that are as wide, bfloat16."""
+    """The narrowest format with at least as many bits as planned; bfloat16 before other formats of the same width."""
     return min((each for each in kept if each.bits >= planned.bits), key=lambda each: (each.bits, each.name))
 
 
 def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -> bool:
-    """Whether ranks keep their weights so (`kernels.weight`: plain ones anywhere, panels on CPUs)."""
+    """Whether ranks can store their weights in this format (plain formats on any device, packed ones on CPUs)."""
     if "plain" in weights.weights:
         return True
     if not weights.weights or device == "cuda":
@@ -326,9 +319,9 @@ def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -
 
 
 def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
-    """Whether ranks keep the model's KV so (`kernels.layer`).
+    """Whether ranks can store the model's KV in this format.
 
-    As rows or tiles: tiles on CPUs alone, and narrow numbers there in tiles alone, which have a key and a value each.
+    GPUs store rows. CPUs store rows or tiles; narrow formats there need tiles, which have a separate key and value.
     """
     if device == "cuda" or "tiles" not in kv.kv or not kv.kv["tiles"].bits:
         return "rows" in kv.kv
@@ -337,7 +330,7 @@ def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
 
 
 def _held(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> int:
-    """Items of a product's columns that a rank has."""
+    """How many items of a dimension a rank has."""
     match dim.split:
         case Split.OUTPUT_HEADS:
             return len(layout.output_heads(heads, rank))

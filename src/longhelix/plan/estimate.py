@@ -1,4 +1,4 @@
-"""One configuration, taken apart: each cost item of a step, memory, latencies and utilisation."""
+"""Estimate one configuration in detail: the cost items of a step, memory, latencies and utilisation."""
 
 from dataclasses import dataclass
 
@@ -18,24 +18,19 @@ from longhelix.spec.layout import Layout
 
 @dataclass(frozen=True)
 class EstimatedItem:
-    """A cost item of a step on one GPU. source: where its seconds come from."""
+    """A cost item of a step on one GPU."""
 
     name: str
     seconds: float
     flops: float
     hbm_bytes: float
     net_bytes: float
-    source: str
+    source: str  # of the seconds: a constant, or the limit of the roofline
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan says of a `Choice`, of one replica, by the same names.
-
-    layout: as a candidate has it. batch: requests that decode together. step_s: a step in which they do, the sum of
-    `items`; it gives each `accepted_tokens`, so that the TTL is that much less. mfu: of all GPUs' peak arithmetic in
-    the weights' dtype, or the experts' where that is faster; mbu: of one GPU's peak bandwidth; bytes: the fullest.
-    """
+    """The predicted costs of one replica. Fields with the names of `Choice` mean the same."""
 
     layout: dict[str, int | str]
     gpus: int
@@ -43,15 +38,15 @@ class Estimate:
     chunk_tokens: int
     draft_tokens: int
     accepted_tokens: float
-    step_s: float
+    step_s: float  # a step in which the batch decodes: the sum of `items`; TTL = step_s / accepted_tokens
     ttl_s: float
     ttl_p95_s: float
     ttft_s: float
     tokens_per_s_per_user: float
     tokens_per_s_per_gpu: float
-    mfu: float
-    mbu: float
-    memory_bytes_per_gpu: int
+    mfu: float  # share of all GPUs' peak FLOPS in the weights' or the experts' dtype, whichever is faster
+    mbu: float  # share of one GPU's peak memory bandwidth
+    memory_bytes_per_gpu: int  # this and all other bytes: on the fullest GPU
     weights_bytes_per_gpu: int
     kv_bytes_per_gpu: int
     headroom_bytes: int
@@ -70,11 +65,17 @@ def estimate(
     local: bool = False,
     hop_b: bool = True,
 ) -> Estimate:
-    """Cost one decode step of `batch` requests of `context` tokens, and the prefill of one in chunks of `chunk` beside
-    them.
+    """Cost one decode step of a batch, and the prefill of one more request at the same time.
 
-    layout: that of all `dp` groups; local: every KVP rank is a group. Raises UserError for a layout that the model's
-    heads, layers or experts do not allow.
+    Args:
+        layout: all `dp` groups as one layout.
+        context: tokens of each request.
+        batch: requests that decode.
+        chunk: tokens of a prompt in one step.
+        local: whether each KVP rank is a group with its own requests.
+
+    Raises:
+        UserError: the model's heads, layers or experts do not allow the layout.
     """
     layout.check(setting.heads, setting.model.num_layers)
     check_experts(setting.model, layout.ep)

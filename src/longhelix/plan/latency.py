@@ -1,4 +1,4 @@
-"""Time to first token against time between tokens, over layouts and chunk sizes."""
+"""TTFT against TBT over layouts and chunk sizes."""
 
 from dataclasses import dataclass
 
@@ -13,22 +13,19 @@ from longhelix.plan.space import Space
 
 @dataclass(frozen=True)
 class Latencies:
-    """For every layout and chunk size: TTFT of one prompt, and TBT of its users while another is prefilled (L, C).
+    """TTFT and TBT of L layouts with C chunk sizes. Both are infinite if the users do not fit in memory."""
 
-    Both are infinite where memory does not hold the users. gpus: (L,).
-    """
-
-    ttft_s: Array
-    tbt_s: Array
-    gpus: Array
+    ttft_s: Array  # (L, C): of one of the longest prompts
+    tbt_s: Array  # (L, C): of the other users during its prefill
+    gpus: Array  # (L,)
 
     def best_s(self, tbt_s: float | None) -> Array:
-        """Each layout's best TTFT with a chunk that keeps the TBT (L,)."""
+        """Each layout's best TTFT with a chunk size that keeps the TBT, (L,)."""
         kept = self.ttft_s if tbt_s is None else np.where(self.tbt_s <= tbt_s, self.ttft_s, np.inf)
         return np.asarray(kept.min(axis=1))
 
     def frontier(self) -> NDArray[np.intp]:
-        """Flat indices of layouts and chunks that no other one beats in both, from the least TBT to the most."""
+        """Flat indices of the Pareto frontier of TTFT and TBT, in ascending order of TBT."""
         ttft_s, tbt_s = self.ttft_s.ravel(), self.tbt_s.ravel()
         order = np.lexsort((np.broadcast_to(self.gpus[:, None], self.ttft_s.shape).ravel(), ttft_s, tbt_s))
         order = order[np.isfinite(ttft_s[order])]
@@ -37,7 +34,7 @@ class Latencies:
         return np.asarray(order[falls])
 
     def fewest_gpus(self, ttft_s: float, tbt_s: float) -> int | None:
-        """Flat index of the layout and chunk with the fewest GPUs that keep both, and of those the least TTFT."""
+        """Flat index of the fewest GPUs that keep both targets, with the shortest TTFT among equals; None if none."""
         keeps = (self.ttft_s <= ttft_s) & (self.tbt_s <= tbt_s)
         if not keeps.any():
             return None
@@ -46,7 +43,7 @@ class Latencies:
 
 
 def latencies(use: Use, space: Space, users: int) -> Latencies:
-    """Cost every layout with every chunk size for one of the longest prompts, which comes beside `users` - 1 others."""
+    """Cost all layouts and chunk sizes for one of the longest prompts while `users` - 1 other requests decode."""
     layouts, setting = space.layouts, use.setting
     shape = (len(layouts), len(CHUNKS))
     ttft_s, tbt_s = np.full(shape, np.inf), np.full(shape, np.inf)

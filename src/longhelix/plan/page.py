@@ -1,4 +1,4 @@
-"""The planner's page: one HTML file that needs nothing else, with the plan's frontiers and answer behind controls."""
+"""The planner's page: one self-contained HTML file with the plan's frontiers, its answer and controls."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = (
     "data.js", "service.js", "chart.js", "frontier.js", "step.js", "layout.js", "compare.js", "controls.js", "page.js",
 )  # fmt: skip
-# Of a plan's JSON what the page of another one compares with its own.
+# Fields of a plan's JSON that the page of another plan needs for the comparison.
 _COMPARED = (
     "model", "system", "weight_dtype", "expert_dtype", "kv_dtype", "draft_tokens", "accepted_tokens", "context",
     "max_gpus", "targets", "gpu_hour", "at_ttl", "headline", "best", "nearest", "frontier",
@@ -21,9 +21,13 @@ _COMPARED = (
 
 
 def write_page(path: Path, plan: Plan, as_object: Mapping[str, Any]) -> None:
-    """Write the page of a plan, which opens with its question; as_object: the plan as JSON, with the model's name.
+    """Write the page of a plan. It opens with the plan's question.
 
-    Raises UserError where `path` cannot be written.
+    Args:
+        as_object: the plan as JSON, with the model's name.
+
+    Raises:
+        UserError: `path` cannot be written.
     """
     data = page_data(plan, as_object["model"], {name: as_object[name] for name in _COMPARED})
     document = json.dumps(data.document, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""Frontiers of tokens/s/GPU over tokens/s/user, and what one gains over another."""
+"""Pareto frontiers of tokens/s/GPU against tokens/s/user, and the gain of one over another."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array
 
-# Tokens/s/user and tokens/s/GPU along frontiers, by title.
+# Frontiers by title, each as arrays (tokens/s/user, tokens/s/GPU).
 Series = Mapping[str, tuple[Array, Array]]
 
 
 def frontier(user_tokens_per_s: Array, gpu_tokens_per_s: Array) -> NDArray[np.intp]:
-    """Indices of the points that no other one dominates, from the least tokens/s/user to the most.
+    """Indices of the points that no other point dominates, in ascending order of tokens/s/user.
 
-    Of points that are equal in both, one is kept.
+    Keeps one of several equal points.
     """
     order = np.lexsort((-gpu_tokens_per_s, -user_tokens_per_s))
     best = np.maximum.accumulate(gpu_tokens_per_s[order])
@@ -24,7 +24,7 @@ def frontier(user_tokens_per_s: Array, gpu_tokens_per_s: Array) -> NDArray[np.in
 
 
 def at_least(user_tokens_per_s: Array, gpu_tokens_per_s: Array, wanted: Array) -> Array:
-    """The max tokens/s/GPU of points that reach `wanted` tokens/s/user; 0 where none does."""
+    """The max tokens/s/GPU of the points with at least `wanted` tokens/s/user; 0 if there are none."""
     order = np.argsort(-user_tokens_per_s, kind="stable")
     best = np.maximum.accumulate(gpu_tokens_per_s[order])
     reach = np.searchsorted(-user_tokens_per_s[order], -wanted, side="right")
@@ -33,32 +33,29 @@ def at_least(user_tokens_per_s: Array, gpu_tokens_per_s: Array, wanted: Array) -
 
 @dataclass(frozen=True)
 class Gain:
-    """One set of points over another: of the best tokens/s/user, and of tokens/s/GPU where that is largest.
+    """The gain of one set of points over a baseline."""
 
-    `at_user_tokens_per_s`: there.
-    """
-
-    interactivity: float
-    throughput: float
-    at_user_tokens_per_s: float
+    interactivity: float  # ratio of the max tokens/s/user
+    throughput: float  # the largest ratio of tokens/s/GPU at equal tokens/s/user
+    at_user_tokens_per_s: float  # where `throughput` is reached
 
 
 @dataclass(frozen=True)
 class AtSpeed:
-    """The max tokens/s/GPU of points, and of a baseline's, that reach `user_tokens_per_s`; 0 where none does."""
+    """The max tokens/s/GPU of two sets of points at a given speed per user."""
 
-    user_tokens_per_s: float
-    gpu_tokens_per_s: float
-    base_gpu_tokens_per_s: float
+    user_tokens_per_s: float  # the minimum speed
+    gpu_tokens_per_s: float  # 0 if no point is as fast
+    base_gpu_tokens_per_s: float  # of the baseline; 0 if no point is as fast
 
     @property
     def ratio(self) -> float | None:
-        """None where the baseline does not reach it."""
+        """The gain in tokens/s/GPU; None if the baseline does not reach the speed."""
         return self.gpu_tokens_per_s / self.base_gpu_tokens_per_s if self.base_gpu_tokens_per_s else None
 
 
 def gain(user: Array, gpu: Array, base_user: Array, base_gpu: Array) -> Gain:
-    """Compare points (tokens/s/user, tokens/s/GPU) with a baseline's; neither may be empty."""
+    """Compare points (tokens/s/user, tokens/s/GPU) with those of a baseline. Neither may be empty."""
     both = min(user.max(), base_user.max())
     wanted = np.unique(np.concatenate([user, base_user]))
     wanted = wanted[wanted <= both]

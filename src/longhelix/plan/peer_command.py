@@ -1,4 +1,4 @@
-"""What another engine is started with: options by its own documents, a command, and a file of settings beside it."""
+"""The command that starts another engine: its documented options, the command line and its settings file."""
 
 import json
 import shlex
@@ -14,16 +14,11 @@ Setting = int | str | bool | None
 
 @dataclass(frozen=True)
 class Option:
-    """One that a command line, a file of settings or the environment has.
+    """An option on a command line, in a settings file or in the environment."""
 
-    name: with its dashes on a command line; in a file, the names of its sections before it, with dots between. takes:
-    COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (on a command line without a value), or the words from which to
-    choose. source: the file of the engine's repository that says so, and the commit at which it was read.
-    """
-
-    name: str
-    takes: str | tuple[str, ...]
-    source: str
+    name: str  # with dashes on a command line; with its sections before it and dots between in a file
+    takes: str | tuple[str, ...]  # COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (no value), or the allowed words
+    source: str  # file of the engine's repository that documents it, and the commit at which it was read
 
     def allows(self, value: Setting) -> bool:
         match self.takes:
@@ -40,27 +35,23 @@ class Option:
 
 @dataclass(frozen=True)
 class PeerCommand:
-    """What starts an engine, or in sentences why there is none (`cannot`).
-
-    environment: assignments before the command. config: settings in a file, whose name the command has. notes:
-    sentences on what else it needs. sources: of the options used.
-    """
+    """The command that starts an engine, or the reasons why it cannot run the deployment."""
 
     engine: str
     argv: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    cannot: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()  # assignments before the command
+    config: Mapping[str, Any] = field(default_factory=dict)  # content of the settings file that the command names
+    notes: tuple[str, ...] = ()  # sentences on what else it needs
+    sources: tuple[str, ...] = ()  # of the options used
+    cannot: tuple[str, ...] = ()  # sentences on why it cannot run
 
     @property
     def line(self) -> str:
-        """As a shell takes it."""
+        """The command as one line for a shell."""
         return " ".join((*self.environment, shlex.join(self.argv)))
 
     def as_text(self) -> str:
-        """Lines of a shell's script: the command under its notes, or in comments why there is none."""
+        """Text for a shell script: the command below its notes, or the reasons against it as comments."""
         lines = [f"# {self.engine}"]
         for sentence in (*(f"cannot: {reason}" for reason in self.cannot), *self.notes):
             lines += comment(sentence)
@@ -70,7 +61,7 @@ class PeerCommand:
         return "\n".join(lines) + "\n"
 
     def config_yaml(self) -> str:
-        """The file beside the command; empty where it has none."""
+        """The text of the settings file; empty if the command needs none."""
         return "".join(f"{line}\n" for line in _yaml(self.config, ""))
 
 
@@ -85,16 +76,16 @@ def _yaml(section: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 class Options:
-    """An engine's options by name: settings are written through them, which holds them to what each takes.
+    """An engine's options by name, which write settings and check that each value is allowed.
 
-    Settings that are None are left out.
+    Settings with the value None are left out.
     """
 
     def __init__(self, options: Iterable[Option]) -> None:
         self.known = {option.name: option for option in options}
 
     def arguments(self, settings: Mapping[str, Setting]) -> tuple[str, ...]:
-        """Settings as arguments of a command, in order, without switches that are off."""
+        """Settings as command line arguments, in order. Switches that are off are left out."""
         words: list[str] = []
         for name, value in self._given(settings):
             if value is not False:
@@ -102,7 +93,7 @@ class Options:
         return tuple(words)
 
     def sections(self, settings: Mapping[str, Setting]) -> dict[str, Any]:
-        """Settings whose names have dots, as nested sections of a file."""
+        """Settings with dots in their names as nested sections of a file."""
         root: dict[str, Any] = {}
         for name, value in self._given(settings):
             *sections, key = name.split(".")
@@ -113,11 +104,11 @@ class Options:
         return root
 
     def assignments(self, settings: Mapping[str, Setting]) -> tuple[str, ...]:
-        """Settings as variables of the environment."""
+        """Settings as assignments of environment variables."""
         return tuple(f"{name}={value}" for name, value in self._given(settings))
 
     def sources(self, *settings: Mapping[str, Setting]) -> tuple[str, ...]:
-        """Where the settings' options were read, each once."""
+        """The sources of the settings' options, each once."""
         return tuple(dict.fromkeys(self.known[name].source for each in settings for name, _ in self._given(each)))
 
     def _given(self, settings: Mapping[str, Setting]) -> Iterator[tuple[str, Setting]]:

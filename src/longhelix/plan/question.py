@@ -1,4 +1,4 @@
-"""What a user asks a planner."""
+"""The question that a plan answers."""
 
 import math
 from dataclasses import dataclass
@@ -10,25 +10,18 @@ from longhelix.plan.demand import Demand
 
 @dataclass(frozen=True)
 class Question:
-    """A model on a system, requests of `context` tokens, and what is wanted of them, all at the same time.
-
-    ttl_s: the most seconds from token to token, while a prompt runs beside as well; ttft_s: to the first token; users:
-    at least so many requests at a time. fewest_gpus: of what meets the targets the fewest GPUs, in place of the most
-    tokens/s/GPU. demand: how long requests are and how many come; None: they are there for ever. gpu_hour: the price of
-    a GPU for an hour, in any currency. any_shape: of GPUs and degrees, those that no cluster has and no engine takes
-    among them.
-    """
+    """A model on a system, its requests, and targets that must hold at the same time."""
 
     setting: Setting
-    context: int
+    context: int  # tokens of the longest request
     max_gpus: int
-    ttl_s: float | None = None
-    ttft_s: float | None = None
-    users: int = 1
-    fewest_gpus: bool = False
-    demand: Demand | None = None
-    gpu_hour: float | None = None
-    any_shape: bool = False
+    ttl_s: float | None = None  # max time between tokens, also in steps that compute a chunk of a prompt
+    ttft_s: float | None = None  # max time to first token
+    users: int = 1  # min number of requests that run at the same time
+    fewest_gpus: bool = False  # minimise GPUs instead of maximising tokens/s/GPU
+    demand: Demand | None = None  # lengths and rate of requests; None: requests stay for ever
+    gpu_hour: float | None = None  # price of a GPU for an hour, in any currency
+    any_shape: bool = False  # also allow numbers of GPUs and degrees that clusters and engines do not have
 
     @property
     def has_targets(self) -> bool:
@@ -40,7 +33,7 @@ class Question:
 
     @property
     def node_gpus(self) -> int | None:
-        """Of a server, whose shapes layouts have; None: they may have any."""
+        """GPUs of one server, which limit the shapes of layouts; None: any shape is allowed."""
         return None if self.any_shape else self.setting.system.node_ranks
 
     @property
@@ -58,7 +51,7 @@ class Question:
             if seconds is not None and seconds <= 0:
                 raise UserError(f"{name} is {seconds} s: set it above 0")
         if self.users > 1 and self.rate_per_s is not None:
-            raise UserError("how many users there are follows from the rate: leave out --users or --rate")
+            raise UserError("the number of users follows from the rate: leave out --users or --rate")
         if self.gpu_hour is not None and not (math.isfinite(self.gpu_hour) and self.gpu_hour > 0):
             raise UserError(f"gpu-hour is {self.gpu_hour}: set it above 0")
 

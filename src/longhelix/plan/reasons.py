@@ -1,4 +1,4 @@
-"""Why the neighbours of a layout lose, and why configurations were rejected, with bytes and seconds."""
+"""Why the neighbours of a layout are slower, and why layouts were rejected, with bytes and seconds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,27 +20,26 @@ from longhelix.plan.sweep import Sweep
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Another layout for the same batch and chunks on as many GPUs: what it is, its TTL, the mean as that of a choice
-    (None where it does not fit), and which parts of a step of decodes make it longer."""
+    """A layout that differs from the best one in a single decision, with the same GPUs, batch and chunk size."""
 
-    change: str
-    layout: str
-    ttl_s: float | None
-    reason: str
+    change: str  # what differs
+    layout: str  # in words
+    ttl_s: float | None  # mean, as in `Choice`; None if the layout does not fit
+    reason: str  # the cost items of a decode step that grow, or the memory that is missing
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Of a strategy's layouts those that do not hold one request, and the one that comes nearest, in words."""
+    """The layouts of one strategy that cannot hold one request."""
 
     strategy: str
-    rejected: int
-    layouts: int
-    reason: str
+    rejected: int  # layouts that cannot hold one request
+    layouts: int  # all layouts of the strategy
+    reason: str  # the layout that lacks least, and how much it lacks
 
 
 def neighbours(question: Question, best: Choice) -> list[Neighbour]:
-    """What would change with one decision made otherwise."""
+    """The neighbours of the best layout: each changes one decision."""
     use = Use(question.setting, question.context, question.demand, question.ttft_s)
     own_items = _decode_items(use, as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED), best)
     found = []
@@ -59,7 +58,7 @@ def neighbours(question: Question, best: Choice) -> list[Neighbour]:
 
 
 def rejections(question: Question, searched: Sweep) -> list[Rejection]:
-    """For each strategy the layouts that memory refuses with one request."""
+    """For each strategy, the layouts that cannot hold one request; strategies without such layouts are left out."""
     found = []
     for index, strategy in enumerate(STRATEGIES):
         layouts = np.flatnonzero(searched.space.strategy == index)
@@ -69,19 +68,19 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
         nearest = layouts[np.argmin(np.where(short_bytes > 0, short_bytes, np.inf))]
         held = searched.space.layouts.take(np.array([nearest]))
         needed = memory(question.setting, held, 1.0, float(question.context))
-        words = f"nearest: {in_words(degrees(held, 0))}: {_short(question.setting, held, needed)}"
+        words = f"closest: {in_words(degrees(held, 0))}: {_short(question.setting, held, needed)}"
         found.append(Rejection(strategy.name, int((short_bytes > 0).sum()), len(layouts), words))
     return found
 
 
 def _decode_items(use: Use, layouts: Layouts, best: Choice) -> list[CostItem]:
-    """Of a token: a step gives a request as many as are accepted."""
+    """The cost items of one decoded token: those of a step divided by the accepted tokens per step."""
     items = decode_items(use.setting, layouts, float(best.batch), use.kv_tokens)
     return [item.times(1 / use.setting.accepted_tokens) for item in items]
 
 
 def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, int | str], bool]]:
-    """Each decision made otherwise, where it can be: layout and HOP-B."""
+    """Yield each possible change: its name, the changed layout, and whether it overlaps exchanges (HOP-B)."""
     layout, heads = best.layout, setting.heads
     dp, of_group, tpa, pp = (int(layout[name]) for name in ("dp", "kvp", "tpa", "pp"))
     kvp, hop_b = dp * of_group, best.strategy in OVERLAPPED
@@ -91,40 +90,40 @@ def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, in
     if hop_b:
         yield "no HOP-B", layout, False
     if kvp > 1 and num_ranks <= heads.num_query_heads:
-        yield "TP alone", striped | helix_ffn | {"kvp": 1, "tpa": num_ranks}, False
+        yield "TP only", striped | helix_ffn | {"kvp": 1, "tpa": num_ranks}, False
     if dp > 1:
         yield "one group of KVP ranks", striped, hop_b
     elif kvp > 2 and kvp % 2 == 0 and layout["placement"] == "striped" and layout["ffn_replicas"] == 1:
-        yield "requests in two groups (DP x KVP)", layout | {"dp": 2, "kvp": kvp // 2}, hop_b
+        yield "two groups of KVP ranks (DP x KVP)", layout | {"dp": 2, "kvp": kvp // 2}, hop_b
     if kvp > 1 and layout["placement"] == "striped" and layout["ffn_replicas"] == 1:
         yield "FFN tied to TPA (Medha)", striped | {"tpf": tpa, "ep": 1, "ffn_replicas": kvp}, False
     if kvp > 1 and layout["placement"] == "striped":
-        yield "requests apart (DP attention)", striped | helix_ffn | {"placement": "local"}, False
+        yield "DP attention", striped | helix_ffn | {"placement": "local"}, False
     if layout["placement"] == "local" or kvp == 1:
         wide = num_ranks // min(tpa, heads.num_kv_heads)
         if wide > 1:
             yield "KV sharded (Helix)", striped | helix_ffn | {"kvp": wide, "tpa": num_ranks // wide}, True
     if of_group % 2 == 0 and pp * 2 <= setting.model.num_layers:
         halved = striped | {"dp": dp, "kvp": of_group // 2, "pp": pp * 2, "tpf": num_ranks // 2, "ep": 1}
-        yield "stages in place of half of KVP", halved, hop_b
+        yield "PP doubled, KVP halved", halved, hop_b
     if of_group % 2 == 0 and 2 * tpa <= heads.num_query_heads:
         yield "TPA doubled, KVP halved", striped | helix_ffn | {"dp": dp, "kvp": of_group // 2, "tpa": 2 * tpa}, hop_b
 
 
 def _short(setting: Setting, layouts: Layouts, needed: Memory) -> str:
-    """What is missing on the fullest GPU; empty where nothing is."""
+    """How much memory the fullest GPU lacks, in words; empty if everything fits."""
     total, held = float(needed.total_bytes[0]), float(setting.capacity_bytes(layouts)[0])
     if total <= held:
         return ""
     weights, kv = float(needed.weights_bytes[0]), float(needed.kv_bytes[0])
     return (
-        f"{total / 1e9:.1f} GB on a GPU of {held / 1e9:.1f}: short by {(total - held) / 1e9:.1f} GB "
+        f"needs {total / 1e9:.1f} GB per GPU, has {held / 1e9:.1f}: short by {(total - held) / 1e9:.1f} GB "
         f"(weights {weights / 1e9:.1f}, KV {kv / 1e9:.1f}, rest {(total - weights - kv) / 1e9:.1f})"
     )
 
 
 def _difference(own: list[CostItem], other: list[CostItem]) -> str:
-    """The cost items that take longest beyond ours, and what they read or send more."""
+    """The two cost items that grow most compared with our layout, and the bytes that they read or send in addition."""
     ours = {item.name: item for item in own}
     longer = sorted(other, key=lambda item: -_more(item, ours))[:2]
     words = [_compared(item, ours.get(item.name)) for item in longer if _more(item, ours) > 0]
@@ -137,9 +136,9 @@ def _more(item: CostItem, ours: dict[str, CostItem]) -> float:
 
 def _compared(item: CostItem, own: CostItem | None) -> str:
     before_s = 0.0 if own is None else float(own.seconds[0])
-    words = f"{item.name} {1e3 * float(item.seconds[0]):.2f} ms for {1e3 * before_s:.2f}"
+    words = f"{item.name} {1e3 * float(item.seconds[0]):.2f} ms vs {1e3 * before_s:.2f}"
     for what, unit in (("hbm_bytes", "read"), ("net_bytes", "sent")):
         bytes_, before = float(getattr(item, what)[0]), 0.0 if own is None else float(getattr(own, what)[0])
         if bytes_ > 1.05 * before and bytes_ > 1e3:
-            words += f" ({bytes_ / 1e9:.3g} GB {unit} for {before / 1e9:.3g})"
+            words += f" ({bytes_ / 1e9:.3g} GB {unit} vs {before / 1e9:.3g})"
     return words

@@ -31,7 +31,7 @@ _Row = TypeVar("_Row")
 def as_json(
     plan: Plan, seconds: float, neighbours: list[Neighbour], rejections: list[Rejection], crossovers: list[Crossover]
 ) -> dict[str, object]:
-    """What `longhelix plan --json` prints."""
+    """The document that `longhelix plan --json` prints."""
     question, headline = plan.question, plan.headline
     return {
         "model_parameters": num_parameters(question.setting.model),
@@ -66,7 +66,7 @@ def as_json(
         },
         "best": plan.best and asdict(plan.best),
         "nearest": [asdict(choice) for choice in plan.nearest],
-        "apart": plan.apart and asdict(plan.apart),
+        "apart": plan.disaggregated and asdict(plan.disaggregated),
         "users_at_ttl": [asdict(each) for each in plan.users_at_ttl],
         "latencies": _latencies(plan),
         "neighbours": [asdict(neighbour) for neighbour in neighbours],
@@ -76,7 +76,7 @@ def as_json(
 
 
 def setting_as_json(setting: Setting) -> dict[str, object]:
-    """The system, and what users choose of dtypes and drafts."""
+    """The system, the dtypes and the draft tokens of a setting, as JSON."""
     return {
         "system": setting.system.name,
         "weight_dtype": setting.weight_dtype,
@@ -89,7 +89,7 @@ def setting_as_json(setting: Setting) -> dict[str, object]:
 
 
 def _latencies(plan: Plan) -> dict[str, object] | None:
-    """TTFT against TBT, and the fewest GPUs that keep both targets."""
+    """The frontier of TTFT against TBT and, if both targets are set, the fewest GPUs that meet them."""
     found, question = plan.latencies, plan.question
     if found is None:
         return None
@@ -115,7 +115,7 @@ def _latency(plan: Plan, flat: int) -> dict[str, object]:
 
 
 def as_csv(plan: Plan) -> str:
-    """Every strategy's frontier, a line each."""
+    """The frontiers of all strategies, one configuration per line."""
     text = io.StringIO()
     names = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas", "placement")
     writer = csv.writer(text, lineterminator="\n")
@@ -129,7 +129,7 @@ def as_csv(plan: Plan) -> str:
 
 
 def best_deployment(plan: Plan) -> Deployment | None:
-    """The best layout, one replica of it, to be run; None where nothing meets the targets."""
+    """One replica of the best layout, ready to run; None if nothing meets the targets."""
     best, question = plan.best, plan.question
     if best is None:
         return None
@@ -151,21 +151,21 @@ def best_deployment(plan: Plan) -> Deployment | None:
 
 
 def as_yaml(plan: Plan, model_name: str) -> str:
-    """The best layout as options of `serve` and `generate`: `--layout FILE`. Empty where nothing meets the targets."""
+    """The best layout as a file for `--layout` of `serve` and `generate`; empty if nothing meets the targets."""
     best, found, question = plan.best, best_deployment(plan), plan.question
     if best is None or found is None:
         return ""
     lines = [
         f"# {model_name} on {best.gpus // best.replicas} GPUs of {question.setting.system.name}: "
         f"{in_words(best.layout)}, {best.batch} requests of {question.context} tokens,",
-        f"# TTFT {best.ttft_s:.3g} s, TTL {1e3 * best.ttl_s:.2f} ms, beside a prompt {1e3 * best.ttl_p95_s:.2f}, "
-        f"{best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {best.memory_bytes_per_gpu / 1e9:.2f} GB on a GPU",
+        f"# TTFT {best.ttft_s:.3g} s, TTL {1e3 * best.ttl_s:.2f} ms ({1e3 * best.ttl_p95_s:.2f} during a prefill), "
+        f"{best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {best.memory_bytes_per_gpu / 1e9:.2f} GB per GPU",
     ]
     return "\n".join(lines) + "\n" + deployment.as_yaml(deployment.runnable(found))
 
 
 def frontier_table(plan: Plan) -> Table:
-    """The frontier of all strategies together, thinned."""
+    """The frontier of all strategies together, at most _MOST_ROWS rows."""
     table = _table(f"frontier of {plan.configurations:,} configurations", "strategy", "layout")
     for name in ("GPUs", "batch", "tokens/s/user", "tokens/s/GPU", "GB/GPU"):
         table.add_column(name, justify="right")
@@ -193,7 +193,7 @@ def strategy_table(plan: Plan) -> Table:
 
 
 def users_table(plan: Plan) -> Table:
-    """Requests at a time within a TTL."""
+    """The most users that each strategy serves within each TTL."""
     budgets_s = list(dict.fromkeys(each.ttl_s for each in plan.users_at_ttl))
     table = _table("users served within a TTL", "strategy")
     for budget_s in budgets_s:
@@ -206,8 +206,8 @@ def users_table(plan: Plan) -> Table:
 
 
 def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
-    """What every other decision would cost, and why."""
-    table = _table(f"why not a layout other than {in_words(best.layout)}, batch {best.batch}", "instead", "layout")
+    """The best layout's neighbours: the TTL of each, and why it is longer."""
+    table = _table(f"alternatives to {in_words(best.layout)}, batch {best.batch}", "change", "layout")
     table.add_column("TTL, ms", justify="right")
     table.add_column("why")
     for neighbour in found:
@@ -217,7 +217,7 @@ def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
 
 
 def rejections_table(found: Iterable[Rejection]) -> Table:
-    """What memory refuses with one request."""
+    """How many layouts of each strategy cannot hold one request, and by how much the closest one misses."""
     table = _table("layouts in which one request does not fit", "strategy")
     table.add_column("layouts", justify="right")
     table.add_column("why")
@@ -227,7 +227,7 @@ def rejections_table(found: Iterable[Rejection]) -> Table:
 
 
 def crossover_table(found: list[Crossover]) -> Table:
-    """Where Helix's best TTL beats that of every other strategy."""
+    """Helix's best TTL relative to that of all other strategies, by context and batch."""
     batches = list(dict.fromkeys(each.batch for each in found))
     title = f"best TTL of Helix / best TTL of others, {found[0].gpus} GPUs: below 1, KVP pays"
     table = _table(title, "context")
@@ -239,7 +239,7 @@ def crossover_table(found: list[Crossover]) -> Table:
 
 
 def latency_table(plan: Plan) -> Table:
-    """TTFT against TBT, thinned."""
+    """TTFT against TBT, at most _MOST_ROWS rows."""
     assert plan.latencies is not None
     table = _table(f"TTFT against TBT, {plan.question.users} users", "strategy", "layout")
     for name in ("GPUs", "chunk", "TTFT, s", "TBT, ms"):
@@ -271,25 +271,26 @@ def series(plan: Plan) -> dict[str, tuple[Array, Array]]:
 
 
 def sentence(plan: Plan) -> str:
-    """The best layout in words, or what comes nearest, and what each of these misses."""
+    """The best layout in words, or the closest ones with the targets that each misses."""
     if plan.best is not None:
         return f"Best: {_said(plan, plan.best)}."
     found = "".join(f"\n  {_said(plan, choice)}; misses {', '.join(choice.violates)}" for choice in plan.nearest)
-    return f"No configuration meets the targets together; the nearest:{found}"
+    return f"No configuration meets all targets. The closest:{found}"
 
 
-def apart_sentence(plan: Plan) -> str:
-    """Prefill and decode on instances of their own, beside what serves both; empty where they cannot be."""
-    found, best = plan.apart, plan.best
+def disaggregated_sentence(plan: Plan) -> str:
+    """Disaggregated prefill and decode, compared with the best layout that does both; empty if the plan has none."""
+    found, best = plan.disaggregated, plan.best
     if found is None:
         return ""
-    over = "" if best is None else f", {found.tokens_per_s_per_gpu / best.tokens_per_s_per_gpu:.2f}x of both together"
+    over = "" if best is None else f", {found.tokens_per_s_per_gpu / best.tokens_per_s_per_gpu:.2f}x the best above"
     cost = found.cost_per_million_tokens
     return (
-        f"Prefill and decode apart: {found.prefills} x {in_words(found.prefill_layout)} in chunks of "
-        f"{found.chunk_tokens}, {found.decodes} x {in_words(found.decode_layout)} with {found.batch} requests each, "
-        f"{found.gpus} GPUs: {found.rate_per_s:.3g} requests/s; TTFT {found.ttft_s:.3g} s, {found.transfer_s:.2g} s of "
-        f"it for the KV's way; TTL {1e3 * found.ttl_s:.2f} ms; {found.tokens_per_s_per_gpu:.2f} tokens/s/GPU{over}"
+        f"Disaggregated: prefill on {found.prefills} x {in_words(found.prefill_layout)} with chunks of "
+        f"{found.chunk_tokens} tokens, decode on {found.decodes} x {in_words(found.decode_layout)} with {found.batch} "
+        f"requests each, {found.gpus} GPUs: {found.rate_per_s:.3g} requests/s; TTFT {found.ttft_s:.3g} s, including "
+        f"{found.transfer_s:.2g} s to transfer the KV; TTL {1e3 * found.ttl_s:.2f} ms; "
+        f"{found.tokens_per_s_per_gpu:.2f} tokens/s/GPU{over}"
         + ("." if cost is None else f"; {cost:.2f} per million tokens.")
     )
 
@@ -298,30 +299,33 @@ def _said(plan: Plan, choice: Choice) -> str:
     copies = f"{choice.replicas} x " if choice.replicas > 1 else ""
     said = [
         f"{_TITLES[choice.strategy]}, {copies}{in_words(choice.layout)}, {choice.gpus} GPUs, {choice.users:,} users",
-        f"TTFT {choice.ttft_s:.3g} s in chunks of {choice.chunk_tokens}, TTL {1e3 * choice.ttl_s:.2f} ms, "
-        f"{1e3 * choice.ttl_p95_s:.2f} ms beside a prompt",
-        f"{choice.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {choice.headroom_bytes / 1e9:.1f} GB free on a GPU",
+        f"TTFT {choice.ttft_s:.3g} s with chunks of {choice.chunk_tokens} tokens, TTL {1e3 * choice.ttl_s:.2f} ms "
+        f"({1e3 * choice.ttl_p95_s:.2f} ms during a prefill)",
+        f"{choice.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {choice.headroom_bytes / 1e9:.1f} GB free per GPU",
     ]
     if choice.draft_tokens:
         said.append(drafts_in_words(choice.draft_tokens, choice.accepted_tokens))
     if choice.rate_per_s is not None:
         said.insert(1, f"{choice.rate_per_s:.3g} requests/s")
     if choice.cost_per_million_tokens is not None:
-        said.append(f"{choice.cost_per_million_tokens:.2f} per million tokens at {plan.question.gpu_hour:g} a GPU hour")
+        cost = f"{choice.cost_per_million_tokens:.2f} per million tokens at {plan.question.gpu_hour:g} per GPU hour"
+        said.append(cost)
     return "; ".join(said)
 
 
 def headline(plan: Plan) -> str:
-    """Helix over the baseline, decodes alone: at the TTL that is asked for first, then where it gains most; empty where
-    one of them has nothing."""
+    """Helix's gain over the baseline in decode: first at the target TTL, then the largest one.
+
+    Empty if either of the two has no configuration.
+    """
     gain = plan.headline
     if gain is None:
         return ""
     largest = (
-        f"up to {gain.throughput:.1f}x tokens/s/GPU, at {gain.at_user_tokens_per_s:.0f} tokens/s/user, and "
-        f"{gain.interactivity:.2f}x tokens/s/user at best."
+        f"largest gain {gain.throughput:.1f}x tokens/s/GPU, at {gain.at_user_tokens_per_s:.0f} tokens/s/user; max "
+        f"tokens/s/user {gain.interactivity:.2f}x."
     )
-    return f"Helix over every other strategy, decodes alone: {_at_ttl(plan)}{largest}"
+    return f"Helix against the best other strategy, decode only: {_at_ttl(plan)}{largest}"
 
 
 def _at_ttl(plan: Plan) -> str:
@@ -330,12 +334,12 @@ def _at_ttl(plan: Plan) -> str:
         return ""
     at, ours, others = f"at {1e3 * ttl_s:g} ms", found.gpu_tokens_per_s, found.base_gpu_tokens_per_s
     if found.ratio is None:
-        return f"{at} {f'it alone, {ours:.2f} tokens/s/GPU' if ours else 'neither'}; "
-    return f"{at} {found.ratio:.2f}x tokens/s/GPU ({ours:.2f} for {others:.2f}); "
+        return f"{at} {f'only Helix, {ours:.2f} tokens/s/GPU' if ours else 'neither'}; "
+    return f"{at} {found.ratio:.2f}x tokens/s/GPU ({ours:.2f} against {others:.2f}); "
 
 
 def _thinned(found: list[_Row]) -> list[_Row]:
-    """At most _MOST_ROWS, the first and the last among them."""
+    """At most _MOST_ROWS of them, including the first and the last."""
     if len(found) <= _MOST_ROWS:
         return found
     return [found[round(position * (len(found) - 1) / (_MOST_ROWS - 1))] for position in range(_MOST_ROWS)]

@@ -1,4 +1,4 @@
-"""What a configuration gives those who use it: time to first token and from token to token, together."""
+"""Predict the service of configurations: TTFT, time between tokens, users and rate, all at the same time."""
 
 from dataclasses import dataclass, fields
 
@@ -14,25 +14,22 @@ from longhelix.plan.demand import Demand, Kind
 from longhelix.scheduler.work import NO_WORK, Work
 
 CHUNKS = tuple(2**power for power in range(5, 14))
-_LATE = 0.05  # the share of requests that may wait for longer: what is told of waits is their 95th percentile
-_MOST_BUSY = 0.95  # of a stage's time; with more, waits have no bound that a plan could keep
+_LATE = 0.05  # share of requests that may wait longer: reported waits are 95th percentiles
+_MOST_BUSY = 0.95  # max share of a stage's time for prefill; above it, waits grow without bound
 _HALVINGS = 40
-_NODES = 4  # chunks of a prompt that are costed; step times are nearly linear in between
+_NODES = 4  # chunks of a prompt to cost; step times are nearly linear in between
 
 
 @dataclass(frozen=True)
 class Service:
-    """Arrays of one shape, of one instance each. ttl_s: from token to token, the mean; ttl_p95_s: while a prompt's last
-    chunk, the longest step, runs beside; ttft_s: of the longest prompt, its 95th percentile where a demand says how
-    many come, and otherwise without a wait. users: that have a token at a time; rate_per_s: of requests, nan where no
-    demand says how long they last. replicas: instances that a demand's rate takes; 1 where there is none."""
+    """The service of one instance of each configuration; arrays of one shape."""
 
-    ttl_s: Array
-    ttl_p95_s: Array
-    ttft_s: Array
-    users: Array
-    rate_per_s: Array
-    replicas: Array
+    ttl_s: Array  # mean time between tokens
+    ttl_p95_s: Array  # the same in the longest step, with the last chunk of the longest prompt
+    ttft_s: Array  # of the longest prompt: 95th percentile with a demand, and without any wait otherwise
+    users: Array  # requests that decode at the same time
+    rate_per_s: Array  # requests per second; nan without a demand
+    replicas: Array  # instances that the demand's rate needs; 1 without a rate
 
     @property
     def tokens_per_s(self) -> Array:
@@ -44,13 +41,12 @@ class Service:
 
 @dataclass(frozen=True)
 class Use:
-    """What configurations are used for: requests of `context` tokens that have been there for ever, each prompt beside
-    them alone; or those of a demand. ttft_s: the most, which bounds how many may come."""
+    """The load on configurations: the requests of a demand, or requests that stay for ever and one prompt at a time."""
 
     setting: Setting
-    context: int
-    demand: Demand | None = None
-    ttft_s: float | None = None
+    context: int  # tokens of the longest request
+    demand: Demand | None = None  # None: requests stay for ever
+    ttft_s: float | None = None  # TTFT target, which limits the rate of requests; None: no target
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -58,7 +54,7 @@ class Use:
 
     @property
     def kv_tokens(self) -> float:
-        """Of a request that decodes."""
+        """Mean KV tokens of a decoding request."""
         return float(self.context) if self.demand is None else self.demand.kv_tokens
 
     @property
@@ -70,11 +66,11 @@ class Use:
         return max(kind.input_tokens for kind in self.kinds)
 
     def new_tokens(self, kind: Kind) -> float:
-        """Of a prompt, whose KV is not there before."""
+        """Tokens of a prompt that are not in the prefix cache."""
         return kind.input_tokens * (1 - self.prefix_hit)
 
     def memory(self, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Memory:
-        """On the fullest rank, with the tokens that `batch` requests hold at their ends, one of them a longest one."""
+        """Memory of the fullest rank when `batch` requests, one of them a longest one, are at their ends."""
         held = float(self.context) if self.demand is None else self.demand.held_tokens
         longest = float(self.context) if self.demand is None else float(self.demand.longest)
         context = held + (longest - held) / np.maximum(batch, 1.0)
@@ -84,16 +80,16 @@ class Use:
         return self.memory(layouts, batch, chunk).total_bytes
 
     def decodes(self, layouts: Layouts, batch: float | Array) -> Work:
-        """What one stage has of them at a time."""
+        """The decode work of one stage in one step."""
         return layouts.decode(np.ceil(batch / layouts.pp), self.kv_tokens)
 
     def token_seconds(self, layouts: Layouts, batch: Array) -> Array:
-        """From token to token where `batch` requests decode, and nothing else is done."""
+        """Time between tokens when `batch` requests decode and no prompt is computed, in seconds."""
         return token_seconds(self.setting, layouts, batch, self.kv_tokens)
 
 
 def mixed_seconds(use: Use, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
-    """From token to token in a step with the last chunk of the longest prompt beside `batch` requests that decode."""
+    """Time between tokens of `batch` requests in a step with the last chunk of the longest prompt, in seconds."""
     rows = np.minimum(chunk, use.longest_prompt * (1 - use.prefix_hit))
     last = layouts.chunk(rows, use.longest_prompt - rows)
     return cycle_seconds(use.setting, layouts, last + use.decodes(layouts, batch)) / use.setting.accepted_tokens
@@ -101,22 +97,26 @@ def mixed_seconds(use: Use, layouts: Layouts, batch: float | Array, chunk: float
 
 @dataclass(frozen=True)
 class Prompts:
-    """How one instance prefills, arrays of one shape. longest_s: from the longest prompt's first chunk to its first new
-    token; busy_s: of a stage, by a mean prompt; chunks: of a mean prompt; wait_s: E[busy^2] / (2 E[busy]), for which
-    one waits behind the prompt that is there."""
+    """Prefill times of one instance of each configuration; arrays of one shape."""
 
-    longest_s: Array
-    busy_s: Array
-    chunks: Array
-    wait_s: Array
+    longest_s: Array  # from the longest prompt's first chunk to its first new token
+    busy_s: Array  # time that a mean prompt occupies a stage
+    chunks: Array  # number of chunks of a mean prompt
+    wait_s: Array  # mean wait for the prompt in progress: E[busy^2] / (2 E[busy])
 
     def ttft_s(self, busy: Array) -> Array:
-        """Of the longest prompt, where prompts take a share `busy` of the time: its own, and what one of 20 waits for
-        longer than, P(wait > t) being busy exp(-t (1 - busy) / wait_s)."""
+        """95th percentile of the longest prompt's TTFT, in seconds.
+
+        It is the prompt's own time plus the 95th percentile of the wait, where P(wait > t) is
+        busy * exp(-t (1 - busy) / wait_s).
+
+        Args:
+            busy: share of the time that prompts take.
+        """
         return self.longest_s + self.wait_s / (1 - busy) * np.log(np.maximum(busy, _LATE) / _LATE)
 
     def most_busy(self, ttft_s: float | None, most: Array) -> Array:
-        """The largest share up to `most` that keeps the TTFT."""
+        """The largest share of time for prompts, up to `most`, that keeps the TTFT within `ttft_s`."""
         most = np.minimum(most, _MOST_BUSY)
         if ttft_s is None:
             return most
@@ -129,7 +129,12 @@ class Prompts:
 
 
 def prompts(use: Use, layouts: Layouts, chunk: Array, beside: Work = NO_WORK) -> Prompts:
-    """Of layouts with a chunk size each, of shape (n,), and the decodes `beside` every chunk."""
+    """Prefill times of layouts.
+
+    Args:
+        chunk: chunk size of each layout, in tokens, (n,).
+        beside: decode work in every step with a chunk.
+    """
     found = [
         prefill(
             use.setting,
@@ -149,10 +154,10 @@ def prompts(use: Use, layouts: Layouts, chunk: Array, beside: Work = NO_WORK) ->
 
 
 def service(use: Use, layouts: Layouts, batch: Array, chunk: Array) -> Service:
-    """Of layouts, each with a batch and a chunk size: all of shape (n,).
+    """The service of layouts, each with a batch and a chunk size, (n,).
 
-    Prompts are taken one by one as they come (M/G/1), for a share of the time in which every step has a chunk. With a
-    demand's rate there are as many instances as it takes, and each has its part of it.
+    Prompts are computed one at a time in the order of arrival (M/G/1). During that share of the time, every step has a
+    chunk. A demand with a rate gets as many instances as it needs, with an equal part of the rate each.
     """
     decodes = use.decodes(layouts, batch)
     alone_s, mixed_s = use.token_seconds(layouts, batch), mixed_seconds(use, layouts, batch, chunk)
@@ -162,12 +167,12 @@ def service(use: Use, layouts: Layouts, batch: Array, chunk: Array) -> Service:
         return Service(alone_s, mixed_s, found.longest_s, batch + layouts.zeros, unknown, layouts.ones)
     beside_s = layouts.pp * found.busy_s / found.chunks / use.setting.accepted_tokens
     output_tokens = use.demand.output_tokens
-    # With all users there: each needs `output_tokens` tokens, of which prompts slow down some.
+    # At full load, each user decodes `output_tokens` tokens, some of them in slower steps with a chunk.
     needed = batch * found.busy_s / output_tokens
     busy = found.most_busy(use.ttft_s, needed / alone_s / (1 + needed * (1 / alone_s - 1 / beside_s)))
     replicas = layouts.ones
     if use.demand.rate_per_s is not None:
-        # Of what is late already where none waits, one instance, and nothing comes.
+        # If the TTFT is too long even without a wait, one instance with rate 0.
         replicas = np.maximum(np.ceil(use.demand.rate_per_s * found.busy_s / np.where(busy > 0, busy, np.inf)), 1.0)
         busy = np.minimum(use.demand.rate_per_s * found.busy_s / replicas, busy)
     ttl_s = 1 / ((1 - busy) / alone_s + busy / beside_s)

@@ -1,4 +1,4 @@
-"""SGLang: its decode context parallelism stripes latents within the tensor parallel group, which shares the FFN."""
+"""SGLang commands. Decode context parallelism stripes latents within the tensor parallel group; it shares the FFN."""
 
 from collections.abc import Iterator
 
@@ -55,7 +55,7 @@ OPTIONS = Options(
     )
 )
 
-# float16 and float32 have no words of their own: they are those of activations.
+# float16 and float32 have no names of their own: "auto" is the format of activations.
 _KV_WORDS = {
     "float32": "auto",
     "float16": "auto",
@@ -64,12 +64,12 @@ _KV_WORDS = {
     "fp4": "nvfp4",
     "nvfp4": "nvfp4",
 }
-# Families for which the help of --enable-dp-attention says that it is there: DeepSeek-V2, Qwen 2 and 3 with experts.
+# Families that the help of --enable-dp-attention lists: DeepSeek-V2, Qwen 2 and 3 with experts.
 _DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "qwen2_moe", "qwen3_moe")
 
 
 def command(deployment: Deployment, model_name: str) -> PeerCommand:
-    """`python3 -m sglang.launch_server`, or why it cannot."""
+    """The `python3 -m sglang.launch_server` command, or why SGLang cannot run the deployment."""
     cannot = tuple(_cannot(deployment))
     if cannot:
         return PeerCommand(NAME, cannot=cannot)
@@ -102,7 +102,7 @@ def _settings(deployment: Deployment, model_name: str) -> dict[str, Setting]:
         "--quantization": "fp8" if deployment.weight_dtype == "fp8" and deployment.expert_dtype is None else None,
         "--kv-cache-dtype": _KV_WORDS[deployment.kv_dtype],
         "--context-length": deployment.context,
-        # Both are of all groups together, which share them evenly (python/sglang/srt/arg_groups/hooks/parallel_hook.py
+        # Both count all groups together, which share them evenly (python/sglang/srt/arg_groups/hooks/parallel_hook.py
         # at 008b79d2358b, and the scheduler's max_running_requests // dp_size).
         "--chunked-prefill-size": None if chunk_tokens is None else chunk_tokens * groups,
         "--max-running-requests": deployment.users_of_a_group * groups,
@@ -113,8 +113,8 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
     model, degrees = deployment.model, deployment.degrees
     if deployment.tied:
         yield (
-            "KVP ranks with a copy of the FFN each: decode context parallel ranks are ranks of the tensor parallel "
-            f"group, all of which share one FFN ({_DCP})"
+            "KVP ranks with a copy of the FFN each: decode context parallel ranks belong to the tensor parallel group, "
+            f"and the whole group shares one FFN ({_DCP})"
         )
     if deployment.grouped and model.architecture not in _DATA_PARALLEL_ATTENTION:
         yield (
@@ -129,7 +129,7 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
         yield from _cannot_share_kv(deployment)
     yield from mixed_formats(deployment)
     if deployment.kv_dtype not in _KV_WORDS:
-        yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype has no word for it ({_MODEL})"
+        yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype does not offer it ({_MODEL})"
 
 
 def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
@@ -137,23 +137,23 @@ def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
     model, degrees = deployment.model, deployment.degrees
     if model.mla is None:
         yield (
-            f"decode context parallelism of {model.architecture}: it stripes the latents of latent attention, and the "
-            f"KV heads of Qwen3.5's models alone ({_DCP}, pull request 25090)"
+            f"decode context parallelism of {model.architecture}: it stripes the latents of latent attention, and KV "
+            f"heads only for Qwen3.5's models ({_DCP}, pull request 25090)"
         )
     if model.indexer is not None:
         yield (
-            f"decode context parallelism of {model.architecture}, whose indexer chooses what attention reads: pull "
-            "request 39330, which would add it, is open"
+            f"decode context parallelism of {model.architecture} with its indexer: pull request 39330, which would add "
+            "it, is open"
         )
     if degrees.pp > 1:
         yield (
             f"decode context parallel size {deployment.kvp} in {degrees.pp} pipeline stages: no document or test of "
-            f"the engine has both ({_DCP})"
+            f"the engine mentions both together ({_DCP})"
         )
     if deployment.kv_dtype in ("fp4", "nvfp4"):
         yield (
-            "a KV cache in nvfp4 with decode context parallelism: no document of the engine has both, and pull request "
-            "32795 would refuse them"
+            "a KV cache in nvfp4 with decode context parallelism: no document of the engine mentions both together, "
+            "and pull request 32795 would refuse them"
         )
 
 
@@ -163,14 +163,14 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from overlap_notes(deployment)
     yield from draft_notes(deployment)
     if deployment.sharded:
-        yield f"on GPUs before Blackwell it was tested with --attention-backend flashinfer ({_DCP})"
+        yield f"on GPUs before Blackwell, SGLang tested this with --attention-backend flashinfer ({_DCP})"
     if deployment.sharded and deployment.grouped:
         yield (
-            f"decode context parallelism beside data parallel attention: its document says that they complement each "
-            f"other ({_DCP}), and names no test of both"
+            f"decode context parallelism with data parallel attention: its document says that they complement each "
+            f"other ({_DCP}), but names no test of both together"
         )
     if deployment.degrees.world_size > GPUS_OF_A_SERVER:
         yield (
-            f"{deployment.degrees.world_size} GPUs on several servers: give the command on each of them, with "
-            f"--nnodes, --node-rank and --dist-init-addr ({_PARALLEL})"
+            f"{deployment.degrees.world_size} GPUs on several servers: run the command on each server with --nnodes, "
+            f"--node-rank and --dist-init-addr ({_PARALLEL})"
         )

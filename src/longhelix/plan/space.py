@@ -1,4 +1,4 @@
-"""The layouts that a plan chooses from: every factorisation of every number of GPUs, under every strategy."""
+"""The layouts that a plan chooses from: all factorisations of all numbers of GPUs, for all strategies."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from longhelix.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to lay out one stage; `title` is what users read."""
+    """A way to lay out one stage."""
 
-    name: str
-    title: str
+    name: str  # in JSON
+    title: str  # for users
 
 
 STRATEGIES = (
@@ -33,20 +33,21 @@ _Degrees = tuple[int, int, int, int, int, int]  # dp, kvp, tpa, tpf, ep, ffn_rep
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts, and the index in STRATEGIES of each one's strategy."""
+    """Layouts, each with its strategy."""
 
     layouts: Layouts
-    strategy: np.ndarray[tuple[int], np.dtype[np.intp]]
+    strategy: np.ndarray[tuple[int], np.dtype[np.intp]]  # index in STRATEGIES of each layout
 
     def __len__(self) -> int:
         return len(self.layouts)
 
 
 def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Space:
-    """Every layout of up to `max_gpus` GPUs, stages included, that the model's heads and experts allow.
+    """All layouts with up to `max_gpus` GPUs over all stages that the model's heads and experts allow.
 
-    node_gpus: of servers with so many GPUs the shapes that clusters have and engines take: powers of two or whole
-    servers, and degrees that divide what they cut. None: any shape.
+    Args:
+        node_gpus: GPUs per server. Limits layouts to powers of two or whole servers, and to degrees that divide heads,
+            columns and experts evenly. None allows any shape.
     """
     rows = [
         (*degrees, pp, name in OVERLAPPED, index)
@@ -70,7 +71,7 @@ def _is_whole(number: int, node_gpus: int | None) -> bool:
 
 
 def _divides(model: ModelSpec, degrees: _Degrees) -> bool:
-    """Whether every rank has as many heads, columns and experts as the others."""
+    """Whether heads, columns and experts divide evenly over the ranks."""
     _, _, tpa, tpf, ep, _ = degrees
     even_heads = model.num_kv_heads % tpa == 0 or tpa % model.num_kv_heads == 0
     sizes = [(model.num_query_heads, tpa)]
@@ -86,7 +87,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """TPF x EP: a dense FFN has one expert."""
+    """All pairs (TPF, EP). A dense FFN counts as one expert."""
     num_experts = model.moe.num_experts if model.moe else 1
     for ep in _divisors(num_ranks):
         if ep <= num_experts:
@@ -94,7 +95,7 @@ def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """Several KVP ranks or groups x TPA, and no KV head twice."""
+    """All pairs (KVP ranks or groups, TPA) with at least two of the former and no KV head on two TPA ranks."""
     for tpa in _divisors(num_ranks):
         if tpa <= model.num_kv_heads and tpa < num_ranks:
             yield num_ranks // tpa, tpa
@@ -129,7 +130,7 @@ def _helix(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
 
 
 def _helix_dp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
-    """Groups with requests of their own, each of several KVP ranks."""
+    """Several groups with their own requests, each with several KVP ranks."""
     for dp in _divisors(num_ranks)[1:]:
         for kvp, tpa in _attention_grids(model, num_ranks // dp):
             for tpf, ep in _ffn_grids(model, num_ranks):

@@ -1,4 +1,4 @@
-"""Decode costs of every layout at every batch size that its memory holds, in blocks that a cache holds."""
+"""Cost decoding for all layouts and all batch sizes that fit in memory, in blocks that fit in the CPU's cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -14,18 +14,18 @@ from longhelix.plan.space import Space
 
 _BLOCK = 16384
 MOST_BATCH = 65536
-DecodeSeconds = Callable[[Setting, Layouts, Array, float], Array]  # of a setting, layouts, batches and a context
+DecodeSeconds = Callable[[Setting, Layouts, Array, float], Array]  # arguments: setting, layouts, batches, context
 
 
 @dataclass(frozen=True)
 class Points:
-    """Configurations that fit, arrays (n,): which layout of the space, requests of the whole world, what they give."""
+    """Configurations that fit in memory, arrays (n,)."""
 
-    layout: NDArray[np.intp]
-    batch: Array
+    layout: NDArray[np.intp]  # index in the space
+    batch: Array  # requests on all GPUs together
     gpus: Array
     ttl_s: Array
-    memory_bytes: Array
+    memory_bytes: Array  # on the fullest GPU
 
     @property
     def user_tokens_per_s(self) -> Array:
@@ -44,25 +44,25 @@ class Points:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All that fits; `configurations` counts what was looked at.
-
-    `short_bytes`: what each layout lacks for one request.
-    """
+    """The result of a sweep."""
 
     space: Space
-    points: Points
-    configurations: int
-    short_bytes: Array
+    points: Points  # all configurations that fit
+    configurations: int  # how many were looked at
+    short_bytes: Array  # memory that each layout of the space lacks for one request; 0 if it fits
 
 
 def units(layouts: Layouts) -> Array:
-    """Requests of which every stage, and every group that has requests of its own, has one. Others take as long as the
-    next multiple of them; where groups have their own, the attention does, and the FFN a little less."""
+    """The number of requests that gives one to every stage and every group with its own requests.
+
+    A batch takes about as long as the next multiple of this: exactly for stages, while for groups the attention does
+    and the FFN takes slightly less.
+    """
     return layouts.pp * layouts.dp
 
 
 def batches(most: int = MOST_BATCH) -> Array:
-    """Numbers of requests: every one up to 32, then in steps of a sixteenth."""
+    """Batch sizes up to `most`: all up to 32, then in steps of 1/16."""
     sizes = list(range(1, 33))
     while sizes[-1] < most:
         sizes.append(sizes[-1] + sizes[-1] // 16)
@@ -72,19 +72,27 @@ def batches(most: int = MOST_BATCH) -> Array:
 def sweep(
     setting: Setting, space: Space, context: float, batch_sizes: Array, seconds: DecodeSeconds = token_seconds
 ) -> Sweep:
-    """Cost every layout at every one of those batch sizes that its memory holds, of requests of `context` tokens;
-    `seconds`: what a step takes."""
+    """Cost all layouts at all batch sizes that fit in memory.
+
+    Args:
+        context: tokens of each request.
+        batch_sizes: requests on all GPUs together.
+        seconds: the time of a decoded token.
+    """
     return _sweep(Use(setting, int(context)), space, batch_sizes, space.layouts.ones, [], seconds)
 
 
 def unit_sweep(use: Use, space: Space, batch_sizes: Array) -> Sweep:
-    """Cost every layout at what `units` says times each of those sizes, where its memory holds them."""
+    """Cost all layouts at `units` times each of the sizes, if they fit in memory."""
     return _sweep(use, space, batch_sizes, units(space.layouts), [])
 
 
 def full_sweep(use: Use, space: Space, budgets_s: Sequence[float]) -> Sweep:
-    """Cost every layout at the batch sizes that matter: what `units` says times each of `batches`, the most that its
-    memory holds, and the most that keep each of these TTLs."""
+    """Cost all layouts at all batch sizes that matter.
+
+    These are `units` times each of `batches`, the largest batch that fits in memory, and the largest one within each
+    TTL of `budgets_s`.
+    """
     return _sweep(use, space, batches(), units(space.layouts), [np.inf, *budgets_s])
 
 
@@ -104,19 +112,19 @@ def _sweep(
 
 
 def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
-    """Layouts in runs that with all batch sizes make about _BLOCK configurations."""
+    """Indices of layouts, in blocks of about _BLOCK configurations each."""
     return np.array_split(np.arange(num_layouts), max(1, num_layouts * num_sizes // _BLOCK))
 
 
 def _block(
     use: Use, layouts: Layouts, index: NDArray[np.intp], sizes: Array, units: Array, seconds: DecodeSeconds
 ) -> Points:
-    """What fits of some layouts (down) with all batch sizes (across)."""
+    """The configurations that fit, of some layouts (rows) with all batch sizes (columns)."""
     block = layouts.take(index).as_column()
     sizes = np.multiply.outer(units[index], sizes)
     needed = use.memory_bytes(block, sizes, 0.0)
     fits = needed <= use.setting.capacity_bytes(block)
-    # Batches that no layout of the block holds cost nothing to leave out: memory grows with the batch.
+    # Memory grows with the batch, so the columns that fit in no layout are the last ones.
     held = int(fits.any(axis=0).sum())
     ttl_s = seconds(use.setting, block, sizes[:, :held], use.kv_tokens)
     rows, columns = np.nonzero(fits[:, :held])
@@ -126,8 +134,10 @@ def _block(
 
 
 def _fullest(use: Use, layouts: Layouts, budget_s: float) -> Points:
-    """Each layout with the most requests that its memory holds and that keep the TTL, and with the most that are whole
-    units; without those that keep none."""
+    """Each layout with the largest batch that fits in memory and within the TTL, and with the largest in whole units.
+
+    Leaves out layouts that serve no request.
+    """
 
     def keeps(batch: Array) -> Mask:
         kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
@@ -145,7 +155,11 @@ def _fullest(use: Use, layouts: Layouts, budget_s: float) -> Points:
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:
-    """The largest whole numbers up to `most` for which, and for all smaller ones, `keeps` holds; 0 where none is."""
+    """The largest whole numbers up to `most` for which `keeps` holds, by bisection; 0 if it never holds.
+
+    Args:
+        keeps: if it holds for a number, it must hold for all smaller ones.
+    """
     least = np.zeros_like(most)
     while (least < most).any():
         half = np.ceil((least + most) / 2)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM: Helix by its own name, in generation servers whose prompts other servers compute."""
+"""TensorRT-LLM commands. It calls KVP Helix, and runs it in generation servers; context servers compute prompts."""
 
 from collections.abc import Iterator
 
@@ -72,7 +72,7 @@ _BLOCK_TOKENS = 32
 
 
 def command(deployment: Deployment, model_name: str) -> PeerCommand:
-    """`trtllm-serve` and the file CONFIG_FILE beside it, or why it cannot."""
+    """The `trtllm-serve` command with its CONFIG_FILE, or why TensorRT-LLM cannot run the deployment."""
     cannot = tuple(_cannot(deployment))
     if cannot:
         return PeerCommand(NAME, cannot=cannot)
@@ -93,11 +93,11 @@ def command(deployment: Deployment, model_name: str) -> PeerCommand:
 def _settings(deployment: Deployment) -> dict[str, Setting]:
     degrees, sharded = deployment.degrees, deployment.sharded
     experts = deployment.model.moe is not None
-    # Prompts of generation servers are computed elsewhere, and in chunks there.
+    # Generation servers do not compute prompts: context servers do, in chunks.
     chunk_tokens = None if sharded else deployment.chunk_tokens
     users = deployment.users_of_a_group
     return {
-        # With enable_attention_dp tensor parallel ranks are the groups.
+        # With enable_attention_dp, each tensor parallel rank is a group.
         "tensor_parallel_size": degrees.num_ranks // deployment.kvp,
         "pipeline_parallel_size": degrees.pp if degrees.pp > 1 else None,
         "context_parallel_size": deployment.kvp if sharded else None,
@@ -122,7 +122,7 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
 def _cannot(deployment: Deployment) -> Iterator[str]:
     model, degrees = deployment.model, deployment.degrees
     if model.architecture not in _FAMILIES:
-        yield f"{model.architecture}: not among the models of its PyTorch backend ({_MODELS})"
+        yield f"{model.architecture}: its PyTorch backend does not list this model family ({_MODELS})"
     if deployment.tied:
         yield (
             "KVP ranks with a copy of the FFN each: context parallel ranks become tensor parallel ranks of one FFN "
@@ -134,15 +134,14 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
         yield from uneven_heads(deployment, degrees.tpa, "tensor_parallel_size")
         if model.num_query_heads % degrees.num_ranks:
             yield (
-                f"tensor_parallel_size x context_parallel_size {degrees.num_ranks} has to divide the "
-                f"{model.num_query_heads} query heads (tensor_parallel_size x context_parallel_size ranks exchange "
-                "them)"
+                f"tensor_parallel_size x context_parallel_size {degrees.num_ranks} must divide the "
+                f"{model.num_query_heads} query heads, which all these ranks exchange"
             )
         yield from uneven_ffn(deployment, degrees.num_ranks, "tensor_parallel_size x context_parallel_size")
     yield from uneven_experts(deployment, "moe_tensor_parallel_size", "moe_expert_parallel_size")
     if deployment.sharded and model.architecture not in _HELIX_FAMILIES:
         yield (
-            f"Helix of {model.architecture}: DeepSeek-V3, Kimi-K2 and dense Qwen3 alone have it ({_HELIX}; "
+            f"Helix of {model.architecture}: only DeepSeek-V3, Kimi-K2 and dense Qwen3 have it ({_HELIX}; "
             f"{_HELIX_MODELS})"
         )
     yield from mixed_formats(deployment)
@@ -150,8 +149,7 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 
 
 def _cannot_be_grouped(deployment: Deployment) -> Iterator[str]:
-    """Limits of data parallel attention, whose groups are one tensor parallel rank each, or the context parallel ranks
-    of one."""
+    """Limits of data parallel attention. Each group is one tensor parallel rank with its context parallel ranks."""
     if deployment.degrees.tpa > 1:
         yield (
             f"data parallel attention over groups of {deployment.degrees.tpa} GPUs that share heads: "
@@ -159,29 +157,29 @@ def _cannot_be_grouped(deployment: Deployment) -> Iterator[str]:
         )
     if deployment.model.num_query_heads % deployment.kvp:
         yield (
-            f"context_parallel_size {deployment.kvp} has to divide the {deployment.model.num_query_heads} query heads "
-            f"(the ranks exchange them)"
+            f"context_parallel_size {deployment.kvp} must divide the {deployment.model.num_query_heads} query heads, "
+            f"which these ranks exchange"
         )
     if deployment.model.moe is None:
         yield (
-            "a dense FFN over data parallel ranks: with enable_attention_dp each of these has a whole one "
+            "a dense FFN over data parallel ranks: with enable_attention_dp each of them has a whole FFN "
             "(tensorrt_llm/_torch/models/modeling_qwen3.py at 5dedf53b14d9)"
         )
 
 
 def _cannot_keep(deployment: Deployment) -> Iterator[str]:
-    """Number formats that it has not."""
+    """Number formats that it lacks."""
     latent = deployment.model.mla is not None
     if deployment.weight_dtype in ("int8", "w8a8"):
-        yield f"weights in {deployment.weight_dtype}: its formats of weights have no INT8 ({_QUANTISATION})"
+        yield f"weights in {deployment.weight_dtype}: its weight formats do not include INT8 ({_QUANTISATION})"
     if deployment.weight_dtype == "int4" and latent:
-        yield f"weights in int4 with latent attention: its table of models has none ({_QUANTISATION})"
+        yield f"weights in int4 with latent attention: its table of models has no such model ({_QUANTISATION})"
     if deployment.kv_dtype not in _KV_WORDS:
-        yield f"a KV cache in {deployment.kv_dtype}: kv_cache_config.dtype has no word for it ({_ARGUMENTS})"
+        yield f"a KV cache in {deployment.kv_dtype}: kv_cache_config.dtype does not offer it ({_ARGUMENTS})"
     if deployment.kv_dtype in ("fp4", "nvfp4") and latent:
-        yield f"a KV cache in nvfp4 with latent attention: no document of the engine has both ({_QUANTISATION})"
+        yield f"a KV cache in nvfp4 with latent attention: no document of the engine mentions both ({_QUANTISATION})"
     elif deployment.kv_dtype in ("fp4", "nvfp4") and deployment.sharded:
-        yield f"a KV cache in nvfp4 with Helix: no document of the engine has both ({_HELIX})"
+        yield f"a KV cache in nvfp4 with Helix: no document of the engine mentions both ({_HELIX})"
 
 
 def _notes(deployment: Deployment) -> Iterator[str]:
@@ -192,17 +190,17 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from draft_notes(deployment)
     if deployment.sharded:
         yield (
-            "a generation server, on Blackwell GPUs: a context server, which takes the chunks of prompts, and "
-            f"`trtllm-serve disaggregated` before both complete it ({_HELIX}; {_DISAGGREGATED})"
+            "this is a generation server for Blackwell GPUs: it also needs a context server, which computes prompts, "
+            f"and `trtllm-serve disaggregated` in front of both ({_HELIX}; {_DISAGGREGATED})"
         )
     if deployment.grouped and deployment.sharded:
-        yield f"Helix in groups of data parallel attention came with {_HELIX_GROUPS}"
+        yield f"Helix in groups of data parallel attention needs a version with {_HELIX_GROUPS}"
     if deployment.grouped:
         yield "assumed: max_batch_size counts requests of one data parallel rank"
         if model.num_dense_layers or (model.moe is not None and model.moe.shared_size):
-            yield "FFNs without experts and shared experts lie whole on every GPU, and not over all ranks"
+            yield "dense FFNs and shared experts are copied to every GPU, not shared over all ranks"
     if ranks > GPUS_OF_A_SERVER:
         yield (
-            f"{ranks} GPUs on several servers: start it as its example `Run trtllm-serve with pytorch backend on Slurm`"
-            " does"
+            f"{ranks} GPUs on several servers: start it like the example `Run trtllm-serve with pytorch backend on "
+            "Slurm`"
         )

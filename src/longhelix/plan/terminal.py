@@ -1,4 +1,4 @@
-"""Frontiers in a terminal: one mark for each strategy, on logarithmic axes."""
+"""Draw frontiers in a terminal: one mark per strategy, on logarithmic axes."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _MARGIN = 8
 
 
 class _Axis:
-    """A logarithmic axis over some cells."""
+    """A logarithmic axis over a number of character cells."""
 
     def __init__(self, numbers: Array, cells: int) -> None:
         self._least = math.log10(numbers.min())
@@ -32,11 +32,11 @@ class _Axis:
         self._cells = cells
 
     def cell(self, number: float) -> int:
-        """Below 0, or the number of cells and more, outside."""
+        """The cell of a number; numbers outside the axis give a cell below 0 or past the last one."""
         return round((math.log10(number) - self._least) / self._span * (self._cells - 1))
 
     def ticks(self) -> dict[int, str]:
-        """Round numbers that lie on the axis, by cell."""
+        """Labels of the round numbers on the axis, by cell."""
         first, last = math.floor(self._least), math.ceil(self._least + self._span)
         leading = (1, 2, 5) if self._span > 1 else range(1, 10)
         numbers = [times * 10.0**power for power in range(first, last + 1) for times in leading]
@@ -44,9 +44,13 @@ class _Axis:
 
 
 def draw_frontier(series: Series, *, ttl_s: float | None = None, width: int = 100, height: int = 25) -> Text:
-    """Tokens/s/GPU over tokens/s/user, and a TTL target in seconds, in `width` times `height` characters.
+    """Draw tokens/s/GPU against tokens/s/user in `width` x `height` characters.
 
-    Where strategies meet, the last one's mark is seen.
+    Where lines cross, the mark of the later strategy wins.
+
+    Args:
+        series: the frontier of each strategy, by title.
+        ttl_s: TTL target in seconds, drawn as a vertical line; None for no line.
     """
     drawn = {label: points for label, points in series.items() if len(points[0])}
     if not drawn:
@@ -61,7 +65,7 @@ def draw_frontier(series: Series, *, ttl_s: float | None = None, width: int = 10
     for label, (user, gpu) in drawn.items():
         for x, y in _joined([x_axis.cell(each) for each in user], [y_axis.cell(each) for each in gpu]):
             cells[y, x] = marks[label]
-    text = Text("tokens/s per GPU, over tokens/s per user\n", no_wrap=True)
+    text = Text("tokens/s per GPU against tokens/s per user\n", no_wrap=True)
     ticks = y_axis.ticks()
     for row in reversed(range(rows)):
         text.append(f"{ticks.get(row, ''):>{_MARGIN}}{'┤' if row in ticks else '│'}", "dim")
@@ -76,7 +80,7 @@ def draw_frontier(series: Series, *, ttl_s: float | None = None, width: int = 10
 
 
 def _joined(xs: list[int], ys: list[int]) -> Iterator[tuple[int, int]]:
-    """Cells of a line through all points."""
+    """The cells (x, y) of a line through all points."""
     yield xs[0], ys[0]
     for x, y, next_x, next_y in zip(xs, ys, xs[1:], ys[1:], strict=False):
         steps = max(abs(next_x - x), abs(next_y - y))
@@ -85,7 +89,7 @@ def _joined(xs: list[int], ys: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _bottom(axis: _Axis, columns: int) -> str:
-    """The line below, and its numbers, each of which begins under its tick where there is room."""
+    """The x axis and its labels. A label starts below its tick, or further left if it would not fit."""
     line, numbers = ["─"] * columns, [" "] * columns
     for cell, number in axis.ticks().items():
         start = min(cell, columns - len(number))

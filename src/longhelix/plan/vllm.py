@@ -1,4 +1,4 @@
-"""vLLM: its decode context parallelism takes KVP ranks out of the tensor parallel group, which shares the whole FFN."""
+"""vLLM commands. Decode context parallel (KVP) ranks are part of the tensor parallel group, which shares the FFN."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ _CONTEXT_PARALLEL = "docs/serving/context_parallel_deployment.md at 020505c2af90
 _FP8 = "docs/features/quantization/fp8.md at 024460769793"
 _ENVIRONMENT = "vllm/envs.py at f218f9c24d22"
 
-# On the command line fields of its configs have dashes: docs/configuration/engine_args.md at 124053c51d33.
+# On the command line, the fields of its configs have dashes: docs/configuration/engine_args.md at 124053c51d33.
 OPTIONS = Options(
     (
         Option("--tensor-parallel-size", COUNT, _PARALLEL),
@@ -58,7 +58,7 @@ OPTIONS = Options(
     )
 )
 
-# float32 has no word of its own: it is that of activations.
+# float32 has no name of its own: "auto" is the format of activations.
 _KV_WORDS = {
     "float32": "auto",
     "bfloat16": "bfloat16",
@@ -73,7 +73,7 @@ _FEWEST_BATCHED_TOKENS = 2048  # its default, which may not be below max-num-seq
 
 
 def command(deployment: Deployment, model_name: str) -> PeerCommand:
-    """`vllm serve`, or why it cannot."""
+    """The `vllm serve` command, or why vLLM cannot run the deployment."""
     cannot = tuple(_cannot(deployment))
     if cannot:
         return PeerCommand(NAME, cannot=cannot)
@@ -117,12 +117,12 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
     degrees, tensor_parallel = deployment.degrees, deployment.group_ranks
     if deployment.tied:
         yield (
-            "KVP ranks with a copy of the FFN each: decode context parallel ranks are ranks of the tensor parallel "
-            f"group, all of which share one FFN ({_PARALLEL})"
+            "KVP ranks with a copy of the FFN each: decode context parallel ranks belong to the tensor parallel group, "
+            f"and the whole group shares one FFN ({_PARALLEL})"
         )
     if deployment.grouped and deployment.model.moe is None:
         yield (
-            "a dense FFN over data parallel ranks: each of these has one of its own, and only experts are shared "
+            "a dense FFN over data parallel ranks: each of them has its own FFN, and only experts are shared "
             f"({_DATA_PARALLEL})"
         )
     if degrees.ep not in (1, degrees.num_ranks):
@@ -141,53 +141,52 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 
 
 def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[str]:
-    """Limits of decode context parallelism; latent attention has none of them."""
+    """Limits of decode context parallelism. Latent attention has no limit on heads."""
     model, kvp, heads = deployment.model, deployment.kvp, deployment.heads
     if model.sliding_window is not None:
         yield (
-            "decode context parallelism of a model with a sliding window: no document has it, and pull request 47181, "
-            "which would add it, was closed"
+            "decode context parallelism of a model with a sliding window: no document mentions it, and pull request "
+            "47181, which would add it, was closed"
         )
     if model.linear is not None:
         yield (
-            f"decode context parallelism of {model.architecture}: caches with states of linear attention beside KV are "
-            "refused with it (vLLM 0.20.2, by pull request 299 of flagos-ai/vllm-plugin-FL)"
+            f"decode context parallelism of {model.architecture}: vLLM refuses it for caches with states of linear "
+            "attention (vLLM 0.20.2, according to pull request 299 of flagos-ai/vllm-plugin-FL)"
         )
     if model.mla is not None:
         return
     most = tensor_parallel // heads.num_kv_heads
     if tensor_parallel <= heads.num_kv_heads or kvp > most:
         yield (
-            f"decode context parallel size {kvp} with tensor parallel size {tensor_parallel}: at most {most}, tensor "
-            f"parallel size over the {heads.num_kv_heads} KV heads, rounded down, and these have to be fewer than "
-            f"tensor parallel ranks ({_MODEL})"
+            f"decode context parallel size {kvp} with tensor parallel size {tensor_parallel}: at most {most} is "
+            f"allowed (tensor parallel size / {heads.num_kv_heads} KV heads, rounded down), and the tensor parallel "
+            f"size must exceed the number of KV heads ({_MODEL})"
         )
     elif heads.group_size % kvp:
         yield (
-            f"decode context parallel size {kvp} has to divide the {heads.group_size} query heads of a KV head "
-            f"({_MODEL})"
+            f"decode context parallel size {kvp} must divide the {heads.group_size} query heads per KV head ({_MODEL})"
         )
 
 
 def _cannot_keep(deployment: Deployment) -> Iterator[str]:
-    """Formats that only kernels without latent attention or decode context parallelism take."""
+    """KV and activation formats that the kernels lack, in general or with latent attention or KVP."""
     if deployment.kv_dtype not in _KV_WORDS:
-        yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype has no word for it ({_CACHE})"
+        yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype does not offer it ({_CACHE})"
     lacking = [
         *(["latent attention"] if deployment.model.mla is not None else []),
         *(["decode context parallelism"] if deployment.sharded else []),
     ]
     if not lacking:
         return
-    without = f"has no {' and no '.join(lacking)} (docs/design/attention_backends.md at 001394336840)"
+    without = f"lacks {' and '.join(lacking)} (docs/design/attention_backends.md at 001394336840)"
     if activation_dtype(deployment) == "float32":
-        yield f"attention in float32: TRITON_ATTN and FLEX_ATTENTION alone take it, which {without}"
+        yield f"attention in float32: only TRITON_ATTN and FLEX_ATTENTION support it, which {without}"
     if deployment.kv_dtype in ("int8", "int4"):
-        yield f"a KV cache in {_KV_WORDS[deployment.kv_dtype]}: TRITON_ATTN alone takes it, which {without}"
+        yield f"a KV cache in {_KV_WORDS[deployment.kv_dtype]}: only TRITON_ATTN supports it, which {without}"
     if deployment.kv_dtype in ("fp4", "nvfp4"):
         yield (
-            f"a KV cache in nvfp4: FlashInfer's TRTLLM kernels alone take it, which are not used for "
-            f"{' nor for '.join(lacking)} (vllm/config/vllm.py, pull request 40177)"
+            f"a KV cache in nvfp4: only FlashInfer's TRTLLM kernels support it, and vLLM does not use them for "
+            f"{' or '.join(lacking)} (vllm/config/vllm.py, pull request 40177)"
         )
 
 
@@ -200,20 +199,20 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     moe = deployment.model.moe
     if deployment.grouped and deployment.sharded:
         yield (
-            "assumed: each data parallel rank has decode context parallel ranks of its own, as they are ranks of its "
-            f"tensor parallel group ({_CONTEXT_PARALLEL}); no document of the engine has both"
+            "assumed: each data parallel rank has its own decode context parallel ranks, because these belong to its "
+            f"tensor parallel group ({_CONTEXT_PARALLEL}); no document of the engine mentions both together"
         )
     if deployment.grouped and moe is not None and (moe.shared_size or moe.num_dense_layers):
-        yield "FFNs without experts and shared experts lie once in each data parallel rank, and not over all ranks"
+        yield "dense FFNs and shared experts are copied to each data parallel rank, not shared over all ranks"
     if degrees.world_size > GPUS_OF_A_SERVER:
         yield _servers_note(deployment)
 
 
 def _servers_note(deployment: Deployment) -> str:
-    gpus = f"{deployment.degrees.world_size} GPUs on several servers: give the command on each of them"
+    gpus = f"{deployment.degrees.world_size} GPUs on several servers: run the command on each server"
     if deployment.grouped:
         return (
-            f"{gpus}, with --data-parallel-size-local, --data-parallel-address, and on all but the first "
-            f"--data-parallel-start-rank and --headless ({_DATA_PARALLEL})"
+            f"{gpus} with --data-parallel-size-local and --data-parallel-address, and on all but the first server also "
+            f"with --data-parallel-start-rank and --headless ({_DATA_PARALLEL})"
         )
-    return f"{gpus}, with --nnodes, --node-rank and --master-addr ({_PARALLEL})"
+    return f"{gpus} with --nnodes, --node-rank and --master-addr ({_PARALLEL})"

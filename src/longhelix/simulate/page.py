@@ -1,4 +1,4 @@
-"""The page of a simulation: one HTML file that needs nothing else, with a line for each run."""
+"""The page of a simulation: one self-contained HTML file with one line per run in each plot."""
 
 import json
 from collections.abc import Sequence
@@ -16,12 +16,20 @@ _POINTS = 200
 
 
 def write_page(path: Path, runs: Sequence[VariantResult], title: str, about: str) -> None:
-    """Raises UserError where plotly is missing, and where `path` cannot be written."""
+    """Write the page of one or several runs.
+
+    Args:
+        title: heading of the page.
+        about: sentence below the heading.
+
+    Raises:
+        UserError: plotly is missing, or `path` cannot be written.
+    """
     document = {
         "title": title,
         "about": about,
-        "note": f"A request is within its SLO if its first token is, and {TBT_PERCENT}% of the times between its "
-        f"tokens. Percentiles are within {RELATIVE_ERROR:.2%}.",
+        "note": f"A request is within its SLO if its first token arrives within the TTFT target and {TBT_PERCENT}% of "
+        f"the times between its tokens are within the TBT target. Percentiles are exact to {RELATIVE_ERROR:.2%}.",
         "rows": rows(runs),
         "runs": [_drawn(run) for run in runs],
     }

@@ -1,4 +1,4 @@
-"""What a simulation found: as JSON, and as a table for a terminal."""
+"""The results of simulations as JSON and as a table for a terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ _PERCENTS = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True)
 class Variant:
-    """What may be compared: who goes next, how prompts are cut, where KV lies. chunk_tokens: None is automatic."""
+    """Settings that a simulation can compare."""
 
-    policy: str
-    chunk_tokens: int | None
-    placement: str
+    policy: str  # of the scheduler
+    chunk_tokens: int | None  # None is automatic
+    placement: str  # of KV
 
     @property
     def name(self) -> str:
@@ -29,16 +29,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """A variant, what came of it, how many seconds the simulation took, and its capacity where that was asked for."""
+    """One simulated variant and its results."""
 
     variant: Variant
     outcome: Outcome
-    wall_s: float
-    capacity: Capacity | None = None
+    wall_s: float  # how long the simulation took
+    capacity: Capacity | None = None  # None if it was not searched for
 
 
 def as_json(runs: Sequence[VariantResult]) -> dict[str, Any]:
-    """What `longhelix simulate --json` prints: of one run, or of several under "compared"."""
+    """The document that `longhelix simulate --json` prints: one run, or several under "compared"."""
     objects = [_object(run) for run in runs]
     return objects[0] if len(objects) == 1 else {"compared": objects}
 
@@ -88,7 +88,7 @@ def percentiles(histogram: Histogram) -> dict[str, float | None]:
 
 
 def table(runs: Sequence[VariantResult]) -> Table:
-    """A column for each run."""
+    """A table with one column per run."""
     shown = Table(title="simulated", title_justify="left")
     shown.add_column("")
     for run in runs:
@@ -99,7 +99,7 @@ def table(runs: Sequence[VariantResult]) -> Table:
 
 
 def rows(runs: Sequence[VariantResult]) -> list[tuple[str, list[str]]]:
-    """Lines of a table in words: a name, and a cell for each run."""
+    """The rows of the table: a name, and one cell per run."""
     outcomes = [run.outcome for run in runs]
     times = {
         "TTFT": [outcome.ttft for outcome in outcomes],
@@ -107,7 +107,7 @@ def rows(runs: Sequence[VariantResult]) -> list[tuple[str, list[str]]]:
         "head-of-line wait": [outcome.wait for outcome in outcomes],
     }
     lines = [
-        ("requests finished, of all", [f"{outcome.finished:,} / {outcome.requests:,}" for outcome in outcomes]),
+        ("requests finished / all", [f"{outcome.finished:,} / {outcome.requests:,}" for outcome in outcomes]),
         ("duration, s", [f"{outcome.duration_s:,.1f}" for outcome in outcomes]),
         ("steps", [f"{outcome.steps:,}" for outcome in outcomes]),
     ]
@@ -119,11 +119,11 @@ def rows(runs: Sequence[VariantResult]) -> list[tuple[str, list[str]]]:
         ("goodput, requests/s within SLO", [f"{outcome.goodput_rps:.4g}" for outcome in outcomes]),
         ("within SLO", [f"{outcome.slo_attainment:.1%}" for outcome in outcomes]),
         ("GPU-seconds", [f"{outcome.gpu_s:,.0f}" for outcome in outcomes]),
-        ("KVP ranks of a request, at most", [_most_kvp(outcome) for outcome in outcomes]),
+        ("max KVP ranks of a request", [_most_kvp(outcome) for outcome in outcomes]),
         ("simulated steps/s", [f"{run.outcome.steps / run.wall_s:,.0f}" for run in runs]),
     ]
     if runs[0].capacity is not None:
-        lines.append((f"capacity, requests/s of which {ATTAINMENT:.0%} meet the SLO", [_capacity(run) for run in runs]))
+        lines.append((f"capacity, requests/s with {ATTAINMENT:.0%} within SLO", [_capacity(run) for run in runs]))
     return lines
 
 

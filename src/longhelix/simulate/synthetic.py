@@ -46,7 +46,7 @@ class Component:
     output: Lengths
 
     def __post_init__(self) -> None:
-        real("the weight of a kind of requests", self.weight, lambda value: 0 < value < 1e9, "a number above 0")
+        real("the weight of a kind of request", self.weight, lambda value: 0 < value < 1e9, "a number above 0")
 
 
 def chat(weight: float) -> Component:
@@ -75,7 +75,7 @@ def _component(entry: str) -> Component:
         raise
     except ValueError as error:
         raise UserError(
-            f"{entry!r} is no kind of requests: write WEIGHT:chat, or WEIGHT:PROMPT:ANSWER with lengths such as 1M-2M"
+            f"{entry!r} is not a kind of request: write WEIGHT:chat, or WEIGHT:PROMPT:ANSWER with lengths such as 1M-2M"
         ) from error
 
 

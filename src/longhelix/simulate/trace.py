@@ -1,4 +1,4 @@
-"""Traces of requests: longhelix's own columns, and those of published traces."""
+"""Read traces of requests, with longhelix's own columns or those of published traces."""
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,14 +18,14 @@ _MOST_HASHES = 2**24  # of one prompt
 
 @dataclass(frozen=True)
 class _Format:
-    """The columns that somebody's traces have, and their units."""
+    """The columns of a trace format, and their units."""
 
     name: str
     arrival: str
     prompt: str
     output: str
     per_second: float = 1.0  # of the unit of arrival times
-    hash_tokens: int = 1  # of a prompt, for each of its hash_ids
+    hash_tokens: int = 1  # tokens of a prompt per hash id
 
     @property
     def required(self) -> tuple[str, str, str]:
@@ -57,7 +57,7 @@ def read_csv(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
 
     Args:
         lines: The text of the file.
-        service: What each request asks of the scheduler unless its columns say otherwise.
+        service: Service level of every request, unless the request's own columns override it.
 
     Raises:
         UserError: The header is unknown, or a line is not a request.
@@ -75,7 +75,7 @@ def read_csv(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
 
 
 def read_jsonl(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
-    """Read the requests of a file with a JSON object in each line; otherwise as `read_csv`."""
+    """Read the requests of a file with one JSON object per line; otherwise like `read_csv`."""
     records = list(_json_records(_unmarked(lines)))
     found = _format(records[0].record) if records else None
     return _Reader(found or _OWN, service).read(records)
@@ -88,7 +88,7 @@ def _unmarked(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _format(names: Iterable[str]) -> _Format | None:
-    """The format that has the most of its columns among these; None if none has any."""
+    """The format with the most required columns among these names; None if no format has any."""
     given = set(names)
     best = max(_FORMATS, key=lambda each: len(given.intersection(each.required)))
     if not given.intersection(best.required):
@@ -103,7 +103,7 @@ def _has_text(row: list[str]) -> bool:
 def _csv_records(rows: Any, header: list[str], found: _Format) -> Iterator[_Numbered]:
     for row in filter(_has_text, rows):
         if len(row) != len(header):
-            raise _no_request(rows.line_num, f"it has {len(row)} columns, and the header {len(header)}", found)
+            raise _no_request(rows.line_num, f"it has {len(row)} columns, but the header has {len(header)}", found)
         yield _Numbered(rows.line_num, {name: value for name, value in zip(header, row, strict=True) if value.strip()})
 
 
@@ -135,8 +135,8 @@ class _Reader:
 
     format: _Format
     service: ServiceLevel
-    pieces: dict[object, int] = field(default_factory=dict)  # a number for each hash id or prefix id so far
-    arrived_s: dict[str, float] = field(default_factory=dict)  # for each session so far, when its last request arrives
+    pieces: dict[object, int] = field(default_factory=dict)  # number of each hash id or prefix id so far
+    arrived_s: dict[str, float] = field(default_factory=dict)  # arrival of each session's latest request so far
 
     def read(self, records: Iterable[_Numbered]) -> list[Arrival]:
         arrivals = []
@@ -178,7 +178,7 @@ class _Reader:
             arrival_s = self._seconds(record, self.format.arrival)
         else:
             arrival_s = before_s or 0.0
-        if before_s is None:  # nothing comes before a session's first request but the begin of the trace
+        if before_s is None:  # the delay of a session's first request counts from its arrival
             arrival_s, delay_s = arrival_s + delay_s, 0.0
         if session:
             self.arrived_s[session] = arrival_s
@@ -193,16 +193,16 @@ class _Reader:
         arrival_s, think_s = self._seconds(record, _OWN.arrival), self._seconds(record, "think_s")
         session = _name("session", record)
         if think_s and not session:
-            raise UserError("think_s is of a session: give it one")
+            raise UserError("think_s is set, but session is not: set session, or leave out think_s")
         level = _service(record, self.service)
         return Arrival(arrival_s, prompt_tokens, output_tokens, level, pieces, piece_tokens, session, think_s)
 
     def _prefix(self, record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
-        """The one piece that prompts of a prefix id share: their first `prefix_tokens`, or all of the shorter one."""
+        """The piece that prompts with the same prefix id share, and its tokens (default: the whole prompt)."""
         prefix_id, tokens = _name("prefix_id", record), record.get("prefix_tokens")
         if not prefix_id:
             if tokens is not None:
-                raise UserError("prefix_tokens is given without a prefix_id: give both, or leave it out")
+                raise UserError("prefix_tokens is set, but prefix_id is not: set prefix_id, or leave out prefix_tokens")
             return (), 1
         shared = prompt_tokens if tokens is None else _tokens("prefix_tokens", tokens, 1, prompt_tokens)
         return (self._piece(prefix_id),), shared
@@ -212,11 +212,11 @@ class _Reader:
         return tuple(self._piece(whole("a hash id", hash_id, 0, 2**64 - 1)) for hash_id in given)
 
     def _piece(self, name: object) -> int:
-        """Number the names of pieces from 0, so that two are never alike however long they are."""
+        """The number of a piece, counted from 0, so that distinct names never collide however long they are."""
         return self.pieces.setdefault(name, len(self.pieces))
 
     def _seconds(self, record: Record, name: str) -> float:
-        """A time of the record; 0 if it is absent."""
+        """A time field in seconds; 0 if the record does not have it."""
         given = record.get(name)
         if given is None:
             return 0.0
@@ -232,7 +232,7 @@ def _service(record: Record, service: ServiceLevel) -> ServiceLevel:
 
 
 def _name(field: str, record: Record) -> str:
-    """A string, or a whole number as one; empty if the record has none."""
+    """The value of a field as a string; empty if the record does not have it."""
     given = record.get(field, "")
     if given is None:
         return ""
@@ -242,13 +242,13 @@ def _name(field: str, record: Record) -> str:
 
 
 def _tokens(name: str, value: object, least: int, most: int) -> int:
-    """A number of tokens. Tools that compute with floats write whole ones as 374.0."""
+    """A number of tokens. Accepts floats such as 374.0, which some tools write."""
     number = _number(value)
     return whole(name, int(number) if isinstance(number, float) and number.is_integer() else number, least, most)
 
 
 def _number(value: object) -> Any:
-    """The number that a text of CSV is, or the value itself."""
+    """Parse a CSV value as a number; returns the value itself if it is not one."""
     if not isinstance(value, str) or "_" in value:
         return value
     for convert in (int, float):
@@ -263,5 +263,5 @@ def _timestamp_s(value: object) -> float:
     try:
         moment = datetime.fromisoformat(str(value).strip())
     except ValueError as error:
-        raise UserError(f"TIMESTAMP is {shown(value)}: give a date and a time") from error
+        raise UserError(f"TIMESTAMP is {shown(value)}: set it to a date and a time") from error
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

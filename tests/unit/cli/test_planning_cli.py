@@ -73,22 +73,22 @@ def test_accepted_drafts_are_told_with_the_plan(capfd, tmp_path):
     assert (found["draft_tokens"], found["accepted_tokens"], found["best"]["accepted_tokens"]) == (1, 1.8, 1.8)
     fastest = [json.loads(each)["frontier"][-1]["tokens_per_s_per_user"] for each in (plain, out)]
     assert 1.5 < fastest[1] / fastest[0] < 1.8
-    assert "counts on 1.8 tokens of every step" in (tmp_path / "plan.yaml").read_text()
+    assert "assumes 1.8 tokens per step" in (tmp_path / "plan.yaml").read_text()
     _, out, _ = run(capfd, *asked, *drafts)
-    assert "counted on 1.8 tokens of a step, draft tokens in it 1" in " ".join(out.split())
+    assert "assumes 1.8 tokens per step (1 drafted)" in " ".join(out.split())
 
 
 def test_plan_prints_tables_and_the_best_layout(capfd):
     status, out, _ = run(capfd, *PLAN, "--ttft", "300s", "--ttl", "50ms")
     assert status == 0
     expected = (
-        "tokens/s per GPU, over tokens/s per user",
+        "tokens/s per GPU against tokens/s per user",
         "frontier of",
         "users served within a TTL",
         "TTFT against TBT",
         "below 1, KVP pays",
         "layouts in which one request does not fit",
-        "why not a layout other than",
+        "alternatives to ",
         "Best: ",
     )
     for words in expected:
@@ -107,8 +107,8 @@ def test_a_demand_has_a_rate_a_cost_and_two_sides(capfd):
     more = json.loads(run(capfd, *asked, "--rate", str(2 * best["rate_per_s"]), "--json")[1])
     assert more["best"] is None or more["best"]["replicas"] >= 2
     _, out, _ = run(capfd, *asked)
-    assert "Prefill and decode apart: " in out
-    assert "per million tokens" in out
+    assert "Disaggregated: prefill on " in " ".join(out.split())
+    assert "per million tokens" in " ".join(out.split())
 
 
 def test_lengths_come_from_a_mix_or_a_trace(capfd, tmp_path):
@@ -124,8 +124,8 @@ def test_lengths_come_from_a_mix_or_a_trace(capfd, tmp_path):
 def test_what_no_configuration_keeps_is_said_with_what_comes_nearest(capfd):
     status, out, _ = run(capfd, *PLAN, "--ttl", "1ms", "--ttft", "1s")
     assert status == 0
-    assert "No configuration meets the targets together; the nearest:" in out
-    assert "misses TTL beside a prompt" in out
+    assert "No configuration meets all targets. The closest:" in " ".join(out.split())
+    assert "misses TTL during a prefill" in " ".join(out.split())
 
 
 def test_products_in_bytes_are_planned_with_and_read_back(capfd, tmp_path):
@@ -211,7 +211,7 @@ def test_drafts_make_an_estimate_of_steps_one_of_tokens(capfd):
     read = [sum(item["hbm_bytes"] for item in each["parts"]) / each["step_s"] for each in (plain, drafted)]
     assert drafted["mbu"] / plain["mbu"] == pytest.approx(read[1] / read[0])
     _, out, _ = run(capfd, *ESTIMATE, "--kvp", "8", "--tpa", "8", *drafts)
-    assert "counted on 1.8 tokens of a step, draft tokens in it 1" in " ".join(out.split())
+    assert "assumes 1.8 tokens per step (1 drafted)" in " ".join(out.split())
 
 
 def test_experts_in_a_dtype_of_their_own_are_estimated(capfd):

@@ -161,7 +161,7 @@ def test_without_plotly_the_extra_is_named(capfd, tmp_path, monkeypatch):
         (("--chunk-tokens", "512,many"), '--chunk-tokens: "many" is not a size'),
         (("--chunk-tokens", "0"), "chunk_tokens is 0"),
         (("--placement", "here"), "placement 'here' is not known: use one of striped, growing, local, auto"),
-        (("--mix", "50%:book"), "'50%:book' is no kind of requests"),
+        (("--mix", "50%:book"), "'50%:book' is not a kind of request"),
         (("--rate", "0"), "rate is 0.0: set it to requests per second, above 0"),
         (("--burstiness", "2"), "--burstiness applies only to gamma arrivals"),
         (("--trace", "x.csv"), "set exactly one of --trace FILE and --synthetic"),

@@ -64,12 +64,12 @@ def test_the_built_in_model_on_cpus_runs_as_planned(tmp_path):
 def test_formats_that_nobody_stores_become_the_nearest_that_runs_and_the_file_says_so(tmp_path):
     found = runnable(deployment(weights="fp4", kv="fp4", kvp=2, tpf=2))
     assert found.missing == (
-        "weights are planned in fp4, which no version of the engine stores yet: int4 here",
-        "the KV cache is planned in fp4, which no version of the engine stores yet: int4 here",
+        "weights are planned in fp4, which the engine cannot store yet: int4 here",
+        "the KV cache is planned in fp4, which the engine cannot store yet: int4 here",
     )
     assert as_yaml(found).startswith(
-        "# Not as planned: weights are planned in fp4, which no version of the engine stores yet: int4 here\n"
-        "# Not as planned: the KV cache is planned in fp4, which no version of the engine stores yet: int4 here\n"
+        "# Not as planned: weights are planned in fp4, which the engine cannot store yet: int4 here\n"
+        "# Not as planned: the KV cache is planned in fp4, which the engine cannot store yet: int4 here\n"
         "kvp: 2\n"
     )
     _, settings = read(found, tmp_path)
@@ -84,7 +84,7 @@ def test_a_plan_for_gpus_in_formats_of_cpus_says_what_runs_on_either():
         "int4",
     )
     assert found.missing[2] == (
-        "these formats run on CPUs alone; on GPUs, set dtype bfloat16, weight_dtype bfloat16, kv_dtype fp8, device cuda"
+        "these formats run only on CPUs; on GPUs, set dtype bfloat16, weight_dtype bfloat16, kv_dtype fp8, device cuda"
     )
 
 
@@ -106,13 +106,13 @@ def test_latents_are_kept_narrow_on_gpus_alone():
     planned = runnable(deployment(R1, "bfloat16", "fp8", "cuda", **layout))
     assert planned.settings["kv_dtype"] == "fp8"
     assert planned.missing == (
-        "these formats run on GPUs alone; on CPUs, set dtype bfloat16, weight_dtype bfloat16, kv_dtype bfloat16, "
+        "these formats run only on GPUs; on CPUs, set dtype bfloat16, weight_dtype bfloat16, kv_dtype bfloat16, "
         "device cpu",
     )
     on_cpus = runnable(deployment(R1, "bfloat16", "fp8", **layout))
     assert on_cpus.settings["kv_dtype"] == "bfloat16"
     assert on_cpus.missing == (
-        "the KV cache is planned in fp8, which the engine does not keep for this model on CPUs: bfloat16 here",
+        "the KV cache is planned in fp8, which the engine cannot store for this model on CPUs: bfloat16 here",
     )
 
 
@@ -121,8 +121,8 @@ def test_weights_whose_inputs_do_not_come_in_blocks_stay_wide():
     found = runnable(deployment(weights="int8", kvp=5, tpf=5))
     assert (found.settings["weight_dtype"], found.settings["dtype"]) == ("bfloat16", "bfloat16")
     assert found.missing == (
-        "weights are planned in int8, which the engine keeps on CPUs alone, for inputs of products that come in whole "
-        "blocks on every rank: bfloat16 here",
+        "weights are planned in int8, which the engine stores only on CPUs, and only if every rank's inputs of "
+        "products are whole blocks: bfloat16 here",
     )
 
 
@@ -213,7 +213,7 @@ def test_the_pool_holds_one_longest_request_and_others_as_they_are(placement, po
 
 def test_a_family_that_is_planned_alone_is_said_not_to_run():
     model = replace(SMOL, architecture="gpt_oss", sliding_window=128)
-    assert runnable(deployment(model=model)).missing[0] == "longhelix plans for gpt_oss and does not run it"
+    assert runnable(deployment(model=model)).missing[0] == "longhelix can plan for gpt_oss, but cannot run it"
 
 
 def test_windows_bound_the_length():
@@ -221,8 +221,8 @@ def test_windows_bound_the_length():
     found = runnable(deployment(model))
     assert (found.settings["max_model_len"], found.settings["kv_cache_tokens"]) == (4096, 4096)
     assert found.missing == (
-        "the model attends within a sliding window of 4096 tokens, which longhelix does not run yet: requests are of "
-        "up to 4096 tokens, in place of 8192",
+        "the model attends within a sliding window of 4096 tokens, which longhelix does not run yet: requests may "
+        "have up to 4096 tokens instead of 8192",
     )
 
 
@@ -231,8 +231,8 @@ def test_groups_of_kvp_ranks_become_one_and_the_file_says_so(tmp_path):
     assert (planned.groups, planned.kvp, planned.group_ranks, planned.users_of_a_group) == (2, 4, 4, 4)
     found = runnable(planned)
     assert (
-        "2 groups of 4 KVP ranks with requests of their own, which longhelix plans and does not run: all 8 KVP ranks "
-        "share every request here"
+        "the plan has 2 groups of 4 KVP ranks with separate requests, which longhelix cannot run: here all 8 KVP ranks "
+        "share every request"
     ) in found.missing
     degrees, settings = read(found, tmp_path)
     assert (degrees["kvp"], degrees["ep"], settings["placement"]) == (8, 8, "striped")
@@ -242,16 +242,14 @@ def test_groups_of_kvp_ranks_become_one_and_the_file_says_so(tmp_path):
 
 def test_tokens_that_only_drafts_give_are_said():
     planned = replace(deployment(kvp=2, tpf=2), accepted_tokens=1.8)
-    assert any("counts on 1.8 tokens of every step" in sentence for sentence in runnable(planned).missing)
+    assert any("assumes 1.8 tokens per step" in sentence for sentence in runnable(planned).missing)
 
 
 def test_more_than_one_host():
     on_gpus = runnable(deployment(LLAMA, "bfloat16", "bfloat16", "cuda", kvp=8, tpa=2, tpf=16))
-    assert on_gpus.missing == ("ranks on several hosts do not run yet: all 16 GPUs have to be of one host",)
+    assert on_gpus.missing == ("ranks on several hosts do not run yet: all 16 GPUs have to be on one host",)
     on_cpus = runnable(deployment(LLAMA, kvp=10, tpa=8, tpf=80))
-    assert on_cpus.missing == (
-        "on CPUs each of the 80 ranks is a process of one host, which needs 20 cores or more for that many",
-    )
+    assert on_cpus.missing == ("on CPUs, all 80 ranks are processes on one host: it needs 20 cores or more",)
 
 
 @given(words=st.lists(st.text("abc-:/", min_size=1, max_size=150), min_size=1, max_size=20))
@@ -271,8 +269,8 @@ def test_comments_keep_their_words(words):
         ({"placement": "auto"}, "placement 'auto' is not known: use one of striped, local"),
         ({"ep": 2, "kvp": 2}, "ep"),
         ({"kvp": 4, "tpf": 2, "ffn_replicas": 2}, "set ffn_replicas to 4 and ep to 1"),
-        ({"kvp": 2, "ffn_replicas": 2, "placement": "local"}, "are one server each"),
-        ({"dp": 2, "kvp": 2, "ffn_replicas": 4}, "are one server each"),
+        ({"kvp": 2, "ffn_replicas": 2, "placement": "local"}, "are separate servers"),
+        ({"dp": 2, "kvp": 2, "ffn_replicas": 4}, "are separate servers"),
         ({"dp": 0}, "dp"),
         ({"pp": 31}, "."),
     ],

@@ -174,7 +174,7 @@ def check_row(row, choice):
     expected = {
         "Tokens/s per user": choice.tokens_per_s_per_user,
         "Tokens/s per GPU": choice.tokens_per_s_per_gpu,
-        "ms beside a prompt": 1e3 * choice.ttl_p95_s,
+        "ms during a prefill": 1e3 * choice.ttl_p95_s,
         "TTFT, s": choice.ttft_s,
         "Users": choice.users,
         "GPUs": choice.gpus,
@@ -191,7 +191,7 @@ def test_the_page_opens_with_the_plans_answer(page, dense):
     assert found["title"] == "The best within the targets"
     assert found["target"] == "30 ms per token"
     assert found["columns"] == [
-        "Strategy", "Tokens/s per user", "Tokens/s per GPU", "ms beside a prompt", "TTFT, s", "Users", "Requests/s",
+        "Strategy", "Tokens/s per user", "Tokens/s per GPU", "ms during a prefill", "TTFT, s", "Users", "Requests/s",
         "Cost of 1M tokens", "GPUs",
     ]  # fmt: skip
     check_row(row_of(found, TITLES[best.strategy]), best)
@@ -215,7 +215,7 @@ def test_drafts_are_in_the_pages_answer_as_in_the_plans(browser, tmp_path):
         found, best = shown(page), drafted.plan.best
         check_row(row_of(found, TITLES[best.strategy]), best)
         title = page.find_element("id", "step-title").text
-        assert title.startswith("A token's part of a step of decodes that gives 2.25 on one GPU: ")
+        assert title.startswith("One token's share of a decode step with 2.25 tokens on one GPU: ")
 
 
 def test_the_headline_is_the_gain_at_the_target_and_then_the_largest(page, dense):
@@ -250,13 +250,13 @@ def test_a_target_changes_the_best_and_is_kept(page, control, setting):
     after = shown(page)
     assert (after["title"], after["rows"]) != (before["title"], before["rows"])
     assert after["lines"] == before["lines"]
-    if "nearest" in after["title"]:
+    if "closest" in after["title"]:
         assert "It misses" in after["chosen"]
         assert all("✗" in " ".join(row) for row in fitting(after))
         return
     kept = [dict(zip(after["columns"], row, strict=True)) for row in fitting(after) if "✗" not in " ".join(row)]
     assert kept
-    limits = {"ttl": ("ms beside a prompt", 1), "ttft": ("TTFT, s", 1), "users": ("Users", -1)}
+    limits = {"ttl": ("ms during a prefill", 1), "ttft": ("TTFT, s", 1), "users": ("Users", -1)}
     if control in limits:
         column, sign = limits[control]
         assert all(sign * number(row[column]) <= sign * float(setting) * (1 + sign * 1e-2) for row in kept)
@@ -300,14 +300,14 @@ def test_a_number_that_cannot_be_is_named_in_one_sentence(page, control, wrong, 
 
 def test_users_beside_a_rate_are_named(demanded):
     demanded.execute_script(SET, "users", "3")
-    assert shown(demanded)["complaint"].startswith("How many users there are follows from the rate")
+    assert shown(demanded)["complaint"].startswith("The number of users follows from the rate")
 
 
 def test_what_does_not_fit_is_said_with_what_is_short(page):
     page.execute_script(SET, "gpus", 0)
     found = shown(page)
     assert found["title"] == "Nothing fits"
-    assert "GB on a GPU" in found["chosen"]
+    assert "GB per GPU" in found["chosen"]
     assert not page.find_element("id", "step-title").is_displayed()
 
 
@@ -381,7 +381,7 @@ def test_a_click_on_a_point_shows_its_configuration(page):
     actions.w3c_actions.pointer_action.move_to_location(x, y).click()
     actions.perform()
     found = shown(page)
-    assert found["title"] == "As picked"
+    assert found["title"] == "Your selection"
     assert "Helix: " in found["chosen"]
     assert page.find_element("id", "readout").text == ""
     page.find_element("id", "back").click()
@@ -400,13 +400,13 @@ def test_the_keyboard_reaches_everything(page):
     frontier = page.find_element("id", "frontier")
     frontier.send_keys(keys.ARROW_LEFT)
     first = shown(page)
-    assert first["title"] == "As picked"
+    assert first["title"] == "Your selection"
     readout = page.find_element("id", "readout").text
     assert "tokens/s per user" in readout
     frontier.send_keys(keys.ARROW_LEFT)
     assert page.find_element("id", "readout").text != readout
     frontier.send_keys(keys.ARROW_UP)
-    assert shown(page)["title"] == "As picked"
+    assert shown(page)["title"] == "Your selection"
     page.find_element("css selector", "#strategies button[aria-pressed='false']").send_keys(keys.ENTER)
     assert shown(page)["chosen"] != first["chosen"]
     page.find_element("id", "back").send_keys(keys.ENTER)
@@ -436,7 +436,7 @@ def test_two_plans_are_side_by_side(page, dense, sparse, kind):
         assert [number(words) for words in told[name]] == pytest.approx(expected, rel=6e-3)
     assert told["Cost of 1M tokens"][0] == "–"
     lines = page.find_elements("css selector", "#compared-frontiers .line")
-    assert [line.get_attribute("data-name") for line in lines] == ["This plan", "The other"]
+    assert [line.get_attribute("data-name") for line in lines] == ["This plan", "Other plan"]
     page.find_element("id", "compare-close").click()
     assert not page.find_element("id", "compared").is_displayed()
 
@@ -445,6 +445,6 @@ def test_a_file_that_is_no_plan_is_named(page, tmp_path):
     for name, content in (("a.json", "{}"), ("b.html", "<p>no plan"), ("c.json", "nothing")):
         (tmp_path / name).write_text(content)
         page.find_element("id", "other-plan").send_keys(str(tmp_path / name))
-        words = f"{name} is no plan: choose the plan.json or plan.html of another one."
+        words = f"{name} is not a plan: choose the plan.json or plan.html of another plan."
         page.find_element("xpath", f"//*[@id='compare-note'][text()='{words}']")
         assert not page.find_element("id", "compared").is_displayed()

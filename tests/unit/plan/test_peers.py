@@ -175,7 +175,7 @@ def test_helix_of_kv_heads():
         "--enable-chunked-prefill": True,
         "--max-num-seqs": 4,
     }
-    assert found("TensorRT-LLM", **llama).cannot[0].startswith("Helix of llama: DeepSeek-V3, Kimi-K2 and dense Qwen3")
+    assert found("TensorRT-LLM", **llama).cannot[0].startswith("Helix of llama: only DeepSeek-V3, Kimi-K2 and dense")
     assert found("SGLang", **llama).cannot[0].startswith("decode context parallelism of llama: it stripes the latents")
     qwen = settings_of(found("TensorRT-LLM", **(llama | {"model": DENSE_QWEN})))
     assert (qwen["tensor_parallel_size"], qwen["context_parallel_size"]) == (8, 8)
@@ -185,14 +185,14 @@ def test_helix_of_kv_heads():
 def test_vllms_bound_of_decode_context_parallelism():
     # 8 KV heads: with TPA 4, 32 tensor parallel ranks hold each KV head 4 times, which is less than KVP 8.
     assert found("vLLM", LLAMA, kvp=8, tpa=4, tpf=32).cannot == (
-        "decode context parallel size 8 with tensor parallel size 32: at most 4, tensor parallel size over the 8 KV "
-        "heads, rounded down, and these have to be fewer than tensor parallel ranks "
+        "decode context parallel size 8 with tensor parallel size 32: at most 4 is allowed (tensor parallel size / "
+        "8 KV heads, rounded down), and the tensor parallel size must exceed the number of KV heads "
         "(vllm/config/model.py at 0052a5b81898)",
     )
     # 16 query heads of each KV head do not divide by 3; nor do 128 query heads by 24.
     sentences = found("vLLM", LLAMA, kvp=3, tpa=8, tpf=24).cannot
-    assert any(sentence.startswith("tensor parallel size 24 has to divide the 128 query") for sentence in sentences)
-    assert any("size 3 has to divide the 16 query heads of a KV head" in sentence for sentence in sentences)
+    assert any(sentence.startswith("tensor parallel size 24 must divide the 128 query") for sentence in sentences)
+    assert any("size 3 must divide the 16 query heads per KV head" in sentence for sentence in sentences)
 
 
 def test_data_parallel_attention():
@@ -234,7 +234,7 @@ def test_groups_of_kvp_ranks():
 
 def test_drafts_have_to_be_set_up_as_well():
     for command in commands(replace(deployment(LLAMA, tpa=8, tpf=8), accepted_tokens=1.8), "a/model"):
-        assert any("counts on 1.8 tokens of every step" in note for note in command.notes)
+        assert any("assumes 1.8 tokens per step" in note for note in command.notes)
 
 
 def test_experts_by_columns_and_whole():
@@ -248,8 +248,8 @@ def test_experts_by_columns_and_whole():
     uneven = replace(MIXTRAL, num_query_heads=48, num_kv_heads=6, hidden_size=6144)
     vllm, tensorrt, sglang = commands(deployment(uneven, tpa=3, tpf=1, ep=3), "a/model")
     assert not vllm.cannot
-    assert tensorrt.cannot == ("moe_expert_parallel_size 3 has to divide the 8 experts",)
-    assert sglang.cannot == ("ep-size 3 has to divide the 8 experts",)
+    assert tensorrt.cannot == ("moe_expert_parallel_size 3 must divide the 8 experts",)
+    assert sglang.cannot == ("ep-size 3 must divide the 8 experts",)
 
 
 @pytest.mark.parametrize("peer", OPTIONS)
@@ -257,11 +257,11 @@ def test_experts_by_columns_and_whole():
     ("asked", "layout", "words"),
     [
         ((LLAMA,), {"kvp": 2, "tpa": 8, "tpf": 8, "ffn_replicas": 2}, "KVP ranks with a copy of the FFN each"),
-        ((LLAMA,), {"tpa": 5, "tpf": 5}, "5 has to divide the 128 query heads"),
-        ((SMOL,), {"tpa": 9, "tpf": 9}, "9 has to divide the 1536 columns of the FFN"),
-        ((replace(LLAMA, num_kv_heads=4, num_query_heads=36),), {"tpa": 3, "tpf": 3}, "3 has to divide the 4 KV heads"),
+        ((LLAMA,), {"tpa": 5, "tpf": 5}, "5 must divide the 128 query heads"),
+        ((SMOL,), {"tpa": 9, "tpf": 9}, "9 must divide the 1536 columns of the FFN"),
+        ((replace(LLAMA, num_kv_heads=4, num_query_heads=36),), {"tpa": 3, "tpf": 3}, "3 must divide the 4 KV heads"),
         ((R1,), {"tpa": 64, "tpf": 64, "pp": 2}, None),
-        ((LLAMA, "bfloat16", "float16"), {}, "a KV cache in float16 beside activations in bfloat16"),
+        ((LLAMA, "bfloat16", "float16"), {}, "a KV cache in float16 with activations in bfloat16"),
         ((R1, "fp8", "int8"), {"kvp": 2, "tpf": 2}, "a KV cache in int8"),
         ((R1, "fp8", "fp4"), {"kvp": 2, "tpf": 2}, "a KV cache in nvfp4"),
         ((LLAMA,), {"kvp": 2, "tpf": 2, "placement": "local"}, "data parallel"),
@@ -317,7 +317,7 @@ def test_indexers_and_linear_attention_with_kvp():
     sparse, linear = load_model("deepseek-v3.2"), load_model("qwen3-next-80b-a3b")
     grid = {"kvp": 8, "tpf": 8}
     assert not found("vLLM", sparse, **grid).cannot
-    assert found("SGLang", sparse, **grid).cannot[0].startswith("decode context parallelism of deepseek_v32, whose")
+    assert found("SGLang", sparse, **grid).cannot[0].startswith("decode context parallelism of deepseek_v32 with")
     (no_helix,) = found("TensorRT-LLM", sparse, **grid).cannot
     assert no_helix.startswith("Helix of deepseek_v32")
     assert not found("TensorRT-LLM", sparse, tpa=8, tpf=8).cannot
@@ -338,13 +338,13 @@ def test_each_family_is_answered():
 def test_notes():
     notes = found("vLLM", R1, "int4", "fp8", 200_000, 4, 512, True, kvp=16, tpf=16).notes
     assert [note.split(":")[0] for note in notes] == [
-        "the checkpoint has to hold its weights in int4 already",
-        "the model's config has 163840 positions, and 200000 tokens are asked for",
-        "the plan counts on exchanges of a batch's parts that are hidden behind attention (HOP-B)",
+        "the checkpoint must already have its weights in int4",
+        "the model's config has 163840 positions, but the plan has 200000 tokens",
+        "the plan overlaps exchanges with attention (HOP-B)",
         "16 GPUs on several servers",
     ]
     # 2048 columns of an expert over 32 ranks are 64, half a block of 128.
-    blocks = "a checkpoint whose FP8 weights have a scale for each 128 columns does not load"
+    blocks = "a checkpoint with one scale per 128 columns of FP8 weights does not load"
     assert any(note.startswith(blocks) for note in found("SGLang", R1, "fp8", kvp=32, tpf=32).notes)
     assert not any(note.startswith(blocks) for note in found("SGLang", R1, "fp8", kvp=16, tpf=16).notes)
 

@@ -183,7 +183,7 @@ def test_both_targets_give_a_frontier_of_latencies_and_the_fewest_gpus():
 
 def test_neighbours_say_what_they_cost(llama):
     found = {neighbour.change: neighbour for neighbour in neighbours(llama.question, llama.best)}
-    assert found["TP alone"].reason.startswith("attention ")
+    assert found["TP only"].reason.startswith("attention ")
     assert "exchange" in found["no HOP-B"].reason
     assert "dense FFN" in found["FFN tied to TPA (Medha)"].reason
     assert all(neighbour.ttl_s is None or neighbour.ttl_s > llama.best.ttl_s for neighbour in found.values())
@@ -217,7 +217,7 @@ def test_a_demand_is_priced_at_its_mean_lengths():
         }
         copies = {"ffn_replicas": degrees["kvp"]} if "copies" in each.layout else {}
         hop_b = best.strategy == "helix" and each.change in (
-            "stages in place of half of KVP",
+            "PP doubled, KVP halved",
             "TPA doubled, KVP halved",
         )
         layouts = Layouts.of([Layout(**degrees, **copies)], hop_b=hop_b or each.change.startswith("KV sharded"))
@@ -234,12 +234,12 @@ def test_the_headline_is_the_gain_at_the_asked_ttl(llama, r1):
     ours, others = (points.gpu_tokens_per_s[within & kept].max() for kept in (helix, ~helix))
     assert (found.at_ttl.gpu_tokens_per_s, found.at_ttl.base_gpu_tokens_per_s) == (ours, others)
     first, _, rest = report.headline(found).partition("; ")
-    assert first.endswith(f"at 20 ms {ours / others:.2f}x tokens/s/GPU ({ours:.2f} for {others:.2f})")
-    assert rest.startswith(f"up to {found.headline.throughput:.1f}x tokens/s/GPU")
+    assert first.endswith(f"at 20 ms {ours / others:.2f}x tokens/s/GPU ({ours:.2f} against {others:.2f})")
+    assert rest.startswith(f"largest gain {found.headline.throughput:.1f}x tokens/s/GPU")
     at_ttl = report.as_json(found, 1.0, [], [], [])["at_ttl"]
     assert at_ttl["throughput_gain"] == found.at_ttl.ratio == ours / others
     assert r1.at_ttl is None
-    assert "decodes alone: up to" in report.headline(r1)
+    assert "decode only: largest gain" in report.headline(r1)
 
 
 def test_a_ttl_that_one_side_alone_reaches_is_said_to_be(llama):
@@ -247,15 +247,15 @@ def test_a_ttl_that_one_side_alone_reaches_is_said_to_be(llama):
     between = (min(fastest[name] for name in HELIX) + min(fastest[name] for name in fastest if name not in HELIX)) / 2
     found = answer(replace(llama.question, ttl_s=between))
     assert found.at_ttl.ratio is None
-    assert "it alone" in report.headline(found)
+    assert "only Helix" in report.headline(found)
     assert "ms neither; " in report.headline(answer(replace(llama.question, ttl_s=1e-5)))
 
 
 def test_a_neighbour_without_room_says_what_it_lacks():
     question = Question(LLAMA, 1_000_000, 64, ttl_s=0.05)
     found = {neighbour.change: neighbour for neighbour in neighbours(question, answer(question).best)}
-    assert found["TP alone"].ttl_s is None
-    assert "short by" in found["TP alone"].reason
+    assert found["TP only"].ttl_s is None
+    assert "short by" in found["TP only"].reason
 
 
 def test_rejections_have_bytes(llama):

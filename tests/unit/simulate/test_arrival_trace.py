@@ -151,7 +151,7 @@ def test_mooncake_sessions_wait_for_the_delay_after_their_last_answer():
         ),
         (read_csv, "TIMESTAMP,ContextTokens,GeneratedTokens\n,5,5\n", "line 2 .*Azure's format: TIMESTAMP is missing"),
         (read_csv, BURST_GPT + "1,x,-5,1,1,y\n", r"line 4 .*BurstGPT's format: Request tokens is -5"),
-        (read_csv, BURST_GPT + "1,x,5,1\n", r"line 4 .*BurstGPT's format: it has 4 columns, and the header 6"),
+        (read_csv, BURST_GPT + "1,x,5,1\n", r"line 4 .*BurstGPT's format: it has 4 columns, but the header has 6"),
         (read_csv, VIDUR + "-0.5,3,4\n", r"line 4 .*Vidur's format: arrived_at is -0\.5"),
         (read_csv, VIDUR + "0.5,3.5,4\n", r"line 4 .*Vidur's format: num_prefill_tokens is 3\.5"),
         (
@@ -243,7 +243,7 @@ def test_own_columns_in_both_formats_and_in_any_order():
         ("arrival_s,prompt_tokens,output_tokens\n0,inf,1\n", "line 2 .*prompt_tokens is inf"),
         (f"arrival_s,prompt_tokens,output_tokens\n0,{'9' * 5000},1\n", "line 2 .*prompt_tokens is inf"),
         ("arrival_s,prompt_tokens,output_tokens\n1e400,5,1\n", "line 2 .*arrival_s is inf"),
-        ("arrival_s,prompt_tokens,output_tokens,think_s\n0,5,1,2\n", "line 2 .*think_s is of a session"),
+        ("arrival_s,prompt_tokens,output_tokens,think_s\n0,5,1,2\n", "line 2 .*think_s is set, but session is not"),
     ],
 )
 def test_lines_of_csv_that_are_no_requests(text, said):

@@ -55,7 +55,7 @@ def test_sessions_in_a_trace():
     lines = ["arrival_s,prompt_tokens,output_tokens,session,think_s", "0,8,1,a,", "1,8,1,a,2.5", "2,8,1,,"]
     read = read_csv(lines, ServiceLevel())
     assert [(arrival.session, arrival.think_s) for arrival in read] == [("a", 0.0), ("a", 2.5), ("", 0.0)]
-    with pytest.raises(UserError, match="think_s is of a session"):
+    with pytest.raises(UserError, match="think_s is set, but session is not"):
         read_csv([lines[0], "0,8,1,,3"], ServiceLevel())
     with pytest.raises(UserError, match="think_s"):
         read_csv([lines[0], "0,8,1,a,-3"], ServiceLevel())

@@ -1,5 +1,5 @@
-// Lines on two logarithmic axes, as SVG. Words stand beside the lines, never on them: the legend above, the target's
-// name over the frame, what is pointed at below.
+// Line charts on two logarithmic axes, as SVG. No text lies on the lines: the legend is above, the target's name over
+// the frame, and the readout of the nearest point below.
 
 const FRAME = { left: 52, right: 14, top: 22, bottom: 40 };
 const LEAST_DECADES = 0.7;
@@ -22,7 +22,7 @@ function svg(name, attributes, ...children) {
   return made;
 }
 
-// From a range that holds all numbers, wide enough for two ticks, to pixels.
+// A logarithmic axis from `start` to `end` pixels over all numbers found, wide enough for two ticks.
 function logAxis(found, start, end) {
   const logs = found.map(Math.log10);
   let [least, most] = found.length ? [Math.min(...logs), Math.max(...logs)] : [0, 0];
@@ -55,7 +55,7 @@ function ticksOf(x, y, { width, height }, [xTitle, yTitle]) {
   ];
 }
 
-// The target as a line with its name over the frame, or an arrow at the side where it lies outside.
+// The target as a line with its name over the frame, or as an arrow at the edge if it lies outside.
 function targetMark(target, x, { width, height }, yTitle) {
   const [least, most] = [FRAME.left, width - FRAME.right];
   const left = x.at(target.x);
@@ -104,7 +104,7 @@ function legend(holder, lines) {
   }));
 }
 
-// The point that lies nearest to a place within the chart, if one is near.
+// The point nearest to a position in the chart; null if none is within NEAR pixels.
 function pointNear(drawn, left, top) {
   let [nearest, least] = [null, NEAR];
   for (const { name, placed } of drawn) {

@@ -1,6 +1,6 @@
-// Another plan's answer beside this one's, from its plan.json or plan.html, which a user opens or drops here.
+// Compares this plan with another one: the user opens or drops its plan.json or plan.html.
 
-const PLANS = [["This plan", "var(--helix)", "circle", false], ["The other", "var(--tp)", "square", true]];
+const PLANS = [["This plan", "var(--helix)", "circle", false], ["Other plan", "var(--tp)", "square", true]];
 
 async function answerIn(text) {
   if (!text.trimStart().startsWith("<")) return JSON.parse(text);
@@ -23,8 +23,8 @@ function targetsOf({ targets, max_gpus: gpus }) {
   ].filter(Boolean).join(", ");
 }
 
-// What is told of a plan, each with its name: null where it is not known.
-function told(answer) {
+// The rows of the comparison, as pairs of a label and a text: null where the value is unknown.
+function answerRows(answer) {
   const found = answer.best ?? answer.nearest?.[0] ?? null;
   const known = (value, words) => (value === null || value === undefined ? null : words(value));
   const of = (name, words) => known(found?.[name], words);
@@ -34,7 +34,7 @@ function told(answer) {
     ["Tokens per step", known(answer.accepted_tokens, (accepted) => digits(accepted))],
     ["Requests", `${tokens(answer.context)} tokens`],
     ["Targets", targetsOf(answer)],
-    ["Answer", found && (answer.best ? "meets the targets" : `nearest, misses ${found.violates.join(", ")}`)],
+    ["Answer", found && (answer.best ? "meets the targets" : `closest, misses ${found.violates.join(", ")}`)],
     ["Strategy", of("strategy", (name) => plan.strategies.find((each) => each.name === name)?.title ?? name)],
     ["Layout", of("layout", layoutWords)],
     ["GPUs", of("gpus", whole)],
@@ -42,8 +42,8 @@ function told(answer) {
     ["Requests/s", of("rate_per_s", digits)],
     ["Tokens/s per user", of("tokens_per_s_per_user", digits)],
     ["Tokens/s per GPU", of("tokens_per_s_per_gpu", digits)],
-    ["Per token, mean", of("ttl_s", time)],
-    ["Per token, beside a prompt", of("ttl_p95_s", time)],
+    ["Time per token, mean", of("ttl_s", time)],
+    ["Time per token during a prefill", of("ttl_p95_s", time)],
     ["TTFT", of("ttft_s", time)],
     ["Cost of 1M tokens", of("cost_per_million_tokens", digits)],
     ["Helix's gain at the target", known(answer.at_ttl?.throughput_gain, (gain) => `${gain.toFixed(2)}×`)],
@@ -62,7 +62,7 @@ let other = null;
 function drawCompared() {
   at("compared").hidden = other === null;
   if (other === null) return;
-  const [ours, theirs] = [told(plan.answer), told(other)];
+  const [ours, theirs] = [answerRows(plan.answer), answerRows(other)];
   document.querySelector("#answers tbody").replaceChildren(...ours.map(([name, words], row) =>
     element("tr", {}, element("th", { scope: "row" }, name), ...[words, theirs[row][1]].map((each, column) =>
       element("td", { "data-label": PLANS[column][0] }, each ?? "–")))));
@@ -76,7 +76,7 @@ async function compareWith(file) {
     other = await answerOf(file);
     at("compare-note").textContent = "";
   } catch {
-    at("compare-note").textContent = `${file.name} is no plan: choose the plan.json or plan.html of another one.`;
+    at("compare-note").textContent = `${file.name} is not a plan: choose the plan.json or plan.html of another plan.`;
     return;
   }
   drawCompared();

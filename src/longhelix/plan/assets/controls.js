@@ -1,7 +1,8 @@
-// The controls, and what they say: an empty number is no target.
+// The controls and their values. An empty field means no target.
 
 const at = (id) => document.getElementById(id);
-// Of numbers that may be set: what a unit of theirs is, what they are called, and the least.
+// Number fields. unit: the field's unit in SI units; words: its name in messages; asked: the value at the start, in SI
+// units; whole: whether it must be an integer.
 const NUMBERS = {
   ttl: { unit: 1e-3, words: "ms per token", asked: plan.asked.ttl_s },
   ttft: { unit: 1, words: "TTFT", asked: plan.asked.ttft_s },
@@ -9,12 +10,12 @@ const NUMBERS = {
   rate: { unit: 1, words: "requests/s", asked: plan.asked.rate_per_s },
   price: { unit: 1, words: "the price of a GPU hour", asked: plan.asked.gpu_hour },
 };
-// Strategies without HOP-B that others of the same layouts have, and those with it.
+// Strategies whose layouts exist without HOP-B and with it.
 const EXPOSED = ["helix_exposed"];
 const OVERLAPPED = ["helix", "helix_dp"];
 let picked = null;
 
-// A number in its base unit, null where none is set, NaN where it cannot be.
+// The number in a field, in SI units: null if the field is empty, NaN if it is invalid.
 function numberIn(id) {
   const control = at(id);
   const { unit, whole: isWhole } = NUMBERS[id];
@@ -24,7 +25,7 @@ function numberIn(id) {
   return allowed ? number * unit : NaN;
 }
 
-// One sentence about what cannot be, or none.
+// The first invalid field and a message about it, or [null, ""].
 function complaint(found) {
   const wrong = Object.keys(NUMBERS).find((id) => Number.isNaN(found[id]));
   if (wrong) {
@@ -33,7 +34,7 @@ function complaint(found) {
     return [wrong, `Set ${words} to ${allowed}, or leave it empty.`];
   }
   if (found.rate !== null && found.users !== null) {
-    return ["users", "How many users there are follows from the rate: leave one of the two empty."];
+    return ["users", "The number of users follows from the rate: leave users or requests/s empty."];
   }
   return [null, ""];
 }
@@ -46,7 +47,7 @@ function numbersSet() {
   return wrong === null ? found : null;
 }
 
-// What all controls say; null where one of them cannot be.
+// The values of all controls; null if one of them is invalid.
 function stateSet() {
   const found = numbersSet();
   if (found === null) return null;
@@ -60,7 +61,7 @@ function stateSet() {
   };
 }
 
-// Whether the frontiers and the target are those that Python answered for.
+// Whether the controls show the question that Python answered, as far as the frontiers and the target depend on it.
 function isAsked({ length, dtypes, capIndex, ttl, strategies }) {
   const { asked } = plan;
   const sameTarget = (ttl === null) === (asked.ttl_s === null)

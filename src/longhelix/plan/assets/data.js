@@ -1,4 +1,4 @@
-// What Python computed: choices in a document, and numbers, two matrices for each of its tables.
+// Data that Python computed: `plan`, a JSON document, and `numbers`, two matrices for each table of the document.
 
 const plan = await (await inflated("document")).json();
 const numbers = new Float32Array(await (await inflated("numbers")).arrayBuffer());
@@ -7,7 +7,7 @@ const pointRows = [
   ...plan.point_rows, ...plan.item_rows.flatMap((row) => plan.items.map((item) => `${row} ${item.name}`)),
 ];
 
-// Rows of a matrix that begins at `start`, by name.
+// The rows of the matrix that starts at `start`, by name.
 function rowsAt(start, names, columns) {
   return Object.fromEntries(names.map((name, row) =>
     [name, numbers.subarray(start + row * columns, start + (row + 1) * columns)]));
@@ -29,7 +29,7 @@ function layoutOf(table, point) {
   return plan.layouts[table.point.layout[point]];
 }
 
-// What the frontiers are drawn over, of decodes alone: tokens/s for each user, and for each GPU.
+// The axes of the frontiers, decode only: tokens/s per user and tokens/s per GPU.
 function speeds(table, point) {
   const ttl = table.point.ttl_s[point];
   return { user: 1 / ttl, gpu: table.point.batch[point] / ttl / layoutOf(table, point).gpus };
@@ -42,13 +42,13 @@ function itemsOf(table, point) {
   }));
 }
 
-// Of a stage what each rank owns, by the names that Python gave; none of one that is too large to be drawn.
+// What each rank of a stage owns, by the names that Python gave; empty for a stage that is too large to draw.
 function ranksOf(layout) {
   return (plan.owners[layout.stage] ?? []).map((owners) =>
     Object.fromEntries(owners.map((owned, index) => [plan.owner_rows[index], owned])));
 }
 
-// Groups that have requests of their own, and the KVP ranks of each.
+// The number of groups with their own requests, and the KVP ranks per group.
 function groupsOf({ dp = 1, kvp, placement }) {
   return placement === "local" ? [kvp, 1] : [dp, kvp];
 }

@@ -1,4 +1,4 @@
-// The frontiers of decodes alone: a line for each strategy, the target, and the configuration that is shown.
+// The decode frontiers: one line per strategy, the target, and the current configuration.
 
 const LOOKS = {
   tp: "square", dp_ep: "diamond", dp_tp: "triangle", tied: "cross", helix_exposed: "circle", helix: "circle",
@@ -31,7 +31,7 @@ function drawFrontier(state, shown) {
   at("readout").textContent = "";
 }
 
-// Arrow keys go along a line, and from line to line.
+// The point that an arrow key moves to: left and right along a line, up and down between lines.
 function pointAfter(key, shown) {
   const line = Math.max(0, drawnLines.findIndex(({ placed }) => placed.some((point) => point.key === shown)));
   const { placed } = drawnLines[line] ?? { placed: [] };
@@ -69,7 +69,7 @@ function watchFrontier(pick, shownPoint) {
   });
 }
 
-// Tokens/s per GPU of a drawn line at a speed, between its points as it is drawn; 0 where it does not reach it.
+// Tokens/s per GPU of a line at a speed, interpolated between its points as drawn; 0 beyond its fastest point.
 function gpuAt(points, user) {
   const next = points.findIndex((point) => point.x >= user);
   if (next < 0) return 0;
@@ -79,7 +79,7 @@ function gpuAt(points, user) {
   return from.y * (to.y / from.y) ** share;
 }
 
-// Helix beside every other strategy: at the target, and where it gains most.
+// Helix's gain over the best other strategy: at the target, and the largest anywhere.
 function gains(state) {
   const lines = state.strategies
     .map((strategy) => ({ ...lineOf(state, strategy), helix: strategy.name.startsWith("helix") }))
@@ -99,7 +99,7 @@ function gains(state) {
   };
 }
 
-// Python's, of all configurations, where the controls are as they were asked.
+// The same, but with Python's values from all configurations while the controls show the original question.
 function gainsAsAnswered(state) {
   const { headline, at_ttl: answered } = plan.answer;
   const found = gains(state);
@@ -117,19 +117,19 @@ function targetWords({ ours, others }, ttl) {
     return [`${(ours / others).toFixed(2)}×`, `${target}, Helix against the best other strategy: ${digits(ours)} `
       + `tokens/s per GPU against ${digits(others)}`];
   }
-  if (ours) return ["–", `${target} Helix alone gets there, with ${digits(ours)} tokens/s per GPU`];
-  return ["–", `${target} ${others ? "Helix does not get there, and others do" : "no strategy gets there"}`];
+  if (ours) return ["–", `${target}, only Helix gets there, with ${digits(ours)} tokens/s per GPU`];
+  return ["–", `${target}, ${others ? "Helix does not get there, but others do" : "no strategy gets there"}`];
 }
 
 function drawHeadline(state) {
   const found = gainsAsAnswered(state);
   at("headline").hidden = found === null;
   if (found === null) return;
-  const largest = `${digits(found.largest.gain)}× at ${digits(found.largest.user)} tokens/s per user, and `
-    + `${digits(found.speed)}× the tokens/s per user at best`;
+  const largest = `${digits(found.largest.gain)}× at ${digits(found.largest.user)} tokens/s per user; maximum `
+    + `tokens/s per user ${digits(found.speed)}×`;
   const [gain, words] = found.target ? targetWords(found.target, state.ttl)
     : [`${digits(found.largest.gain)}×`,
       "Helix's largest gain in tokens/s per GPU; set a target to see the gain there"];
   at("headline").replaceChildren(element("strong", { id: "gain" }, gain), element("span", {}, words),
-    element("small", { id: "largest" }, `Largest gain: ${largest}. Decodes alone, as papers compare them.`));
+    element("small", { id: "largest" }, `Largest gain: ${largest}. Decode only, as papers compare it.`));
 }

@@ -1,8 +1,8 @@
-// Who owns what: the GPUs of one stage twice, as attention and as FFN see them, and one GPU in words.
+// What each GPU owns: two grids of the GPUs of one stage, for attention and for the FFN, and one GPU in words.
 
 const MOST_COLUMNS = 16;
 
-// Near a square, and of whole rows of TPA ranks where they are short enough.
+// Columns of a grid that is nearly square, in whole groups of TPA ranks if these are short enough.
 function columnsOf(count, row) {
   const unit = row <= MOST_COLUMNS ? row : 1;
   const square = Math.ceil(Math.sqrt(count));
@@ -57,7 +57,7 @@ let drawn = null;
 function showGpu(number) {
   const rank = drawn.chosen.ranks[number];
   if (rank === undefined) {
-    document.getElementById("gpu").replaceChildren(element("dd", {}, "A stage of so many GPUs is not drawn."));
+    document.getElementById("gpu").replaceChildren(element("dd", {}, "A stage with this many GPUs is not drawn."));
     return;
   }
   drawn.shown = number;

@@ -1,4 +1,4 @@
-// What the controls choose, and everything drawn anew when one of them moves.
+// Applies the controls: whenever one changes, it chooses again and draws everything again.
 
 function figure(number, words) {
   return element("div", { class: "figure" }, element("strong", {}, number), " ", words);
@@ -8,7 +8,7 @@ function orNone(number, words) {
   return number === null ? "–" : words(number);
 }
 
-// Users and answers are counted as the plan counts them.
+// Rounds a number of users as the plan does (`Choice.users`).
 function people(users) {
   return whole(Math.max(Math.floor(users + ROUNDING), Math.min(1, Math.ceil(users))));
 }
@@ -16,7 +16,7 @@ function people(users) {
 const COLUMNS = [
   ["Tokens/s per user", (found) => digits(found.user)],
   ["Tokens/s per GPU", (found) => digits(found.gpu)],
-  ["ms beside a prompt", (found) => orNone(found.ttlBeside, (ttl) => digits(1e3 * ttl)), "ttlBeside"],
+  ["ms during a prefill", (found) => orNone(found.ttlBeside, (ttl) => digits(1e3 * ttl)), "ttlBeside"],
   ["TTFT, s", (found) => orNone(found.ttft, digits), "ttft"],
   ["Users", (found) => people(found.users)],
   ["Requests/s", (found) => orNone(found.rate, digits)],
@@ -55,7 +55,8 @@ function memoryBar(table, found) {
 }
 
 function missedWords(found, state) {
-  const targets = [["ttlBeside", "ms per token beside a prompt", time(found.ttlBeside), state.ttl && time(state.ttl)],
+  const targets = [
+    ["ttlBeside", "time per token during a prefill", time(found.ttlBeside), state.ttl && time(state.ttl)],
     ["ttft", "TTFT", time(found.ttft), state.ttft && time(state.ttft)], ["gpus", "GPUs", whole(found.gpus), state.cap]];
   return targets.filter(([target]) => found.missed[target] > 0)
     .map(([, name, has, most]) => `${name} (${has}, over ${most})`).join(" and ");
@@ -63,7 +64,7 @@ function missedWords(found, state) {
 
 function drawChosen(state, found) {
   const copies = found.replicas > 1 ? `${found.replicas} × ` : "";
-  const chunks = found.chunk === null ? "no room for a chunk of a prompt beside" : `chunks of ${whole(found.chunk)}`;
+  const chunks = found.chunk === null ? "no memory left for a chunk of a prompt" : `chunks of ${whole(found.chunk)}`;
   at("chosen").replaceChildren(
     element("div", { class: "figures" },
       figure(digits(found.user), "tokens/s per user"), figure(digits(found.gpu), "tokens/s per GPU"),
@@ -73,7 +74,7 @@ function drawChosen(state, found) {
       figure(whole(found.gpus), noun(found.gpus, "GPU"))),
     element("p", {}, element("b", {}, found.strategy.title), `: ${copies}${layoutWords(found.layout)}, `
       + `${plural(found.batch, "request")} at once, ${chunks}`),
-    element("p", {}, `${time(found.ttl)} per token, ${orNone(found.ttlBeside, time)} beside a prompt`),
+    element("p", {}, `${time(found.ttl)} per token, ${orNone(found.ttlBeside, time)} during a prefill`),
     ...memoryBar(state.table, found),
     ...(found.far > 0 ? [element("p", { class: "missed" }, `It misses ${missedWords(found, state)}.`)] : []));
 }
@@ -81,23 +82,24 @@ function drawChosen(state, found) {
 function drawNothing(state) {
   const short = state.table.short_bytes[state.capIndex];
   const reason = short > 0
-    ? `Nothing fits: for one request of ${tokens(state.tokens)} tokens the nearest layout lacks ${scaled(short, "B")} `
-      + "on a GPU. More GPUs, a narrower dtype or shorter requests would help."
-    : "Nothing fits beside a chunk of a prompt. More GPUs, a narrower dtype or shorter requests would help.";
+    ? `Nothing fits: for one request of ${tokens(state.tokens)} tokens, the closest layout lacks `
+      + `${scaled(short, "B")} per GPU. Allow more GPUs, or choose a narrower dtype or shorter requests.`
+    : "No request fits together with a chunk of its prompt. Allow more GPUs, or choose a narrower dtype or shorter "
+      + "requests.";
   at("chosen").replaceChildren(element("p", { class: "nothing" }, reason));
 }
 
 function titleOf(state, shown) {
-  if (picked !== null) return "As picked";
+  if (picked !== null) return "Your selection";
   if (shown === null) return "Nothing fits";
-  if (shown.far > 0) return "Nothing meets the targets together; the nearest";
+  if (shown.far > 0) return "No configuration meets all targets; the closest";
   return hasTargets(state) ? "The best within the targets" : "A balance of speed and throughput";
 }
 
 let state = null;
 let shown = null;
 
-// `choice`: a configuration that is picked, or null for the best.
+// Draws the page. choice: the configuration that the user selected, or null for the best one.
 function draw(choice) {
   const next = stateSet();
   if (next === null) return;
@@ -135,8 +137,8 @@ function watchWidth() {
 function start() {
   at("title").textContent = `${plan.model} on ${plan.system}`;
   document.title = `${plan.model} on ${plan.system}: longhelix plan`;
-  at("about").textContent = `Predicted by a cost model, from ${whole(plan.looked_at)} configurations; away from what `
-    + "was asked, from fewer batches and chunk sizes";
+  at("about").textContent = `Predicted by a cost model from ${whole(plan.looked_at)} configurations. Away from the `
+    + "original question, with fewer batches and chunk sizes.";
   at("strategies").querySelector("thead tr").append(
     ...COLUMNS.map(([label]) => element("th", { scope: "col" }, label)));
   startControls(draw);

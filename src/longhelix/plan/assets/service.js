@@ -1,12 +1,12 @@
-// What configurations give those who use them, and the best of them within targets: as service.py and choice.py in
-// longhelix/plan have it, of numbers that Python computed.
+// Latency, users and rate of configurations, and the best one within targets. Follows service.py and choice.py of
+// longhelix/plan, with numbers that Python computed.
 
 const LATE = 0.05;
 const MOST_BUSY = 0.95;
 const HALVINGS = 40;
 const ROUNDING = 1e-6;
 
-// The longest prompt's, where prompts take a share `busy` of the time.
+// TTFT of the longest prompt when prefill takes a share `busy` of the time, in seconds.
 function ttftOf({ longest_s, wait_s }, busy) {
   return longest_s + (wait_s / (1 - busy)) * Math.log(Math.max(busy, LATE) / LATE);
 }
@@ -21,7 +21,7 @@ function mostBusy(prompts, ttft, limit) {
   return least;
 }
 
-// One instance, whose requests are there for ever, or come and go.
+// What one instance serves. Without output_tokens, requests stay for ever; with it, they arrive and end.
 function instance(batch, alone, prompts, { ttft, rate }) {
   if (plan.output_tokens === null) {
     return { ttl: alone, ttft: prompts.longest_s, users: batch, rate: null, replicas: 1 };
@@ -43,7 +43,7 @@ function over(has, most) {
   return most !== null && has > most * (1 + ROUNDING) ? Math.log(has / most) : 0;
 }
 
-// A configuration with as many replicas as are needed; `missed`: each target that it misses, as a logarithm.
+// A configuration with enough replicas. missed: the logarithm of the factor by which it misses each target.
 function served(table, index, state) {
   const { configuration: rows } = table;
   const prompts = Object.fromEntries(plan.configuration_rows.map((row) => [row, rows[row][index]]));
@@ -72,7 +72,7 @@ function hasTargets({ ttl, ttft, users, rate, fewest }) {
   return ttl !== null || ttft !== null || users > 1 || rate !== null || fewest;
 }
 
-// What is to be least of what meets all targets, one number after the other.
+// Sort key of configurations that meet all targets, smallest first.
 function worth(found, state) {
   if (!hasTargets(state)) return [-found.user * found.gpu, found.ttft];
   return [state.rate !== null || state.fewest ? found.gpus : -found.gpu, found.ttl, found.ttft];
@@ -83,7 +83,7 @@ function isBefore(first, second) {
   return differs >= 0 && first[differs] < second[differs];
 }
 
-// What meets all targets comes first, and then what misses them by least.
+// Sort key of all configurations: first those that meet all targets, then those that miss them by least.
 function order(found, state) {
   return found.far > 0 ? [found.far, found.gpus] : [0, ...worth(found, state)];
 }
@@ -93,7 +93,7 @@ function first(configurations, state) {
     (best === null || isBefore(order(found, state), order(best, state)) ? found : best), null);
 }
 
-// By strategy the best that meets all targets, or what comes nearest; null where memory holds none.
+// The best configuration of each strategy, or the closest to the targets; null if none fits in memory.
 function bests(state) {
   const found = state.strategies.map(() => []);
   const { layout } = state.table.point;
@@ -105,7 +105,7 @@ function bests(state) {
   return found.map((configurations) => first(configurations, state));
 }
 
-// A point with the chunk size that serves the targets best; without any where no chunk fits beside it.
+// A point with the chunk size that serves the targets best; its chunk is null if no chunk fits in memory.
 function atPoint(state, point) {
   const found = [];
   state.table.configuration.point.forEach((each, index) => {

@@ -1,4 +1,4 @@
-// Where a step's time goes: one bar, and the cost items as a table.
+// Where the time of a step goes: one bar, and a table of its cost items.
 
 const LEAST_SHARE = 0.01;
 
@@ -28,8 +28,8 @@ function itemRow(item, total, longest) {
 function drawStep(costs, total) {
   const items = shownItems(costs, total);
   const longest = Math.max(...items.map((item) => item.seconds));
-  const what = plan.accepted_tokens === 1 ? "One step of decodes"
-    : `A token's part of a step of decodes that gives ${digits(plan.accepted_tokens)}`;
+  const what = plan.accepted_tokens === 1 ? "One decode step"
+    : `One token's share of a decode step with ${digits(plan.accepted_tokens)} tokens`;
   document.getElementById("step-title").textContent = `${what} on one GPU: ${time(total)}`;
   document.querySelector("#items tbody").replaceChildren(...items.map((item) => itemRow(item, total, longest)));
   const kinds = new Map();

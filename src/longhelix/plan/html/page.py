@@ -1,4 +1,4 @@
-"""A page made of a folder of assets: its template, style and scripts, what they share with other pages, and data."""
+"""Build a page from a folder of assets (template, style and scripts), the shared assets, and data."""
 
 import base64
 import re
@@ -12,10 +12,15 @@ _SHARED = Path(__file__).parent / "assets"
 
 
 def write(path: Path, assets: Path, scripts: Sequence[str], data: Mapping[str, bytes]) -> None:
-    """Write the page of `assets`: page.html with page.css and `scripts`, plotly where the template has a place for it,
-    and `data` by the names that it has for them, compressed.
+    """Write a self-contained page to `path`.
 
-    Raises UserError where plotly is missing and where `path` cannot be written.
+    Args:
+        assets: folder of the page's page.html, page.css and scripts. Plotly is included if page.html has {{plotly}}.
+        scripts: file names of the scripts, in order.
+        data: bytes to compress and insert, by the name of their placeholder in page.html.
+
+    Raises:
+        UserError: plotly is missing, or `path` cannot be written.
     """
     template = _read(assets / "page.html")
     inserts = {
@@ -32,7 +37,7 @@ def write(path: Path, assets: Path, scripts: Sequence[str], data: Mapping[str, b
 
 
 def _plotly() -> str:
-    """plotly.js, which plotly's package carries."""
+    """The source of plotly.js, from the plotly package."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

@@ -1,4 +1,4 @@
-// Runs beside each other: a table of what requests got, and a line for each run in every plot.
+// Compares runs: a table with one column per run, and plots with one line per run.
 
 const found = await (await inflated("document")).json();
 const COLORS = ["helix", "tp", "dp_ep", "tied", "dp_tp", "kind-projections", "kind-other"];

@@ -1,4 +1,4 @@
-// What all pages share: data that Python packed, numbers and words as people read them, the looks of plots.
+// Functions of all pages: unpacking data, formatting numbers and words, and the style of plots.
 
 async function unpacked(packed) {
   const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
@@ -47,7 +47,7 @@ function range([first, last], word) {
   return first === last ? `${word} ${first}` : `${word}s ${first}–${last}`;
 }
 
-// An element with attributes, and children that are elements or text.
+// Creates an element with attributes and children, which are elements or text.
 function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, setting] of Object.entries(attributes)) made.setAttribute(key, setting);

@@ -1,4 +1,4 @@
-"""Prefill and decode on instances of their own, with a link between them that carries the KV."""
+"""Disaggregated serving: prefill and decode on separate instances, with a link that carries the KV."""
 
 from dataclasses import dataclass
 
@@ -14,46 +14,41 @@ from longhelix.plan.space import Space
 from longhelix.plan.sweep import MOST_BATCH, largest
 from longhelix.spec.layout import Layout
 
-_BEST = 24  # layouts of each kind that are tried with each other, in all numbers that there may be of them
+_BEST = 24  # layouts for prefill and for decode to combine, in every possible number of instances
 
 
 @dataclass(frozen=True)
-class Apart:
-    """`prefills` instances of one layout and `decodes` of another take `gpus` in all, and serve `rate_per_s` requests.
-
-    chunk_tokens: of a prompt; batch: requests of one decoding instance. ttft_s: with the KV's way, which takes
-    `transfer_s` for the longest prompt. cost_per_million_tokens: None without the price of a GPU.
-    """
+class Disaggregated:
+    """Instances that only prefill, instances that only decode, and what they serve together."""
 
     prefill_layout: dict[str, int | str]
-    prefills: int
-    chunk_tokens: int
+    prefills: int  # instances
+    chunk_tokens: int  # of a prompt in one step
     decode_layout: dict[str, int | str]
-    decodes: int
-    batch: int
-    gpus: int
+    decodes: int  # instances
+    batch: int  # requests per decode instance
+    gpus: int  # of all instances
     users: int
-    rate_per_s: float
+    rate_per_s: float  # requests per second
     ttl_s: float
-    ttft_s: float
-    transfer_s: float
+    ttft_s: float  # includes `transfer_s`
+    transfer_s: float  # to send the longest prompt's KV
     tokens_per_s_per_gpu: float
-    cost_per_million_tokens: float | None
+    cost_per_million_tokens: float | None  # None without the price of a GPU
 
 
 @dataclass(frozen=True)
 class _Side:
-    """Instances of one kind, arrays (n,): indices of layouts, chunk sizes or batches, requests that each serves in a
-    second, its GPUs, and its time: to the first token, or from token to token."""
+    """Candidates for the prefill or the decode instances, arrays (n,)."""
 
-    layout: NDArray[np.intp]
-    size: Array
-    rate_per_s: Array
-    gpus: Array
-    seconds: Array
+    layout: NDArray[np.intp]  # index in the space
+    size: Array  # chunk size of prefill, or batch of decode
+    rate_per_s: Array  # requests per second and instance
+    gpus: Array  # per instance
+    seconds: Array  # TTFT of prefill, or TTL of decode
 
     def best(self) -> "_Side":
-        """Those that serve the most for their GPUs, one of each number of GPUs."""
+        """At most _BEST candidates with the highest rate per GPU, one per number of GPUs."""
         order = np.lexsort((self.seconds, -self.rate_per_s, self.gpus))
         _, first = np.unique(self.gpus[order], return_index=True)
         first = order[first]
@@ -65,9 +60,11 @@ class _Side:
         return _Side(self.layout[index], *numbers)
 
 
-def apart(question: Question, space: Space) -> Apart | None:
-    """What serves the max tokens/s/GPU, or the demand's rate on the fewest GPUs; None where nothing meets the targets,
-    and where no demand says how much of each there is."""
+def disaggregated(question: Question, space: Space) -> Disaggregated | None:
+    """Find the instances with the max tokens/s/GPU, or with the fewest GPUs that serve the demand's rate.
+
+    Returns None if nothing meets the targets, or if the question has no demand.
+    """
     demand = question.demand
     if demand is None:
         return None
@@ -88,7 +85,7 @@ def apart(question: Question, space: Space) -> Apart | None:
     served = served if demand.rate_per_s is None else demand.rate_per_s
     gpus = prefills * int(first.gpus[prefill]) + decodes * int(second.gpus[decode])
     tokens_per_s_per_gpu = served * demand.output_tokens / gpus
-    return Apart(
+    return Disaggregated(
         prefill_layout=degrees(space.layouts, int(first.layout[prefill])),
         prefills=prefills,
         chunk_tokens=int(first.size[prefill]),
@@ -111,7 +108,12 @@ def apart(question: Question, space: Space) -> Apart | None:
 def _numbers(
     question: Question, first: _Side, prefill: int, second: _Side, decode: int
 ) -> tuple[float, int, int, int, int] | None:
-    """How many of the two are best together: what is to be least, their numbers, and the two; None where none are."""
+    """The best numbers of instances of one prefill and one decode candidate.
+
+    Returns:
+        (sort key, prefill instances, decode instances, prefill index, decode index); None if no numbers meet the
+        targets.
+    """
     demand = question.demand
     assert demand is not None
     most, sizes = question.max_gpus, (first.gpus[prefill], second.gpus[decode])
@@ -130,7 +132,7 @@ def _numbers(
 
 
 def _prefills(use: Use, space: Space, ttft_s: float | None) -> _Side:
-    """Each layout with each chunk size, as busy as the TTFT allows."""
+    """All layouts with all chunk sizes, each as busy as the TTFT target allows."""
     index = np.repeat(np.arange(len(space)), len(CHUNKS))
     chunk = np.tile(np.array(CHUNKS, dtype=np.float64), len(space))
     layouts = space.layouts.take(index)
@@ -143,7 +145,7 @@ def _prefills(use: Use, space: Space, ttft_s: float | None) -> _Side:
 
 
 def _decodes(question: Question, use: Use, space: Space) -> _Side:
-    """Each layout with the most requests that its memory and the TTL allow."""
+    """All layouts, each with the largest batch that fits in memory and within the TTL target."""
     layouts = space.layouts
 
     def keeps(batch: Array) -> Mask:
@@ -161,8 +163,10 @@ def _decodes(question: Question, use: Use, space: Space) -> _Side:
 
 
 def _transfer_seconds(use: Use) -> float:
-    """Of the longest prompt's KV, with the states of linear attention, over the link of one GPU beyond a scale-up
-    domain, as if it came from one to one."""
+    """Seconds to send the longest prompt's KV and states of linear attention from one GPU to another.
+
+    Uses the link of one GPU beyond its scale-up domain.
+    """
     setting, link = use.setting, use.setting.system.scale_out
     kept = use.longest_prompt * setting.kv_token_bytes
     if setting.model.linear is not None:
