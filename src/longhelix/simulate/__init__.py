@@ -1,1 +1,1 @@
-"""Requests over time, served by the engine's own loop and scheduler over a predicted runner and its clock."""
+"""Simulate serving over time: the engine's own loop and scheduler with predicted step times."""

@@ -1,4 +1,4 @@
-"""Requests before they are requests: when they arrive, how long they are, and what their prompts share."""
+"""Requests of a workload: when they arrive, how long they are, and which prefixes their prompts share."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -11,35 +11,34 @@ from longhelix.scheduler.request import ANY_SERVICE, Request, SamplingParams, Se
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
-    """A request that arrives `arrival_s` after the clock's zero.
+    """A request of a workload.
 
-    pieces: ids of the pieces of `piece_tokens` tokens that its prompt begins with: prompts are alike where these are.
-    They count from 0, below 2^31: token ids have 32 bits. What follows the pieces no other prompt has. A session has
-    one request at a time: each is sent `think_s` after the end of the one before, at `arrival_s` at the earliest.
+    Prompts with equal pieces have equal tokens there. The tokens after the pieces are unique to each prompt. A session
+    has one request at a time: each is sent `think_s` after the end of the previous one, and not before `arrival_s`.
     """
 
-    arrival_s: float
+    arrival_s: float  # seconds after the clock's zero
     prompt_tokens: int
     output_tokens: int
     service: ServiceLevel = ANY_SERVICE
-    pieces: tuple[int, ...] = ()
-    piece_tokens: int = 1
-    session: str = ""
-    think_s: float = 0.0
+    pieces: tuple[int, ...] = ()  # ids of the pieces at the start of the prompt; from 0 to 2^31 - 1 (32-bit token ids)
+    piece_tokens: int = 1  # tokens per piece
+    session: str = ""  # empty: no session
+    think_s: float = 0.0  # seconds after the end of the session's previous request
 
     def request(self, id: int) -> Request:
-        """What the scheduler gets of it. No token ends the answer before its length."""
+        """The scheduler's request. Its answer never ends before `output_tokens`."""
         prompt = Prompt(self, 2 * id + 1)
         sampling = SamplingParams(max_new_tokens=self.output_tokens, ignore_eos=True)
         return Request(id, prompt, sampling, frozenset(), 0, self.arrival_s, self.service)
 
     def sooner(self, factor: float) -> "Arrival":
-        """The same request where all arrive at `factor` times the rate."""
+        """The same request when the arrival rate is multiplied by `factor`."""
         return msgspec.structs.replace(self, arrival_s=self.arrival_s / factor, think_s=self.think_s / factor)
 
 
 class Workload(Protocol):
-    """Requests in the order in which they arrive; may be gone through again and again."""
+    """Requests in the order of their arrival. It can be iterated repeatedly."""
 
     def __iter__(self) -> Iterator[Arrival]: ...
 
@@ -48,7 +47,7 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Sooner:
-    """A workload at `factor` times its rate."""
+    """A workload with its arrival rate multiplied by `factor`."""
 
     workload: Workload
     factor: float
@@ -62,15 +61,14 @@ class Sooner:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The token ids of an arrival's prompt, made when they are asked for.
+    """The token ids of an arrival's prompt, made on demand.
 
-    All tokens of a piece have one id, which is negative. Those after the pieces have `own_id`, which is above 0 and no
-    other prompt's. Tokens of answers are 0. generated: what a request goes on with after it was preempted.
+    All tokens of a piece have the same negative id. Tokens of answers have id 0.
     """
 
     arrival: Arrival
-    own_id: int
-    generated: "array[int]" = field(default_factory=lambda: array("i"))
+    own_id: int  # id of all tokens after the pieces: above 0, and unique to this prompt
+    generated: "array[int]" = field(default_factory=lambda: array("i"))  # answer tokens before a preemption
 
     def __len__(self) -> int:
         return self.arrival.prompt_tokens + len(self.generated)
@@ -97,7 +95,7 @@ class Prompt:
 
 
 def rate_per_s(arrivals: Iterable[Arrival]) -> float:
-    """Requests per second from the first to the last; 0 where all arrive at once."""
+    """Requests per second from the first arrival to the last; 0 if all arrive at once."""
     times = [arrival.arrival_s for arrival in arrivals]
     span_s = times[-1] - times[0] if times else 0.0
     return (len(times) - 1) / span_s if span_s else 0.0

@@ -1,4 +1,4 @@
-"""When the requests of a workload come: at their times, or once the last one of their session has ended."""
+"""Release the requests of a workload: at their arrival, and not before the previous one of their session has ended."""
 
 import heapq
 import math
@@ -10,27 +10,27 @@ from longhelix.simulate.arrival import Arrival, Workload
 
 
 class Arrivals:
-    """Gives the requests of a workload one by one, of each session only when the one before has ended."""
+    """Queue of a workload's requests, which holds back a session's next request until the previous one has ended."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = iter(workload)
         self._next = next(self._workload, None)
         self._order = 0
-        self._due: list[tuple[float, int, Arrival]] = []  # of sessions whose last one has ended
-        self._held: defaultdict[str, deque[Arrival]] = defaultdict(deque)  # by session, behind its last one
-        self._busy: set[str] = set()  # the sessions whose last one has not ended
-        self._ended_s: dict[str, float] = {}  # when that of the others did
+        self._due: list[tuple[float, int, Arrival]] = []  # heap of (arrival, order, request) of sessions, released
+        self._held: defaultdict[str, deque[Arrival]] = defaultdict(deque)  # held back, by session
+        self._busy: set[str] = set()  # sessions with a released request that has not ended
+        self._ended_s: dict[str, float] = {}  # when the last request of each session ended
 
     @property
     def next_s(self) -> float | None:
-        """When the next one comes, or is looked at; None where none does, unless one ends."""
+        """When `take` may have the next request; None if there is none until another one ends."""
         times_s = [self._due[0][0]] if self._due else []
         if self._next is not None:
             times_s.append(self._next.arrival_s)
         return min(times_s, default=None)
 
     def take(self, now_s: float) -> Arrival | None:
-        """One that has come by now."""
+        """Remove and return a request that has arrived by `now_s`; None if there is none."""
         while self._next is not None and self._next.arrival_s <= now_s:
             arrival, self._next = self._next, next(self._workload, None)
             if not arrival.session:
@@ -40,14 +40,14 @@ class Arrivals:
         return heapq.heappop(self._due)[2] if self._due and self._due[0][0] <= now_s else None
 
     def ended(self, arrival: Arrival, now_s: float) -> None:
-        """One that was taken is over."""
+        """Note that a request from `take` has ended."""
         if arrival.session:
             self._busy.remove(arrival.session)
             self._ended_s[arrival.session] = now_s
             self._release(arrival.session)
 
     def _release(self, session: str) -> None:
-        """Let a session's next request come, if it has one and the last one has ended."""
+        """Release a session's next request, if it has one and the previous one has ended."""
         if session in self._busy or not self._held[session]:
             return
         arrival = self._held[session].popleft()

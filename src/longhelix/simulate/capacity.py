@@ -1,4 +1,4 @@
-"""The highest rate at which a workload's requests still meet their service level."""
+"""Find the capacity: the highest request rate at which a workload still meets its service level."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ _MOST_DOUBLINGS = 14
 
 @dataclass(frozen=True)
 class Trial:
-    """How many of the requests met their service level at a rate."""
+    """One simulation at a request rate."""
 
     rate_rps: float
-    slo_attainment: float
+    slo_attainment: float  # share of the requests that met their service level
 
     @property
     def is_met(self) -> bool:
@@ -22,18 +22,20 @@ class Trial:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The highest rate that was found to be met, to _PRECISION of itself, and all that was tried, in order.
+    """The highest rate that meets the service level, with a relative precision of _PRECISION."""
 
-    None where no rate is met; `is_bounded` is false where none was found that is not.
-    """
-
-    rate_rps: float | None
-    is_bounded: bool
-    trials: tuple[Trial, ...]
+    rate_rps: float | None  # None if no rate meets it
+    is_bounded: bool  # whether a rate was found that misses it
+    trials: tuple[Trial, ...]  # in the order of the search
 
 
 def find_capacity(attainment: Callable[[float], float], start_rps: float) -> Capacity:
-    """Double or halve `start_rps` until it is between a rate that is met and one that is not, then bisect."""
+    """Double or halve the rate until the capacity is bracketed, then bisect.
+
+    Args:
+        attainment: simulates at a rate and returns the share of requests within their service level.
+        start_rps: the first rate to try.
+    """
     trials: list[Trial] = []
 
     def is_met(rate_rps: float) -> bool:

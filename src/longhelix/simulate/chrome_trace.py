@@ -1,4 +1,4 @@
-"""A simulation as a file for chrome://tracing or ui.perfetto.dev, as the engine writes its traces."""
+"""Write a simulation as a trace for chrome://tracing or ui.perfetto.dev, in the engine's trace format."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ from longhelix.simulate.ledger import Account
 from longhelix.simulate.runner import SimulatedStep
 from longhelix.simulate.simulation import Observer
 
-_STEPS, _REQUESTS = 0, 1  # what the file has as processes
+_STEPS, _REQUESTS = 0, 1  # process ids in the file
 
 
 class ChromeTrace(Observer):
-    """Every step with rows, and of every request how long it waited, had its prompt computed, and decoded. Close it."""
+    """Writes every step with rows, and the waiting, prefill and decode times of every request. Close it at the end."""
 
     def __init__(self, path: Path) -> None:
         """Raises UserError if `path` cannot be written."""

@@ -1,4 +1,4 @@
-"""Times by how often they occurred, in memory that does not grow."""
+"""Histogram of durations in constant memory."""
 
 import math
 from array import array
@@ -10,8 +10,10 @@ RELATIVE_ERROR = 0.5 / _BINS_PER_E
 
 
 class Histogram:
-    """Durations in seconds, in bins that are 0.1% wide. Counts, sum, least and most are exact; a percentile is within
-    RELATIVE_ERROR, between 0.1 us and three years."""
+    """Durations in seconds, in bins that are 0.1% wide.
+
+    Count, sum, minimum and maximum are exact. Percentiles between 0.1 us and three years are within RELATIVE_ERROR.
+    """
 
     def __init__(self) -> None:
         self._counts = array("q", bytes(8 * (_bin(_MOST_S) + 1)))
@@ -32,11 +34,11 @@ class Histogram:
             self.most_s = seconds
 
     def percentile(self, percent: float) -> float | None:
-        """By nearest rank: the least duration that `percent` of all do not exceed. None of none."""
+        """The percentile by nearest rank, in seconds; None if the histogram is empty."""
         return self.percentiles([percent])[0]
 
     def percentiles(self, percents: Sequence[float]) -> list[float | None]:
-        """Several, which grow."""
+        """Several percentiles. `percents` must be ascending."""
         if not self.count:
             return [None] * len(percents)
         found: list[float | None] = []
@@ -50,14 +52,14 @@ class Histogram:
         return found
 
     def curve(self, points: int) -> list[tuple[float, float]]:
-        """The share of all that a duration does not exceed, at up to `points` of them."""
+        """Cumulative distribution as (seconds, percent) at `points` percentages. Empty if there are no values."""
         shares = [100 * (point + 1) / points for point in range(points)]
         found = self.percentiles(shares)
         return [(seconds, share) for seconds, share in zip(found, shares, strict=True) if seconds is not None]
 
 
 def rank(percent: float, count: int) -> int:
-    """The nearest rank, from 1 to `count`."""
+    """The nearest rank of a percentile, from 1 to `count`."""
     return min(max(math.ceil(percent / 100 * count - 1e-9), 1), count)
 
 

@@ -1,4 +1,4 @@
-"""What requests got, and when: times to first tokens and between tokens, and who met the service level."""
+"""Measure simulated requests: TTFT, time between tokens, waits, and which requests met their service level."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from longhelix.scheduler.token_event import TokenEvent
 from longhelix.simulate.histogram import Histogram, rank
 from longhelix.simulate.runner import SimulatedStep
 
-TBT_PERCENT = 99  # of a request's times between tokens, which is held against its SLO
+TBT_PERCENT = 99  # percentile of a request's times between tokens that must meet its SLO
 _SPARE = 4096
 
 
 class Account:
-    """One request that has not ended. Times in seconds, None until they are known."""
+    """The record of one request. Times are in seconds, and None until they are known."""
 
     __slots__ = (
         "arrival_s",
@@ -35,48 +35,48 @@ class Account:
         self.arrival_s = arrival_s
         self.prompt_tokens = prompt_tokens
         self.service = service
-        self.begin_s: float | None = None  # of its first chunk's step
-        self.first_s: float | None = None
-        self.end_s: float | None = None
-        self.output = 0
-        self.since = 0  # the step from which on it has had a token in every one
-        self.gaps: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []  # between tokens before that
-        self.met = False
+        self.begin_s: float | None = None  # start of the step with its first chunk
+        self.first_s: float | None = None  # its first token
+        self.end_s: float | None = None  # its last token so far, while it gets none
+        self.output = 0  # tokens before `since`
+        self.since = 0  # first step of the current series, with a token in every step
+        self.gaps: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []  # times between tokens before `since`
+        self.met = False  # whether it met its service level
 
 
 class Ledger:
     """Follows every request from its arrival to its end.
 
-    What it keeps grows with the requests that have not ended, and with the steps that the oldest of them has seen, and
-    not with how long the simulation goes on. Times between tokens need no work for each token: sequences that had a
-    token in the last step and in this one all waited for the time between both.
+    Memory grows with the unfinished requests and with the steps since the oldest of them began to decode, not with the
+    length of the simulation. Times between tokens need no work per token: all sequences with a token in the last step
+    and in this one waited for the same time.
     """
 
     def __init__(self) -> None:
         self.ttft, self.tbt, self.wait = Histogram(), Histogram(), Histogram()
         self.requests = self.finished = self.met = self.tokens = 0
         self._accounts: dict[int, Account] = {}
-        self._streaming: dict[int, Account] = {}  # those with a token in the last step, the longest there first
-        self._beginning: list[int] = []  # those with a token in this step alone
-        self._sampled: tuple[SampledToken, ...] | None = None  # what all of them got in the last step
-        self._ends_s = array("d")  # of the last steps that gave tokens
-        self._forgotten = 0  # how many such steps were before
+        self._streaming: dict[int, Account] = {}  # requests with a token in the last step, oldest first
+        self._beginning: list[int] = []  # requests with a token in this step, but not in the last one
+        self._sampled: tuple[SampledToken, ...] | None = None  # tokens of the last step
+        self._ends_s = array("d")  # ends of the latest steps that gave tokens
+        self._forgotten = 0  # number of such steps before those in `_ends_s`
 
     def open(self, id: int, arrival_s: float, prompt_tokens: int, service: ServiceLevel) -> None:
-        """A request came."""
+        """Note the arrival of a request."""
         self.requests += 1
         self._accounts[id] = Account(arrival_s, prompt_tokens, service)
 
     def drop(self, id: int) -> None:
-        """A request ended before its last token, or had ended."""
+        """Forget a request that ended before its last token; does nothing if it has already ended."""
         self._accounts.pop(id, None)
 
     def refuse(self) -> None:
-        """A request that could never run."""
+        """Count a request that can never run."""
         self.requests += 1
 
     def add(self, ran: SimulatedStep, events: Sequence[TokenEvent]) -> list[tuple[int, Account]]:
-        """Write down a step that has ended. Returns the requests that ended with it."""
+        """Note the end of a step. Returns the requests that ended with it."""
         for chunk in ran.step.chunks:
             account = self._accounts.get(chunk.id)
             if account is not None and account.begin_s is None:
@@ -93,13 +93,13 @@ class Ledger:
         return [(event.request_id, self._close(event, ran.end_s)) for event in events if event.finish_reason]
 
     def _change(self, ids: set[int]) -> None:
-        """Other sequences get tokens than in the last step."""
+        """Prepare for a step whose tokens go to other sequences than in the last step."""
         for id in [id for id in self._streaming if id not in ids]:
             self._interrupt(id)
         self._beginning = sorted(ids - self._streaming.keys())
 
     def _add_tokens(self, now_s: float) -> None:
-        """A token each for those that had one in the last step, and for those that begin."""
+        """Count one token for each sequence that continues or begins in this step."""
         if self._streaming:
             self.tbt.add(now_s - self._ends_s[-1], len(self._streaming))
         self._forget()
@@ -110,7 +110,7 @@ class Ledger:
         self.tokens += len(self._streaming)
 
     def _begin(self, id: int, now_s: float) -> None:
-        """A sequence's first token, or its first one after an interruption."""
+        """Note a sequence's first token, or the first one after an interruption."""
         account = self._streaming[id] = self._accounts[id]
         account.since = self._forgotten + len(self._ends_s) - 1
         if account.first_s is None:
@@ -122,7 +122,7 @@ class Ledger:
             account.gaps.append(np.array([now_s - account.end_s]))
 
     def _interrupt(self, id: int) -> None:
-        """A sequence gets no further token for the time being."""
+        """Note that a sequence gets no token in this step."""
         account = self._streaming.pop(id)
         account.end_s = self._ends_s[-1]
         times_s = np.array(self._ends_s[account.since - self._forgotten :])
@@ -139,7 +139,7 @@ class Ledger:
         return account
 
     def _has_met(self, account: Account) -> bool:
-        """Whether a request's first token and TBT_PERCENT of its times between tokens came within its SLOs."""
+        """Whether a request's first token and TBT_PERCENT% of its times between tokens were within its SLOs."""
         service, first_s = account.service, account.first_s
         assert first_s is not None
         if service.ttft_slo_s is not None and first_s - account.arrival_s > service.ttft_slo_s:
@@ -151,7 +151,7 @@ class Ledger:
         return bool(np.partition(gaps, nearest)[nearest] <= service.tbt_slo_s)
 
     def _forget(self) -> None:
-        """Drop the steps before the oldest sequence's, once they are many."""
+        """Drop the steps before the oldest sequence's first one, once there are many."""
         oldest = next(iter(self._streaming.values())).since if self._streaming else self._forgotten + len(self._ends_s)
         unused = oldest - self._forgotten
         if unused > _SPARE and 2 * unused > len(self._ends_s):

@@ -1,4 +1,4 @@
-"""How many KV blocks a KVP rank's pool holds on the system that is simulated."""
+"""Size of a KVP rank's pool of KV blocks on the simulated system."""
 
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Layouts
@@ -10,11 +10,17 @@ from longhelix.spec.layout import Layout
 def num_blocks(
     setting: Setting, layout: Layout, *, block_tokens: int, rows: int, requests: int, asked_tokens: int | None = None
 ) -> int:
-    """KV blocks of each KVP rank: room for `asked_tokens` over all of them, else what the fullest rank's memory leaves
-    beside its weights, the states that linear attention keeps of `requests`, and what a step of `rows` rows needs, as
-    in `longhelix estimate`.
+    """KV blocks of each KVP rank.
 
-    Raises UserError where the weights leave no room for one block, or memory does not hold what is asked for.
+    Args:
+        block_tokens: tokens per block.
+        rows: rows of the largest step.
+        requests: requests with states of linear attention.
+        asked_tokens: tokens over all KVP ranks; None: all that the fullest rank's memory holds in addition to its
+            weights, the states and one step, as in `longhelix estimate`.
+
+    Raises:
+        UserError: the weights leave no room for one block, or `asked_tokens` do not fit.
     """
     layouts = Layouts.of([layout])
     held = memory(setting, layouts, 0.0, 0.0, float(rows)).total_bytes
@@ -34,7 +40,7 @@ def num_blocks(
     most_tokens = affordable * block_tokens * layout.kvp
     if asked_tokens > most_tokens:
         raise UserError(
-            f"kv_cache_tokens is {asked_tokens}, but memory beside the weights holds {most_tokens}: set "
+            f"kv_cache_tokens is {asked_tokens}, but the memory left by the weights holds {most_tokens}: set "
             f"--kv-cache-tokens to at most {most_tokens}",
             "out_of_memory",
         )

@@ -1,5 +1,4 @@
-"""A recording of a live loop, gone through again by the simulator: requests come as they came, and steps take what they
-took."""
+"""Replay a recording of a live loop in the simulator, with the recorded requests and step times."""
 
 import math
 from collections import deque
@@ -13,8 +12,7 @@ from longhelix.simulate.simulation import Simulation
 
 
 class MeasuredRunner(SimulatedRunner):
-    """Gives the results that were recorded, each in its turn. Its clock says what the recorded one said when the loop
-    asked it: at that time the scheduler decided."""
+    """Returns the recorded results in their order. Its clock shows the recorded time of each scheduling decision."""
 
     def __init__(self, events: Iterable[Event], clocks: int) -> None:
         super().__init__(clocks=clocks)
@@ -24,11 +22,11 @@ class MeasuredRunner(SimulatedRunner):
 
     @property
     def next(self) -> Event | None:
-        """What came next; None at the end."""
+        """The next recorded event; None at the end."""
         return self._events[0] if self._events else None
 
     def advance(self) -> None:
-        """The next event has happened again."""
+        """Move on: the next event was replayed."""
         self._events.popleft()
         self._tell_time()
 
@@ -44,15 +42,15 @@ class MeasuredRunner(SimulatedRunner):
         return [ran.step.id for ran in self._in_flight].index(self.next.result.step_id)
 
     def collect(self, timeout_s: float) -> StepResult | None:
-        """None where the live loop did not wait for the step's end."""
+        """The recorded result; None if the live loop did not wait for a result here."""
         return super().collect(math.inf) if isinstance(self.next, Completed) else None
 
 
 class Replay(Simulation):
-    """A recording through a scheduler that begins as the live one did. `heard` is what happened again; a scheduler that
-    decides otherwise makes it differ from what was recorded.
+    """Runs a recording through a scheduler that starts in the same state as the live one.
 
-    The recording begins and ends with no step in flight.
+    `heard` holds the replayed events. It differs from the recording if the scheduler decides differently. The recording
+    must start and end without steps in flight.
     """
 
     def __init__(self, scheduler: Scheduler, events: Iterable[Event]) -> None:
@@ -67,7 +65,7 @@ class Replay(Simulation):
         self._measured.advance()
 
     def _arrive(self) -> None:
-        """Add and abort what was added and aborted here."""
+        """Add and abort the requests that the recording adds and aborts at this point."""
         while isinstance(event := self._measured.next, Added | Aborted):
             if isinstance(event, Added):
                 request = event.request
@@ -83,9 +81,9 @@ class Replay(Simulation):
             return False
         heard = len(self.heard)
         super().step()
-        assert len(self.heard) > heard, f"nothing happens, where {self._measured.next} was recorded"
+        assert len(self.heard) > heard, f"nothing happened, but {self._measured.next} was recorded"
         return True
 
     def _wait(self) -> bool:
-        """Time passes as recorded."""
+        """Do nothing: the recording moves the clock."""
         return True

@@ -1,4 +1,4 @@
-"""Runners that compute nothing: steps take the time that they are said to, and a clock moves by that."""
+"""Runners that compute nothing: each step takes a predicted or recorded time, which moves a clock."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -12,7 +12,7 @@ from longhelix.scheduler.work import Cost
 
 
 class SimulatedStep(NamedTuple):
-    """A step, and from when to when it ran, in seconds of the runner's clock."""
+    """A step with its start and end, in seconds of the runner's clock."""
 
     step: Step
     result: StepResult
@@ -21,12 +21,12 @@ class SimulatedStep(NamedTuple):
 
 
 class SimulatedRunner(ABC):
-    """A `Runner` with a clock of its own, which is moved by results and by `wait_until`.
+    """A `Runner` with its own clock, which results and `wait_until` move.
 
     A step passes through `stages` pipeline stages and takes an even share of its seconds in each. It enters the first
-    when its predecessor has left that, of KVP instances with clocks of their own the last one of any of its own, and
-    the steps that sampled the last tokens of its decodes have ended: the last one of their microbatch, and those with
-    the last chunks of the prompts of decodes that join it.
+    stage when two conditions hold. The previous step has left that stage; with KVP instances that have their own
+    clocks, this means the previous step of each instance of the step. And the last tokens of its decodes are known:
+    the previous step of their microbatch and the last chunks of newly decoding prompts have ended.
     """
 
     def __init__(self, stages: int = 1, clocks: int = 1) -> None:
@@ -40,7 +40,7 @@ class SimulatedRunner(ABC):
 
     @abstractmethod
     def _result(self, step: Step) -> StepResult:
-        """What a step gives, and how long it takes."""
+        """The result of a step, with its time."""
 
     def submit(self, step: Step) -> None:
         result = self._result(step)
@@ -58,12 +58,12 @@ class SimulatedRunner(ABC):
         self._in_flight.append(SimulatedStep(step, result, begin_s, end_s))
 
     def _tokens_s(self, step: Step) -> float:
-        """When the last tokens of a step's decodes are known."""
+        """The time at which the last tokens of a step's decodes are known."""
         joining_s = (self._prompt_s.pop(id, 0.0) for id in step.joining)
         return max([self._decoded_s.get(step.microbatch, 0.0), *joining_s])
 
     def _note_tokens(self, step: Step, end_s: float) -> None:
-        """A step's tokens are known at `end_s`."""
+        """Note that a step's tokens are known at `end_s`."""
         if step.work.decode_rows:
             self._decoded_s[step.microbatch] = end_s
         for chunk in step.chunks:
@@ -73,8 +73,10 @@ class SimulatedRunner(ABC):
             self._prompt_s.pop(id, None)
 
     def collect(self, timeout_s: float) -> StepResult | None:
-        """The result of the step that ends first, at the time of its end. None: it takes longer than `timeout_s`, which
-        passes only in `wait_until`."""
+        """Move the clock to the end of the step that ends first, and return its result.
+
+        Returns None if that takes longer than `timeout_s`. The clock then stays: only `wait_until` moves it.
+        """
         next_one = self._next()
         if self._in_flight[next_one].end_s > self.now_s + timeout_s:
             return None
@@ -83,7 +85,7 @@ class SimulatedRunner(ABC):
         return self.last.result
 
     def _next(self) -> int:
-        """Which of the steps in flight ends next; of several at once that which was submitted first."""
+        """Index of the step in flight that ends first; the one submitted first if several end at the same time."""
         return min(range(len(self._in_flight)), key=lambda at: self._in_flight[at].end_s)
 
     @property
@@ -92,15 +94,20 @@ class SimulatedRunner(ABC):
         return bool(self._in_flight)
 
     def wait_until(self, time_s: float) -> None:
-        """Let time pass in which no step ends."""
+        """Move the clock to `time_s`; no step may end before."""
         self.now_s = max(self.now_s, time_s)
 
 
 class PredictedRunner(SimulatedRunner):
-    """Steps take the time that a cost gives, after what they swap and move, in each stage: `swap_s` for the way of one
-    KV block out of its pool and back, to and from all KVP ranks at once; `move_s` for blocks that go to other KVP
-    ranks, by the most that one sends and that one receives. A step without rows takes none. Every token of a sequence
-    has the same id."""
+    """Steps take the predicted time of their work, plus the time of swaps and moves in each stage.
+
+    A step without rows takes no time for work. Every token of a sequence has the same id.
+
+    Args of the constructor:
+        cost: predicts the time of a step's work.
+        swap_s: seconds to swap one KV block out and in again; all KVP ranks swap at the same time.
+        move_s: seconds to move KV blocks between KVP ranks, from the most blocks that one rank sends and receives.
+    """
 
     def __init__(
         self,
@@ -131,7 +138,7 @@ class PredictedRunner(SimulatedRunner):
         return StepResult(step.id, sampled, work.rows, 0, work.parts, taken_s=seconds, moved_s=moved_s)
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
-        """A token of every sequence that decodes, then of those whose prompts end; and follow what the step changes."""
+        """Apply the step's changes, and return a token for each decoding sequence and then for each finished prompt."""
         for id in step.ended:
             self._tokens.pop(id, None)
             self._leads.pop(id, None)
@@ -152,7 +159,7 @@ class PredictedRunner(SimulatedRunner):
         return decoded + ending if ending else decoded
 
     def _decoded_at(self, at: int) -> tuple[SampledToken, ...]:
-        """Of the sequences of one microbatch, or that one instance leads."""
+        """The tokens of the sequences of one microbatch, or of those that one instance leads."""
         decoded = self._decoded.get(at)
         if decoded is None:
             decoded = self._decoded[at] = tuple(self._decoding.get(at, {}).values())
@@ -160,5 +167,5 @@ class PredictedRunner(SimulatedRunner):
 
 
 def _most(blocks: Iterable[Block]) -> int:
-    """How many of the blocks one KVP rank has at most."""
+    """The largest number of these blocks on one KVP rank."""
     return max(Counter(block.owner for block in blocks).values())

@@ -1,4 +1,4 @@
-"""A simulation: the engine's loop and scheduler, over a runner that computes nothing."""
+"""Run a simulation: the engine's loop and scheduler with a runner that computes nothing."""
 
 import math
 from dataclasses import dataclass, field
@@ -23,13 +23,12 @@ from longhelix.spec.layout import Layout
 
 @dataclass(frozen=True)
 class Server:
-    """What serves: a layout of a model on a system, and its scheduler's settings. hop_b: exchanges may travel while
-    ranks attend."""
+    """The simulated server: a layout of a model on a system, with scheduler settings."""
 
     setting: Setting
     layout: Layout
     scheduler: SchedulerConfig
-    hop_b: bool = True
+    hop_b: bool = True  # whether exchanges may overlap with attention
 
     def __post_init__(self) -> None:
         assert (self.scheduler.kvp, self.scheduler.pp) == (self.layout.kvp, self.layout.pp)
@@ -56,37 +55,32 @@ class Server:
 
 
 class Observer:
-    """Is told what happens, for a trace; this one does not care."""
+    """Observer of a simulation that ignores every event."""
 
     def ran(self, step: SimulatedStep) -> None:
-        """A step has ended."""
+        """Called when a step has ended."""
 
     def ended(self, id: int, account: Account) -> None:
-        """A request has ended."""
+        """Called when a request has ended."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a workload. Times in seconds; `duration_s` from the first arrival to the last step's end.
-
-    steps: those with rows. met: requests that finished within their service level; refused: those that could never
-    run, for the reason `refusal`. busy_s: while a step ran, of KVP instances with clocks of their own on the average.
-    wait: from arrival to the first chunk.
-    """
+    """The results of a simulation. Times are in seconds."""
 
     requests: int
     finished: int
-    refused: int
-    refusal: str
-    met: int
-    steps: int
+    refused: int  # requests that can never run
+    refusal: str  # why the first refused request cannot run; empty if none was refused
+    met: int  # requests that finished within their service level
+    steps: int  # steps that take time
     tokens: int
-    duration_s: float
-    busy_s: float
-    gpu_s: float
+    duration_s: float  # from the first arrival to the end of the last step
+    busy_s: float  # while a step ran; averaged over KVP instances that have their own clocks
+    gpu_s: float  # busy_s times the number of GPUs
     ttft: Histogram = field(repr=False)
     tbt: Histogram = field(repr=False)
-    wait: Histogram = field(repr=False)
+    wait: Histogram = field(repr=False)  # from arrival to the start of the first chunk
     timeline: tuple[Sample, ...] = field(repr=False)
 
     @property
@@ -99,22 +93,19 @@ class Outcome:
 
     @property
     def slo_attainment(self) -> float:
-        """Of all that arrived."""
+        """Share of all arrived requests that met their service level."""
         return self.met / self.requests if self.requests else 0.0
 
 
 def simulate(server: Server, workload: Workload, observer: Observer | None = None) -> Outcome:
-    """Serve a workload to its end."""
+    """Simulate a server until all requests of a workload have ended."""
     simulation = Simulation(server.make_scheduler(), server.make_runner(), workload, observer)
     simulation.run()
     return simulation.outcome(server.layout.world_size)
 
 
 class Simulation:
-    """One workload through one scheduler, step by step.
-
-    As many steps are in flight as in the engine.
-    """
+    """One workload on one scheduler, step by step, with the engine's number of steps in flight."""
 
     def __init__(
         self, scheduler: Scheduler, runner: SimulatedRunner, workload: Workload, observer: Observer | None = None
@@ -139,7 +130,7 @@ class Simulation:
             pass
 
     def step(self) -> bool:
-        """Let requests arrive, and run until the next step's end; False once all is over."""
+        """Queue arrived requests and run until the next step ends; returns False when everything has ended."""
         self._arrive()
         stepped = self._loop.step(self._patience_s)
         if stepped is not None:
@@ -149,13 +140,13 @@ class Simulation:
 
     @property
     def _patience_s(self) -> float:
-        """How long a result is waited for: where instances have clocks of their own, one may serve who comes next."""
+        """How long to wait for a result: if instances have their own clocks, an idle one may take the next request."""
         next_s = self._arrivals.next_s if len(self._busy_s) > 1 else None
         return math.inf if next_s is None else next_s - self._runner.now_s
 
     def _wait(self) -> bool:
-        """Let time pass until the next request arrives; False if none does. Steps may be in flight meanwhile."""
-        assert self._runner.runs or not self._loop.has_work, "requests wait, and nothing runs"
+        """Move the clock to the next arrival, possibly with steps in flight; returns False if no request arrives."""
+        assert self._runner.runs or not self._loop.has_work, "requests wait, but nothing runs"
         next_s = self._arrivals.next_s
         if next_s is None:
             return False
@@ -184,7 +175,7 @@ class Simulation:
         )
 
     def _arrive(self) -> None:
-        """Queue what has arrived by now."""
+        """Queue the requests that have arrived by now."""
         while (arrival := self._arrivals.take(self._runner.now_s)) is not None:
             self._add(arrival)
 

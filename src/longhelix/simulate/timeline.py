@@ -1,4 +1,4 @@
-"""What a simulation looked like over time, in memory that does not grow."""
+"""The state of a simulation over time, in constant memory."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -10,20 +10,21 @@ _LEAST_INTERVAL_S = 0.1
 
 
 class Sample(NamedTuple):
-    """A moment. kv_tokens: room in the KV blocks that running requests hold; kvp: over how many KVP ranks those that
-    hold any are spread, on average and at most."""
+    """The state at one moment."""
 
     time_s: float
-    running: int
-    waiting: int
-    kv_tokens: int
-    kvp_mean: float
-    kvp_most: int
+    running: int  # requests
+    waiting: int  # requests
+    kv_tokens: int  # capacity of the KV blocks that running requests hold
+    kvp_mean: float  # mean number of KVP ranks per request with KV
+    kvp_most: int  # max number of KVP ranks per request
 
 
 class Timeline:
-    """At most _MOST_SAMPLES moments, about evenly apart but for _LEAST_INTERVAL_S or more, whatever the whole time is:
-    where there are more, every other one is forgotten. It asks for the next one at `next_s`."""
+    """At most _MOST_SAMPLES samples, about evenly spaced, at least _LEAST_INTERVAL_S apart.
+
+    When it is full, it drops every other sample and doubles the interval. `next_s` is the time of the next sample.
+    """
 
     def __init__(self, block_tokens: int) -> None:
         self.samples: list[Sample] = []
