@@ -261,7 +261,7 @@ def test_a_neighbour_without_room_says_what_it_lacks():
 def test_rejections_have_bytes(llama):
     found = {rejection.strategy: rejection for rejection in rejections(llama.question, llama.sweep)}
     assert found["tp"].rejected < found["tp"].layouts
-    assert "331.9 GB on a GPU of 178.8: short by 153.1 GB (weights 202.9, KV 129.0" in found["tp"].reason
+    assert "needs 331.9 GB per GPU, has 178.8: short by 153.1 GB (weights 202.9, KV 129.0" in found["tp"].reason
 
 
 def test_kvp_starts_to_pay_with_context(r1):
