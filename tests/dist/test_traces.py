@@ -70,7 +70,7 @@ def test_a_request_is_a_span_with_its_phases_under_the_clients():
     assert _attributes(span)["gen_ai.request.model"].string_value == "builtin"
     phases = [child for child in collector.spans if child.parent_span_id == span.span_id]
     for place in range(2):
-        mine = [child for child in phases if _attributes(child)["longhelix.scheduler.request"].int_value == place]
+        mine = [child for child in phases if _attributes(child)["longhelix.request"].int_value == place]
         assert [child.name for child in mine] == ["queue", "prefill", "decode"]
         times = [span.start_time_unix_nano]
         for child in mine:

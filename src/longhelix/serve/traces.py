@@ -56,7 +56,7 @@ class Traces:
         for place, course in enumerate(courses):
             for name, begin_s, end_s in _phases(course):
                 child = self._tracer.start_span(
-                    name, inside, attributes={"longhelix.scheduler.request": place}, start_time=self._at(begin_s)
+                    name, inside, attributes={"longhelix.request": place}, start_time=self._at(begin_s)
                 )
                 child.end(self._at(end_s))
         span.end()
