@@ -75,3 +75,11 @@ def test_references_name_what_the_code_has(hooks):
     assert "`kv_cache_tokens`" in text["engine-settings"]
     assert "| `deepseek_v3` | yes | yes |" in text["families"]
     assert "| `qwen3_next` | no | yes |" in text["families"]
+
+
+def test_every_option_of_the_reference_has_a_meaning(hooks):
+    rows = re.findall(r"^\| `--.*$", hooks._REFERENCES["command-line"](), re.MULTILINE)
+    assert len(rows) > 200
+    meanings = [re.split(r"(?<!\\)\|", row)[-2].strip() for row in rows]
+    assert not [row for row, meaning in zip(rows, meanings, strict=True) if not re.match(r"[A-Za-z`]", meaning)]
+    assert not [row for row, meaning in zip(rows, meanings, strict=True) if meaning in ("", "Required.")]
