@@ -127,8 +127,8 @@ struct Rounding {
     float* scales;       // (T, blocks)
 };
 
-// Which experts rows take, and with what weights; compute/kernels/experts.py has the rules. Where there are shared experts they
-// are one more, whose number is `num_experts`, which every row takes last.
+// Which experts rows take, and with what weights; compute/kernels/experts.py has the rules. Shared experts are one more
+// expert with the number `num_experts`, which every row takes last.
 struct Route {
     const float* logits;  // (T, num_experts), with one more of a shared gate
     std::int64_t num_rows;

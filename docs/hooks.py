@@ -1,4 +1,4 @@
-"""mkdocs hook: fills pages with text that comes from the code, so that it cannot drift.
+"""mkdocs hook: fills pages with text from the code. The text cannot drift from what runs.
 
 A line `{{ reference: NAME }}` becomes the output of the function NAME in `_REFERENCES`, and a line
 `{{ code: FILE SYMBOL ... }}` becomes the source of these classes and functions of a file of this repository.

@@ -1,6 +1,6 @@
 """Exact LLM inference with contexts of millions of tokens: plan a parallel layout, run it, serve it.
 
-Packages, each of which imports only packages below it:
+The packages. Each imports only packages below it:
 
     cli        the command line
     serve      HTTP in the form of OpenAI's API, metrics, and the server's page

@@ -364,7 +364,7 @@ def test_files_that_may_not_grow_are_refused_likewise(oracles, tmp_path):
     with engine(oracles("gqa-packed"), tmp_path, Layout(kvp=2)) as llm:
         for process in llm.process_ids.values():
             resource.prlimit(process, resource.RLIMIT_FSIZE, (5000, before[1]))
-        with pytest.raises(UserError, match="files may not be that large") as refused:
+        with pytest.raises(UserError, match="the file exceeds the limit on file sizes") as refused:
             llm.save_context("document", [1] * 100)
         assert refused.value.code == "disk_full"
         assert os.listdir(tmp_path) == []

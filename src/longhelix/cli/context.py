@@ -1,4 +1,4 @@
-"""`longhelix context`: saves the KV cache of long prompts on disk, so that it is computed once."""
+"""`longhelix context`: saves the KV cache of long prompts on disk, for later requests."""
 
 import json as json_module
 import sys

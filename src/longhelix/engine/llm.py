@@ -277,7 +277,7 @@ class LLM:
         Args:
             name: name of the context.
             prompt: text or token ids.
-            service: by default the lowest priority, so other requests run first.
+            service: service level of the request. The default has the lowest priority, so other requests run first.
             replace: overwrite the context of that name.
 
         Raises:

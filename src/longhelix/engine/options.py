@@ -25,7 +25,7 @@ MOST_CHUNK_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Words:
-    """Check that accepts one of a few words."""
+    """A check that accepts only the given words."""
 
     known: tuple[str, ...]
 
@@ -35,7 +35,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Count:
-    """Check that accepts a whole number."""
+    """A check that accepts only whole numbers."""
 
     least: int = 1
     most: int = MOST_TOKENS
@@ -47,7 +47,7 @@ class Count:
 
 @dataclass(frozen=True)
 class CountOrAuto:
-    """Check that accepts a number of tokens, or "auto"."""
+    """A check that accepts a number of tokens or "auto"."""
 
     most: int = MOST_TOKENS
 

@@ -134,7 +134,7 @@ def pairs(
     Args:
         model: path of a model, or `builtin`.
         layout: layout on two ranks.
-        variants: names out of VARIANTS.
+        variants: names from VARIANTS.
         prompts: lengths of prompts in tokens.
         chunk_tokens: maximum number of prompt tokens per step.
         sp_min_token_num: minimum number of tokens in a sequence-parallel step. None takes the default.

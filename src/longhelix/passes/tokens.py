@@ -45,7 +45,7 @@ class TokenDims:
 
 
 def shard_rows(count: int | torch.SymInt, ranks: int) -> int | torch.SymInt:
-    """Return the rows of a token shard, L = ceil(T / n)."""
+    """Return the number of rows of a token shard, L = ceil(T / n)."""
     return (count + ranks - 1) // ranks
 
 

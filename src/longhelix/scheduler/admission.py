@@ -29,9 +29,8 @@ _MOST_OVERTAKEN = 32
 _LOOK_AHEAD = 8  # requests that are tried while some before them do not fit
 # Blocks of waiting prompts that are hashed for one step, which takes about 3 ms, and of each prompt at least.
 _HASHED_A_STEP, _HASHED_OF_EACH = 4096, 64
-_LOOKED_AT_A_STEP = (
-    4096  # blocks of prompts that are tried for the first time, which takes about 2 ms; one may have more
-)
+# Blocks that the first tries of long prompts may look at in one step, which takes about 2 ms. One prompt may have more.
+_LOOKED_AT_A_STEP = 4096
 
 
 class Admission:
@@ -145,9 +144,11 @@ class Admission:
         return is_all
 
     def _is_in_turn(self, job: Job) -> bool:
-        """Whether a request may be tried in this step. The first time, all cached blocks of its prompt are looked at:
-        long ones take turns."""
-        if self._cache is None or job.was_tried or self._cache.is_alike(job.request):
+        """Whether a request may be tried in this step.
+
+        The first try looks at all cached blocks of the prompt, so long prompts take turns.
+        """
+        if self._cache is None or job.was_tried:
             return True
         num_blocks = self._cache.num_hashed(job.request)
         if num_blocks <= _HASHED_OF_EACH:

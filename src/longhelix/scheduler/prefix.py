@@ -138,7 +138,7 @@ class PrefixCache:
         return not chain.num_hashed or last in self._index or last in self._swapped
 
     def know(self, request: Request, hashes: Items[bytes]) -> None:
-        """Set the hashes of a waiting request's first blocks, so that they are not computed again."""
+        """Store the known hashes of a waiting request's first blocks. They are not computed again."""
         self._chains[request.id] = self._new_chain(request, hashes)
 
     def match(self, request: Request, most_blocks: int) -> Match:

@@ -212,7 +212,7 @@ class _Reader:
         return tuple(self._piece(whole("a hash id", hash_id, 0, 2**64 - 1)) for hash_id in given)
 
     def _piece(self, name: object) -> int:
-        """The number of a piece, counted from 0, so that distinct names never collide however long they are."""
+        """Return the number of a named piece of a prompt. Numbers count from 0, so different names never collide."""
         return self.pieces.setdefault(name, len(self.pieces))
 
     def _seconds(self, record: Record, name: str) -> float:

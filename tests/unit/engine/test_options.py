@@ -228,7 +228,7 @@ def test_more_ranks_than_cores_can_serve_are_refused_before_anything_is_done_for
     ("block_tokens", "available_bytes", "words"),
     [
         (16, 2**20, "the weights take "),
-        (2**31 - 1, 2**30, "tokens of KV cache, and not one block of 2147483647: set --block-tokens to at most "),
+        (2**31 - 1, 2**30, "tokens of KV cache, less than one block of 2147483647: set --block-tokens to at most "),
     ],
 )
 def test_what_leaves_no_room_for_a_block_is_named(monkeypatch, block_tokens, available_bytes, words):

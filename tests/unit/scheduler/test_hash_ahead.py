@@ -1,6 +1,7 @@
 """A long cached prompt is hashed a part at a time, so that the steps of others do not wait for all of it."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -152,3 +153,27 @@ def step_begins(engine):
     """The requests that begin in the next step."""
     engine.step()
     return [new.id for new in engine.runner.steps[-1].new]
+
+
+def test_prompts_that_share_a_first_block_are_looked_up_one_in_each_step(hashed, monkeypatch):
+    """Documents behind one system prompt: blocks of one are not found along those of another."""
+    monkeypatch.setattr(admission, "_LOOKED_AT_A_STEP", 4)
+    documents = [[*LONG[:BLOCK_TOKENS], *[index] * 40] for index in range(4)]
+    engine = Engine(config(prefix_cache=True, max_running=8, policy="lars", num_blocks=30))
+    for index, tokens in enumerate(documents):
+        engine.add(request(-1 - index, tokens, 1))
+        engine.drain()
+    engine.add(request(0, [1, 2, 3], 50))
+    engine.step()
+    for id, tokens in enumerate(documents, 1):
+        asked = request(id, [*tokens, *[id] * 190], 3)  # there is no room for it
+        engine.add(asked)
+        engine.scheduler._cache.know(asked, engine.scheduler.hashes(request(-9, tokens, 1)))
+    visits = [0]
+    for _ in range(10):
+        engine.step()
+        visits.append(engine.scheduler.pool.matches.num_visits)
+    steps = [after - before for before, after in pairwise(visits)]
+    assert engine.scheduler.num_waiting == 4
+    assert sum(steps) >= 40
+    assert max(steps) < 30

@@ -284,7 +284,8 @@ def disk_error(what: str, error: OSError) -> UserError:
     """What went wrong with a disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
-            f"{what}: the disk is full, or files may not be that large; make room, or choose another --contexts-dir",
+            f"{what}: the disk is full, or the file exceeds the limit on file sizes; make room, or choose another "
+            "--contexts-dir",
             "disk_full",
         )
     return UserError(f"{what}: {error.strerror or error}", "disk_error")

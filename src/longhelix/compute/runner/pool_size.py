@@ -48,8 +48,8 @@ def affordable_blocks(
         )
     if affordable_tokens < block_tokens:
         raise UserError(
-            f"what memory is free beside the weights holds {affordable_tokens} tokens of KV cache, and not one block "
-            f"of {block_tokens}: set --block-tokens to at most {affordable_tokens}, or free some",
+            f"the memory that the weights leave holds {affordable_tokens} tokens of KV cache, less than one block of "
+            f"{block_tokens}: set --block-tokens to at most {affordable_tokens}, or free some",
             "out_of_memory",
         )
     return affordable_tokens // block_tokens
@@ -69,7 +69,7 @@ def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, b
         return min(wanted, affordable)
     if asked_tokens > affordable_tokens:
         raise UserError(
-            f"kv_cache_tokens is {asked_tokens}, but what memory is free beside the weights holds "
+            f"kv_cache_tokens is {asked_tokens}, but the memory that the weights leave holds "
             f"{affordable_tokens}: set --kv-cache-tokens to at most {affordable_tokens}",
             "out_of_memory",
         )

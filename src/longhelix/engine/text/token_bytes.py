@@ -33,7 +33,7 @@ class TokenBytes:
         self._inside = _Cache(self._spelled)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Return the bytes of a token inside a text."""
+        """Return the bytes of a token that is not the first of a text."""
         return self._inside[token_id]
 
     def first(self, token_id: int) -> bytes:
@@ -41,7 +41,7 @@ class TokenBytes:
         return self._spelled(token_id, begins=True)
 
     def all_tokens(self) -> dict[int, bytes]:
-        """Return the bytes of every token inside a text, by id."""
+        """Return the bytes of every token, by id, as it is written after other tokens."""
         return {token_id: self._inside[token_id] for token_id in self._backend.get_vocab().values()}
 
     def text(self, token_ids: Sequence[int], begins: bool = True) -> str:

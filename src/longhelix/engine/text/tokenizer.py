@@ -232,7 +232,7 @@ class Tokenizer:
             raise TextTooLongError(most, most * self.longest_token)
 
     def _piece(self, token_id: int) -> str:
-        """Return the text of one token inside a text."""
+        """Return the text of one token that is not the first of a text."""
         if self._bytes is not None:
             return self._bytes.text([token_id], begins=False)
         # Decoders drop the space that begins a text.
