@@ -79,7 +79,8 @@ def _options(command: Any) -> dict[str, list[list[str]]]:
         if option.required:
             says += " Required."
         elif option.parameter.show_default is not False and default not in (None, inspect.Parameter.empty, ()):
-            says += f" [default: {default}]"
+            show = option.parameter.show_default
+            says += f" [default: {show(default) if callable(show) else default}]"
         names = " ".join(f"`{name}`" for name in option.names)
         groups.setdefault(group, []).append([names, _type_name(option.hint), _prose(says)])
     return groups

@@ -23,7 +23,13 @@ if TYPE_CHECKING:  # these modules import torch, so each command imports them wh
 
 app = App(name="bench")
 
-_many = Parameter(consume_multiple=True, negative=())
+
+def _as_typed(values: tuple[object, ...]) -> str:
+    """A default with several values as users type it, for help."""
+    return " ".join(map(str, values))
+
+
+_many = Parameter(consume_multiple=True, negative=(), show_default=_as_typed)
 Sizes = Annotated[tuple[Size, ...], _many]
 Numbers = Annotated[tuple[int, ...], _many]
 Names = Annotated[tuple[str, ...], _many]

@@ -36,7 +36,7 @@ def estimate(
     hop_b: bool = True,
     placement: Literal["striped", "local"] = "striped",
     chunk: Size = 2048,
-    compare: Annotated[tuple[str, str] | None, Parameter(show_default=False)] = None,
+    compare: Annotated[tuple[str, str] | None, Parameter(negative=(), show_default=False)] = None,
     json: Flag = False,
 ) -> None:
     """Predict the cost of one configuration: each cost item of a decode step, TTL, TTFT, memory and utilisation. Uses
@@ -123,7 +123,7 @@ def show(found: Estimate, console: Console) -> None:
     fits = "fits" if found.fits else "DOES NOT FIT"
     drafts = f" ({drafts_in_words(found.draft_tokens, found.accepted_tokens)})" if found.draft_tokens else ""
     console.print(
-        f"TTL {1e3 * found.ttl_s:.3f} ms{drafts}, {1e3 * found.ttl_p95_s:.3f} ms with a prompt in the step, "
+        f"TTL {1e3 * found.ttl_s:.3f} ms{drafts}, {1e3 * found.ttl_p95_s:.3f} ms during a prefill, "
         f"{found.tokens_per_s_per_user:.1f} tokens/s/user, {found.tokens_per_s_per_gpu:.2f} tokens/s/GPU; TTFT "
         f"{found.ttft_s:.2f} s in chunks of {found.chunk_tokens}; MFU {found.mfu:.1%}, "
         f"MBU {found.mbu:.1%}; {found.memory_bytes_per_gpu / 1e9:.2f} GB on the fullest GPU (weights "

@@ -229,7 +229,7 @@ def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterabl
             f"requests may have up to {longest_tokens} tokens instead of {deployment.context}"
         )
     if device != "cpu" and deployment.device == "cuda" and ranks > _ONE_HOST_GPUS:
-        yield f"ranks on several hosts do not run yet: all {ranks} GPUs have to be on one host"
+        yield f"ranks on several hosts are not supported: all {ranks} GPUs must be on one host"
     if ranks > _FEW_RANKS:
         yield (f"on CPUs, all {ranks} ranks are processes on one host: it needs {-(-ranks // 4)} cores or more")
 

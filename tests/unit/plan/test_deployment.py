@@ -247,7 +247,7 @@ def test_tokens_that_only_drafts_give_are_said():
 
 def test_more_than_one_host():
     on_gpus = runnable(deployment(LLAMA, "bfloat16", "bfloat16", "cuda", kvp=8, tpa=2, tpf=16))
-    assert on_gpus.missing == ("ranks on several hosts do not run yet: all 16 GPUs have to be on one host",)
+    assert on_gpus.missing == ("ranks on several hosts are not supported: all 16 GPUs must be on one host",)
     on_cpus = runnable(deployment(LLAMA, kvp=10, tpa=8, tpf=80))
     assert on_cpus.missing == ("on CPUs, all 80 ranks are processes on one host: it needs 20 cores or more",)
 

@@ -37,8 +37,8 @@ def join(world_size: int) -> None:
         )
     if local != started:
         raise UserError(
-            f"torchrun started {started} ranks, but only {local} on this host, and several hosts are not supported: "
-            "set --nnodes 1",
+            f"torchrun started {started} ranks, but only {local} on this host, and ranks on several hosts are not "
+            "supported: set --nnodes 1",
             "invalid_layout",
         )
     rank = int(os.environ["RANK"])
