@@ -48,7 +48,7 @@ def plan(
         Maximum time between two tokens, such as 20ms, even while another prompt is prefilled. [default: no target]
     ttft
         Maximum time to first token of the longest prompt, such as 30s. With --ttl, the plan also shows TTFT against
-        TBT. [default: no target]
+        TTL. [default: no target]
     users
         Minimum number of requests that run at the same time.
     min_gpus

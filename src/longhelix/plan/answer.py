@@ -45,7 +45,7 @@ class Plan:
     nearest: list[Choice]  # the closest to the targets; empty if `best` is set
     disaggregated: Disaggregated | None  # None if impossible, or without a demand
     users_at_ttl: list[UsersAtTtl]
-    latencies: Latencies | None  # TTFT against TBT; None without a TTFT target
+    latencies: Latencies | None  # TTFT against TTL; None without a TTFT target
 
 
 def answer(question: Question) -> Plan:

@@ -1,4 +1,4 @@
-"""TTFT against TBT over layouts and chunk sizes."""
+"""TTFT against TTL during a prefill, over layouts and chunk sizes."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,19 @@ from longhelix.plan.space import Space
 
 @dataclass(frozen=True)
 class Latencies:
-    """TTFT and TBT of L layouts with C chunk sizes. Both are infinite if the users do not fit in memory."""
+    """TTFT and TTL of L layouts with C chunk sizes. Both are infinite if the users do not fit in memory."""
 
     ttft_s: Array  # (L, C): of one of the longest prompts
-    tbt_s: Array  # (L, C): of the other users during its prefill
+    tbt_s: Array  # (L, C): TTL of the other users during its prefill
     gpus: Array  # (L,)
 
     def best_s(self, tbt_s: float | None) -> Array:
-        """Each layout's best TTFT with a chunk size that keeps the TBT, (L,)."""
+        """Each layout's best TTFT with a chunk size that keeps the TTL, (L,)."""
         kept = self.ttft_s if tbt_s is None else np.where(self.tbt_s <= tbt_s, self.ttft_s, np.inf)
         return np.asarray(kept.min(axis=1))
 
     def frontier(self) -> NDArray[np.intp]:
-        """Flat indices of the Pareto frontier of TTFT and TBT, in ascending order of TBT."""
+        """Flat indices of the Pareto frontier of TTFT and TTL, in ascending order of TTL."""
         ttft_s, tbt_s = self.ttft_s.ravel(), self.tbt_s.ravel()
         order = np.lexsort((np.broadcast_to(self.gpus[:, None], self.ttft_s.shape).ravel(), ttft_s, tbt_s))
         order = order[np.isfinite(ttft_s[order])]

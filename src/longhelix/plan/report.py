@@ -89,7 +89,7 @@ def setting_as_json(setting: Setting) -> dict[str, object]:
 
 
 def _latencies(plan: Plan) -> dict[str, object] | None:
-    """The frontier of TTFT against TBT and, if both targets are set, the fewest GPUs that meet them."""
+    """The frontier of TTFT against TTL during a prefill and, if both targets are set, the fewest GPUs that meet them."""
     found, question = plan.latencies, plan.question
     if found is None:
         return None
@@ -239,10 +239,10 @@ def crossover_table(found: list[Crossover]) -> Table:
 
 
 def latency_table(plan: Plan) -> Table:
-    """TTFT against TBT, at most _MOST_ROWS rows."""
+    """TTFT against TTL during a prefill, at most _MOST_ROWS rows."""
     assert plan.latencies is not None
-    table = _table(f"TTFT against TBT, {plan.question.users} users", "strategy", "layout")
-    for name in ("GPUs", "chunk", "TTFT, s", "TBT, ms"):
+    table = _table(f"TTFT against TTL during a prefill, {plan.question.users} users", "strategy", "layout")
+    for name in ("GPUs", "chunk", "TTFT, s", "TTL, ms"):
         table.add_column(name, justify="right")
     flat = [int(index) for index in plan.latencies.frontier()]
     for index in _thinned(flat):

@@ -85,7 +85,7 @@ def test_plan_prints_tables_and_the_best_layout(capfd):
         "tokens/s per GPU against tokens/s per user",
         "frontier of",
         "users served within a TTL",
-        "TTFT against TBT",
+        "TTFT against TTL during a prefill",
         "below 1, KVP pays",
         "layouts in which one request does not fit",
         "alternatives to ",
