@@ -89,7 +89,7 @@ def setting_as_json(setting: Setting) -> dict[str, object]:
 
 
 def _latencies(plan: Plan) -> dict[str, object] | None:
-    """The frontier of TTFT against TTL during a prefill and, if both targets are set, the fewest GPUs that meet them."""
+    """The frontier of TTFT against TTL and, if both targets are set, the fewest GPUs that meet them."""
     found, question = plan.latencies, plan.question
     if found is None:
         return None
@@ -206,7 +206,7 @@ def users_table(plan: Plan) -> Table:
 
 
 def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
-    """The best layout's neighbours: the TTL of each, and why it is longer."""
+    """The best layout's neighbours: the TTL of each, and the cost items that grow."""
     table = _table(f"alternatives to {in_words(best.layout)}, batch {best.batch}", "change", "layout")
     table.add_column("TTL, ms", justify="right")
     table.add_column("why")
