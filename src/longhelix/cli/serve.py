@@ -16,7 +16,7 @@ from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.text.reasoning import PARSERS
 from longhelix.errors import UserError
-from longhelix.serve.journal import Journal
+from longhelix.serve.server_log import ServerLog
 from longhelix.values import seconds, whole
 
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
@@ -115,9 +115,9 @@ def serve(
             parsed_object("default_chat_template_kwargs", default_chat_template_kwargs, example)
         )
     traces = None if otlp_endpoint is None else Traces(otlp_endpoint, name)
-    with contextlib.closing(Journal(as_json=log_format == "json")) as journal, journal.has_logs():
-        journal.tell("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
-        with model.start(engine, partial(_tell, journal), _DEFAULTS) as llm:
+    with contextlib.closing(ServerLog(as_json=log_format == "json")) as log, log.captures_logs():
+        log.write("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
+        with model.start(engine, partial(_log_layout, log), _DEFAULTS) as llm:
             image_bytes = _IMAGE_BYTES if llm.config.spec.vision is not None else 0
             most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len + image_bytes
             driver = Driver(llm, limits, recovery)
@@ -128,7 +128,7 @@ def serve(
                 int(time.time()),
                 metrics_prefix=metrics_prefix,
                 reasoning_parser=reasoning_parser,
-                journal=journal,
+                log=log,
                 traces=traces,
                 chat_template_kwargs=variables,
             )
@@ -136,20 +136,20 @@ def serve(
                 serving,
                 AccessControl(keys, most_bytes, address.is_loopback),
                 address,
-                lambda url: journal.tell("ready", f"serving {name} at {url}", model=name, url=url),
+                lambda url: log.write("ready", f"serving {name} at {url}", model=name, url=url),
             )
         if traces is not None:
             traces.close()
-        journal.tell("end", steps=driver.steps)
+        log.write("end", steps=driver.steps)
 
 
-def _tell(journal: Journal, config: EngineConfig) -> None:
+def _log_layout(log: ServerLog, config: EngineConfig) -> None:
     """Log the resolved layout and the size of the KV cache."""
     layout, tokens, most = config.layout, held_tokens(config), config.scheduler.max_model_len
     degrees = {name: getattr(layout, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
     about_layout, about_cache = describe(config)
-    journal.tell("layout", about_layout, **degrees)
-    journal.tell(
+    log.write("layout", about_layout, **degrees)
+    log.write(
         "kv_cache",
         about_cache,
         held_tokens=tokens,

@@ -1,9 +1,9 @@
-"""What clients get, in OpenAI's form."""
+"""Response bodies, in OpenAI's form."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from longhelix.engine.result import Result
 from longhelix.engine.saving import Status
@@ -12,59 +12,76 @@ from longhelix.scheduler.token_event import FinishReason
 _REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-class PromptDetails(BaseModel):
+class Answer(BaseModel):
+    """Base of all response bodies. The docstring below a field is its description in the OpenAPI schema."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class PromptDetails(Answer):
+    """Details of the prompt tokens."""
+
     cached_tokens: int
 
 
-class CompletionDetails(BaseModel):
-    """reasoning_tokens: those of reasoning tags included."""
+class CompletionDetails(Answer):
+    """Details of the new tokens."""
 
     reasoning_tokens: int
+    """Tokens of the reasoning and of its tags."""
 
 
-class UsageAnswer(BaseModel):
-    """completion_tokens_details: of models whose reasoning is apart from their answers."""
+class UsageAnswer(Answer):
+    """Token counts of a call."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: CompletionDetails | None = None
+    """Present if reasoning is returned separately."""
 
 
-class CompletionLogprobs(BaseModel):
-    """Of each token: its text, its log-probability, those of the likeliest by their text, where it begins."""
+class CompletionLogprobs(Answer):
+    """Log-probabilities of a completion. Each list has one entry per token."""
 
     tokens: list[str]
+    """Text of each token."""
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
+    """Log-probabilities of the likeliest tokens, by text."""
     text_offset: list[int]
+    """Where the text of each token begins, in characters."""
 
 
-class PromptToken(BaseModel):
-    """rank: among all tokens, the likeliest first; null for one that is not among those that were asked for."""
+class PromptToken(Answer):
+    """Log-probability of a token at a position of the prompt."""
 
     logprob: float
     rank: int | None
+    """1 for the likeliest token; null below the number of tokens that the request asked for."""
     decoded_token: str
 
 
-# Of each token of a prompt, by id: the likeliest ones and itself. Null for the first, which nothing comes before.
+# For each prompt token: the likeliest tokens and the token itself, by id. Null for the first token.
 PromptLogprobs = list[dict[int, PromptToken] | None]
 
 
-class CompletionChoice(BaseModel):
-    """token_ids: of the new tokens and the one that ended them, where they were asked for."""
+class CompletionChoice(Answer):
+    """One completion of a prompt."""
 
     index: int
     text: str
     token_ids: list[int] | None = None
+    """New tokens and the one that ended them, if the request asked for them."""
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(BaseModel):
+class Completion(Answer):
+    """Response of /v1/completions."""
+
     id: str
     object: str = "text_completion"
     created: int
@@ -73,60 +90,75 @@ class Completion(BaseModel):
     usage: UsageAnswer | None = None
 
 
-class LikelyToken(BaseModel):
-    """bytes: those that the token stands for, which may be a part of a character; null where it is not known."""
+class LikelyToken(Answer):
+    """Token and its log-probability."""
 
     token: str
     logprob: float
     bytes: list[int] | None
+    """Bytes of the token, which may be a part of a character; null if they are not known."""
 
 
 class ChosenToken(LikelyToken):
+    """Token of an answer, its log-probability, and the likeliest tokens at its position."""
+
     top_logprobs: list[LikelyToken]
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(Answer):
+    """Log-probabilities of a chat answer."""
+
     content: list[ChosenToken]
 
 
-class Reply(BaseModel):
-    """reasoning_content, reasoning: what the model wrote before the content, by the name that DeepSeek gave it and by
-    that of newer vLLM; null where there is none. content: null where the answer was cut inside the reasoning."""
+class AssistantMessage(Answer):
+    """Message of the assistant."""
 
     role: str = "assistant"
     content: str | None
+    """Null if the answer ended inside the reasoning."""
     reasoning_content: str | None = None
+    """DeepSeek's name for the reasoning; null if there is none."""
     reasoning: str | None = None
+    """The same under vLLM's newer name."""
 
 
-class CalledFunction(BaseModel):
-    """arguments: JSON."""
+class AnswerFunctionCall(Answer):
+    """Function that the model calls."""
 
     name: str
     arguments: str
+    """Arguments as JSON text."""
 
 
-class Called(BaseModel):
+class AnswerToolCall(Answer):
+    """Tool call of the assistant."""
+
     id: str
     type: str = "function"
-    function: CalledFunction
+    function: AnswerFunctionCall
 
 
-class CallingReply(Reply):
-    tool_calls: list[Called]
+class ToolCallingMessage(AssistantMessage):
+    """Message of the assistant with tool calls."""
+
+    tool_calls: list[AnswerToolCall]
 
 
-class ChatChoice(BaseModel):
-    """token_ids: as in `CompletionChoice`."""
+class ChatChoice(Answer):
+    """One answer to a conversation."""
 
     index: int
-    message: CallingReply | Reply
+    message: ToolCallingMessage | AssistantMessage
     token_ids: list[int] | None = None
+    """New tokens and the one that ended them, if the request asked for them."""
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Answer):
+    """Response of /v1/chat/completions."""
+
     id: str
     object: str = "chat.completion"
     created: int
@@ -136,14 +168,18 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class OutputText(BaseModel):
+class OutputText(Answer):
+    """Text of a message."""
+
     type: str = "output_text"
     text: str
     annotations: list[Any] = []
     logprobs: list[Any] = []
 
 
-class OutputMessage(BaseModel):
+class OutputMessage(Answer):
+    """Message of a response."""
+
     id: str
     type: str = "message"
     role: str = "assistant"
@@ -151,12 +187,16 @@ class OutputMessage(BaseModel):
     content: list[OutputText]
 
 
-class ReasoningTextAnswer(BaseModel):
+class ReasoningTextAnswer(Answer):
+    """Text of the reasoning."""
+
     type: str = "reasoning_text"
     text: str
 
 
-class OutputReasoning(BaseModel):
+class OutputReasoning(Answer):
+    """Reasoning of a response."""
+
     id: str
     type: str = "reasoning"
     status: str
@@ -167,16 +207,22 @@ class OutputReasoning(BaseModel):
 OutputItem = OutputReasoning | OutputMessage
 
 
-class InputDetails(BaseModel):
+class InputDetails(Answer):
+    """Details of the input tokens."""
+
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputDetails(BaseModel):
+class OutputDetails(Answer):
+    """Details of the output tokens."""
+
     reasoning_tokens: int = 0
 
 
-class ResponseUsage(BaseModel):
+class ResponseUsage(Answer):
+    """Token counts of a response."""
+
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -184,19 +230,22 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
 
-class FailureReason(BaseModel):
+class FailureReason(Answer):
+    """Why something failed."""
+
     message: str
     code: str
 
 
-class ResponseObject(BaseModel):
-    """status: in_progress, completed, incomplete (the tokens that it may have were not enough) or failed."""
+class ResponseObject(Answer):
+    """Response of the Responses API."""
 
     id: str
     object: str = "response"
     created_at: int
     model: str
     status: str
+    """`in_progress`, `completed`, `incomplete` (it reached its limit on tokens) or `failed`."""
     output: list[OutputItem] = []
     usage: ResponseUsage | None = None
     error: FailureReason | None = None
@@ -215,7 +264,9 @@ class ResponseObject(BaseModel):
     text: dict[str, Any]
 
 
-class Model(BaseModel):
+class Model(Answer):
+    """The model of this server."""
+
     id: str
     object: str = "model"
     created: int
@@ -223,59 +274,78 @@ class Model(BaseModel):
     max_model_len: int
 
 
-class Models(BaseModel):
+class Models(Answer):
+    """List of models."""
+
     object: str = "list"
     data: list[Model]
 
 
-class TokenizeAnswer(BaseModel):
+class TokenizeAnswer(Answer):
+    """Token ids of a text or a conversation."""
+
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-class PromptText(BaseModel):
+class PromptText(Answer):
+    """Text of tokens."""
+
     prompt: str
 
 
-class Health(BaseModel):
-    """restarts: how often the engine has failed and begun again. steps: those that have ended since the start; idle_s:
-    since the last one ended. running, waiting: requests with a first token, and without."""
+class Health(Answer):
+    """State of the engine."""
 
     status: Literal["ok", "draining", "restarting", "failed"]
     restarts: int
+    """Restarts after failures."""
     steps: int
+    """Steps since the server started."""
     idle_s: float
+    """Seconds since the last step."""
     running: int
+    """Requests that have their first token."""
     waiting: int
+    """Requests without a first token."""
 
 
-class Context(BaseModel):
-    """A saved context, or one on its way. prefilled_tokens: those that are computed. saved_at: ISO 8601, UTC. bytes: on
-    the disk. error: why it failed, or why its files cannot be used."""
+class Context(Answer):
+    """Saved context, or one that is being saved."""
 
     id: str
     object: str = "context"
     status: Status
     prefilled_tokens: int
+    """Tokens that are computed so far."""
     num_tokens: int
     saved_at: str | None = None
+    """When it was saved: ISO 8601, UTC."""
     bytes: int | None = None
+    """Size on the disk."""
     error: FailureReason | None = None
+    """Why saving failed, or why the files cannot be used."""
 
 
-class ContextList(BaseModel):
+class ContextList(Answer):
+    """List of contexts."""
+
     object: str = "list"
     data: list[Context]
 
 
-class DeletedContext(BaseModel):
+class DeletedContext(Answer):
+    """Confirmation that a context is deleted."""
+
     id: str
     object: str = "context.deleted"
     deleted: bool = True
 
 
-class Version(BaseModel):
+class Version(Answer):
+    """Version of longhelix."""
+
     version: str
 
 
@@ -284,7 +354,12 @@ def finish_reason(result: Result) -> str:
 
 
 def new_tokens(result: Result, with_ending: bool) -> tuple[list[int], list[dict[int, float]] | None]:
-    """Return the new tokens and their log-probabilities. with_ending: and those of the token that ended them."""
+    """Return the new tokens and their log-probabilities.
+
+    Args:
+        result: the result of a request.
+        with_ending: include the token that ended the answer.
+    """
     if not with_ending or result.ending_token_id is None:
         return result.token_ids, result.logprobs
     logprobs = None
@@ -294,7 +369,12 @@ def new_tokens(result: Result, with_ending: bool) -> tuple[list[int], list[dict[
 
 
 def usage(results: Iterable[Result], choices: int) -> UsageAnswer:
-    """Of all choices of all prompts, in order; a prompt counts once."""
+    """Return the token counts of a call. A prompt counts once for all its choices.
+
+    Args:
+        results: results of all choices of all prompts, in order.
+        choices: choices per prompt.
+    """
     results = list(results)
     prompts = results[::choices]
     prompt_tokens = sum(result.prompt_tokens for result in prompts)

@@ -1,4 +1,4 @@
-"""One HTTP request from its first byte to its last: its id, what the engine did for it, its line in the journal."""
+"""One HTTP request from its first byte to its last: its id, its requests for the engine, its log line."""
 
 import secrets
 import time
@@ -8,50 +8,48 @@ from contextvars import ContextVar
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longhelix.engine.result import Delta
-from longhelix.serve.course import Course
-from longhelix.serve.journal import Journal
 from longhelix.serve.metrics import Metrics
+from longhelix.serve.request_progress import RequestProgress
+from longhelix.serve.server_log import ServerLog
 from longhelix.serve.traces import Traces
 
 _ID_HEADER = b"x-request-id"
 
 
 class EngineCall:
-    """id: of our own making, whatever a client sends. code: of the error that it was answered with. ends: are called
-    once it is over, and end what nobody has come to ending. It watches how the requests for the engine go that it
-    became."""
+    """One HTTP request and the progress of its requests for the engine. It is their `RequestObserver`."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.id = secrets.token_hex(12)
-        self.came_s = time.monotonic()
-        self.status = 500  # unless an answer begins
-        self.code = ""
-        self.courses: list[Course] = []
-        self.ends: list[Callable[[], None]] = []
+        self.id = secrets.token_hex(12)  # chosen by the server; an id that the client sends has no effect
+        self.arrival_s = time.monotonic()
+        self.status = 500  # until a response begins
+        self.code = ""  # error code of the response
+        self.requests: list[RequestProgress] = []
+        self.cleanups: list[Callable[[], None]] = []  # called when the HTTP request is over
         self._metrics = metrics
 
-    def asked(self, course: Course) -> None:
-        self.courses.append(course)
+    def on_queued(self, progress: RequestProgress) -> None:
+        self.requests.append(progress)
 
-    def taken(self, course: Course) -> None:
-        self._metrics.taken(course)
+    def on_accepted(self, progress: RequestProgress) -> None:
+        self._metrics.on_accepted(progress)
 
-    def came(self, course: Course, delta: Delta) -> None:
-        self._metrics.came(course, delta)
+    def on_delta(self, progress: RequestProgress, delta: Delta) -> None:
+        self._metrics.on_delta(progress, delta)
 
-    def ended(self, course: Course, reason: str) -> None:
-        self._metrics.ended(course, reason)
+    def on_ended(self, progress: RequestProgress, reason: str) -> None:
+        self._metrics.on_ended(progress, reason)
 
 
 _CURRENT: ContextVar[EngineCall | None] = ContextVar("call", default=None)
 
 
 def current() -> EngineCall | None:
-    """That which runs here; None outside of any."""
+    """Return the HTTP request that the running task serves, or None outside of one."""
     return _CURRENT.get()
 
 
-class Calls:
+class CallMiddleware:
     """Gives each HTTP request its `EngineCall` and answers with its id, before anything else sees it.
 
     It counts refusals, and writes a log line for each request that went to the engine or was refused, and a span if
@@ -62,9 +60,9 @@ class Calls:
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, journal: Journal, traces: Traces | None, paths: Collection[str]
+        self, app: ASGIApp, metrics: Metrics, log: ServerLog, traces: Traces | None, paths: Collection[str]
     ) -> None:
-        self._app, self._metrics, self._journal, self._traces = app, metrics, journal, traces
+        self._app, self._metrics, self._log, self._traces = app, metrics, log, traces
         self._paths = frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,23 +82,26 @@ class Calls:
             await self._app(scope, receive, marked)
         finally:
             _CURRENT.reset(token)
-            for end in call.ends:
-                end()
+            for cleanup in call.cleanups:
+                cleanup()
             self._end(scope, call)
 
     def _end(self, scope: Scope, call: EngineCall) -> None:
         if call.status >= 400:
-            self._metrics.refused(call.status, call.code)
-        if call.courses or call.status >= 400:
+            self._metrics.on_refused(call.status, call.code)
+        if call.requests or call.status >= 400:
             facts = self._facts(scope, call)
-            self._journal.tell("request", **facts)
-            if call.courses and self._traces is not None:
+            self._log.write("request", **facts)
+            if call.requests and self._traces is not None:
                 headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-                self._traces.tell(headers, facts, call.courses, call.came_s)
+                self._traces.record(headers, facts, call.requests, call.arrival_s)
 
     def _facts(self, scope: Scope, call: EngineCall) -> dict[str, str | int | float | None]:
-        """Tokens are those of all its requests together; times count from its coming, that of the first token to the
-        first of any."""
+        """Return the fields of the log line.
+
+        Token counts are sums over all requests of the call. Times count from the call's arrival; the queue time and the
+        TTFT are those of the request that was first.
+        """
         route = getattr(scope.get("route"), "path_format", scope["path"])
         facts: dict[str, str | int | float | None] = {
             "id": call.id,
@@ -108,21 +109,22 @@ class Calls:
             "status": call.status,
             "code": call.code or None,
         }
-        courses = call.courses
-        if courses:
-            results = [course.result for course in courses if course.result is not None]
+        requests = call.requests
+        if requests:
+            results = [progress.result for progress in requests if progress.result is not None]
             facts |= {
-                "requests": len(courses),
-                "prompt_tokens": sum(course.prompt_tokens for course in courses),
-                "new_tokens": sum(course.new_tokens for course in courses),
+                "requests": len(requests),
+                "prompt_tokens": sum(progress.prompt_tokens for progress in requests),
+                "new_tokens": sum(progress.new_tokens for progress in requests),
                 "cached_tokens": sum(result.cached_tokens for result in results),
-                "finish_reason": ",".join(sorted({course.reason for course in courses if course.has_ended})) or None,
-                "queue_s": _least([course.begun_s for course in courses], call.came_s),
-                "ttft_s": _least([course.first_s for course in courses], call.came_s),
+                "finish_reason": ",".join(sorted({progress.reason for progress in requests if progress.has_ended}))
+                or None,
+                "queue_s": _first_after([progress.first_step_s for progress in requests], call.arrival_s),
+                "ttft_s": _first_after([progress.first_token_s for progress in requests], call.arrival_s),
             }
-        return facts | {"duration_s": time.monotonic() - call.came_s}
+        return facts | {"duration_s": time.monotonic() - call.arrival_s}
 
 
-def _least(times_s: Iterable[float | None], came_s: float) -> float | None:
-    """The first of some times, from the call's coming on."""
-    return min((time_s - came_s for time_s in times_s if time_s is not None), default=None)
+def _first_after(times_s: Iterable[float | None], arrival_s: float) -> float | None:
+    """Return the time from the arrival to the earliest of `times_s`, or None if all are None."""
+    return min((time_s - arrival_s for time_s in times_s if time_s is not None), default=None)

@@ -11,16 +11,16 @@ from longhelix.engine.text.tool_calls import ToolCalls, ToolForm
 from longhelix.errors import UserError
 from longhelix.scheduler.guide import Guide
 from longhelix.serve import answers as forms
-from longhelix.serve.asked import Asked
+from longhelix.serve.answer_format import AnswerFormat, Events
 from longhelix.serve.bodies import ChatBody
-from longhelix.serve.driver import Answers
+from longhelix.serve.driver import RequestGroup
+from longhelix.serve.engine_request import EngineRequest
 from longhelix.serve.errors import NO_TOOLS, ClientError, statuses, streamed
-from longhelix.serve.form import Events, Form
 from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 from longhelix.serve.token_logprobs import bytes_of_tokens, chat_logprobs, prompt_logprobs
-from longhelix.serve.tool_calls import calling_guide, deltas, reply
+from longhelix.serve.tool_calls import calling_guide, deltas, message
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -32,64 +32,75 @@ def routes(serving: Serving) -> APIRouter:
         responses=statuses(404, 422, 429, 500, 503) | streamed(),
     )
     async def chat(body: ChatBody) -> Response:
+        """Write the next message of a conversation."""
         serving.check_model(body.model)
         if body.num_logprobs is not None:
             await asyncio.to_thread(bytes_of_tokens, serving.llm.tokenizer)
-        return answer(*await _ask(serving, body))
+        return answer(*await _submit(serving, body))
 
     return router
 
 
-async def _ask(serving: Serving, body: ChatBody) -> tuple[Answers, "_Form"]:
+async def _submit(serving: Serving, body: ChatBody) -> tuple[RequestGroup, "_Format"]:
     before = await serving.context_tokens(body.context)
-    calls = serving.llm.tokenizer.tool_form if body.offered else None
-    if body.offered and calls is None:
+    calls = serving.llm.tokenizer.tool_form if body.offered_functions else None
+    if body.offered_functions and calls is None:
         raise ClientError(NO_TOOLS, "tools")
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.offered else None
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.offered_functions else None
     field = body.guide_field or "tools"
-    guide = await serving.guide(lambda: _guide(body, calls), field)  # images take longer
+    guide = await serving.guide(lambda: _guide(body, calls), field)  # before the images, which take longer
     prompt = await serving.conversation(body, body.messages, body.rendering(serving.chat_template_kwargs), tools)
     reasoning = await serving.reasoning(body, prompt)
     guide = await serving.guide_after(reasoning, guide, field)
-    asked = serving.requests(body, [prompt], body.most_tokens, body.num_logprobs, before, guide, reasoning)
-    answers = await serving.ask(asked)
-    return answers, _Form(serving, body, asked, calls)
+    requests = serving.requests(
+        body,
+        [prompt],
+        most_tokens=body.most_tokens,
+        logprobs=body.num_logprobs,
+        context_tokens=before,
+        guide=guide,
+        reasoning=reasoning,
+    )
+    group = await serving.submit(requests)
+    return group, _Format(serving, body, requests, calls)
 
 
 def _guide(body: ChatBody, form: ToolForm | None) -> Guide | None:
-    """What the answer has to be. Raises UserError."""
+    """Return the guide of the answer. Raises UserError for an invalid guide."""
     guide = body.guide()
     if guide is not None and form is not None:
         raise UserError(
             "tools cannot be combined with a guided answer: leave out tools, or the field that guides the answer"
         )
-    return guide if form is None or not body.wanted else calling_guide(form, body.wanted, body)
+    return guide if form is None or not body.required_functions else calling_guide(form, body.required_functions, body)
 
 
-class _Form(Form):
+class _Format(AnswerFormat):
     prefix, kind = "chatcmpl-", "chat.completion.chunk"
 
     body: ChatBody
 
-    def __init__(self, serving: Serving, body: ChatBody, asked: Sequence[Asked], calls: ToolForm | None) -> None:
-        super().__init__(serving, body, asked)
+    def __init__(
+        self, serving: Serving, body: ChatBody, requests: Sequence[EngineRequest], calls: ToolForm | None
+    ) -> None:
+        super().__init__(serving, body, requests)
         self.is_long = body.prompt_logprobs is not None
         self._form_of_calls = calls
-        self._calls: dict[int, ToolCalls] = {}  # of events, by place
+        self._calls: dict[int, ToolCalls] = {}  # in events, by index of the request
 
     def whole(self, results: list[Result]) -> forms.ChatCompletion:
         choices = []
         for place, result in enumerate(results):
             calls = self._new_calls()
             token_ids, logprobs = forms.new_tokens(result, with_ending=bool(self.body.return_token_ids))
-            message = forms.Reply(content=result.text) if calls is None else reply(calls, result.text)
+            reply = forms.AssistantMessage(content=result.text) if calls is None else message(calls, result.text)
             if result.reasoning and self.body.shows_reasoning:
-                message.reasoning_content = message.reasoning = result.reasoning
-                message.content = message.content or None
+                reply.reasoning_content = reply.reasoning = result.reasoning
+                reply.content = reply.content or None
             choices.append(
                 forms.ChatChoice(
                     index=place,
-                    message=message,
+                    message=reply,
                     token_ids=token_ids if self.body.return_token_ids else None,
                     logprobs=self._logprobs(token_ids, logprobs),
                     finish_reason=_reason(result, calls),
@@ -120,12 +131,12 @@ class _Form(Form):
             told = [{"content": ""} if reasoning is None else _reasoned("")]
         for one in told:
             yield _choice(place, one, of_token)
-            of_token = {}  # which the first one has
+            of_token = {}  # only the first event has these
         if delta.result is not None:
             yield _choice(place, {}, self._of_ending(delta.result), _reason(delta.result, calls))
 
     def _of_ending(self, result: Result) -> dict[str, Any]:
-        """What an event has of the token that ended an answer."""
+        """Return the fields of the last event about the token that ended the answer."""
         if not self.body.return_token_ids or result.ending_token_id is None:
             return {}
         found: dict[str, Any] = {"token_ids": [result.ending_token_id]}
@@ -143,10 +154,10 @@ class _Form(Form):
         return self._calls[place]
 
     def _new_calls(self) -> ToolCalls | None:
-        """What finds calls in an answer that may have some."""
+        """Return the parser of tool calls, or None if the answer cannot have any."""
         if self._form_of_calls is None:
             return None
-        names = {function.name for function in self.body.offered}
+        names = {function.name for function in self.body.offered_functions}
         return ToolCalls(self._form_of_calls, names, several=self.body.parallel_tool_calls is not False)
 
     def _logprobs(self, token_ids: list[int], logprobs: list[dict[int, float]] | None) -> forms.ChatLogprobs | None:
@@ -157,7 +168,7 @@ class _Form(Form):
 
 
 def _reason(result: Result, calls: ToolCalls | None) -> str:
-    """Why an answer ended, once all of it has been looked at."""
+    """Return the finish reason of an answer that has been parsed completely."""
     reason = forms.finish_reason(result)
     return "tool_calls" if reason == "stop" and calls is not None and calls.num_calls else reason
 

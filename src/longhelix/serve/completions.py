@@ -1,4 +1,4 @@
-"""/v1/completions: what comes after text or token ids."""
+"""/v1/completions: continues prompts of text or token ids."""
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,11 +8,11 @@ from fastapi import APIRouter, Response
 
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
-from longhelix.serve.asked import Asked
+from longhelix.serve.answer_format import AnswerFormat, Events
 from longhelix.serve.bodies import CompletionBody
-from longhelix.serve.driver import Answers
+from longhelix.serve.driver import RequestGroup
+from longhelix.serve.engine_request import EngineRequest
 from longhelix.serve.errors import statuses, streamed
-from longhelix.serve.form import Events, Form
 from longhelix.serve.json_pieces import json_pieces
 from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
@@ -29,28 +29,40 @@ def routes(serving: Serving) -> APIRouter:
         "/v1/completions", response_model=forms.Completion, responses=statuses(404, 422, 429, 500, 503) | streamed()
     )
     async def complete(body: CompletionBody) -> Response:
+        """Complete a prompt of text or token ids."""
         serving.check_model(body.model)
         before = await serving.context_tokens(body.context)
         adds_special = body.context is None and body.add_special_tokens is not False
         encode = serving.llm.tokenizer.encode if adds_special else serving.llm.tokenizer.encode_more
         prompts = await serving.prompts(body.prompt, encode)
         if body.only_echoes:
-            asked = serving.requests(body, prompts, 1, None, before)
+            requests = serving.requests(body, prompts, most_tokens=1, logprobs=None, context_tokens=before)
             echoed = await _echoed(serving, body, prompts)
-            return answer(Answers(serving.driver), _Echo(serving, body, asked, echoed, ()))
+            return answer(RequestGroup(serving.driver), _Echo(serving, body, requests, echoed, ()))
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         guide = await serving.guide(body.guide, body.guide_field)
-        asked = serving.requests(body, prompts, most_tokens, body.logprobs, before, guide)
+        requests = serving.requests(
+            body,
+            prompts,
+            most_tokens=most_tokens,
+            logprobs=body.logprobs,
+            context_tokens=before,
+            guide=guide,
+        )
         echoed = await _echoed(serving, body, prompts)
         token_texts = await _token_texts(serving, body)
-        return answer(await serving.ask(asked), _Form(serving, body, asked, echoed, token_texts))
+        return answer(await serving.submit(requests), _Format(serving, body, requests, echoed, token_texts))
 
     return router
 
 
 async def _echoed(serving: Serving, body: CompletionBody, prompts: "Sequence[array[int]]") -> list[str]:
-    """The text of each prompt, if answers begin with it. Raises ClientError for ids that are no tokens,
-    OverloadedError."""
+    """Return the text of each prompt if answers begin with it, otherwise an empty list.
+
+    Raises:
+        ClientError: a token id is outside the vocabulary.
+        OverloadedError: too many long answers are in progress.
+    """
     if not body.echoes:
         return []
     texts = [given for given in body.prompt if isinstance(given, str)]
@@ -63,13 +75,20 @@ async def _echoed(serving: Serving, body: CompletionBody, prompts: "Sequence[arr
 
 
 async def _token_texts(serving: Serving, body: CompletionBody) -> list[list[str]]:
-    """What each token of each prompt adds to its text, if its log-probabilities go back."""
+    """Return the text that each token of each prompt adds, if the answer has the prompt's log-probabilities."""
     return [await serving.token_texts(given) for given in body.prompt if body.echoes and body.logprobs is not None]
 
 
-class _Form(Form):
-    """echoed: the texts that choices of each prompt begin with, or nothing. token_texts: what each prompt's tokens add
-    to them, where their log-probabilities go back."""
+class _Format(AnswerFormat):
+    """Writes completions.
+
+    Args:
+        serving: the server.
+        body: the request body.
+        requests: its requests for the engine.
+        echoed: text of each prompt if choices begin with it, otherwise empty.
+        token_texts: text that each token of each prompt adds, if the answer has their log-probabilities.
+    """
 
     prefix, kind = "cmpl-", "text_completion"
 
@@ -79,19 +98,19 @@ class _Form(Form):
         self,
         serving: Serving,
         body: CompletionBody,
-        asked: Sequence[Asked],
+        requests: Sequence[EngineRequest],
         echoed: Sequence[str],
         token_texts: Sequence[Sequence[str]],
     ) -> None:
-        super().__init__(serving, body, asked, keeps_prompts=body.num_prompt_logprobs is not None)
+        super().__init__(serving, body, requests, keeps_prompts=body.num_prompt_logprobs is not None)
         body.prompt.clear()
         self._echoed, self._token_texts = echoed, token_texts
         self.is_long = bool(echoed) or body.logprobs is not None or body.prompt_logprobs is not None
-        self._written: dict[int, int] = {}  # characters of tokens that events have had, by place
+        self._written: dict[int, int] = {}  # characters of token texts in events, by index of the request
 
     def first(self) -> Events:
         if self._echoed:
-            for place in range(len(self.asked)):
+            for place in range(len(self.requests)):
                 text = self._prompt_text(place)
                 yield self.event([{"index": place, "text": text, "logprobs": None, "finish_reason": None}])
 
@@ -113,16 +132,16 @@ class _Form(Form):
         text = result.text
         new_ids, logprobs = forms.new_tokens(result, with_ending=bool(self.body.return_token_ids))
         token_ids, texts = new_ids, result.token_texts or []
-        texts = texts + [""] * (len(new_ids) - len(texts))  # texts do not show the token that ended them
+        texts = texts + [""] * (len(new_ids) - len(texts))  # the token that ended the answer adds no text
         if self._echoed:
             text = self._prompt_text(place) + text
         of_prompt = results[place - place % self.body.choices].prompt_logprobs
         scored = None
         if of_prompt is not None:
-            prompt = self.asked[place].prompt
+            prompt = self.requests[place].prompt
             if self.body.prompt_logprobs is not None:
-                asked = fewer_best(of_prompt, prompt, self.body.prompt_logprobs)
-                scored = prompt_logprobs(self.tokenizer, asked, self.body.prompt_logprobs)
+                best = fewer_best(of_prompt, prompt, self.body.prompt_logprobs)
+                scored = prompt_logprobs(self.tokenizer, best, self.body.prompt_logprobs)
             if self._token_texts and self.body.logprobs is not None and logprobs is not None:
                 token_ids = [*prompt, *token_ids]
                 texts = [*self._token_texts[place // self.body.choices], *texts]
@@ -172,8 +191,8 @@ class _Form(Form):
         return completion_logprobs(self.tokenizer, token_ids, texts, logprobs, offset)
 
 
-class _Echo(_Form):
-    """Prompts alone, which nothing is computed of."""
+class _Echo(_Format):
+    """Writes completions that only echo their prompts, without the engine."""
 
     def pieces(self, results: list[Result]) -> Iterator[bytes]:
         return self._answer((choice.model_dump() for choice in self._choices()), self._usage)
@@ -183,7 +202,7 @@ class _Echo(_Form):
             yield self.event([choice.model_dump()])
 
     def _choices(self) -> Iterator[forms.CompletionChoice]:
-        for place in range(len(self.asked)):
+        for place in range(len(self.requests)):
             yield forms.CompletionChoice(index=place, text=self._prompt_text(place), finish_reason="length")
 
     def last(self) -> Events:

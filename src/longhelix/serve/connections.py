@@ -1,5 +1,4 @@
-"""Connections: how many there may be, and for how long each may keep the server waiting for what it sends or
-reads."""
+"""Limits on connections: their number, and how long a client may take to send a request or read a response."""
 
 import asyncio
 import fcntl
@@ -11,21 +10,21 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-BACKLOG = 256  # that are taken in one go, before any of them can be refused
-_RESERVE = BACKLOG + 256  # descriptors that are left for those, for ranks that start again, and for files
-_HEAD_S = 30.0  # for the head of a request
-_READ_S = 60.0  # in which a client has to read something of what waits for it
+BACKLOG = 256  # connections that the kernel may accept before the server can refuse any
+_RESERVE = BACKLOG + 256  # file descriptors kept free for the backlog, for restarting ranks, and for files
+_HEAD_S = 30.0  # time limit for the head of a request
+_READ_S = 60.0  # a client must read some of the waiting bytes within this time
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 def most_connections() -> int:
-    """As the limit of open files is, half of which is the server's own where it is low."""
+    """Return the most connections that the limit on open files allows. The server keeps at most half of the limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 if limit == resource.RLIM_INFINITY else max(limit - _RESERVE, limit // 2)
 
 
 class _Counted:
-    """A transport that counts what is written to it, in bytes."""
+    """Transport that counts the bytes written to it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -40,15 +39,17 @@ class _Counted:
 
 
 class Connection(H11Protocol):
-    """Is closed where there are too many, and where a request has begun to come, but its head is not whole in time; the
-    same of what comes once the answer has been sent. A client that reads nothing of what waits for it is cut off, which
-    ends its request. `Gate` sees to bodies, and uvicorn to the time between two requests."""
+    """HTTP connection with time limits.
+
+    It is closed if too many connections are open, if the head of a request takes too long, or if a client does not read
+    its response, which aborts the request. `Gate` limits the time for bodies, and uvicorn the time between requests.
+    """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._read_bytes = 0  # when that timer began
+        self._read_bytes = 0  # bytes that the client had read when that timer started
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         self._counted = _Counted(transport)
@@ -66,7 +67,7 @@ class Connection(H11Protocol):
         else:
             self._stop_waiting()
         if self._unread is not None:
-            self._watch()  # what waits may grow by the next answer
+            self._watch()  # the next response adds to the waiting bytes
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -86,7 +87,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        """From now on, unless it has begun before."""
+        """Start the timer for the head of a request, unless it is running."""
         if self._timer is None:
             self._timer = self.loop.call_later(_HEAD_S, self.timeout_keep_alive_handler)
 
@@ -96,7 +97,7 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _watch(self) -> None:
-        """From now on, as long as something waits that the socket does not take."""
+        """Restart the timer for unread bytes, if any are waiting."""
         self._forget_unread()
         if self.transport.get_write_buffer_size():
             self._read_bytes = self._taken_bytes()
@@ -109,8 +110,8 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _taken_bytes(self) -> int:
-        """By the client's machine: what was written, but for what waits here and in the socket, which holds
-        megabytes."""
+        """Return the bytes that the client's machine has acknowledged: written, minus those in our buffers and in the
+        socket's, which holds megabytes."""
         held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         waiting = self.transport.get_write_buffer_size() + int.from_bytes(held, sys.byteorder)
         return self._counted.written - waiting

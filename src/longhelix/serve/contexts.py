@@ -1,4 +1,4 @@
-"""/v1/contexts: saved contexts, whose KV is computed beside other requests and kept on the server's disk."""
+"""/v1/contexts: saved contexts. Their KV is computed while other requests run, and kept on the server's disk."""
 
 import asyncio
 from functools import partial
@@ -15,8 +15,8 @@ from longhelix.serve.reading import BodyRoute
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.serving import Serving
 
-_MOST_AT_A_TIME = 4  # that are computed or written: each may be as long as the model's context
-_MOST_FAILED = 64  # whose errors are kept
+_MOST_AT_A_TIME = 4  # contexts that are being saved: each may fill the model's context
+_MOST_FAILED = 64  # failed contexts that are remembered with their error
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -24,21 +24,23 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.post("/v1/contexts", status_code=202, responses=statuses(404, 409, 429, 503))
     async def save(body: ContextBody) -> forms.Context:
-        """Begin to compute and to save one, which goes on when the client has gone."""
+        """Start saving a context. Saving continues if the client disconnects."""
         serving.check_model(body.model)
         return await contexts.begin(body)
 
     @router.get("/v1/contexts", responses=statuses())
     async def all_contexts() -> forms.ContextList:
+        """List saved contexts and those that are being saved."""
         return forms.ContextList(data=await contexts.all())
 
     @router.get("/v1/contexts/{name:path}", responses=statuses(404))
     async def one_context(name: str) -> forms.Context:
+        """Describe a context, or its progress while it is being saved."""
         return await contexts.one(name)
 
     @router.delete("/v1/contexts/{name:path}", responses=statuses(404, 503))
     async def delete(name: str) -> forms.DeletedContext:
-        """What GET shows: one that is ready, or one on its way, which ends, or what is known of one that failed."""
+        """Delete a context: one that is ready, one that is being saved (which stops), or the record of a failure."""
         await contexts.delete(name)
         return forms.DeletedContext(id=name)
 
@@ -46,14 +48,15 @@ def routes(serving: Serving) -> APIRouter:
 
 
 class _Contexts:
-    """Those on the disk, and those that this server computes. One that is computed hides the one that it replaces."""
+    """Contexts on the disk and those that are being saved. A new context hides the one that it replaces."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving, self._folder = serving, serving.llm.contexts_folder
-        self._found: dict[str, Saving] = {}  # by name: on their way, or failed
+        self._found: dict[str, Saving] = {}  # by name: being saved, or failed
         self._beginning = asyncio.Lock()
 
     async def begin(self, body: ContextBody) -> forms.Context:
+        """Start saving a context. Raises ClientError, UserError, OverloadedError or ShuttingDownError."""
         serving = self._serving
         if serving.is_draining:
             raise ShuttingDownError
@@ -75,7 +78,7 @@ class _Contexts:
                 "context_length_exceeded",
             )
         async with self._beginning:
-            self._check_room(body.id)  # others may have come meanwhile
+            self._check_room(body.id)  # another request may have been faster
             begin = partial(serving.llm.begin_saving, body.id, token_ids, replace=bool(body.replace))
             saving = await serving.driver.call(begin)
             self._found.pop(body.id, None)
@@ -83,27 +86,30 @@ class _Contexts:
         return _of_saving(saving)
 
     def _check_room(self, name: str) -> None:
-        """Raise ClientError where one of that name is on its way, OverloadedError where as many are as may be."""
-        on_their_way = self._on_their_way()
-        if name in on_their_way:
+        """Raise ClientError if a context of that name is being saved, OverloadedError if too many contexts are."""
+        names = self._names_being_saved()
+        if name in names:
             raise ClientError(f"context {name!r} is being saved: wait, or delete it", "id", "context_exists")
-        if len(on_their_way) >= _MOST_AT_A_TIME:
+        if len(names) >= _MOST_AT_A_TIME:
             raise OverloadedError(f"{_MOST_AT_A_TIME} contexts are being saved: try again later")
 
     async def all(self) -> list[forms.Context]:
-        self._on_their_way()
-        # Before the disk is looked at, where those are that are ready by then.
-        on_their_way = {name: _of_saving(saving) for name, saving in self._found.items()}
-        found = await asyncio.to_thread(self._on_disk) | on_their_way
+        """Return all contexts, sorted by name."""
+        self._names_being_saved()
+        # Collect these before reading the disk: those that become ready meanwhile are then on the disk too.
+        being_saved = {name: _of_saving(saving) for name, saving in self._found.items()}
+        found = await asyncio.to_thread(self._on_disk) | being_saved
         return [found[name] for name in sorted(found)]
 
     async def one(self, name: str) -> forms.Context:
-        self._on_their_way()
+        """Return a context by its name. Raises ClientError if there is none."""
+        self._names_being_saved()
         if name in self._found:
             return _of_saving(self._found[name])
         return await asyncio.to_thread(self._saved, name)
 
     async def delete(self, name: str) -> None:
+        """Delete a context. Raises UserError if there is none."""
         saving = self._found.get(name)
         if saving is not None and not saving.has_ended:
             await self._serving.driver.call(partial(saving.end, UserError("it was deleted")))
@@ -113,8 +119,11 @@ class _Contexts:
         else:
             await asyncio.to_thread(self._folder.remove, name)
 
-    def _on_their_way(self) -> list[str]:
-        """Their names. Those that are ready are on the disk alone, and of those that failed the last ones are known."""
+    def _names_being_saved(self) -> list[str]:
+        """Return the names of the contexts that are being saved.
+
+        Drops the records of those that are ready, which the disk has, and of all but the latest failures.
+        """
         self._found = {name: saving for name, saving in self._found.items() if saving.status != "ready"}
         failed = [name for name, saving in self._found.items() if saving.has_ended]
         for name in failed[: max(len(failed) - _MOST_FAILED, 0)]:
@@ -125,7 +134,7 @@ class _Contexts:
         return {name: _of_saved(name, found) for name, found in self._folder.manifests().items()}
 
     def _saved(self, name: str) -> forms.Context:
-        """One on the disk, which may be damaged."""
+        """Return a context on the disk, which may be damaged. Raises ClientError if there is none."""
         try:
             return _of_saved(name, self._folder.manifest(name))
         except UserError as error:
@@ -149,7 +158,12 @@ def _of_saving(saving: Saving) -> forms.Context:
 
 
 def _of_saved(name: str, saved: SavedContext | UserError) -> forms.Context:
-    """One on the disk; the error of one that is damaged."""
+    """Return a context on the disk.
+
+    Args:
+        name: its name.
+        saved: its manifest, or the error of a damaged one.
+    """
     if isinstance(saved, UserError):
         return forms.Context(id=name, status="failed", prefilled_tokens=0, num_tokens=0, error=reason(saved))
     return forms.Context(

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own, for callers on an event loop."""
+"""The engine for callers on an event loop: requests go in, updates come out."""
 
 import asyncio
 import time
@@ -11,10 +11,18 @@ from longhelix.engine.llm import LLM
 from longhelix.engine.observation import Observation, ObservedStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
-from longhelix.serve.asked import Answer, Asked, Got, PrefillProgress, Quiet, fail, settle
-from longhelix.serve.course import Course, NoWatch, RequestObserver
+from longhelix.serve.engine_request import (
+    EngineRequest,
+    IdleNotice,
+    PendingRequest,
+    PrefillProgress,
+    RequestUpdate,
+    fail,
+    settle,
+)
 from longhelix.serve.engine_thread import EngineThread, Recovery
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
+from longhelix.serve.request_progress import NullObserver, RequestObserver, RequestProgress
 
 _Value = TypeVar("_Value")
 _RECOVERY = Recovery()
@@ -23,67 +31,79 @@ Listener = Callable[[Sequence[Delta], Sequence[ObservedStep]], None]
 
 @dataclass(frozen=True)
 class Limits:
-    """How much may wait for its first token. requests; prompt_tokens: of all of them together."""
+    """Limits on the requests that wait for their first token."""
 
     requests: int
-    prompt_tokens: int
+    prompt_tokens: int  # of all waiting requests together
 
 
-class Answers:
-    """What several requests get, as it comes: pairs of a request's place and what it got, until all have their results;
-    or of 0 and `Quiet`. The error of one is raised. Leaving the `async with` aborts those that have not ended. watch:
-    is told of all."""
+class RequestGroup:
+    """The requests of one HTTP request, and an asynchronous iterator over their updates.
 
-    def __init__(self, driver: "Driver", watch: RequestObserver | None = None) -> None:
+    It yields pairs of a request's index and its update until all requests have their results, and `(0, IdleNotice())`
+    after `notify_idle`. It raises the error of the first request that fails. Leaving the `async with` aborts the
+    requests that have not ended.
+
+    Args:
+        driver: the engine.
+        observer: called with every event of these requests.
+    """
+
+    def __init__(self, driver: "Driver", observer: RequestObserver | None = None) -> None:
         self._driver = driver
-        self._watch = NoWatch() if watch is None else watch
-        self._open: dict[int, Answer] = {}
-        self._got: asyncio.Queue[tuple[int, Got | Quiet]] = asyncio.Queue()
-        self._quiet_waits = False
+        self._observer = NullObserver() if observer is None else observer
+        self._open: dict[int, PendingRequest] = {}
+        self._updates: asyncio.Queue[tuple[int, RequestUpdate | IdleNotice]] = asyncio.Queue()
+        self._has_idle_notice = False
 
-    async def ask(self, requests: Sequence[Asked]) -> None:
-        """Queue all of them, or none. Returns once the engine has taken them. Raises OverloadedError, EngineError once
-        the engine has failed, or the UserError of a request that can never run."""
-        self._driver.check_room([asked.num_tokens for asked in requests])
-        for place, asked in enumerate(requests):
-            self._open[place] = self._driver.add(asked, partial(self._come, place))
-            self._watch.asked(self._open[place].course)
-        answers = list(self._open.values())
+    async def submit(self, requests: Sequence[EngineRequest]) -> None:
+        """Queue all requests or none, and wait until the engine has accepted them.
+
+        Raises:
+            OverloadedError: too many requests are waiting.
+            EngineError: the engine has failed.
+            UserError: a request can never run.
+        """
+        self._driver.check_room([request.num_tokens for request in requests])
+        for place, request in enumerate(requests):
+            self._open[place] = self._driver.add(request, partial(self._on_update, place))
+            self._observer.on_queued(self._open[place].progress)
+        pending_requests = list(self._open.values())
         try:
-            for answer in answers:
-                await answer.taken
+            for pending in pending_requests:
+                await pending.accepted
         except BaseException:
             self.end()
             raise
-        for answer in answers:
-            self._watch.taken(answer.course)
+        for pending in pending_requests:
+            self._observer.on_accepted(pending.progress)
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> tuple[int, Delta | PrefillProgress | Quiet]:
+    async def __anext__(self) -> tuple[int, Delta | PrefillProgress | IdleNotice]:
         if not self._open:
             raise StopAsyncIteration
-        place, got = await self._got.get()
-        if isinstance(got, Quiet):
-            self._quiet_waits = False
-        if isinstance(got, Exception):
+        place, update = await self._updates.get()
+        if isinstance(update, IdleNotice):
+            self._has_idle_notice = False
+        if isinstance(update, Exception):
             del self._open[place]
-            raise got
-        if isinstance(got, Delta) and got.result is not None:
+            raise update
+        if isinstance(update, Delta) and update.result is not None:
             del self._open[place]
-        return place, got
+        return place, update
 
     @property
-    def are_open(self) -> bool:
-        """Whether something is yet to come, or to be taken."""
+    def is_open(self) -> bool:
+        """Whether updates are still to come or to be read."""
         return bool(self._open)
 
-    def tell_quiet(self) -> None:
-        """Give `Quiet`, unless one waits already that nobody has taken."""
-        if not self._quiet_waits:
-            self._quiet_waits = True
-            self._got.put_nowait((0, Quiet()))
+    def notify_idle(self) -> None:
+        """Add an `IdleNotice` to the updates, unless an unread one is there."""
+        if not self._has_idle_notice:
+            self._has_idle_notice = True
+            self._updates.put_nowait((0, IdleNotice()))
 
     async def __aenter__(self) -> Self:
         return self
@@ -92,118 +112,131 @@ class Answers:
         self.end()
 
     def end(self) -> None:
-        """Abort what has not ended."""
-        for answer in self._open.values():
-            self._driver.abort(answer)
-            if not answer.was_refused:
-                self._ended(answer.course, "abort")
+        """Abort the requests that have not ended."""
+        for pending in self._open.values():
+            self._driver.abort(pending)
+            if not pending.was_refused:
+                self._on_ended(pending.progress, "abort")
         self._open.clear()
 
-    def _come(self, place: int, got: Got) -> None:
-        answer = self._open.get(place)
-        if answer is not None and isinstance(got, Delta):
-            self._watch.came(answer.course, got)
-        elif answer is not None and isinstance(got, Exception):
-            self._ended(answer.course, "abort" if isinstance(got, ShuttingDownError) else "error")
-        self._got.put_nowait((place, got))
+    def _on_update(self, place: int, update: RequestUpdate) -> None:
+        pending = self._open.get(place)
+        if pending is not None and isinstance(update, Delta):
+            self._observer.on_delta(pending.progress, update)
+        elif pending is not None and isinstance(update, Exception):
+            self._on_ended(pending.progress, "abort" if isinstance(update, ShuttingDownError) else "error")
+        self._updates.put_nowait((place, update))
 
-    def _ended(self, course: Course, reason: str) -> None:
-        if not course.has_ended:
-            self._watch.ended(course, reason)
+    def _on_ended(self, progress: RequestProgress, reason: str) -> None:
+        if not progress.has_ended:
+            self._observer.on_ended(progress, reason)
 
 
 class Driver:
-    """Runs an LLM. Its thread alone calls the LLM; what requests get goes to the event loop that `start` is called on,
-    and all methods are called there.
+    """Runs an LLM on a thread and forwards its updates to the event loop.
 
-    listeners: are told, on the event loop, what steps gave requests, and the steps that have come back; on_restart,
-    on_failure: why the engine has failed, and starts again or not.
-    An engine that fails starts again, and its requests go on. One that fails too often, or cannot start, ends all
-    requests with the reason, and takes no more. restarting, failure: the reasons, while that is so.
+    Only that thread calls the LLM. All methods and callbacks run on the event loop that calls `start`.
+
+    A failed engine restarts and its requests continue. An engine that fails too often, or does not restart, ends all
+    requests with the reason and accepts no more.
     """
 
     def __init__(self, llm: LLM, limits: Limits, recovery: Recovery = _RECOVERY) -> None:
-        self.failure = self.restarting = ""
+        self.failure = ""  # why the engine has failed for good; empty while it has not
+        self.restarting = ""  # why the engine is restarting; empty while it is not
         self.restarts = 0
+        # Called with the new deltas and the steps that have completed.
         self.listeners: list[Listener] = []
-        self.on_restart: Callable[[str], None] = lambda reason: None
-        self.on_failure: Callable[[str], None] = lambda reason: None
+        # Called with the reason when the engine restarts, and when it has failed for good.
+        self.restart_listener: Callable[[str], None] = lambda reason: None
+        self.failure_listener: Callable[[str], None] = lambda reason: None
         self.steps = 0
         self.last_step_s = time.monotonic()
         self._llm, self._limits = llm, limits
         self._engine = EngineThread(llm, recovery, self)
-        self._answers: dict[int, Answer] = {}
-        self._observers: set[asyncio.Future[Any]] = set()
-        self._asked: set[Answer] = set()  # those that the engine does not know yet
+        self._accepted: dict[int, PendingRequest] = {}
+        self._calls: set[asyncio.Future[Any]] = set()  # results that `call` waits for
+        self._queued: set[PendingRequest] = set()  # the engine has not accepted these yet
 
     def start(self) -> None:
         self._engine.start()
 
     async def observe(self) -> Observation:
-        """What the engine does, between two steps. Raises EngineError if it fails before."""
+        """Return the state of the engine between two steps. Raises EngineError if the engine fails before."""
         return await self.call(self._llm.observe)
 
-    async def call(self, ask: Callable[[], _Value]) -> _Value:
-        """What the LLM answers, between two steps. Raises what it raises, or EngineError if it fails before."""
-        seen: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    async def call(self, function: Callable[[], _Value]) -> _Value:
+        """Call a function of the LLM between two steps and return its result.
+
+        Raises whatever the function raises, or EngineError if the engine fails before the call.
+        """
+        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._check_running()
-        self._observers.add(seen)
-        self._engine.call(ask, seen)
+        self._calls.add(result)
+        self._engine.call(function, result)
         try:
-            return await seen
+            return await result
         finally:
-            self._observers.discard(seen)
+            self._calls.discard(result)
 
     async def close(self) -> None:
-        """End what runs, and the engine."""
+        """Stop the engine and everything that runs in it."""
         await self._engine.close()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is left, and no context to be saved."""
-        return not (self._asked or self._answers or self._llm.is_saving)
+        """Whether no request is open and no context is being saved."""
+        return not (self._queued or self._accepted or self._llm.is_saving)
 
     def end_all(self, error: Exception) -> None:
-        """Abort all requests, which get this error, and so does who looks at the engine."""
-        for seen in self._observers:
-            fail(seen, error)
-        for answer in (*self._asked, *self._answers.values()):
-            self._end(answer, error)
-            self.abort(answer)
-        self._asked.clear()
-        self._answers.clear()
+        """Abort all requests and pending calls with an error."""
+        for result in self._calls:
+            fail(result, error)
+        for pending in (*self._queued, *self._accepted.values()):
+            self._end(pending, error)
+            self.abort(pending)
+        self._queued.clear()
+        self._accepted.clear()
 
     @property
     def still_s(self) -> float:
-        """For how long no rank has got on, in the step that runs."""
+        """Seconds without progress on any rank in the running step."""
         return self._llm.still_s
 
     @property
     def most_requests(self) -> int:
-        """That may wait."""
+        """Most requests that may wait."""
         return self._limits.requests
 
     @property
     def request_ids(self) -> Set[int]:
-        """Of all that the engine has for somebody: contexts that are saved run beside them."""
-        return self._answers.keys()
+        """Ids of the accepted requests. Contexts that are being saved are not among them."""
+        return self._accepted.keys()
 
     @property
     def running(self) -> int:
-        """Requests that have their first token."""
-        return sum(not answer.waits for answer in self._answers.values())
+        """Number of requests that have their first token."""
+        return sum(not pending.is_waiting for pending in self._accepted.values())
 
     @property
-    def waiting(self) -> list[Asked]:
+    def waiting(self) -> list[EngineRequest]:
         """Requests without a first token."""
-        return [answer.asked for answer in (*self._asked, *self._answers.values()) if answer.waits]
+        return [pending.request for pending in (*self._queued, *self._accepted.values()) if pending.is_waiting]
 
     def check_room(self, lengths: Sequence[int]) -> None:
-        """Raise OverloadedError if requests of so many prompt tokens may not wait besides, RestartingError or
-        EngineError if the engine has failed. One request alone may be of any length."""
+        """Check whether more requests may wait. A single request may have any length if no other is waiting.
+
+        Args:
+            lengths: prompt tokens of each new request.
+
+        Raises:
+            OverloadedError: they would exceed the limits.
+            RestartingError: the engine is restarting.
+            EngineError: the engine has failed.
+        """
         self._check_running()
         waiting = self.waiting
-        before = sum(asked.num_tokens for asked in waiting)
+        before = sum(request.num_tokens for request in waiting)
         alone = not waiting and len(lengths) == 1
         tokens_beyond = not alone and before + sum(lengths) > self._limits.prompt_tokens
         if len(waiting) + len(lengths) > self._limits.requests or tokens_beyond:
@@ -215,77 +248,77 @@ class Driver:
         if self.restarting:
             raise RestartingError
 
-    def add(self, asked: Asked, give: Callable[[Got], None]) -> Answer:
-        """Queue a request. A refusal is what its answer gets."""
-        answer = Answer(asked, give)
-        self._asked.add(answer)
-        self._engine.add(answer)
-        return answer
+    def add(self, request: EngineRequest, on_update: Callable[[RequestUpdate], None]) -> PendingRequest:
+        """Queue a request. If the engine refuses it, the future `accepted` fails with the reason."""
+        pending = PendingRequest(request, on_update)
+        self._queued.add(pending)
+        self._engine.add(pending)
+        return pending
 
-    def abort(self, answer: Answer) -> None:
-        """End a request in any phase."""
-        self._engine.abort(answer)
+    def abort(self, pending: PendingRequest) -> None:
+        """Abort a request in any phase."""
+        self._engine.abort(pending)
 
-    # What the thread tells, as an Owner of it.
+    # Callbacks of the engine thread (see `EngineObserver`).
 
-    def accepted(self, answer: Answer, request_id: int) -> None:
-        if answer in self._asked:  # or all have been ended
-            self._asked.remove(answer)
-            answer.asked = replace(answer.asked, prompt=(), context=None)  # which the engine has
-            self._answers[request_id] = answer
-            settle(answer.taken, None)
+    def on_accepted(self, pending: PendingRequest, request_id: int) -> None:
+        if pending in self._queued:  # otherwise `end_all` was faster
+            self._queued.remove(pending)
+            pending.request = replace(pending.request, prompt=(), context=None)  # the engine keeps them
+            self._accepted[request_id] = pending
+            settle(pending.accepted, None)
 
-    def refused(self, answer: Answer, error: Exception) -> None:
-        self._asked.discard(answer)
-        fail(answer.taken, error)
+    def on_refused(self, pending: PendingRequest, error: Exception) -> None:
+        self._queued.discard(pending)
+        fail(pending.accepted, error)
 
-    def left(self, answer: Answer) -> None:
-        self._asked.discard(answer)
+    def on_abandoned(self, pending: PendingRequest) -> None:
+        self._queued.discard(pending)
 
-    def gone(self, request_id: int) -> None:
-        self._answers.pop(request_id, None)
+    def on_aborted(self, request_id: int) -> None:
+        self._accepted.pop(request_id, None)
 
-    def stepped(self, deltas: list[Delta], progress: dict[int, PrefillProgress], ran: list[ObservedStep]) -> None:
+    def on_step(self, deltas: list[Delta], progress: dict[int, PrefillProgress], ran: list[ObservedStep]) -> None:
         self.steps += len(ran)
         self.last_step_s = time.monotonic()
-        self._begin(ran)
-        for hear in self.listeners:
-            hear(deltas, ran)
-        for request_id, come in progress.items():
-            if request_id in self._answers:  # or it was aborted meanwhile
-                self._answers[request_id].give(come)
+        self._record_steps(ran)
+        for listener in self.listeners:
+            listener(deltas, ran)
+        for request_id, update in progress.items():
+            if request_id in self._accepted:  # otherwise it was aborted meanwhile
+                self._accepted[request_id].on_update(update)
         for delta in deltas:
-            answer = self._answers.get(delta.request_id)
-            if answer is None:
+            pending = self._accepted.get(delta.request_id)
+            if pending is None:
                 continue
-            answer.waits = False
-            answer.give(delta)
+            pending.is_waiting = False
+            pending.on_update(delta)
             if delta.result is not None:
-                self.gone(delta.request_id)
+                self.on_aborted(delta.request_id)
 
-    def _begin(self, ran: list[ObservedStep]) -> None:
-        """Say of requests when their first step began."""
+    def _record_steps(self, ran: list[ObservedStep]) -> None:
+        """Record when the first step of each request began."""
         for step in ran:
             for chunk in step.chunks:
-                if chunk.request_id in self._answers:
-                    self._answers[chunk.request_id].course.began(self.last_step_s - step.taken_s)
+                if chunk.request_id in self._accepted:
+                    self._accepted[chunk.request_id].progress.on_step(self.last_step_s - step.taken_s)
 
-    def starts_again(self, reason: str) -> None:
+    def on_restarting(self, reason: str) -> None:
         self.restarting = reason
         self.restarts += 1
-        self.on_restart(reason)
+        self.restart_listener(reason)
 
-    def serves_again(self) -> None:
+    def on_restarted(self) -> None:
         self.restarting = ""
         self.last_step_s = time.monotonic()
 
-    def has_failed(self, reason: str) -> None:
+    def on_failed(self, reason: str) -> None:
         self.failure, self.restarting = reason, ""
-        self.on_failure(reason)
+        self.failure_listener(reason)
         self.end_all(EngineError(reason))
 
-    def _end(self, answer: Answer, error: Exception) -> None:
-        if answer in self._asked:
-            fail(answer.taken, error)
+    def _end(self, pending: PendingRequest, error: Exception) -> None:
+        if pending in self._queued:
+            fail(pending.accepted, error)
         else:
-            answer.give(error)
+            pending.on_update(error)

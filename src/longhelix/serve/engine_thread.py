@@ -1,4 +1,4 @@
-"""The thread that alone calls an LLM."""
+"""The thread that runs an LLM. No other thread calls it."""
 
 import asyncio
 import contextlib
@@ -14,92 +14,98 @@ from longhelix.engine.llm import LLM
 from longhelix.engine.observation import ObservedStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError, UserError
-from longhelix.serve.asked import Answer, PrefillProgress, fail, settle
+from longhelix.serve.engine_request import PendingRequest, PrefillProgress, fail, settle
 from longhelix.serve.refusals import ShuttingDownError
 
 _Value = TypeVar("_Value")
 _HOUR_S = 3600
-_WATCH_S = 0.25  # between two looks at ranks that have nothing to do
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before ranks that did not start are started again; each is twice the last
-_OBEY_S = 0.05  # between two steps, which all requests that run wait for
+_WATCH_S = 0.25  # between two health checks of idle ranks
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before another attempt to start the ranks; each pause is twice the last
+_COMMANDS_S = 0.05  # for commands between two steps: all running requests wait for them
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What is done about an engine that fails: it starts again, at most `restarts` times within an hour. A request may
-    have run in `failures` of them without a new token between; with one more it ends."""
+    """What happens when the engine fails."""
 
-    restarts: int = 3
+    restarts: int = 3  # most restarts within an hour
+    # Engine failures that a request survives without a new token in between. It ends with the next one.
     failures: int = 1
 
 
-class Owner(Protocol):
-    """Who is told, on the event loop and in the thread's order, what it does."""
+class EngineObserver(Protocol):
+    """Callbacks for what the engine thread does. They run on the event loop, in the thread's order."""
 
-    def accepted(self, answer: Answer, request_id: int) -> None:
-        """The engine has the request."""
+    def on_accepted(self, pending: PendingRequest, request_id: int) -> None:
+        """The engine has accepted the request."""
 
-    def refused(self, answer: Answer, error: Exception) -> None:
-        """The engine does not take it."""
+    def on_refused(self, pending: PendingRequest, error: Exception) -> None:
+        """The engine has refused the request."""
 
-    def left(self, answer: Answer) -> None:
-        """It was aborted before the engine had it."""
+    def on_abandoned(self, pending: PendingRequest) -> None:
+        """The request was aborted before the engine accepted it."""
 
-    def gone(self, request_id: int) -> None:
-        """The engine has aborted it."""
+    def on_aborted(self, request_id: int) -> None:
+        """The engine has aborted the request."""
 
-    def stepped(self, deltas: list[Delta], progress: dict[int, PrefillProgress], ran: list[ObservedStep]) -> None:
-        """What a step gave requests, and the steps that have come back."""
+    def on_step(self, deltas: list[Delta], progress: dict[int, PrefillProgress], ran: list[ObservedStep]) -> None:
+        """A step has completed.
 
-    def starts_again(self, reason: str) -> None:
-        """The engine has failed, and starts again."""
+        Args:
+            deltas: new tokens and results.
+            progress: prefill progress by request id, of the requests that want it.
+            ran: the steps that have completed.
+        """
 
-    def serves_again(self) -> None:
-        """It serves again."""
+    def on_restarting(self, reason: str) -> None:
+        """The engine has failed and is restarting."""
 
-    def has_failed(self, reason: str) -> None:
-        """It has failed, and does not start again: the thread ends."""
+    def on_restarted(self) -> None:
+        """The engine has restarted."""
+
+    def on_failed(self, reason: str) -> None:
+        """The engine has failed for good, and the thread ends."""
 
 
 class EngineThread:
-    """Obeys the event loop between two steps, and starts an engine that fails again."""
+    """Runs steps and, between two steps, the commands of the event loop. Restarts an engine that fails."""
 
-    def __init__(self, llm: LLM, recovery: Recovery, owner: Owner) -> None:
-        self._llm, self._recovery, self._owner = llm, recovery, owner
-        self._failed_s: list[float] = []  # when it failed, of which it has started again
+    def __init__(self, llm: LLM, recovery: Recovery, observer: EngineObserver) -> None:
+        self._llm, self._recovery, self._observer = llm, recovery, observer
+        self._failed_s: list[float] = []  # times of the failures after which it has restarted
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._aborted: deque[Answer] = deque()
-        self._watched: dict[int, int] = {}  # the tokens of prompts that the ranks have, by request
+        self._aborted: deque[PendingRequest] = deque()
+        self._prefilled: dict[int, int] = {}  # prompt tokens on the ranks, by id of the requests that want progress
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # On the event loop.
+    # Called on the event loop.
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def close(self) -> None:
-        """End the engine, with all that runs."""
+        """Stop the engine and everything that runs in it."""
         self._closing.set()
         self._commands.put(lambda: None)
         await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._llm.close)
 
-    def add(self, answer: Answer) -> None:
-        """Ask for it."""
-        self._commands.put(lambda: self._add(answer))
+    def add(self, pending: PendingRequest) -> None:
+        """Queue a request for the engine."""
+        self._commands.put(lambda: self._add(pending))
 
-    def abort(self, answer: Answer) -> None:
-        """End a request in any phase, before the next step, whatever else waits to be obeyed."""
-        answer.aborted = True  # now, so that nothing is begun that it has asked for
-        self._aborted.append(answer)
+    def abort(self, pending: PendingRequest) -> None:
+        """Abort a request in any phase, before the next step and before all other commands."""
+        pending.aborted = True  # at once: the thread must not start work for a client that has gone
+        self._aborted.append(pending)
 
-    def call(self, ask: Callable[[], _Value], seen: "asyncio.Future[_Value]") -> None:
-        """What the LLM answers between two steps, or raises, comes to `seen`."""
-        self._commands.put(lambda: self._call(ask, seen))
+    def call(self, function: Callable[[], _Value], result: "asyncio.Future[_Value]") -> None:
+        """Call a function between two steps. Its return value or its error goes to `result`."""
+        self._commands.put(lambda: self._call(function, result))
 
-    # On the thread.
+    # Called on the thread.
 
     def _run(self) -> None:
         try:
@@ -108,27 +114,27 @@ class EngineThread:
                     self._serve()
                 except Exception as error:
                     self._recover(error)
-        except BaseException as error:  # whatever ends this thread, clients must hear of it
+        except BaseException as error:  # clients must be told, whatever ends this thread
             reason = _reason(error)
             try:
                 self._llm.close()
             except BaseException as again:
                 reason += f"; and the engine did not close: {_reason(again)}"
-            self._tell(self._owner.has_failed, reason)
+            self._notify(self._observer.on_failed, reason)
 
     def _serve(self) -> None:
-        """Until it is closed, or the engine fails."""
+        """Run commands and steps until the thread is closed or the engine fails."""
         while True:
-            self._obey()
+            self._run_commands()
             if self._closing.is_set():
                 return
             if self._llm.has_work:
                 deltas = self._llm.step()
                 progress, ran = self._progress(deltas), self._llm.ran_steps()
-                self._tell(self._owner.stepped, deltas, progress, ran)
+                self._notify(self._observer.on_step, deltas, progress, ran)
 
     def _recover(self, error: Exception) -> None:
-        """Start an engine that has failed again, as often as it may be, or raise the error."""
+        """Restart a failed engine, or raise the error if no restart is left."""
         first, pause_s = _reason(error), 0.0
         while True:
             now_s = time.monotonic()
@@ -137,110 +143,108 @@ class EngineThread:
             if self._closing.is_set() or not may_start:
                 raise error
             self._failed_s.append(now_s)
-            self._tell(self._owner.starts_again, _reason(error))
+            self._notify(self._observer.on_restarting, _reason(error))
             if self._closing.wait(pause_s):
                 return
             try:
                 self._llm.restart(self._recovery.failures, on_load=self._check_open, on_warm_up=self._check_open)
             except ShuttingDownError:
                 return
-            except Exception as again:  # there may be no memory yet, or no descriptors
+            except Exception as again:  # memory or file descriptors may not be free yet
                 error = EngineError(f"{first}; and the ranks did not start again: {_reason(again)}")
                 pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
             else:
-                self._tell(self._owner.serves_again)
+                self._notify(self._observer.on_restarted)
                 return
 
     def _check_open(self, share: float) -> None:
-        """Raise ShuttingDownError if nobody needs the ranks that start."""
+        """Raise ShuttingDownError if the thread is closing, so that nobody waits for ranks to start."""
         if self._closing.is_set():
             raise ShuttingDownError
 
     def _progress(self, deltas: list[Delta]) -> dict[int, PrefillProgress]:
-        """How far watched prompts have come in this step."""
+        """Return the prefill progress that this step made, by request id."""
         for delta in deltas:
-            self._watched.pop(delta.request_id, None)
-        now = {request_id: self._llm.prefilled_tokens(request_id) for request_id in self._watched}
-        come = {
-            request_id: PrefillProgress(count) for request_id, count in now.items() if count > self._watched[request_id]
-        }
-        # A preempted prompt begins again.
-        self._watched = {request_id: max(count, self._watched[request_id]) for request_id, count in now.items()}
-        return come
+            self._prefilled.pop(delta.request_id, None)
+        before = self._prefilled
+        now = {request_id: self._llm.prefilled_tokens(request_id) for request_id in before}
+        # A preempted prompt starts from zero, but progress that was reported does not go back.
+        self._prefilled = {request_id: max(count, before[request_id]) for request_id, count in now.items()}
+        return {request_id: PrefillProgress(count) for request_id, count in now.items() if count > before[request_id]}
 
-    def _obey(self) -> None:
-        """Do what was asked for, in order, until it has taken a while: the rest comes after the next step. Wait for
-        something if there is nothing else to do."""
+    def _run_commands(self) -> None:
+        """Run commands in order for a limited time: the rest run after the next step. An idle engine waits for one."""
         self._end_aborted()
         wait_s = 0.0
         if not self._llm.has_work:
             self._llm.watch()
             wait_s = _WATCH_S
         command = self._next(wait_s)
-        until_s = time.monotonic() + _OBEY_S
+        until_s = time.monotonic() + _COMMANDS_S
         while command is not None:
             command()
             command = self._next() if time.monotonic() < until_s else None
-        self._end_aborted()  # meanwhile
+        self._end_aborted()  # more requests may have been aborted meanwhile
 
     def _next(self, wait_s: float = 0.0) -> Callable[[], None] | None:
-        """What was asked for first, once it is, in that time. None: nothing."""
+        """Return the next command, or None if none comes within `wait_s`."""
         try:
             return self._commands.get(timeout=wait_s)
         except queue.Empty:
             return None
 
-    def _add(self, answer: Answer) -> None:
-        asked = answer.asked
-        if answer.aborted:
-            self._tell(self._owner.left, answer)
+    def _add(self, pending: PendingRequest) -> None:
+        request = pending.request
+        if pending.aborted:
+            self._notify(self._observer.on_abandoned, pending)
             return
         try:
             request_id = self._llm.add(
-                asked.prompt,
-                asked.sampling,
-                asked.service,
-                context=asked.context,
-                arrival_s=asked.came_s,
-                reasoning=asked.reasoning,
+                request.prompt,
+                request.sampling,
+                request.service,
+                context=request.context,
+                arrival_s=request.arrival_s,
+                reasoning=request.reasoning,
             )
         except EngineError as error:
-            answer.failures += 1
-            if answer.failures > self._recovery.failures:
-                self._tell(self._owner.refused, answer, error)
+            pending.failures += 1
+            if pending.failures > self._recovery.failures:
+                self._notify(self._observer.on_refused, pending, error)
             else:
-                self.add(answer)
+                self.add(pending)
             raise
         except Exception as error:
-            self._tell(self._owner.refused, answer, error)
+            self._notify(self._observer.on_refused, pending, error)
             return
-        answer.request_id = request_id
-        if asked.watched:
-            self._watched[request_id] = 0
-        self._tell(self._owner.accepted, answer, request_id)
+        pending.request_id = request_id
+        if request.wants_progress:
+            self._prefilled[request_id] = 0
+        self._notify(self._observer.on_accepted, pending, request_id)
 
     def _end_aborted(self) -> None:
         while self._aborted:
             request_id = self._aborted.popleft().request_id
-            if request_id is not None:  # or it is not begun
-                self._watched.pop(request_id, None)
+            if request_id is not None:  # otherwise the engine has not accepted it
+                self._prefilled.pop(request_id, None)
                 self._llm.abort(request_id)
-                self._tell(self._owner.gone, request_id)
+                self._notify(self._observer.on_aborted, request_id)
 
-    def _call(self, ask: Callable[[], Any], seen: asyncio.Future[Any]) -> None:
+    def _call(self, function: Callable[[], Any], result: asyncio.Future[Any]) -> None:
         try:
-            found = ask()
+            value = function()
         except EngineError as error:
-            self._tell(fail, seen, error)
+            self._notify(fail, result, error)
             raise
         except Exception as error:
-            self._tell(fail, seen, error)
+            self._notify(fail, result, error)
         else:
-            self._tell(settle, seen, found)
+            self._notify(settle, result, value)
 
-    def _tell(self, call: Callable[..., None], *given: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody listens
-            self._loop.call_soon_threadsafe(call, *given)
+    def _notify(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Call a function on the event loop."""
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(callback, *arguments)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form: one sentence, and a code that stays."""
+"""Error responses in OpenAI's form: a sentence, and a code that never changes."""
 
 import logging
 import re
@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from longhelix.errors import EngineError, PassingError, RequestError, UserError
-from longhelix.serve.answers import FailureReason
-from longhelix.serve.bodies import Ended, ScoredBody
+from longhelix.serve.answers import Answer, FailureReason
+from longhelix.serve.bodies import PromptEndingBody, ScoredBody
 from longhelix.serve.calls import current
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 
@@ -34,8 +34,8 @@ _CODES = {
     413: "body_too_large",
     429: "overloaded",
 }
-_LONGEST_QUOTE = 200  # of what a client sent, in a message
-_STATUSES = {  # of codes; of others 400
+_LONGEST_QUOTE = 200  # characters of a client's text in a message
+_STATUSES = {  # by code; 400 for other codes
     "model_not_found": 404,
     "unknown_context": 404,
     "context_exists": 409,
@@ -44,7 +44,8 @@ _STATUSES = {  # of codes; of others 400
     "disk_error": 500,
     "disk_full": 507,
 }
-# What a client reads in place of sentences that name the server's options, packages or files; and the field it is of.
+# Messages for clients, with the request field that each is about. They replace messages for operators, which name
+# options, packages or files of the server.
 _IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
     "context_length_exceeded": (
         "the prompt, its images and the new tokens are more than the model's context has: give fewer or smaller "
@@ -78,7 +79,7 @@ _IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
     "disk_error": ("the server's disk does not serve: whoever runs the server can say why", None),
 }
 NO_TOOLS = "the model's chat template takes no tools, or in a form that is not known"
-# How the engine's other sentences begin, by the field that they are about.
+# First words of the engine's other messages, and the request field that each is about.
 _BEGINNINGS = {
     "max_new_tokens": "max_tokens",
     "stop token": "stop_token_ids",
@@ -87,18 +88,24 @@ _BEGINNINGS = {
     "a token id of logit_bias": "logit_bias",
     "prompt token": "prompt",
     "every token": "stop_token_ids",
-} | {name: name for name in (*ScoredBody.model_fields, *Ended.model_fields)}
-_ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # how a sentence about one field begins
-_AT = re.compile(r"(messages|input)\[\d+\][\w.\[\]]*: ")  # and one about a part of a message
+} | {name: name for name in (*ScoredBody.model_fields, *PromptEndingBody.model_fields)}
+_ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # start of a message about one field
+_AT = re.compile(r"(messages|input)\[\d+\][\w.\[\]]*: ")  # start of a message about a part of a message
 logger = logging.getLogger(__name__)
 
 
 class DisconnectedError(Exception):
-    """The client has gone."""
+    """The client has disconnected."""
 
 
 class ClientError(UserError):
-    """What is wrong with a request, in its client's words. param: the field that it is about."""
+    """Error in a request, with a message for the client.
+
+    Args:
+        message: what is wrong and what to do.
+        param: the request field that is wrong.
+        code: error code.
+    """
 
     def __init__(self, message: str, param: str | None, code: str = "invalid_argument") -> None:
         super().__init__(message, code)
@@ -106,7 +113,7 @@ class ClientError(UserError):
 
 
 class InvalidBodyError(HTTPException):
-    """A body whose JSON is not what its route takes."""
+    """Body that does not match the schema of its route."""
 
     def __init__(self, error: ValidationError, body: object) -> None:
         super().__init__(400)
@@ -114,43 +121,59 @@ class InvalidBodyError(HTTPException):
         self.reason = RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in found], body=body)
 
 
-class Problem(BaseModel):
+class ErrorDetail(Answer):
+    """Why a request failed."""
+
     message: str
+    """What is wrong and what to do, for people."""
     type: str
+    """OpenAI's type of the error."""
     param: str | None = None
+    """Request field that is wrong."""
     code: str
+    """Stable code, for programs."""
 
 
-class Refusal(BaseModel):
-    error: Problem
+class ErrorAnswer(Answer):
+    """Body of every error response."""
+
+    error: ErrorDetail
 
 
 def refusal(status: int, message: str, code: str = "", param: str | None = None) -> JSONResponse:
+    """Return an error response.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong and what to do.
+        code: error code; by default the one of the status.
+        param: the request field that is wrong.
+    """
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    # Half a surrogate pair, which a message may quote, is no UTF-8.
+    # A quoted half of a surrogate pair cannot be encoded as UTF-8.
     message = message.encode(errors="replace").decode()
-    problem = Problem(message=message, type=kind, param=param, code=code or _CODES.get(status, "invalid_argument"))
+    problem = ErrorDetail(message=message, type=kind, param=param, code=code or _CODES.get(status, "invalid_argument"))
     call = current()
     if call is not None:
         call.code = problem.code
-    # A client that cannot be served now may come again.
+    # Tell clients to try again later.
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(Refusal(error=problem).model_dump(), status, headers)
+    return JSONResponse(ErrorAnswer(error=problem).model_dump(), status, headers)
 
 
-def of_error(error: Exception) -> JSONResponse:
-    """What an error is to a client."""
-    return refusal(*_told(error))
+def response_for(error: Exception) -> JSONResponse:
+    """Return the response that reports an error to a client."""
+    return refusal(*_described(error))
 
 
 def reason(error: Exception) -> FailureReason:
-    """The same, where it is what something on the server has come to."""
-    _, message, code, _ = _told(error)
+    """Return the message and the code of an error, for an object that reports why it failed."""
+    _, message, code, _ = _described(error)
     return FailureReason(message=message.encode(errors="replace").decode(), code=code)
 
 
-def _told(error: Exception) -> tuple[int, str, str, str | None]:
-    """Status, message, code, and the field that it is about."""
+def _described(error: Exception) -> tuple[int, str, str, str | None]:
+    """Return status, message, code and request field of an error."""
     match error:
         case UserError():
             return _STATUSES.get(error.code, 400), *_in_clients_words(error)
@@ -161,14 +184,14 @@ def _told(error: Exception) -> tuple[int, str, str, str | None]:
         case RestartingError():
             return 503, str(error), "restarting", None
         case EngineError():
-            # Its words may name paths, processes and memory; whoever runs the server is told them when it fails.
+            # The message may name paths and processes. It is for the operator, in the log.
             return 503, "the engine has failed: see the server's log for the reason", error.code, None
         case DisconnectedError():
             return 499, "the client has disconnected", "disconnected", None
         case PassingError():
             return 503, f"{error}: try again later", error.code, None
         case RequestError():
-            # It would fail again. Clients send again what got 500, and a request that ends ranks does so each time.
+            # Clients retry after 500, and this request would make the ranks fail each time.
             return 422, str(error), error.code, None
         case _:
             logger.error("a request failed", exc_info=error)
@@ -176,7 +199,7 @@ def _told(error: Exception) -> tuple[int, str, str, str | None]:
 
 
 def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
-    """Message, code, and the field that it is about."""
+    """Return message, code and request field of an error, without words that only operators understand."""
     if isinstance(error, ClientError):
         return str(error), error.code, error.param
     if error.code in _IN_CLIENTS_WORDS:
@@ -199,25 +222,32 @@ def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
 
 
 def statuses(*more: int) -> dict[int | str, dict[str, Any]]:
-    """Those of every route, and `more`, for OpenAPI."""
-    return {status: {"model": Refusal} for status in (400, 401, 403, 405, 408, 413, *more)}
+    """Return the error responses of a route for OpenAPI: those of every route, and `more`."""
+    return {status: {"model": ErrorAnswer} for status in (400, 401, 403, 405, 408, 413, *more)}
 
 
 def event_stream(data: dict[str, Any]) -> dict[str, Any]:
-    """Content of server-sent events, for OpenAPI. data: what each has, beside that it is text. OpenAPI 3.1 has no word
-    for one of them; `itemSchema` is that of 3.2, which FastAPI writes as well."""
+    """Return the content type of server-sent events for OpenAPI.
+
+    OpenAPI 3.1 cannot describe a single event; `itemSchema` comes from OpenAPI 3.2, which FastAPI also writes.
+
+    Args:
+        data: schema of the `data` field, in addition to its type.
+    """
     fields = {"data": {"type": "string"} | data, "event": {"type": "string"}}
     return {"text/event-stream": {"itemSchema": {"type": "object", "required": ["data"], "properties": fields}}}
 
 
 def streamed() -> dict[int | str, dict[str, Any]]:
-    """That the answer may be a stream, for OpenAPI."""
+    """Return the response of a route that may stream, for OpenAPI."""
     return {200: {"content": event_stream({"description": "where stream is set: JSON, or [DONE] at the end"})}}
 
 
 def install(app: FastAPI) -> None:
+    """Register the handlers that turn exceptions into error responses."""
+
     async def known(request: Request, error: Exception) -> JSONResponse:
-        return of_error(error)
+        return response_for(error)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -252,16 +282,23 @@ def install(app: FastAPI) -> None:
 
 
 def _allowed(app: FastAPI, request: Request, of_route: str) -> str:
-    """The methods that a path has, each of which is a route of its own. of_route: those of the first."""
+    """Return the methods of a path for the Allow header.
+
+    Args:
+        app: the application.
+        request: the request with a wrong method.
+        of_route: methods of the first route with this path. Each method has a route of its own.
+    """
     path = getattr(request.scope.get("route"), "path_format", "")
     documented = {method.upper() for method in app.openapi()["paths"].get(path, ())}
     return ", ".join(sorted(documented.union(filter(None, of_route.split(", ")))))
 
 
 def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
-    """The first thing that is wrong: message, code, the field that has it.
+    """Return message, code and request field of the first error.
 
-    A field that takes several forms has an error for each of them. The one of the form that was meant says most.
+    A field that allows several forms has an error for each of them; the most helpful is the one of the form that the
+    client meant.
     """
     of_field = [each for each in error.errors() if each["loc"][:2] == error.errors()[0]["loc"][:2]]
     found = max(of_field, key=lambda each: _meant(error.body, each))
@@ -279,13 +316,21 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
 
 
 def _meant(body: object, found: Mapping[str, Any]) -> tuple[bool, int]:
-    """How likely an error is of the form that a client meant: it has the right type, or is about a part of it."""
+    """Return a sort key that is largest for the form that the client meant.
+
+    Its type is right, or the error is about a part of it.
+    """
     return not found["type"].endswith("_type"), _path(body, found["loc"][1:], False).count("[")
 
 
 def _path(body: object, location: Sequence[int | str], is_missing: bool) -> str:
-    """A place in a body, such as messages[0].content, as its client wrote it: pydantic's has names of its own among
-    those of fields, such as the one of several forms that it has tried. is_missing: there is nothing at that place."""
+    """Return a place in a body, such as messages[0].content.
+
+    Args:
+        body: the parsed body.
+        location: pydantic's location. It also holds names that are not in the body, such as those of union members.
+        is_missing: whether the field at that place is missing.
+    """
     path, inside = "", body
     for left, name in zip(range(len(location) - 1, -1, -1), location, strict=True):
         if isinstance(name, int) and isinstance(inside, list) and name < len(inside):

@@ -1,4 +1,4 @@
-"""What every request passes first: its key, the size of its body and how fast it comes, and what others have sent."""
+"""First check of every request: API key, origin, and the size and speed of its body."""
 
 import asyncio
 import hmac
@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longhelix.serve import page_files
 from longhelix.serve.errors import refusal
 
-_OPEN = frozenset({"/health", *page_files.PATHS})  # to whoever asks, as they are written and in no other way
+_OPEN = frozenset({"/health", *page_files.PATHS})  # paths that need no key, spelled exactly like this
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
-_BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # for a body, and so much longer the more has come of it
-_MOST_BODIES = 16  # of the largest size, here at the same time: what is made of one takes several times as much
-_LET_GO = "longhelix.let_go_of_body"  # in a request's scope
+_BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # time limit for a body, which grows with the bytes that have arrived
+_MOST_BODIES = 16  # bodies of the largest size in memory at a time: parsing one takes several times its size
+_RELEASE = "longhelix.release_body"  # key in a request's scope
 _FULL = "so much of other requests is being read that no more is taken now: try again later"
 
 
@@ -27,25 +27,25 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class AccessControl:
-    """keys: one of them comes with each request, as `Authorization: Bearer KEY`; none: all may come. is_loopback: the
-    server can be reached from this machine alone. Without keys only its own programs may come then, and no page of
-    another site in a browser here, be it under a name that leads here (DNS rebinding)."""
+    """Who may use the server, and how much they may send."""
 
-    keys: tuple[str, ...]
-    most_body_bytes: int
+    keys: tuple[str, ...]  # valid API keys, sent as `Authorization: Bearer KEY`; empty: no key is needed
+    most_body_bytes: int  # of one request
+    # Whether the server listens on a loopback address. Without keys it then refuses requests from pages of other sites,
+    # even under a host name that resolves to this machine (DNS rebinding).
     is_loopback: bool = False
 
 
 class Gate:
-    """Refuses requests without a key or from pages of other sites, and bodies that are too large, too slow or too many,
-    before anything else sees them."""
+    """Middleware that refuses requests without a key or from pages of other sites, and bodies that are too large, too
+    slow or too many."""
 
     def __init__(self, app: ASGIApp, admission: AccessControl) -> None:
         self._app = app
         self._keys = [key.encode() for key in admission.keys]
         self._only_here = admission.is_loopback and not admission.keys
         self._most_bytes = admission.most_body_bytes
-        self._held_bytes = 0  # of bodies that are here
+        self._held_bytes = 0  # bytes of all bodies in memory
         self._too_large = f"the body is larger than {self._most_bytes} bytes: send less, or start with more allowed"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,33 +57,33 @@ class Gate:
             if refused is not None:
                 await refused(scope, receive, send)
                 return
-        told = _content_length(scope["headers"])
-        if told is not None and told > self._most_bytes:
+        length = _content_length(scope["headers"])
+        if length is not None and length > self._most_bytes:
             await refusal(413, self._too_large)(scope, receive, send)
             return
-        if not self._has_room(told or 0):
+        if not self._has_room(length or 0):
             await refusal(429, _FULL)(scope, receive, send)
             return
         clock = asyncio.get_running_loop().time
-        begun_s, come, is_whole = clock(), 0, False
+        begun_s, received, is_whole = clock(), 0, False
         held, is_kept = 0, True
 
         async def bounded() -> Message:
-            """What comes, which may be more than was told, and slower than anybody should have to wait for."""
-            nonlocal come, is_whole, held
+            """Receive the next message and check the body's size and speed: Content-Length may be missing or wrong."""
+            nonlocal received, is_whole, held
             if is_whole:
-                return await receive()  # once the client has gone
+                return await receive()  # the disconnect
             try:
-                async with asyncio.timeout_at(begun_s + _BODY_S + come / _BODY_BYTES_PER_S):
+                async with asyncio.timeout_at(begun_s + _BODY_S + received / _BODY_BYTES_PER_S):
                     message = await receive()
             except TimeoutError as error:
                 raise HTTPException(
                     408, "the body comes too slowly: send it faster", {"Connection": "close"}
                 ) from error
             more = len(message.get("body", b""))
-            come += more
+            received += more
             is_whole = not message.get("more_body", False)
-            if come > self._most_bytes:
+            if received > self._most_bytes:
                 raise HTTPException(413, self._too_large)
             if is_kept:
                 if not self._has_room(more):
@@ -92,22 +92,22 @@ class Gate:
                 self._held_bytes += more
             return message
 
-        def let_go() -> None:
+        def release() -> None:
             nonlocal held, is_kept
             self._held_bytes -= held
             held, is_kept = 0, False
 
-        scope[_LET_GO] = let_go
+        scope[_RELEASE] = release
         try:
             await self._app(scope, bounded, send)
         finally:
-            let_go()
+            release()
 
     def _has_room(self, more_bytes: int) -> bool:
         return self._held_bytes + more_bytes <= _MOST_BODIES * self._most_bytes
 
     def _refused(self, headers: Headers) -> JSONResponse | None:
-        """What whoever sends such headers is told; None for those that may come."""
+        """Return the response that refuses a request with these headers, or None if it is allowed."""
         if self._keys and not self._admits(headers):
             return refusal(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
         if self._only_here and not _names_loopback(_header(headers, b"host").decode("latin-1")):
@@ -121,18 +121,18 @@ class Gate:
     def _admits(self, headers: Headers) -> bool:
         given = _header(headers, b"authorization")
         scheme, _, key = given.partition(b" ")
-        # All keys are compared, in the same time whichever it is.
+        # Compare all keys in constant time, so that timing does not reveal any of them.
         found = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(found)
 
 
-def let_go_of_body(scope: Scope) -> None:
-    """Say that nothing of a request's body is kept any more, though its answer may take long."""
-    scope.get(_LET_GO, lambda: None)()
+def release_body(scope: Scope) -> None:
+    """Stop counting a request's body, which is no longer in memory while the response may still run."""
+    scope.get(_RELEASE, lambda: None)()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or a name is this machine's alone."""
+    """Whether an address or a host name is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -140,7 +140,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _names_loopback(host: str) -> bool:
-    """Of the header that says whom a client asks."""
+    """Whether a Host header names a loopback address."""
     found = _HOST.fullmatch(host)
     return found is not None and is_loopback(found[1].strip("[]"))
 
@@ -150,5 +150,5 @@ def _header(headers: Headers, name: bytes) -> bytes:
 
 
 def _content_length(headers: Headers) -> int | None:
-    told = _header(headers, b"content-length")
-    return int(told) if told.isdigit() else None
+    length = _header(headers, b"content-length")
+    return int(length) if length.isdigit() else None

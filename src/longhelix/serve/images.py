@@ -1,5 +1,8 @@
-"""Images in messages. They come in data URLs, and nothing is fetched: a server that fetched would be its clients' hands
-in its own network. All that an image could cost is bounded before its pixels are read."""
+"""Images in messages, as data URLs.
+
+The server never fetches a URL: clients could use it to reach its own network. Size, pixels and scans of an image are
+checked before its pixels are decoded.
+"""
 
 import base64
 import binascii
@@ -15,16 +18,23 @@ MOST_IMAGES = 64  # of one request
 MOST_BYTES = 20 * 2**20  # of an image's file
 MOST_PIXELS = 2**25  # of an image: 8K video has less
 MOST_PIXELS_TOGETHER = 2**27  # of one request
-MOST_SCANS = 256  # of a JPEG, each of which goes over all of its pixels; encoders make about ten
-_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"  # what begins one
+MOST_SCANS = 256  # of a JPEG: decoding a scan touches all pixels; encoders write about ten
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"  # first bytes of a file and of a scan
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp")
 _WANTED = "send the image itself, as data:image/png;base64,... (or image/jpeg, image/webp)"
 
 
 def read_images(urls: Sequence[str], field: str) -> list[bytes]:
-    """The files in data URLs, which are images of bounded size by their headers. field: that they came in. Raises
-    ClientError for what is none of that."""
+    """Decode the image files in data URLs and check their limits by their headers.
+
+    Args:
+        urls: data URLs of one request.
+        field: request field that holds them, for errors.
+
+    Raises:
+        ClientError: a URL is not a data URL of an image, or an image exceeds a limit.
+    """
     if len(urls) > MOST_IMAGES:
         raise _refused(f"there are {len(urls)} images: give at most {MOST_IMAGES}", field)
     files, pixels = [], 0
@@ -57,7 +67,7 @@ def _file(url: str, name: str, field: str) -> bytes:
 
 
 def _num_pixels(file: bytes, name: str, field: str) -> int:
-    """By the header alone."""
+    """Read the number of pixels from the file's header."""
     try:
         import PIL.Image
     except ImportError as error:
@@ -67,9 +77,9 @@ def _num_pixels(file: bytes, name: str, field: str) -> int:
             warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # see MOST_PIXELS
             with PIL.Image.open(BytesIO(file), formats=_FORMATS) as image:
                 pixels = image.width * image.height
-    except PIL.Image.DecompressionBombError as error:  # more than Pillow opens
+    except PIL.Image.DecompressionBombError as error:  # Pillow has a limit of its own
         raise _too_many_pixels(name, field) from error
-    except Exception as error:  # Pillow's readers raise whatever they come across
+    except Exception as error:  # Pillow's readers raise errors of many types
         raise _refused(f"{name} cannot be read as PNG, JPEG or WebP: give another", field) from error
     if pixels > MOST_PIXELS:
         raise _too_many_pixels(name, field)

@@ -1,4 +1,4 @@
-"""Writes JSON in small pieces, so that a long answer is never in memory as a whole."""
+"""Encodes JSON in small pieces, so that a long answer is never in memory as a whole."""
 
 from array import array
 from collections.abc import Iterator, Mapping
@@ -6,16 +6,16 @@ from typing import Any
 
 import msgspec
 
-_PART = 1 << 16  # characters of a string
-_FEW = 1 << 10  # items of a list
+_PART = 1 << 16  # most characters of a string in a piece
+_FEW = 1 << 10  # most items of a list in a piece
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """Write JSON.
+    """Encode a value as JSON.
 
     Args:
-        value: what msgspec writes as JSON. An iterator becomes a list, and each of its items is written before the next
-            one is asked for. Long strings are values of a mapping, or items of an iterator.
+        value: anything that msgspec encodes. An iterator becomes a list, one item at a time. Long strings must be
+            values of a mapping or items of an iterator: only these are split.
     """
     if isinstance(value, Mapping):
         yield b"{"

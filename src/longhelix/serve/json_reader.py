@@ -1,7 +1,7 @@
-"""Reads JSON from clients in small pieces, within bounds.
+"""Parses JSON from clients, within limits on depth and number of values.
 
-The standard library's C parser keeps the interpreter to itself until it has read a whole text, which takes seconds for
-megabytes of small values. This one lets other threads run between two values.
+The standard library's C parser holds the interpreter lock until it has parsed a whole text, which takes seconds for
+megabytes of small values. This parser lets other threads run between two values.
 """
 
 import json
@@ -10,34 +10,36 @@ from json import scanner
 from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]  # the stubs leave them out
 from typing import Any
 
-LONG_TEXT = 1 << 15  # characters. Shorter texts take the C parser 2 ms at most, and it is ten times as fast.
-DEEPEST = 100  # levels. Schemas of guides have at most 64 of their own, and what is done with a body holds for 255.
-# Values in one text. A Python object takes 50 to 250 bytes and a microsecond to make. Lists of token ids do not count:
-# a prompt may have millions of them.
+LONG_TEXT = 1 << 15  # characters. The C parser is ten times as fast and takes at most 2 ms for shorter texts.
+DEEPEST = 100  # levels. Schemas of guides have at most 64; the code that reads bodies works up to 255.
+# Values in one text. A Python object takes 50 to 250 bytes and about a microsecond. Lists of token ids do not count: a
+# prompt may have millions of them.
 MOST_VALUES = 1 << 18
-_NUMBERS = re.compile(r"[ \t\n\r]{0,256}[0-9][0-9, \t\n\r]{1,65536}")  # a part of a list of whole numbers
+_NUMBERS = re.compile(r"[ \t\n\r]{0,256}[0-9][0-9, \t\n\r]{1,65536}")  # part of a list of integers
 
 
 class JsonBoundsError(ValueError):
-    """JSON that is nested too deep or has too many values. The message goes behind the name of what was read."""
+    """JSON that is nested too deep or has too many values. The message is written to follow the name of the text."""
 
 
 def read_json(text: str) -> Any:
     """Parse JSON.
 
-    Raises json.JSONDecodeError for what is no JSON, and JsonBoundsError for what is more than the bounds.
+    Raises:
+        json.JSONDecodeError: the text is not JSON.
+        JsonBoundsError: it exceeds a limit.
     """
     return JsonReader().read(text)
 
 
 class JsonReader:
-    """Parses texts that are kept together, and so have a bound on their values together."""
+    """Parses several texts that share one limit on the number of values."""
 
     def __init__(self) -> None:
         self._num_values = 0
 
     def read(self, text: str) -> Any:
-        """Parse the next one. Raises as `read_json` does."""
+        """Parse the next text. Raises like `read_json`."""
         if len(text) > LONG_TEXT:
             reader = _Reader(self._num_values)
             found = reader.decode(text)
@@ -54,14 +56,13 @@ class JsonReader:
 
 
 class _Reader(json.JSONDecoder):
-    """Parses one text. The parser of the standard library that is written in Python calls these methods for each value,
-    which is how `json.decoder` means them to be replaced."""
+    """Parses one text with the standard library's parser in Python, which calls these methods for each value."""
 
     def __init__(self, num_values: int) -> None:
         super().__init__()
-        self.num_values = num_values  # those of the texts before, too
+        self.num_values = num_values  # including those of earlier texts
         self._depth = self._objects = 0
-        self._keys: dict[str, str] = {}  # so that equal ones are one string
+        self._keys: dict[str, str] = {}  # so that equal keys share one string
         self.parse_object = self._object
         self.parse_array = self._array
         self._scan = scanner.py_make_scanner(self)
@@ -90,14 +91,14 @@ class _Reader(json.JSONDecoder):
         return (numbers + values if numbers else values), end
 
     def _numbers(self, text: str, start: int) -> tuple[list[int], int]:
-        """The whole numbers that a list begins with, without the last one, and where that begins."""
+        """Return the integers at the start of a list, except the last one, and the position of that one."""
         numbers: list[int] = []
         while (part := _NUMBERS.match(text, start)) and (comma := part.group().rfind(",")) > 0:
             try:
                 found = json.loads(f"[{part.group()[:comma]}]")
-            except json.JSONDecodeError:  # whoever reads value by value says where
+            except json.JSONDecodeError:  # parsing value by value reports the position
                 break
-            if self._objects > 1:  # these are no prompt's tokens
+            if self._objects > 1:  # nested this deep they are not the tokens of a prompt
                 self._add(len(found))
             numbers += found
             start += comma + 1
@@ -123,7 +124,7 @@ def _too_many() -> JsonBoundsError:
 
 
 def _num_values(found: Any) -> int:
-    """Raises JsonBoundsError for what is nested too deep."""
+    """Count the values. Raises JsonBoundsError if they are nested too deep."""
     count, level = 1, [found] if isinstance(found, (dict, list)) else []
     for _ in range(DEEPEST):
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]

@@ -1,4 +1,4 @@
-"""/live: what the engine does, for whoever looks at it while it does."""
+"""/live: a stream of the engine's state for monitoring pages."""
 
 import asyncio
 import importlib.metadata
@@ -10,28 +10,29 @@ from dataclasses import dataclass, field
 
 from fastapi import APIRouter
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, RootModel
+from pydantic import RootModel
 
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.observation import Observation, ObservedStep
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError
+from longhelix.serve.answer_format import one_line
+from longhelix.serve.answers import Answer
 from longhelix.serve.driver import Driver
-from longhelix.serve.errors import Refusal, event_stream, of_error, statuses
-from longhelix.serve.form import one_line
+from longhelix.serve.errors import ErrorAnswer, event_stream, response_for, statuses
 from longhelix.serve.reading import BodyRoute
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import KEEP_ALIVE_S, EventStream
 
 MOST_WATCHERS = 16
-_LOOK_S = 0.25  # between two looks at the engine, all watchers together
-_MOST_STEPS = 256  # of one event
-_WINDOW_S, _MOST_TIMES = 120.0, 4096  # what percentiles are of
+_POLL_S = 0.25  # between two observations of the engine, shared by all watchers
+_MOST_STEPS = 256  # in one event
+_WINDOW_S, _MOST_TIMES = 120.0, 4096  # percentiles cover this period, and at most this many times
 
 
-class LiveRank(BaseModel):
-    """A rank by all of its names. Ranges are [first, past the last]: what it has of the model's layers and KV heads."""
+class LiveRank(Answer):
+    """Position of a rank in the layout, and its part of the model."""
 
     rank: int
     stage: int
@@ -40,17 +41,20 @@ class LiveRank(BaseModel):
     tpf: int
     ep: int
     layers: tuple[int, int]
+    """First layer and first layer past the last."""
     kv_heads: tuple[int, int]
+    """First KV head and first KV head past the last."""
 
 
-class LiveServer(BaseModel):
-    """The first event, named `server`: what stays. kv_blocks: of each KVP rank's pool."""
+class LiveServer(Answer):
+    """First event, named `server`: facts that do not change."""
 
     model: str
     version: str
     max_model_len: int
     block_tokens: int
     kv_blocks: int
+    """Blocks in the KV pool of each KVP rank."""
     layout: dict[str, int]
     ranks: list[LiveRank]
     placement: str
@@ -59,53 +63,55 @@ class LiveServer(BaseModel):
     weight_dtype: str
 
 
-class LiveTimes(BaseModel):
-    """Percentiles of `count` times in seconds."""
+class LiveTimes(Answer):
+    """Percentiles of `count` durations in seconds."""
 
     count: int
     p50: float
     p95: float
 
 
-class LiveState(BaseModel):
-    """Events named `state`. steps, new_tokens: since the event before; missed_steps: those
-    of them that are left out, because so many had run. ttft_s, tbt_s: of the last two minutes, as far as somebody
-    watched: of requests that ended, and between the tokens of a request; null where there were none."""
+class LiveState(Answer):
+    """Event named `state`. Percentiles cover the last two minutes, but only times at which a watcher was connected."""
 
     is_draining: bool
     observation: Observation
     steps: list[ObservedStep]
+    """Steps since the last event."""
     missed_steps: int
+    """Steps since the last event that are not in `steps`, because there were too many."""
     new_tokens: int
+    """New tokens since the last event."""
     ttft_s: LiveTimes | None
+    """Time to first token of requests that ended; null if there were none."""
     tbt_s: LiveTimes | None
+    """Time between two tokens of a request; null if there were none."""
 
 
-class LiveEvent(RootModel[LiveServer | LiveState | Refusal]):
-    """The data of an event: `server`, then `state`, again and again, and at the end, perhaps, `error`."""
+class LiveEvent(RootModel[LiveServer | LiveState | ErrorAnswer]):
+    """Data of an event: one `server`, then any number of `state`, and `error` if the stream ends with an error."""
 
 
 @dataclass(eq=False)
 class Watcher:
-    """What has happened since somebody was told. news: is set where there is something to tell. error: why there will
-    be no more."""
+    """What has happened since the last event that a client got."""
 
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set if there is something to send
     steps: deque[ObservedStep] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
     ran_steps: int = 0
     new_tokens: int = 0
-    error: Exception | None = None
+    error: Exception | None = None  # why the stream ends
 
     def take(self) -> tuple[list[ObservedStep], int, int]:
-        """Steps, how many more there were, new tokens; then it has been told."""
+        """Return and reset the steps, the number of steps that were dropped, and the number of new tokens."""
         taken = list(self.steps), self.ran_steps - len(self.steps), self.new_tokens
         self.steps.clear()
         self.ran_steps = self.new_tokens = 0
         return taken
 
 
-class Times:
-    """Times of the last minutes, the last few thousand of them."""
+class RecentTimes:
+    """Durations of the last minutes, at most a few thousand."""
 
     def __init__(self) -> None:
         self._times: deque[tuple[float, float]] = deque(maxlen=_MOST_TIMES)
@@ -123,21 +129,29 @@ class Times:
         return LiveTimes(count=len(ordered), p50=p50, p95=p95)
 
 
-class View:
-    """The engine as all watchers see it. Looks at it as long as there is one, and listens to it as long; what a
-    watcher has not been told grows no further than one event."""
+class EngineView:
+    """Observes the engine for all watchers, while there are any.
+
+    Each watcher holds at most one event's worth of unsent steps.
+    """
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._driver: Driver = serving.driver
         self._watchers: set[Watcher] = set()
         self._seen: Observation | None = None
-        self._ttft, self._tbt = Times(), Times()
+        self._ttft, self._tbt = RecentTimes(), RecentTimes()
         self._last_token_s: dict[int, float] = {}  # by request
 
     def join(self) -> Watcher:
-        """Raises OverloadedError where so many watch, RestartingError while the engine starts again, EngineError once
-        it has failed, ShuttingDownError."""
+        """Add a watcher.
+
+        Raises:
+            OverloadedError: there are too many watchers.
+            RestartingError: the engine is restarting.
+            EngineError: the engine has failed.
+            ShuttingDownError: the server is shutting down.
+        """
         if self._serving.is_draining:
             raise ShuttingDownError
         if self._driver.failure:
@@ -148,23 +162,26 @@ class View:
             raise OverloadedError(f"{MOST_WATCHERS} pages are watching: close one, or try again later")
         watcher = Watcher()
         if not self._watchers:
-            self._driver.listeners.append(self._hear)
-            self._looking = asyncio.create_task(self._look())
+            self._driver.listeners.append(self._on_step)
+            self._polling = asyncio.create_task(self._poll())
         elif self._seen is not None:
             watcher.news.set()
         self._watchers.add(watcher)
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
-        """May be called more than once."""
+        """Remove a watcher. May be called more than once."""
         if watcher in self._watchers:
             self._watchers.discard(watcher)
             if not self._watchers:
-                self._looking.cancel()
+                self._polling.cancel()
                 self._end()
 
     async def states(self, watcher: Watcher) -> AsyncIterator[LiveState | None]:
-        """As they come; None where nothing has come for a while. Raises what ends the engine or the server."""
+        """Yield states as they change, and None after a while without a change.
+
+        Raises the error that ends the stream, such as EngineError or ShuttingDownError.
+        """
         while True:
             try:
                 async with asyncio.timeout(KEEP_ALIVE_S):
@@ -178,7 +195,7 @@ class View:
             yield self._state(watcher)
 
     def _state(self, watcher: Watcher) -> LiveState:
-        assert self._seen is not None  # or there were no news
+        assert self._seen is not None  # `news` is set only after an observation
         now_s = time.monotonic()
         steps, missed_steps, new_tokens = watcher.take()
         return LiveState(
@@ -191,8 +208,8 @@ class View:
             tbt_s=self._tbt.percentiles(now_s),
         )
 
-    async def _look(self) -> None:
-        """One after the other, so that an engine whose steps are long is not asked again meanwhile."""
+    async def _poll(self) -> None:
+        """Observe the engine again and again. Each observation waits for the one before, since steps may be long."""
         try:
             while True:
                 if self._serving.is_draining and self._driver.is_idle:
@@ -203,7 +220,7 @@ class View:
                     if changed or watcher.ran_steps:
                         watcher.news.set()
                 self._forget(time.monotonic())
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
         except Exception as error:
             for watcher in self._watchers:
                 watcher.error = error
@@ -212,16 +229,16 @@ class View:
             self._end()
 
     def _forget(self, now_s: float) -> None:
-        """Requests that have had no token for long: they may have been aborted."""
+        """Forget requests without a recent token: they may have been aborted."""
         self._last_token_s = {key: last_s for key, last_s in self._last_token_s.items() if last_s > now_s - _WINDOW_S}
 
     def _end(self) -> None:
-        self._driver.listeners.remove(self._hear)
+        self._driver.listeners.remove(self._on_step)
         self._seen = None
-        self._ttft, self._tbt = Times(), Times()
+        self._ttft, self._tbt = RecentTimes(), RecentTimes()
         self._last_token_s.clear()
 
-    def _hear(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
+    def _on_step(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
         now_s, new_tokens = time.monotonic(), 0
         for delta in deltas:
             if delta.token_id is not None:
@@ -240,18 +257,18 @@ class View:
             watcher.new_tokens += new_tokens
 
 
-async def _lines(view: View, watcher: Watcher, server: LiveServer) -> AsyncIterator[str]:
+async def _lines(view: EngineView, watcher: Watcher, server: LiveServer) -> AsyncIterator[str]:
     yield _event("server", server.model_dump_json())
     try:
         async for state in view.states(watcher):
             yield ": nothing has changed\n\n" if state is None else _event("state", state.model_dump_json())
     except Exception as error:
-        yield _event("error", bytes(of_error(error).body).decode())
+        yield _event("error", bytes(response_for(error).body).decode())
 
 
 def routes(serving: Serving) -> APIRouter:
-    router, view = APIRouter(route_class=BodyRoute), View(serving)
-    server = what_stays(serving.model, serving.llm.config)
+    router, view = APIRouter(route_class=BodyRoute), EngineView(serving)
+    server = server_description(serving.model, serving.llm.config)
     data = {"contentMediaType": "application/json", "contentSchema": {"$ref": "#/components/schemas/LiveEvent"}}
     events = {"description": "Server-sent events", "content": event_stream(data)}
 
@@ -262,15 +279,16 @@ def routes(serving: Serving) -> APIRouter:
         responses=statuses(429, 503) | {200: events},
     )
     async def live() -> StreamingResponse:
-        """What the engine does, at most four times a second, and only where it changes."""
-        watcher, held = view.join(), AsyncExitStack()
-        held.callback(view.leave, watcher)
-        return EventStream(held, _lines(view, watcher, server))
+        """Stream the engine's state as it changes, at most four times a second."""
+        watcher, resources = view.join(), AsyncExitStack()
+        resources.callback(view.leave, watcher)
+        return EventStream(resources, _lines(view, watcher, server))
 
     return router
 
 
-def what_stays(model: str, config: EngineConfig) -> LiveServer:
+def server_description(model: str, config: EngineConfig) -> LiveServer:
+    """Return the facts about the server that do not change."""
     layout, scheduler = config.layout, config.scheduler
     degrees = ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
     return LiveServer(

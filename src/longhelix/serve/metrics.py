@@ -1,6 +1,6 @@
-"""What the server counts, in Prometheus' form: by vLLM's names where vLLM has the same, and ours beside them.
+"""The server's Prometheus metrics, under vLLM's names where vLLM has the same metric.
 
-Labels have values of ours alone, so that no client can make series.
+Label values never come from clients, so that no client can create series.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.observation import Observation, ObservedStep, RankBlocks
 from longhelix.engine.result import Delta
 from longhelix.errors import EngineError, UserError
-from longhelix.serve.course import Course
 from longhelix.serve.driver import Driver
 from longhelix.serve.refusals import RestartingError, ShuttingDownError
+from longhelix.serve.request_progress import RequestProgress
 
 PREFIX = "longhelix"
 REASONS = ("stop", "length", "abort", "error")
 _BLOCK_STATES = ("held", "cached", "promised", "free")
-_LOOK_S = 0.5  # a scrape waits no longer for a step that is being run
-_TOGETHER = 64  # steps, or tokens, that are counted in one go
+_LOOK_S = 0.5  # longest wait of a scrape for the running step
+_BATCH = 64  # steps, or tokens, that are counted together
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -50,15 +50,24 @@ _TOKENS = tuple(float(digit * 10**power) for power, digit in product(range(8), (
 _DOUBLED = tuple(float(2**power) for power in range(17))
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
-# A series more for each counter and histogram, of when it was made, which is when the server started.
+# These series would only repeat the start time of the server for each counter and histogram.
 disable_created_metrics()
 
 
 class Metrics:
-    """The counters of one server, in a registry of its own. All methods are called on the event loop."""
+    """Metrics of one server, in a registry of their own. All methods are called on the event loop.
+
+    Args:
+        driver: the engine.
+        config: its configuration.
+        model: value of the label `model_name`.
+        prefix: prefix of all names.
+
+    Raises:
+        UserError: Prometheus does not allow the prefix.
+    """
 
     def __init__(self, driver: Driver, config: EngineConfig, model: str, prefix: str = PREFIX) -> None:
-        """Raises UserError for a prefix that Prometheus does not take."""
         if re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]{0,63}", prefix) is None:
             raise UserError(f"metrics_prefix is {prefix[:80]!r}: set it to a name of letters, digits and _")
         self._driver, self._prefix, self._model = driver, prefix, model
@@ -67,8 +76,8 @@ class Metrics:
         self._seen: Observation | None = None
         self._seen_s = time.monotonic()
         self._look: asyncio.Task[None] | None = None
-        self._ran: list[ObservedStep] = []  # these and the next are not counted yet
-        self._between_s: list[float] = []
+        self._ran: list[ObservedStep] = []  # steps that are not counted yet
+        self._between_s: list[float] = []  # times between tokens that are not counted yet
 
         self._running = self._gauge("num_requests_running", "Requests that are running.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
@@ -175,42 +184,44 @@ class Metrics:
             ["model_name", "status", "code"],
             registry=self._registry,
         )
-        driver.listeners.append(self._stepped)
+        driver.listeners.append(self._on_step)
 
-    def taken(self, course: Course) -> None:
-        """The engine has taken a request, and all others of its call."""
-        self._request_most.observe(course.most_new_tokens)
+    def on_accepted(self, progress: RequestProgress) -> None:
+        """Count a request that the engine has accepted."""
+        self._request_most.observe(progress.max_new_tokens)
 
-    def came(self, course: Course, delta: Delta) -> None:
-        """It got something."""
-        before_s, now_s = course.last_s, time.monotonic()
-        course.come(delta, now_s)
+    def on_delta(self, progress: RequestProgress, delta: Delta) -> None:
+        """Count a new token or a result of a request."""
+        before_s, now_s = progress.last_token_s, time.monotonic()
+        progress.on_delta(delta, now_s)
         if delta.token_id is not None:
             if before_s is None:
-                self._read(course)
+                self._count_prompt(progress)
                 self._new_tokens.inc()
-                self._first_token.observe(now_s - course.came_s)
+                self._first_token.observe(now_s - progress.arrival_s)
             else:
                 self._between_s.append(now_s - before_s)
-        if course.has_ended:
-            self._end(course)
+        if progress.has_ended:
+            self._end(progress)
 
-    def ended(self, course: Course, reason: str) -> None:
-        """It ended without a result."""
-        course.end(reason, time.monotonic())
-        self._end(course)
+    def on_ended(self, progress: RequestProgress, reason: str) -> None:
+        """Count a request that has ended without a result."""
+        progress.end(reason, time.monotonic())
+        self._end(progress)
 
-    def refused(self, status: int, code: str) -> None:
-        """A client was told that it does not get what it asked for."""
+    def on_refused(self, status: int, code: str) -> None:
+        """Count a response with an error."""
         self._refusals.labels(self._model, str(status), code).inc()
 
-    def restarted(self) -> None:
-        """The engine has failed, and starts again."""
+    def on_restart(self) -> None:
+        """Count a restart of the engine."""
         self._restarts.inc()
 
     async def text(self) -> bytes:
-        """All of it, as Prometheus reads it. Waits half a second at most for the engine, whose last numbers are given
-        where a step takes longer."""
+        """Return all metrics in the Prometheus text format.
+
+        Waits at most half a second for the engine. If the running step takes longer, the last observation is used.
+        """
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._observe())
         await asyncio.wait((self._look,), timeout=_LOOK_S)
@@ -222,14 +233,14 @@ class Metrics:
         try:
             self._seen = await self._driver.observe()
         except (EngineError, RestartingError):
-            self._seen = None  # no engine is left that holds anything
+            self._seen = None  # no blocks are held
         except ShuttingDownError:
             return
         self._seen_s = time.monotonic()
 
     def _set_now(self, now_s: float) -> None:
         driver, seen = self._driver, self._seen
-        # What was seen may be old, and contexts that are saved are no requests.
+        # The observation may be old, and contexts that are being saved are not requests.
         admitted = sum(each.id in driver.request_ids for each in seen.running) if seen is not None else 0
         running = max(driver.running, admitted)
         self._running.set(running)
@@ -248,14 +259,14 @@ class Metrics:
         self._up.set(not (driver.failure or driver.restarting))
         self._still.set(driver.still_s)
 
-    def _stepped(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
-        """Counted together with others: caches that the model has emptied are filled once for many."""
+    def _on_step(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
+        """Collect steps and count them in batches: the model evicts these counters from the CPU caches in between."""
         self._ran += ran
-        if len(self._ran) >= _TOGETHER or len(self._between_s) >= _TOGETHER:
+        if len(self._ran) >= _BATCH or len(self._between_s) >= _BATCH:
             self._count()
 
     def _count(self) -> None:
-        """What steps have been, and tokens that came in them."""
+        """Count the collected steps and times between tokens."""
         self._new_tokens.inc(len(self._between_s))
         for between_s in self._between_s:
             for histogram in self._between_tokens:
@@ -278,25 +289,25 @@ class Metrics:
                 self._ratio.observe(step.taken_s / step.predicted_s)
         self._ran.clear()
 
-    def _read(self, course: Course) -> None:
-        """Its prompt has been read."""
-        self._prompt_tokens.inc(course.prompt_tokens)
-        self._request_prompt.observe(course.prompt_tokens)
+    def _count_prompt(self, progress: RequestProgress) -> None:
+        """Count the prompt of a request that has its first token."""
+        self._prompt_tokens.inc(progress.prompt_tokens)
+        self._request_prompt.observe(progress.prompt_tokens)
 
-    def _end(self, course: Course) -> None:
-        assert course.ended_s is not None
-        self._ended[course.reason].inc()
-        if course.first_s is None and course.reason in ("stop", "length"):
-            self._read(course)  # without a token: it asked for the prompt's log-probabilities, or was full
-        self._request_new.observe(course.new_tokens)
-        self._whole.observe(course.ended_s - course.came_s)
-        if course.begun_s is not None:
-            self._queued.observe(course.begun_s - course.came_s)
-            if course.first_s is not None and course.last_s is not None:
-                self._prefill.observe(course.first_s - course.begun_s)
-                self._decode.observe(course.last_s - course.first_s)
-                self._inference.observe(course.last_s - course.begun_s)
-        result = course.result
+    def _end(self, progress: RequestProgress) -> None:
+        assert progress.ended_s is not None
+        self._ended[progress.reason].inc()
+        if progress.first_token_s is None and progress.reason in ("stop", "length"):
+            self._count_prompt(progress)  # it has no new token: it only scored its prompt, or the context was full
+        self._request_new.observe(progress.new_tokens)
+        self._whole.observe(progress.ended_s - progress.arrival_s)
+        if progress.first_step_s is not None:
+            self._queued.observe(progress.first_step_s - progress.arrival_s)
+            if progress.first_token_s is not None and progress.last_token_s is not None:
+                self._prefill.observe(progress.first_token_s - progress.first_step_s)
+                self._decode.observe(progress.last_token_s - progress.first_token_s)
+                self._inference.observe(progress.last_token_s - progress.first_step_s)
+        result = progress.result
         if result is not None:
             self._queries.inc(result.prompt_tokens)
             self._hits.inc(result.cached_tokens)
@@ -304,12 +315,16 @@ class Metrics:
             self._preemptions.inc(result.preemptions)
             self._kv_ranks.observe(sum(tokens > 0 for tokens in result.kv_tokens_per_rank))
 
-    def _gauge(self, name: str, said: str) -> Gauge:
-        return Gauge(f"{self._prefix}:{name}", said, ["model_name"], registry=self._registry).labels(self._model)
+    def _gauge(self, name: str, description: str) -> Gauge:
+        return Gauge(f"{self._prefix}:{name}", description, ["model_name"], registry=self._registry).labels(self._model)
 
-    def _counter(self, name: str, said: str) -> Counter:
-        return Counter(f"{self._prefix}:{name}", said, ["model_name"], registry=self._registry).labels(self._model)
+    def _counter(self, name: str, description: str) -> Counter:
+        return Counter(f"{self._prefix}:{name}", description, ["model_name"], registry=self._registry).labels(
+            self._model
+        )
 
-    def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-        made = Histogram(f"{self._prefix}:{name}", said, ["model_name"], buckets=buckets, registry=self._registry)
+    def _histogram(self, name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(
+            f"{self._prefix}:{name}", description, ["model_name"], buckets=buckets, registry=self._registry
+        )
         return made.labels(self._model)

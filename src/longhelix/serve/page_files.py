@@ -1,4 +1,4 @@
-"""The server's page at /: files that come with the package, each at a path of its own, and nothing else."""
+"""Serves the page at /: the files in `page`, each at a fixed path."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from fastapi.responses import Response
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
-    # Nothing from elsewhere, nothing inline, and no script from text.
+    # Load nothing from other sites, run no inline scripts, and make no script from text.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
@@ -25,16 +25,16 @@ def _path(file: Path) -> str:
 
 
 _FILES = {_path(file): file for file in sorted(_FOLDER.iterdir()) if file.suffix in _TYPES}
-PATHS = tuple(_FILES)  # exactly these, as they are once percent signs are decoded
+PATHS = tuple(_FILES)  # after percent-decoding
 
 
 def routes() -> APIRouter:
     router = APIRouter()
     for path, file in _FILES.items():
-        found = Response(file.read_bytes(), media_type=_TYPES[file.suffix], headers=_HEADERS)
+        response = Response(file.read_bytes(), media_type=_TYPES[file.suffix], headers=_HEADERS)
 
-        async def answer(request: Request, found: Response = found) -> Response:
-            return found
+        async def send(request: Request, response: Response = response) -> Response:
+            return response
 
-        router.add_route(path, answer, methods=["GET"], include_in_schema=False)
+        router.add_route(path, send, methods=["GET"], include_in_schema=False)
     return router

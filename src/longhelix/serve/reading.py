@@ -1,4 +1,4 @@
-"""How bodies are read, and for how long they are kept."""
+"""Routes that read request bodies within limits and release them early."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -11,19 +11,21 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope
 
 from longhelix.serve.errors import DisconnectedError, InvalidBodyError
-from longhelix.serve.gate import let_go_of_body
+from longhelix.serve.gate import release_body
 from longhelix.serve.json_reader import LONG_TEXT, JsonBoundsError, read_json
-from longhelix.serve.line import Line
-from longhelix.serve.streams import gone
+from longhelix.serve.streams import disconnected
+from longhelix.serve.work_queue import WorkQueue
 
-_MOST_LONG_BODIES = 1024  # that wait for the thread that reads them; `Gate` bounds their bytes
+_MOST_LONG_BODIES = 1024  # that may wait for the thread that reads them; `Gate` limits their bytes
 
 
 class BodyRoute(APIRoute):
-    """Refuses a body that is nested too deep, before anything is made of it, and lets go of it once its answer begins:
-    that may take long, and images are large."""
+    """Route that refuses bodies that are nested too deep, and releases the body once the response begins.
 
-    reading: ClassVar[Line] = Line("long bodies", _MOST_LONG_BODIES)
+    A response may take long, and bodies with images are large.
+    """
+
+    reading: ClassVar[WorkQueue] = WorkQueue("long bodies", _MOST_LONG_BODIES)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -31,27 +33,26 @@ class BodyRoute(APIRoute):
         form = None if field is None else TypeAdapter(field.field_info.annotation)
 
         async def handler(request: Request) -> Response:
-            # That which is given stays until the answer has ended: one of our own reads the body.
+            # FastAPI keeps the request that it gets until the response has ended, so give it one that does not hold
+            # the body.
             try:
                 return await handle(_Read(request.scope, request.receive, form, self.reading))
             finally:
-                let_go_of_body(request.scope)
+                release_body(request.scope)
 
         return handler
 
 
 class AnswerRoute(BodyRoute):
-    """Answers that are waited for: a client that goes away before one begins has nothing more done for it, such as a
-    guide compiled.
+    """Route that stops all work for a client that disconnects before its response begins."""
 
-    check: raises what all are told while none is taken, before anything of a body is read.
-    """
+    # Called before the body is read. Raises the error for all requests while the server accepts none.
 
     check: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
     @classmethod
     def after(cls, check: Callable[[], None]) -> type[Self]:
-        """The same, with a check of its own."""
+        """Return a route class that calls `check` first."""
         return type(cls.__name__, (cls,), {"check": staticmethod(check)})
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -69,7 +70,7 @@ class AnswerRoute(BodyRoute):
 
             async def leave() -> None:
                 await body_has_come.wait()
-                await gone(request.receive)
+                await disconnected(request.receive)
 
             working = asyncio.create_task(handle(Request(request.scope, receive)))
             leaving = asyncio.create_task(leave())
@@ -81,20 +82,24 @@ class AnswerRoute(BodyRoute):
             finally:
                 working.cancel()
                 leaving.cancel()
-                await asyncio.wait((working, leaving))  # what is called off is told before the request's end is
+                await asyncio.wait((working, leaving))  # the cancelled task must end before the request does
 
         return handler
 
 
 class _Read(Request):
-    """Reads JSON. What is long is read, and checked, on a thread of its own: streams of others go on meanwhile."""
+    """Request that reads its JSON body. Long bodies are parsed and validated on a thread, so that streams go on."""
 
-    def __init__(self, scope: Scope, receive: Receive, form: TypeAdapter[Any] | None, reading: Line) -> None:
+    def __init__(self, scope: Scope, receive: Receive, form: TypeAdapter[Any] | None, reading: WorkQueue) -> None:
         super().__init__(scope, receive)
         self._form, self._reading = form, reading
 
     async def json(self) -> Any:
-        """Returns JSON, or the route's own object where the text is long. Raises HTTPException."""
+        """Return the parsed body: plain JSON values, or for a long body the validated object.
+
+        Raises:
+            HTTPException: the body cannot be read.
+        """
         encoding = self.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise HTTPException(400, f"the body has content-encoding {encoding[:40]}: send it uncompressed")
@@ -105,7 +110,7 @@ class _Read(Request):
 
 
 def _checked(form: TypeAdapter[Any], body: bytes) -> Any:
-    """Raises InvalidBodyError, HTTPException."""
+    """Parse and validate a body. Raises InvalidBodyError or HTTPException."""
     found = _read(body)
     try:
         return form.validate_python(found)
@@ -114,7 +119,7 @@ def _checked(form: TypeAdapter[Any], body: bytes) -> Any:
 
 
 def _read(body: bytes) -> Any:
-    """Raises HTTPException."""
+    """Parse a body. Raises HTTPException."""
     try:
         return read_json(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

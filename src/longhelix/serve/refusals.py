@@ -1,19 +1,19 @@
-"""Why no request is taken now."""
+"""Errors for requests that the server cannot accept now."""
 
 
 class OverloadedError(RuntimeError):
-    """So much waits that no more is taken now."""
+    """Too many requests are waiting."""
 
 
 class RestartingError(RuntimeError):
-    """The engine has failed, and starts again."""
+    """The engine has failed and is restarting."""
 
     def __init__(self) -> None:
         super().__init__("the engine has failed and starts again: try again later")
 
 
 class ShuttingDownError(RuntimeError):
-    """The server ends."""
+    """The server is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("the server is shutting down")

@@ -1,4 +1,4 @@
-"""/v1/responses: an answer to text or messages, in the form of OpenAI's newer interface. None is kept."""
+"""/v1/responses: an answer to text or messages in the form of OpenAI's Responses API. The server stores none."""
 
 import asyncio
 import secrets
@@ -9,16 +9,16 @@ from fastapi import APIRouter, Response
 
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers as forms
+from longhelix.serve.answer_format import AnswerFormat, Events, data_line
 from longhelix.serve.bodies import ResponseBody
-from longhelix.serve.driver import Answers
+from longhelix.serve.driver import RequestGroup
 from longhelix.serve.errors import reason, statuses, streamed
-from longhelix.serve.form import Events, Form, data_line
 from longhelix.serve.reading import AnswerRoute
 from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 
 _PLAIN: dict[str, Any] = {"format": {"type": "text"}}
-# Of the kinds of items: what their ids begin with, and what the events of their texts are called.
+# By kind of item: the prefix of its id, and the name of its text in events.
 _PREFIXES = {"reasoning": "rs", "message": "msg"}
 _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
@@ -30,27 +30,36 @@ def routes(serving: Serving) -> APIRouter:
         "/v1/responses", response_model=forms.ResponseObject, responses=statuses(404, 422, 429, 500, 503) | streamed()
     )
     async def respond(body: ResponseBody) -> Response:
+        """Answer text or messages in the form of OpenAI's Responses API. The server stores no response."""
         serving.check_model(body.model)
-        return answer(*await _ask(serving, body))
+        return answer(*await _submit(serving, body))
 
     return router
 
 
-async def _ask(serving: Serving, body: ResponseBody) -> tuple[Answers, "_Form"]:
+async def _submit(serving: Serving, body: ResponseBody) -> tuple[RequestGroup, "_Format"]:
     before = await serving.context_tokens(body.context)
     field = body.guide_field or "input"
-    guide = await serving.guide(body.guide, field)  # images take longer
+    guide = await serving.guide(body.guide, field)  # before the images, which take longer
     messages = await asyncio.to_thread(body.take_messages)
     prompt = await serving.conversation(body, messages, body.rendering(serving.chat_template_kwargs))
     reasoning = await serving.reasoning(body, prompt)
     guide = await serving.guide_after(reasoning, guide, field)
-    asked = serving.requests(body, [prompt], body.max_output_tokens, None, before, guide, reasoning)
-    answers = await serving.ask(asked)
-    return answers, _Form(serving, body, asked)
+    requests = serving.requests(
+        body,
+        [prompt],
+        most_tokens=body.max_output_tokens,
+        logprobs=None,
+        context_tokens=before,
+        guide=guide,
+        reasoning=reasoning,
+    )
+    group = await serving.submit(requests)
+    return group, _Format(serving, body, requests)
 
 
-class _Form(Form):
-    """One message with one text, after the reasoning if there is some."""
+class _Format(AnswerFormat):
+    """Writes responses: the reasoning, if there is any, and one message with one text."""
 
     prefix, kind, end = "resp_", "response", ""
 
@@ -59,7 +68,7 @@ class _Form(Form):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._ids = {kind: f"{prefix}_{secrets.token_hex(12)}" for kind, prefix in _PREFIXES.items()}
-        self._texts: dict[str, str] = {}  # of the items that have begun, in order
+        self._texts: dict[str, str] = {}  # texts of the items that have begun, in order
         self._sent = 0
 
     def whole(self, results: list[Result]) -> forms.ResponseObject:
@@ -82,7 +91,7 @@ class _Form(Form):
         response = self._response("in_progress").model_dump()
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
-        if self.asked[0].reasoning is None:
+        if self.requests[0].reasoning is None:
             yield from self._begin("message")
 
     def events(self, place: int, delta: Delta) -> Events:
@@ -94,7 +103,7 @@ class _Form(Form):
             yield from self._ending(delta.result)
 
     def _more(self, kind: str, text: str) -> Iterator[Mapping[str, Any]]:
-        """More of the text of an item, which begins with its first piece."""
+        """Yield the events of a piece of text. An item begins with its first piece."""
         if kind not in self._texts:
             yield from self._end("completed")
             yield from self._begin(kind)
@@ -109,7 +118,7 @@ class _Form(Form):
         yield self._event("response.content_part.added", **place, part=_part(kind, "").model_dump())
 
     def _end(self, status: str) -> Iterator[Mapping[str, Any]]:
-        """The end of the last item, if one has begun."""
+        """Yield the events that end the last item, if there is one."""
         if not self._texts:
             return
         kind, text = list(self._texts.items())[-1]
@@ -146,7 +155,12 @@ class _Form(Form):
         return {"item_id": self._ids[kind], "output_index": place, "content_index": 0}
 
     def _items(self, texts: Mapping[str, str], status: str) -> list[forms.OutputItem]:
-        """The items with these texts. status: of the last one, before which the others were completed."""
+        """Return the items with these texts.
+
+        Args:
+            texts: texts by kind of item, in order.
+            status: status of the last item. The others are completed.
+        """
         last = len(texts) - 1
         return [
             self._item(kind, status if place == last else "completed", text)

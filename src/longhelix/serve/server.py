@@ -1,4 +1,4 @@
-"""The server as a process: it listens, says where, and ends when it is told to."""
+"""Runs the server: listens, reports the URL, and shuts down on a signal."""
 
 import asyncio
 import gc
@@ -17,24 +17,24 @@ from longhelix.serve.refusals import ShuttingDownError
 from longhelix.serve.serving import Serving
 
 _KEEP_ALIVE_S = 75  # between two requests of a client
-_LOOK_S = 0.05  # how often it looks whether all requests have ended
-_FLUSH_S = 5  # for last words to those whose requests were ended
+_POLL_S = 0.05  # between two checks whether all requests have ended
+_FLUSH_S = 5  # for the last events of requests that were ended
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen. port 0: any that is free. drain_s: how long requests may take to end once no more are taken."""
+    """Where to listen, and how to stop."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
-    drain_s: float = 60.0
+    port: int = 8000  # 0: any free port
+    drain_s: float = 60.0  # how long running requests may continue during shutdown
 
     @property
     def is_loopback(self) -> bool:
         return is_loopback(self.host)
 
     def check(self, has_keys: bool, without_key: bool) -> None:
-        """Raise UserError for an address that others can reach, unless they need a key or may come without one."""
+        """Raise UserError if the address is not loopback and clients neither need a key nor may come without one."""
         if has_keys or without_key or self.is_loopback:
             return
         raise UserError(
@@ -44,8 +44,17 @@ class Address:
 
 
 def run(serving: Serving, admission: AccessControl, address: Address, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; then take no more requests and let those that run end. on_ready: is told the URL
-    once requests are taken. Raises UserError where the address cannot be had."""
+    """Serve until SIGINT or SIGTERM, then refuse new requests and let running ones end.
+
+    Args:
+        serving: the server.
+        admission: who may use it.
+        address: where to listen.
+        on_ready: called with the URL once the server accepts requests.
+
+    Raises:
+        UserError: the server cannot listen on the address.
+    """
     listening = _listen(address)
     with listening:
         config = uvicorn.Config(
@@ -54,7 +63,7 @@ def run(serving: Serving, admission: AccessControl, address: Address, on_ready: 
             ws="none",
             backlog=BACKLOG,
             lifespan="on",
-            log_config=None,  # its lines go where all others go
+            log_config=None,  # `ServerLog` captures its lines
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -65,7 +74,7 @@ def run(serving: Serving, admission: AccessControl, address: Address, on_ready: 
         shown = f"[{host}]" if ":" in host else host
         server = _Server(config, serving, address.drain_s, lambda: on_ready(f"http://{shown}:{port}"))
         gc.collect()
-        gc.freeze()  # the collector would stop the event loop for as long as it takes to walk all that is here
+        gc.freeze()  # otherwise each full collection walks all these objects and stops the event loop meanwhile
         try:
             server.run(sockets=[listening])
         finally:
@@ -87,21 +96,21 @@ class _Server(uvicorn.Server):
         driver, deadline_s = self._serving.driver, time.monotonic() + self._drain_s
         running, waiting = driver.running, len(driver.waiting)
         words = f"draining: {running + waiting} requests have {self._drain_s:g} s to end"
-        self._serving.journal.tell("drain", words, running=running, waiting=waiting, drain_s=self._drain_s)
+        self._serving.log.write("drain", words, running=running, waiting=waiting, drain_s=self._drain_s)
         while not (driver.is_idle or self.force_exit) and time.monotonic() < deadline_s:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         driver.end_all(ShuttingDownError())
         await super().shutdown(sockets)
-        if self.force_exit:  # told twice, uvicorn does not end the application, which closes the driver
+        if self.force_exit:  # after a second signal uvicorn skips this, but the driver must be closed
             await self.lifespan.shutdown()
-        self._captured_signals.clear()  # or it would raise again what it was told to end by
+        self._captured_signals.clear()  # otherwise uvicorn raises the signal again
 
 
 def _listen(address: Address) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        # asyncio sends small pieces at once only where the protocol is named: else each waits for the last one's
-        # acknowledgement, 40 ms and more.
+        # asyncio sets TCP_NODELAY only if the protocol is given. Without it each small piece waits for the last one's
+        # acknowledgement, 40 ms or more.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address.host, address.port))

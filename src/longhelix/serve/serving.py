@@ -1,4 +1,4 @@
-"""What all routes share: the engine, its model's name, and how requests are made of what clients send."""
+"""What all routes share: the engine, the model's name, and the conversion of HTTP requests to engine requests."""
 
 import asyncio
 from array import array
@@ -14,78 +14,80 @@ from longhelix.engine.text.text_too_long import TextTooLongError
 from longhelix.errors import UserError
 from longhelix.scheduler.guide import Guide, ReasoningTags
 from longhelix.scheduler.request import SamplingParams
-from longhelix.serve.asked import Asked
-from longhelix.serve.bodies import ChatBody, ContextBody, Message, ResponseBody, Sampled, TokenizeBody
+from longhelix.serve.bodies import ChatBody, ContextBody, Message, ResponseBody, SampledBody, TokenizeBody
 from longhelix.serve.calls import EngineCall, current
-from longhelix.serve.driver import Answers, Driver
+from longhelix.serve.driver import Driver, RequestGroup
+from longhelix.serve.engine_request import EngineRequest
 from longhelix.serve.errors import ClientError
 from longhelix.serve.images import read_images
-from longhelix.serve.journal import Journal
 from longhelix.serve.json_reader import JsonReader
-from longhelix.serve.line import Line
+from longhelix.serve.memory_budget import MemoryBudget
 from longhelix.serve.metrics import PREFIX, Metrics
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
-from longhelix.serve.room import Room
+from longhelix.serve.server_log import ServerLog
 from longhelix.serve.traces import Traces
+from longhelix.serve.work_queue import WorkQueue
 from longhelix.values import one_of
 
-_MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that wait for them
+_MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that may wait for their guide or their images
 _TEXT_THREADS = 4
-_LONG = 1 << 18  # characters or tokens. Longer texts are made into tokens one at a time, which takes much memory
-_ANSWERS_BYTES = 64 << 20  # of texts and tokens that answers give back
-_FEW = 1 << 10  # tokens or fewer have a short text
-_PART = 1 << 16  # of a list, which other threads wait for
-_MOST_LOGPROBS = 2**22  # of one answer: each takes some 100 bytes, here and as JSON
-_MOST_ECHOED = 2**20  # tokens of one answer: one may be a hundred characters, and of those several copies are made
+_LONG = 1 << 18  # characters or tokens. Longer texts are tokenized one at a time: this takes much memory.
+_ANSWERS_BYTES = 64 << 20  # of the texts and tokens that answers repeat from their requests
+_FEW = 1 << 10  # tokens. The text of so few is short.
+_PART = 1 << 16  # items of a list that are converted at a time: other threads wait meanwhile
+_MOST_LOGPROBS = 2**22  # of one answer: each takes about 100 bytes, in memory and as JSON
+_MOST_ECHOED = 2**20  # tokens of one answer: a token may have a hundred characters, and there are several copies
 
 
 @dataclass
 class Serving:
-    """`model`: the name that clients know it by. created_s: when it started, by the wall clock. metrics_prefix: of the
-    names of metrics. chat_template_kwargs: variables of the chat template that requests may replace. reasoning_parser:
-    one of `PARSERS`. Raises UserError for a prefix or a parser that is none."""
+    """The server: the engine and everything that the routes share.
+
+    Raises:
+        UserError: `metrics_prefix` or `reasoning_parser` is invalid.
+    """
 
     llm: LLM
     driver: Driver
-    model: str
-    created_s: int
-    is_draining: bool = False
+    model: str  # the name that clients use
+    created_s: int  # when the server started, on the wall clock
+    is_draining: bool = False  # whether it is shutting down
     metrics_prefix: str = PREFIX
-    journal: Journal = field(default_factory=Journal)
+    log: ServerLog = field(default_factory=ServerLog)
     traces: Traces | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    reasoning_parser: str = "auto"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # template variables; requests may override
+    reasoning_parser: str = "auto"  # one of `PARSERS`
     metrics: Metrics = field(init=False)
-    # Texts become tokens, and tokens texts, on threads that nothing else waits for.
-    _texts: Line = field(init=False)
-    _long_texts: Line = field(init=False)
-    # Long answers are made on a thread that no other answer waits for, and there is room for so much of them.
-    long_answers: Line = field(init=False)
-    room: Room = field(default_factory=lambda: Room(_ANSWERS_BYTES), init=False)
-    # What is hard to compile keeps nothing waiting but other guides.
-    _compiling: Line = field(default_factory=lambda: Line("guides", _MOST_GUIDES), init=False)
-    # An image in memory is large, and the tower takes all cores.
-    _looking: Line = field(default_factory=lambda: Line("images", _MOST_WITH_IMAGES), init=False)
+    # Queues for tokenization, with threads that do nothing else.
+    _text_queue: WorkQueue = field(init=False)
+    _long_text_queue: WorkQueue = field(init=False)
+    # Encodes long answers on a thread of its own; `answer_memory` limits their memory.
+    long_answers: WorkQueue = field(init=False)
+    answer_memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(_ANSWERS_BYTES), init=False)
+    # Compiles guides on a thread of its own, so that a slow one delays only other guides.
+    _guide_queue: WorkQueue = field(default_factory=lambda: WorkQueue("guides", _MOST_GUIDES), init=False)
+    # Decodes images one request at a time: an image in memory is large.
+    _image_queue: WorkQueue = field(default_factory=lambda: WorkQueue("images", _MOST_WITH_IMAGES), init=False)
 
     def __post_init__(self) -> None:
         self.reasoning_parser = one_of("reasoning_parser", self.reasoning_parser, PARSERS)
         most_calls = self.driver.most_requests + _TEXT_THREADS
-        self._texts = Line("texts", most_calls, _TEXT_THREADS)
-        self._long_texts = Line("long texts", most_calls)
-        self.long_answers = Line("long answers", 2**31)  # each was already admitted by `room`
+        self._text_queue = WorkQueue("texts", most_calls, _TEXT_THREADS)
+        self._long_text_queue = WorkQueue("long texts", most_calls)
+        self.long_answers = WorkQueue("long answers", 2**31)  # `answer_memory` has already admitted each
         self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
-        self.driver.on_restart, self.driver.on_failure = self._restarts, self._failed
+        self.driver.restart_listener, self.driver.failure_listener = self._on_restart, self._on_failure
 
-    def _restarts(self, reason: str) -> None:
-        self.metrics.restarted()
-        self.journal.tell("restart", f"the engine has failed and starts again: {reason}", reason=reason)
+    def _on_restart(self, reason: str) -> None:
+        self.metrics.on_restart()
+        self.log.write("restart", f"the engine has failed and starts again: {reason}", reason=reason)
 
-    def _failed(self, reason: str) -> None:
-        self.journal.tell("failure", f"the engine has failed: {reason}", reason=reason)
+    def _on_failure(self, reason: str) -> None:
+        self.log.write("failure", f"the engine has failed: {reason}", reason=reason)
 
     @property
     def call(self) -> EngineCall:
-        """The HTTP request that is being answered."""
+        """The HTTP request that the running task serves."""
         found = current()
         return EngineCall(self.metrics) if found is None else found
 
@@ -94,19 +96,28 @@ class Serving:
         return self.llm.config.scheduler.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        """Raise ClientError for the name of another model."""
+        """Raise ClientError if a request names another model."""
         if name is not None and name != self.model:
             raise ClientError(f"there is no model {name[:200]!r} here: use {self.model!r}", "model", "model_not_found")
 
     async def token_texts(self, given: str | Sequence[int]) -> list[str]:
-        """What each token of a prompt adds to its text. Raises OverloadedError."""
+        """Return the text that each token of a prompt adds. Raises OverloadedError."""
         tokenizer = self.llm.tokenizer
         texts = tokenizer.parts if isinstance(given, str) else tokenizer.token_texts
-        return await self._line(len(given)).run(texts, given)
+        return await self._queue(len(given)).run(texts, given)
 
     async def text(self, token_ids: "array[int]", field: str = "tokens", begins: bool = True) -> str:
-        """The text of tokens, special ones included, which the call's answer gives back. begins: they do not come
-        behind others. Raises ClientError for ids that are no tokens, OverloadedError."""
+        """Return the text of tokens, including special ones, for the answer of the call.
+
+        Args:
+            token_ids: the tokens.
+            field: request field that holds them, for errors.
+            begins: whether they start a text, rather than continue one.
+
+        Raises:
+            ClientError: there are too many tokens, or an id is outside the vocabulary.
+            OverloadedError: too many long answers are in progress.
+        """
         most = max(_MOST_ECHOED, self.max_model_len)
         if len(token_ids) > most:
             raise ClientError(f"there are {len(token_ids)} tokens: give at most {most}", field)
@@ -116,24 +127,35 @@ class Serving:
             raise ClientError(f"token {beyond} is outside the model's vocabulary of {vocab_size}", field)
         if len(token_ids) > _FEW:
             self.reserve(self.llm.tokenizer.most_characters(token_ids))
-        return await self._line(len(token_ids)).run(self.llm.tokenizer.spell, token_ids, begins)
+        return await self._queue(len(token_ids)).run(self.llm.tokenizer.spell, token_ids, begins)
 
     def reserve(self, num_bytes: int) -> None:
-        """Say that the call's answer gives back so much of what its client sent, until it has ended. Raises
-        OverloadedError if the answers of others leave no room for it."""
-        self.call.ends.append(self.room.take(num_bytes))
+        """Reserve memory for the text that the answer repeats from its request, until the call has ended.
 
-    def _line(self, length: int) -> Line:
-        """Where a text of so many characters or tokens is read."""
-        return self._texts if length <= _LONG else self._long_texts
+        Raises:
+            OverloadedError: the answers of other calls leave too little.
+        """
+        self.call.cleanups.append(self.answer_memory.reserve(num_bytes))
+
+    def _queue(self, length: int) -> WorkQueue:
+        """Return the queue for a text with this many characters or tokens."""
+        return self._text_queue if length <= _LONG else self._long_text_queue
 
     async def guide(self, make: Callable[[], Guide | None], field: str | None) -> Guide | None:
-        """What an answer has to be, once it is known that it can be, found off the event loop. field: that says it.
-        Raises ClientError for what nothing can be, and OverloadedError."""
+        """Make and check a guide off the event loop.
+
+        Args:
+            make: returns the guide, or None for an answer without one.
+            field: request field that describes the guide, for errors.
+
+        Raises:
+            ClientError: the guide is invalid, or no answer can follow it.
+            OverloadedError: too many guides are waiting.
+        """
         try:
             guide = await asyncio.to_thread(make)
             if guide is not None and not self.llm.knows_guide(guide):
-                await self._compiling.run(self.llm.check_guide, guide)
+                await self._guide_queue.run(self.llm.check_guide, guide)
         except UserError as error:
             raise ClientError(str(error), field, error.code) from error
         return guide
@@ -143,7 +165,7 @@ class Serving:
         return self.llm.tokenizer.reasoning_form(self.reasoning_parser)
 
     async def reasoning(self, body: ChatBody | ResponseBody, prompt: "array[int] | ReadPrompt") -> ReasoningTags | None:
-        """The tags that the answer may have around its reasoning; None where that is not to be told apart."""
+        """Return the tags around the reasoning of the answer, or None if reasoning stays in the content."""
         form = self._reasoning_form
         if form is None or not body.separates:
             return None
@@ -152,44 +174,56 @@ class Serving:
         return await asyncio.to_thread(find, form, token_ids, bool(body.continue_final_message))
 
     async def guide_after(self, reasoning: ReasoningTags | None, guide: Guide | None, field: str) -> Guide | None:
-        """A guide for an answer that may begin with reasoning, which it does not describe. Raises as `guide` does."""
+        """Return a guide that applies only after the reasoning. Raises like `guide`."""
         if guide is None or reasoning is None:
             return guide
         return await self.guide(lambda: replace(guide, reasoning=reasoning), field)
 
     def check_open(self) -> None:
-        """Raise what whoever asks is told while not even a request of one token is taken: ShuttingDownError, or what
-        `Driver.check_room` raises. So that nothing is read and made of text in vain."""
+        """Check whether the server accepts a request of one token, before anything is read or tokenized.
+
+        Raises:
+            ShuttingDownError: the server is shutting down.
+            OverloadedError, RestartingError, EngineError: see `Driver.check_room`.
+        """
         if self.is_draining:
             raise ShuttingDownError
         self.driver.check_room([1])
 
-    async def ask(self, asked: Sequence[Asked]) -> Answers:
-        """Have the engine take requests together: all of them, or none. Raises what `Answers.ask` does, or
-        ShuttingDownError."""
+    async def submit(self, requests: Sequence[EngineRequest]) -> RequestGroup:
+        """Submit the requests of one call to the engine: all of them, or none.
+
+        Raises:
+            ShuttingDownError: the server is shutting down.
+            OverloadedError, RestartingError, EngineError, UserError: see `RequestGroup.submit`.
+        """
         if self.is_draining:
             raise ShuttingDownError
         call = self.call
-        self.driver.check_room([one.num_tokens for one in asked])
-        if asked[0].context is not None:
-            asked = await asyncio.to_thread(self._with_context, asked)
-        answers = Answers(self.driver, call)
-        call.ends.append(answers.end)  # one that is called off may leave them before anybody waits for them
-        await answers.ask(asked)
-        return answers
+        self.driver.check_room([request.num_tokens for request in requests])
+        if requests[0].context is not None:
+            requests = await asyncio.to_thread(self._with_context, requests)
+        group = RequestGroup(self.driver, call)
+        call.cleanups.append(group.end)  # the task may be cancelled before anything iterates over the group
+        await group.submit(requests)
+        return group
 
-    def _with_context(self, asked: Sequence[Asked]) -> Sequence[Asked]:
-        """Read the saved context of the requests of one call, which all have the same one."""
-        name = asked[0].context
+    def _with_context(self, requests: Sequence[EngineRequest]) -> Sequence[EngineRequest]:
+        """Read the saved context of the requests of one call. All have the same one."""
+        name = requests[0].context
         assert isinstance(name, str)
-        context = self.llm.read_context(name, asked[0].service.cache_salt)
-        return [replace(one, context=context) for one in asked]
+        context = self.llm.read_context(name, requests[0].service.cache_salt)
+        return [replace(request, context=context) for request in requests]
 
     async def prompts(
         self, given: "Sequence[str | array[int]]", encode: Callable[[str], list[int]]
     ) -> "list[array[int]]":
-        """Text or token ids as the engine takes them: int32, made off the event loop, and once for all choices. Raises
-        ClientError, OverloadedError."""
+        """Return the token ids of each prompt, int32. Texts are tokenized off the event loop.
+
+        Raises:
+            ClientError: a text is too long.
+            OverloadedError: too many texts are waiting.
+        """
         return [await self.token_ids(encode, one, "prompt") if isinstance(one, str) else one for one in given]
 
     async def token_ids(
@@ -199,15 +233,21 @@ class Serving:
         field: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int]":
-        """Return the ids of a text or a conversation as int32, tokenized off the event loop.
+        """Return the token ids of a text or a conversation, int32, tokenized off the event loop.
 
-        field: the request field that holds it.
-        tools: functions that the conversation offers.
+        Args:
+            encode: converts the text or the messages to token ids.
+            given: the text or the messages.
+            field: request field that holds them, for errors.
+            tools: functions that the conversation offers.
 
-        Raises ClientError for text that is too long, UserError for an invalid conversation, OverloadedError.
+        Raises:
+            ClientError: the text is too long.
+            UserError: the conversation is invalid.
+            OverloadedError: too many texts are waiting.
         """
         length = len(given) if isinstance(given, str) else sum(message.num_characters for message in given)
-        return await self._line(length).run(self._encoded, encode, given, field, tools)
+        return await self._queue(length).run(self._encoded, encode, given, field, tools)
 
     def _encoded(
         self,
@@ -217,13 +257,13 @@ class Serving:
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> "array[int]":
         reader = JsonReader()
-        told = (
+        text_or_messages = (
             given
             if isinstance(given, str)
             else [message.for_template(f"{field}[{place}]", reader) for place, message in enumerate(given)]
         )
         try:
-            return _packed(encode(told) if tools is None else encode(told, tools))
+            return _packed(encode(text_or_messages) if tools is None else encode(text_or_messages, tools))
         except TextTooLongError as error:
             raise ClientError(str(error), field, error.code) from error
 
@@ -235,8 +275,18 @@ class Serving:
         no_images: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int]":
-        """What the text, the token ids or the messages of a body are, one of which it has. no_images: what messages
-        with some are told. Raises ClientError."""
+        """Return the token ids of a body that holds either `prompt` or `messages`, int32.
+
+        Args:
+            body: the request body.
+            encode: converts text to token ids.
+            encode_messages: converts messages to token ids.
+            no_images: error message for messages with images.
+            tools: functions that the conversation offers.
+
+        Raises:
+            ClientError: the body has both or neither, or messages with images.
+        """
         if (body.prompt is None) == (body.messages is None):
             raise ClientError("give either prompt or messages", "prompt")
         if body.messages is None:
@@ -250,15 +300,29 @@ class Serving:
 
     async def conversation(
         self,
-        body: Sampled,
+        body: SampledBody,
         messages: list[Message],
         rendering: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int] | ReadPrompt":
-        """What the chat template makes of messages, behind a saved context if there is one, with the images that they
-        show and the tools that they may call. rendering: arguments of the template. The messages' content is not kept:
-        an answer may take long, and images are large (`BodyRoute` lets go of the text that they came in).
-        Raises UserError for what cannot be, OverloadedError."""
+        """Return the prompt that the chat template makes of messages.
+
+        The content of the messages is released: an answer may take long, and images are large. `BodyRoute` releases the
+        body's text.
+
+        Args:
+            body: the request body.
+            messages: the conversation. The list is empty afterwards.
+            rendering: arguments of the chat template.
+            tools: functions that the conversation offers.
+
+        Returns:
+            Token ids, int32, or a prompt with images.
+
+        Raises:
+            UserError: the conversation is invalid for this model.
+            OverloadedError: too many texts or images are waiting.
+        """
         tokenizer, field, context = self.llm.tokenizer, body.prompt_field, body.context
         given, urls = messages.copy(), [url for message in messages for url in message.image_urls]
         messages.clear()
@@ -279,10 +343,10 @@ class Serving:
         given.clear()
         if not urls:
             return token_ids
-        return await self._looking.run(self._read, token_ids, urls, field)
+        return await self._image_queue.run(self._read, token_ids, urls, field)
 
     def _read(self, token_ids: "array[int]", urls: list[str], field: str) -> ReadPrompt:
-        # Of half of it none is taken, which leaves room for those that have been read and are on their way.
+        # Accept no more at half of the limit: images that were read already still have to fit.
         if self.llm.image_bytes > self.llm.config.image_bytes // 2:
             raise OverloadedError(
                 f"the images of waiting requests take {self.llm.image_bytes} bytes already: try again later"
@@ -290,31 +354,43 @@ class Serving:
         return self.llm.read(ImagePrompt(token_ids, read_images(urls, field)))
 
     async def context_tokens(self, name: str | None) -> int:
-        """Of the saved context that prompts go on after. Raises UserError for one that is not there."""
+        """Return the number of tokens of a saved context, or 0 for None. Raises UserError if it does not exist."""
         return 0 if name is None else (await asyncio.to_thread(self.llm.contexts_folder.manifest, name)).num_tokens
 
     def requests(
         self,
-        body: Sampled,
+        body: SampledBody,
         prompts: "Sequence[array[int] | ReadPrompt]",
         most_tokens: int | None,
         logprobs: int | None,
         context_tokens: int = 0,
         guide: Guide | None = None,
         reasoning: ReasoningTags | None = None,
-    ) -> list[Asked]:
-        """One for each choice of each prompt, in order. most_tokens: of an answer; None: what the context leaves.
-        context_tokens: of the saved context before each prompt. guide: what each answer has to be. reasoning: tags
-        whose text is kept apart. Raises UserError for what can never run."""
+    ) -> list[EngineRequest]:
+        """Return the engine requests of a call: one for each choice of each prompt, in order.
+
+        Args:
+            body: the request body.
+            prompts: token ids or prompts with images.
+            most_tokens: most new tokens of an answer; None for all that the model's context leaves.
+            logprobs: number of likeliest tokens at each new token; None for no log-probabilities.
+            context_tokens: tokens of the saved context before each prompt.
+            guide: guide of each answer.
+            reasoning: tags around text that is returned separately from the content.
+
+        Raises:
+            UserError: a request can never run, or the answer would be too large.
+        """
         if len(prompts) * body.choices > self.driver.most_requests:
             raise ClientError(
                 f"{len(prompts)} prompts and n {body.choices} are {len(prompts) * body.choices} requests, but "
                 f"{self.driver.most_requests} may wait here: send fewer",
                 body.prompt_field if body.choices == 1 else "n",
             )
-        asked, watched, service, came_s = [], body.asks_for("include_progress"), body.service(), self.call.came_s
+        requests, service, arrival_s = [], body.service(), self.call.arrival_s
+        wants_progress = body.asks_for("include_progress")
         samplings: dict[int, list[SamplingParams]] = {}
-        scored, entries = 0, 0  # tokens that have log-probabilities, and these
+        scored, entries = 0, 0  # tokens with log-probabilities, and log-probabilities
         for prompt in prompts:
             given = _num_tokens(prompt) + context_tokens
             left = self.max_model_len - given
@@ -335,8 +411,17 @@ class Serving:
                 samplings[most_new] = [
                     body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
                 ]
-            asked += [
-                Asked(prompt, given, sampling, service, came_s, watched, body.context, reasoning)
+            requests += [
+                EngineRequest(
+                    prompt=prompt,
+                    num_tokens=given,
+                    sampling=sampling,
+                    service=service,
+                    arrival_s=arrival_s,
+                    wants_progress=wants_progress,
+                    context=body.context,
+                    reasoning=reasoning,
+                )
                 for sampling in samplings[most_new]
             ]
         if entries > _MOST_LOGPROBS:
@@ -349,12 +434,11 @@ class Serving:
             )
         if body.echoes:
             _check_echo(sum(map(_num_tokens, prompts)), body.choices, max(_MOST_ECHOED, self.max_model_len))
-        return asked
+        return requests
 
 
 def _check_echo(num_tokens: int, choices: int, most: int) -> None:
-    """Raise ClientError where more than `most` tokens of prompts would go back. One prompt alone may be of any
-    length."""
+    """Raise ClientError if an answer would echo more than `most` prompt tokens."""
     if num_tokens * choices > most:
         raise ClientError(
             f"{num_tokens} tokens of prompts and n {choices} are {num_tokens * choices} that echo gives back, and an "
@@ -365,6 +449,7 @@ def _check_echo(num_tokens: int, choices: int, most: int) -> None:
 
 
 def _packed(token_ids: list[int]) -> "array[int]":
+    """Convert to int32 in parts, so that other threads run in between."""
     found = array("i")
     for start in range(0, len(token_ids), _PART):
         found.fromlist(token_ids[start : start + _PART])

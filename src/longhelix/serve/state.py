@@ -1,4 +1,4 @@
-"""What the server is and how it does: models, health, readiness, metrics, version; and tokens of text."""
+"""Endpoints about the server and its model, and conversion between text and token ids."""
 
 import importlib.metadata
 import time
@@ -23,16 +23,18 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/models", responses=statuses())
     async def models() -> forms.Models:
+        """List the one model of this server."""
         return forms.Models(data=[model])
 
     @router.get("/v1/models/{name:path}", responses=statuses(404))
     async def one_model(name: str) -> forms.Model:
+        """Describe the model, if it has this name."""
         serving.check_model(name)
         return model
 
     @router.get("/health", responses={503: {"model": forms.Health}})
     async def health(response: Response) -> forms.Health:
-        """Whether the engine gets on."""
+        """State of the engine; status 503 while it is restarting or after it has failed."""
         driver = serving.driver
         response.status_code = 503 if driver.failure or driver.restarting else 200
         return forms.Health(
@@ -46,7 +48,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/ready", responses=statuses() | {503: {"model": forms.Health}})
     async def ready(response: Response) -> forms.Health:
-        """Whether requests are taken."""
+        """Whether the server accepts requests; status 503 if not."""
         found = await health(response)
         response.status_code = 200 if found.status == "ok" else 503
         return found
@@ -54,15 +56,17 @@ def routes(serving: Serving) -> APIRouter:
     @router.head("/metrics", responses=statuses(), response_class=Response)
     @router.get("/metrics", responses=statuses() | {200: {"content": {"text/plain": {}}}}, response_class=Response)
     async def metrics() -> Response:
-        """What it counts, in Prometheus' form."""
+        """Metrics in the Prometheus text format."""
         return Response(await serving.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version", responses=statuses())
     async def version() -> forms.Version:
+        """Version of longhelix."""
         return forms.Version(version=importlib.metadata.version("longhelix"))
 
     @router.post("/tokenize", response_model=forms.TokenizeAnswer, responses=statuses(404, 429))
     async def tokenize(body: TokenizeBody) -> Response:
+        """Convert text or messages to token ids."""
         serving.check_model(body.model)
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
         no_images = "images are not read here: an answer's usage has their tokens"
@@ -76,6 +80,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.post("/detokenize", response_model=forms.PromptText, responses=statuses(404, 429))
     async def detokenize(body: DetokenizeBody) -> Response:
+        """Convert token ids to text."""
         serving.check_model(body.model)
         return LongJson(json_pieces({"prompt": await serving.text(body.tokens)}), serving.long_answers.run)
 

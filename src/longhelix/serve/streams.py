@@ -1,4 +1,4 @@
-"""Answers as clients get them: whole, or as server-sent events that come token by token."""
+"""Responses with answers: one JSON document, or server-sent events token by token."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -10,58 +10,64 @@ from starlette.types import Receive, Scope, Send
 
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import RequestError
-from longhelix.serve.asked import PrefillProgress, Quiet
-from longhelix.serve.driver import Answers
+from longhelix.serve.answer_format import AnswerFormat, data_line
+from longhelix.serve.driver import RequestGroup
+from longhelix.serve.engine_request import IdleNotice, PrefillProgress
 from longhelix.serve.errors import DisconnectedError
-from longhelix.serve.form import Form, data_line
 
 KEEP_ALIVE_S = 10.0
-_PART_BYTES = 1 << 18  # of a long answer
-Make = Callable[..., Awaitable[Any]]
+_PART_BYTES = 1 << 18  # of a long answer that is sent at a time
+Run = Callable[..., Awaitable[Any]]
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. What it holds is let go of however it ends itself, even before it has begun."""
+    """Response of server-sent events.
 
-    def __init__(self, holds: AbstractAsyncContextManager[object], lines: AsyncIterator[str]) -> None:
+    Args:
+        resources: closed when the response ends in any way, even before it has begun.
+        lines: text of the events.
+    """
+
+    def __init__(self, resources: AbstractAsyncContextManager[object], lines: AsyncIterator[str]) -> None:
         super().__init__(lines, media_type="text/event-stream", headers=_HEADERS)
-        self._holds = holds
+        self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._holds:
+        async with self._resources:
             await super().__call__(scope, receive, send)
 
 
 class LongJson(Response):
-    """JSON that is made piece by piece, and sent as it is made: no more of it is in memory than the client leaves
-    there. It is sent in one go where it is short.
+    """JSON response that is encoded in pieces while it is sent, so that a long one is never in memory as a whole.
 
-    make: runs a function off the event loop.
+    Args:
+        pieces: the JSON.
+        run: calls a function off the event loop.
     """
 
     media_type = "application/json"
 
-    def __init__(self, pieces: Iterator[bytes], make: Make) -> None:
+    def __init__(self, pieces: Iterator[bytes], run: Run) -> None:
         super().__init__()
-        self._pieces, self._make = pieces, make
+        self._pieces, self._run = pieces, run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = await self._make(_next_part, self._pieces)
-        if len(begun) < _PART_BYTES:
-            await Response(begun, media_type=self.media_type)(scope, receive, send)
+        first = await self._run(_next_part, self._pieces)
+        if len(first) < _PART_BYTES:  # this is all of it
+            await Response(first, media_type=self.media_type)(scope, receive, send)
         else:
-            await StreamingResponse(self._parts(begun), media_type=self.media_type)(scope, receive, send)
+            await StreamingResponse(self._parts(first), media_type=self.media_type)(scope, receive, send)
 
-    async def _parts(self, begun: bytes) -> AsyncIterator[bytes]:
-        part = begun
+    async def _parts(self, first: bytes) -> AsyncIterator[bytes]:
+        part = first
         while part:
             yield part
-            part = await self._make(_next_part, self._pieces)
+            part = await self._run(_next_part, self._pieces)
 
 
 def _next_part(pieces: Iterator[bytes]) -> bytes:
-    """As many of the next pieces as have 256 KiB together; fewer only at the end."""
+    """Join pieces until they have at least 256 KiB. Only the last part is shorter."""
     part = bytearray()
     for piece in pieces:
         part += piece
@@ -71,117 +77,127 @@ def _next_part(pieces: Iterator[bytes]) -> bytes:
 
 
 class _Whole(Response):
-    """An answer in one piece. Its JSON is made off the event loop: it may be large."""
+    """Response with the whole answer. Its JSON may be large and is encoded off the event loop."""
 
-    def __init__(self, answers: Answers, form: Form) -> None:
+    def __init__(self, group: RequestGroup, form: AnswerFormat) -> None:
         super().__init__()
-        self._answers, self._form = answers, form
+        self._group, self._form = group, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        results = await collect(self._answers, receive)
-        await LongJson(self._form.pieces(results), self._form.make)(scope, receive, send)
+        results = await collect(self._group, receive)
+        await LongJson(self._form.pieces(results), self._form.run)(scope, receive, send)
 
 
-def answer(answers: Answers, form: Form) -> Response:
-    """As its request wants it. The engine is waited for where it is sent, when the request's body is no longer kept
-    (see `BodyRoute`)."""
-    return stream(answers, form) if form.body.stream else _Whole(answers, form)
+def answer(group: RequestGroup, form: AnswerFormat) -> Response:
+    """Return the response that the request body asks for: streamed or whole.
+
+    It waits for the engine while it is sent: by then the request's body is no longer in memory (see `BodyRoute`).
+    """
+    return stream(group, form) if form.body.stream else _Whole(group, form)
 
 
-def stream(answers: Answers, form: Form) -> StreamingResponse:
-    """A form's events as they come, and its end. An error of a request is an event too, the last one. Comments keep the
-    connection alive while nothing else is sent; prompts that are watched have an event of their progress. A client that
-    goes away aborts all."""
+def stream(group: RequestGroup, form: AnswerFormat) -> StreamingResponse:
+    """Return the streamed response.
+
+    An error becomes the last event. Comments keep the connection alive while nothing else is sent. Requests that want
+    progress get events with the prefill progress. A client that disconnects aborts all requests.
+    """
 
     async def lines() -> AsyncIterator[str]:
-        silence = _Silence(answers)
+        idle_timer = _IdleTimer(group)
         try:
             async for line in _first(form):
                 yield line
-            silence.begin()
-            async for place, got in answers:
-                for line in _lines(form, place, got):
+            idle_timer.restart()
+            async for place, update in group:
+                for line in _lines(form, place, update):
                     yield line
-                    silence.begin()
+                    idle_timer.restart()
             for event in form.last():
                 yield form.line(event)
         except Exception as error:
             yield form.error_line(error)
         finally:
-            silence.end()
+            idle_timer.stop()
         if form.end:
             yield form.end
 
-    return EventStream(answers, lines())
+    return EventStream(group, lines())
 
 
-async def _first(form: Form) -> AsyncIterator[str]:
-    """The lines before anything has come, in pieces where they are long."""
+async def _first(form: AnswerFormat) -> AsyncIterator[str]:
+    """Yield the text of the events before the first token, in pieces if they are long."""
     if not form.is_long:
         for event in form.first():
             yield form.line(event)
         return
     events = form.first()
-    while (event := await form.make(next, events, None)) is not None:
-        pieces = form.pieces_of_line(event)
-        while part := await form.make(_next_part, pieces):
+    while (event := await form.run(next, events, None)) is not None:
+        pieces = form.event_line_pieces(event)
+        while part := await form.run(_next_part, pieces):
             yield part.decode()
 
 
-class _Silence:
-    """Gives who takes answers a `Quiet` once no line has been sent for a while, and again after as long, until they are
-    over. One timer looks at what each line only writes down: lines come by the hundred in a second."""
+class _IdleTimer:
+    """Notifies a request group each time that nothing has been sent for `KEEP_ALIVE_S`, until its requests end.
 
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
+    `restart` only records the time, because hundreds of lines may be sent in a second; a single timer checks it.
+    """
+
+    def __init__(self, group: RequestGroup) -> None:
+        self._group = group
         self._clock = asyncio.get_running_loop().time
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self) -> None:
-        """A line has been sent."""
+    def restart(self) -> None:
+        """Record that a line has been sent."""
         self._since_s = self._clock()
         if self._timer is None:
-            self._look()
+            self._check()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
-        if not self._answers.are_open:
+        if not self._group.is_open:
             return
         now_s = self._clock()
         if now_s >= self._since_s + KEEP_ALIVE_S:
-            self._answers.tell_quiet()
+            self._group.notify_idle()
             self._since_s = now_s
-        self._timer = asyncio.get_running_loop().call_at(self._since_s + KEEP_ALIVE_S, self._look)
+        self._timer = asyncio.get_running_loop().call_at(self._since_s + KEEP_ALIVE_S, self._check)
 
 
-def _lines(form: Form, place: int, got: Delta | PrefillProgress | Quiet) -> list[str]:
-    """Those of what a request got. Raises the error of one that failed."""
-    if isinstance(got, Quiet):
+def _lines(form: AnswerFormat, place: int, update: Delta | PrefillProgress | IdleNotice) -> list[str]:
+    """Return the text of the events of an update. Raises RequestError for a request that failed."""
+    if isinstance(update, IdleNotice):
         return [": the answer is under way\n\n"]
-    if isinstance(got, PrefillProgress):
-        told = {"prefilled_tokens": got.prefilled_tokens, "prompt_tokens": form.asked[place].num_tokens}
-        return [f"event: progress\n{data_line({'index': place} | told)}"]
-    check(got.result)
-    return [form.line(event) for event in form.events(place, got)]
+    if isinstance(update, PrefillProgress):
+        counts = {"prefilled_tokens": update.prefilled_tokens, "prompt_tokens": form.requests[place].num_tokens}
+        return [f"event: progress\n{data_line({'index': place} | counts)}"]
+    check(update.result)
+    return [form.line(event) for event in form.events(place, update)]
 
 
-async def collect(answers: Answers, receive: Receive) -> list[Result]:
-    """The results of all requests, in their order. Raises DisconnectedError once the client has gone, or the error of
-    one; both abort the others."""
+async def collect(group: RequestGroup, receive: Receive) -> list[Result]:
+    """Wait for all requests and return their results in order.
+
+    Raises:
+        DisconnectedError: the client has disconnected.
+        RequestError: a request failed. Either error aborts the other requests.
+    """
     results: dict[int, Result] = {}
 
     async def run() -> None:
-        async for place, got in answers:
-            if isinstance(got, Delta) and got.result is not None:
-                check(got.result)
-                results[place] = got.result
+        async for place, update in group:
+            if isinstance(update, Delta) and update.result is not None:
+                check(update.result)
+                results[place] = update.result
 
-    async with answers:
-        running, leaving = asyncio.create_task(run()), asyncio.create_task(gone(receive))
+    async with group:
+        running, leaving = asyncio.create_task(run()), asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
@@ -199,7 +215,7 @@ def check(result: Result | None) -> None:
         raise RequestError(f"the request failed: {result.error}")
 
 
-async def gone(receive: Receive) -> None:
-    """Returns once the client has gone, after the body was read."""
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client disconnects. Call it after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

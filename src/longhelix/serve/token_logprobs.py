@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as OpenAI's two forms have them."""
+"""Log-probabilities of tokens in the forms of OpenAI's two endpoints, and of prompts in vLLM's form."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -14,13 +14,20 @@ from longhelix.serve.answers import (
     PromptToken,
 )
 
-_LEAST_LOGPROB = -9999.0  # as vLLM writes it
+_LEAST_LOGPROB = -9999.0  # stands for minus infinity, as in vLLM
 
 
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: list[int], logprobs: list[dict[int, float]], num_best: int
 ) -> ChatLogprobs:
-    """logprobs: of each token the `num_best` likeliest ones and itself."""
+    """Return the `logprobs` object of a chat choice.
+
+    Args:
+        tokenizer: the tokenizer.
+        token_ids: the new tokens.
+        logprobs: for each token, log-probabilities of the likeliest tokens and of itself.
+        num_best: number of likeliest tokens to show at each token.
+    """
     known = bytes_of_tokens(tokenizer)
     return ChatLogprobs(
         content=[
@@ -43,11 +50,15 @@ def completion_logprobs(
     logprobs: Sequence[dict[int, float] | None],
     offset: int,
 ) -> CompletionLogprobs:
-    """Return the logprobs object of a completion.
+    """Return the `logprobs` object of a completion choice.
 
-    texts: what each token adds to the text.
-    logprobs: for each token, log-probabilities of the likeliest tokens and of itself; None for the first prompt token.
-    offset: where the text of the first token begins.
+    Args:
+        tokenizer: the tokenizer.
+        token_ids: the tokens.
+        texts: text that each token adds.
+        logprobs: for each token, log-probabilities of the likeliest tokens and of itself; None for the first prompt
+            token.
+        offset: position of the first token's text in the choice's text, in characters.
     """
     return CompletionLogprobs(
         tokens=list(texts),
@@ -66,7 +77,13 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[dict[int, float] | None], num_best: int | None
 ) -> PromptLogprobs | None:
-    """Of a prompt's tokens, as vLLM has them. num_best: how many were asked for; None: none were."""
+    """Return the `prompt_logprobs` of a choice in vLLM's form.
+
+    Args:
+        tokenizer: the tokenizer.
+        logprobs: for each prompt token, log-probabilities of the likeliest tokens and of itself; None for the first.
+        num_best: number of likeliest tokens that the request asked for; None if it did not ask.
+    """
     if num_best is None:
         return None
     return [None if found is None else _ranked(tokenizer, found, num_best) for found in logprobs]
@@ -86,7 +103,7 @@ def _ranked(tokenizer: Tokenizer, found: Mapping[int, float], num_best: int) -> 
 def fewer_best(
     logprobs: Sequence[dict[int, float] | None], token_ids: Sequence[int], num_best: int
 ) -> list[dict[int, float] | None]:
-    """The `num_best` likeliest tokens at each place and the one that stands there, of those and others."""
+    """Reduce log-probabilities to the `num_best` likeliest tokens and the actual token at each position."""
     return [
         None if found is None else dict(_best(found, num_best)) | {token_id: found[token_id]}
         for token_id, found in zip(token_ids, logprobs, strict=True)
@@ -94,7 +111,7 @@ def fewer_best(
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """Replace minus infinity, which JSON does not have."""
     return max(logprob, _LEAST_LOGPROB)
 
 
@@ -103,8 +120,13 @@ def _best(found: Mapping[int, float], count: int) -> list[tuple[int, float]]:
 
 
 def _by_text(tokenizer: Tokenizer, best: Sequence[tuple[int, float]], chosen: Mapping[int, str]) -> dict[str, float]:
-    """Of several tokens that read the same, the likeliest one. chosen: the text of the token that was taken, where it
-    stands."""
+    """Return log-probabilities by text. If several tokens have the same text, the likeliest one counts.
+
+    Args:
+        tokenizer: the tokenizer.
+        best: token ids and log-probabilities, the likeliest first.
+        chosen: the actual token and the text that it adds in its context.
+    """
     found: dict[str, float] = {}
     for token_id, logprob in best:
         text = chosen[token_id] if token_id in chosen else tokenizer.piece(token_id)
@@ -113,7 +135,7 @@ def _by_text(tokenizer: Tokenizer, best: Sequence[tuple[int, float]], chosen: Ma
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> Mapping[int, bytes] | None:
-    """None where tokens do not stand for bytes. Takes a while at the first time."""
+    """Return the bytes of each token, or None if they are not known. The first call takes a while."""
     try:
         return tokenizer.token_bytes
     except UserError:
@@ -121,5 +143,5 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> Mapping[int, bytes] | None:
 
 
 def _likely(tokenizer: Tokenizer, known: Mapping[int, bytes] | None, token_id: int, logprob: float) -> dict:
-    stands_for = None if known is None else list(known.get(token_id, b""))
-    return {"token": tokenizer.piece(token_id), "logprob": _finite(logprob), "bytes": stands_for}
+    token_bytes = None if known is None else list(known.get(token_id, b""))
+    return {"token": tokenizer.piece(token_id), "logprob": _finite(logprob), "bytes": token_bytes}

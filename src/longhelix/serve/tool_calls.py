@@ -1,4 +1,4 @@
-"""What answers call, as OpenAI has it, whole or event by event."""
+"""Tool calls in answers, in OpenAI's form, whole or as events."""
 
 import secrets
 from collections.abc import Iterator
@@ -13,30 +13,36 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 
 def calling_guide(form: ToolForm, functions: list[Function], body: ChatBody) -> Guide:
-    """For answers that call one of `functions`. Raises UserError."""
+    """Return the guide for an answer that must call one or more of `functions`. Raises UserError."""
     schemas = {each.name: _NO_PARAMETERS if each.parameters is None else each.parameters for each in functions}
     several = body.tool_choice == "required" and body.parallel_tool_calls is not False
     return Guide("grammar", form.lark(schemas, several))
 
 
-def reply(calls: ToolCalls, text: str) -> forms.Reply | forms.CallingReply:
-    """A whole answer."""
-    said: list[str] = []
-    called: list[forms.Called] = []
+def message(calls: ToolCalls, text: str) -> forms.AssistantMessage | forms.ToolCallingMessage:
+    """Split the text of an answer into content and tool calls."""
+    contents: list[str] = []
+    called: list[forms.AnswerToolCall] = []
     for piece in [*calls.push(text), *calls.finish()]:
         match piece:
             case ContentDelta(more):
-                said.append(more)
+                contents.append(more)
             case ToolCallStart(_, name):
-                called.append(forms.Called(id=_new_id(), function=forms.CalledFunction(name=name, arguments="")))
+                called.append(
+                    forms.AnswerToolCall(id=_new_id(), function=forms.AnswerFunctionCall(name=name, arguments=""))
+                )
             case Arguments(place, more):
                 called[place].function.arguments += more
-    content = "".join(said)
-    return forms.CallingReply(content=content or None, tool_calls=called) if called else forms.Reply(content=content)
+    content = "".join(contents)
+    return (
+        forms.ToolCallingMessage(content=content or None, tool_calls=called)
+        if called
+        else forms.AssistantMessage(content=content)
+    )
 
 
 def deltas(pieces: list[Piece]) -> Iterator[dict[str, Any]]:
-    """Of events."""
+    """Yield the `delta` objects of events for pieces of an answer."""
     for piece in pieces:
         match piece:
             case ContentDelta(text):

@@ -1,19 +1,28 @@
-"""Spans of requests for OpenTelemetry: one for each HTTP request that the engine had, with children for the time that
-each of its requests waited, was read and was answered."""
+"""OpenTelemetry spans: one for each HTTP request that reached the engine, with children for the queue, prefill and
+decode time of each of its requests."""
 
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.serve.course import Course
+from longhelix.serve.request_progress import RequestProgress
 
 _FLUSH_MS = 5000
 
 
 class Traces:
-    """endpoint: where a collector takes traces over HTTP. Spans are sent by a thread, and are lost where nobody takes
-    them. Raises UserError where the packages are missing."""
+    """Sends spans to an OpenTelemetry collector.
+
+    A thread sends them. Spans are lost while the collector does not accept them.
+
+    Args:
+        endpoint: URL of the collector's HTTP endpoint for traces.
+        model: name of the model, an attribute of each span.
+
+    Raises:
+        UserError: the OpenTelemetry packages are missing, or the endpoint is not a URL.
+    """
 
     def __init__(self, endpoint: str, model: str) -> None:
         try:
@@ -36,13 +45,22 @@ class Traces:
         self._server_kind, self._model = trace.SpanKind.SERVER, model
         self._epoch_ns = time.time_ns() - round(time.monotonic() * 1e9)
         resource = Resource.create({"service.name": "longhelix"})
-        # No client says what whoever runs the server does not get to see.
+        # Sample every request: a client's `traceparent` must not hide requests from the operator.
         self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=2)))
         self._tracer = self._provider.get_tracer("longhelix")
 
-    def tell(self, headers: Mapping[str, str], facts: Mapping[str, Any], courses: list[Course], came_s: float) -> None:
-        """A request that came then has ended just now. headers: its own, of which `traceparent` names the parent."""
+    def record(
+        self, headers: Mapping[str, str], facts: Mapping[str, Any], requests: list[RequestProgress], arrival_s: float
+    ) -> None:
+        """Record an HTTP request that has just ended.
+
+        Args:
+            headers: headers of the request. `traceparent` names the parent span.
+            facts: attributes of the span.
+            requests: its requests for the engine.
+            arrival_s: when it arrived, on the monotonic clock.
+        """
         context = self._extract({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
         span = self._tracer.start_span(
             f"POST {facts['route']}",
@@ -50,11 +68,11 @@ class Traces:
             self._server_kind,
             attributes={f"longhelix.{name}": fact for name, fact in facts.items() if fact is not None}
             | {"gen_ai.request.model": self._model},
-            start_time=self._at(came_s),
+            start_time=self._at(arrival_s),
         )
         inside = self._set_span(span)
-        for place, course in enumerate(courses):
-            for name, begin_s, end_s in _phases(course):
+        for place, progress in enumerate(requests):
+            for name, begin_s, end_s in _phases(progress):
                 child = self._tracer.start_span(
                     name, inside, attributes={"longhelix.request": place}, start_time=self._at(begin_s)
                 )
@@ -62,18 +80,19 @@ class Traces:
         span.end()
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining spans, which takes at most a few seconds."""
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
 
     def _at(self, monotonic_s: float) -> int:
+        """Return the wall-clock time in nanoseconds of a time on the monotonic clock."""
         return self._epoch_ns + round(monotonic_s * 1e9)
 
 
-def _phases(course: Course) -> list[tuple[str, float, float]]:
-    """What a request went through, as far as it came: name, begin and end."""
-    times_s = [course.came_s, course.begun_s, course.first_s, course.ended_s]
-    over_s = course.ended_s if course.ended_s is not None else time.monotonic()
+def _phases(progress: RequestProgress) -> list[tuple[str, float, float]]:
+    """Return the name, begin and end of each phase that a request reached."""
+    times_s = [progress.arrival_s, progress.first_step_s, progress.first_token_s, progress.ended_s]
+    over_s = progress.ended_s if progress.ended_s is not None else time.monotonic()
     phases = []
     for name, begin_s, end_s in zip(("queue", "prefill", "decode"), times_s, times_s[1:], strict=False):
         if begin_s is not None:

@@ -1,4 +1,4 @@
-"""HTTP requests from end to end beside an engine that only counts: ids, lines of the journal, what metrics say."""
+"""HTTP requests from end to end beside an engine that only counts: ids, log lines, what metrics say."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ from longhelix.serve.bodies import Message
 from longhelix.serve.driver import Driver, Limits
 from longhelix.serve.engine_thread import Recovery
 from longhelix.serve.gate import AccessControl
-from longhelix.serve.journal import Journal
 from longhelix.serve.json_reader import DEEPEST, LONG_TEXT
+from longhelix.serve.server_log import ServerLog
 from longhelix.serve.serving import _TEXT_THREADS, Serving
 from longhelix.spec.layout import HeadShape, Layout
 
@@ -117,10 +117,10 @@ class Counting:
 
 @contextlib.asynccontextmanager
 async def served(lines, *, keys=(), limits=LIMITS, recovery=RECOVERY, as_json=True, most_bytes=10_000, **settings):
-    """A client, and the engine behind it. lines: have what the journal writes."""
-    llm, journal = Counting(), Journal(as_json)
-    journal._put = lines.append
-    serving = Serving(llm, Driver(llm, limits, recovery), "small", 0, journal=journal, **settings)
+    """A client, and the engine behind it. lines: have what the log writes."""
+    llm, log = Counting(), ServerLog(as_json)
+    log._put = lines.append
+    serving = Serving(llm, Driver(llm, limits, recovery), "small", 0, log=log, **settings)
     app = build(serving, AccessControl(keys, most_bytes))
     serving.driver.start()
     try:
@@ -359,7 +359,7 @@ def test_a_client_that_goes_away_is_an_abort():
     async def test(client, llm, serving):
         llm.step = list  # nothing comes
         ask = asyncio.create_task(client.post("/v1/completions", json={"prompt": [1, 2]}))
-        while not (llm.has_work and not serving.driver._asked):
+        while not (llm.has_work and not serving.driver._queued):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)  # its answer is waited for
         ask.cancel()
@@ -445,7 +445,7 @@ def test_a_body_is_not_kept_while_its_answer_is_waited_for(streams):
             before, _ = tracemalloc.get_traced_memory()
             head = {"content-type": "application/json"}
             ask = asyncio.create_task(client.post("/v1/completions", content=body(), headers=head))
-            while not (llm.has_work and not serving.driver._asked):
+            while not (llm.has_work and not serving.driver._queued):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
             kept, most = (now - before for now in tracemalloc.get_traced_memory())
@@ -584,7 +584,7 @@ def test_no_route_takes_a_body_of_very_many_values(monkeypatch):
         for path in paths:
             answer = await client.post(path, content=many, headers=HEAD)
             assert (answer.status_code, "values" in answer.text) == (400, True), path
-        serving.requests, found = lambda body, *more: found.append(body) or requests(body, *more), []
+        serving.requests, found = lambda body, *more, **given: found.append(body) or requests(body, *more, **given), []
         requests = type(serving).requests.__get__(serving)
         assert (await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1} | LONG)).status_code == 200
         assert not found[0].model_extra
@@ -604,12 +604,12 @@ def test_texts_of_all_answers_together_are_bounded(monkeypatch):
         calls = [({"prompt": "a" * 900} | echo, "/v1/completions"), ({"prompt": [1] * 60} | echo, "/v1/completions")]
         calls += [({"tokens": [1] * 900}, "/detokenize"), ({"prompt": "a" * 90}, "/tokenize")]
         for body, path in calls:
-            give_back = serving.room.take(950)
+            release = serving.answer_memory.reserve(950)
             refused = await client.post(path, json=body)
             assert (refused.status_code, refused.headers.get("Retry-After")) == (429, "1"), refused.text
-            give_back()
+            release()
             assert (await client.post(path, json=body)).status_code == 200, path
-            assert serving.room.held_bytes == 0, path
+            assert serving.answer_memory.held_bytes == 0, path
 
     run(test)
 

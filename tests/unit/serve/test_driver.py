@@ -79,7 +79,7 @@ def test_ranks_that_do_not_start_are_started_again(unwilling):
     engine, told = Engine(unwilling), []
 
     async def check(driver):
-        driver.on_restart = told.append
+        driver.restart_listener = told.append
         await until(lambda: driver.restarting)
         with pytest.raises(RestartingError, match="has failed and starts again"):
             driver.check_room([])
@@ -113,7 +113,7 @@ def test_a_stop_does_not_wait_for_a_pause(monkeypatch):
     engine, failures = Engine([OF_RANKS]), []
 
     async def check(driver):
-        driver.on_failure = failures.append
+        driver.failure_listener = failures.append
         engine.may_start.set()
         await until(lambda: driver.restarts == 2)
         async with asyncio.timeout(10):
@@ -142,7 +142,7 @@ def test_a_stop_does_not_wait_for_ranks_that_start():
     engine, failures = Engine([]), []
 
     async def check(driver):
-        driver.on_failure = failures.append
+        driver.failure_listener = failures.append
         await until(lambda: driver.restarting)
         closing = asyncio.create_task(driver.close())
         await asyncio.sleep(0)  # it is closing from here on

@@ -8,7 +8,7 @@ import pytest
 
 from longhelix.scheduler.request import ANY_SERVICE, SamplingParams
 from longhelix.serve import engine_thread
-from longhelix.serve.asked import Answer, Asked
+from longhelix.serve.engine_request import EngineRequest, PendingRequest
 from longhelix.serve.engine_thread import EngineThread, Recovery
 
 pytestmark = pytest.mark.unit
@@ -54,22 +54,22 @@ class Engine:
         pass
 
 
-class Owner:
+class Observer:
     """told: what the thread has said of requests, by their tokens."""
 
     def __init__(self):
         self.told = []
 
-    def accepted(self, answer, request_id):
+    def on_accepted(self, pending, request_id):
         self.told.append(("accepted", request_id))
 
-    def left(self, answer):
-        self.told.append(("left", *answer.asked.prompt))
+    def on_abandoned(self, pending):
+        self.told.append(("left", *pending.request.prompt))
 
-    def gone(self, request_id):
+    def on_aborted(self, request_id):
         self.told.append(("gone", request_id))
 
-    def stepped(self, deltas, progress, ran):
+    def on_step(self, deltas, progress, ran):
         pass
 
 
@@ -78,16 +78,16 @@ def run(check):
     given the thread and a function that makes answers."""
 
     async def whole():
-        engine, owner = Engine(), Owner()
-        thread = EngineThread(engine, Recovery(), owner)
+        engine, observer = Engine(), Observer()
+        thread = EngineThread(engine, Recovery(), observer)
         thread.start()
 
         def answer(token):
-            return Answer(Asked([token], 1, SamplingParams(), ANY_SERVICE, 0.0), lambda got: None)
+            return PendingRequest(EngineRequest([token], 1, SamplingParams(), ANY_SERVICE, 0.0), lambda got: None)
 
         async def told(*last):
             async with asyncio.timeout(10):
-                while owner.told[-1:] != [last]:
+                while observer.told[-1:] != [last]:
                     await asyncio.sleep(0.001)
 
         try:
@@ -97,7 +97,7 @@ def run(check):
         finally:
             engine.may_go_on.set()
             await thread.close()
-        return engine.log, owner.told
+        return engine.log, observer.told
 
     return asyncio.run(whole())
 
@@ -120,7 +120,7 @@ def test_what_clients_want_who_have_gone_is_not_begun():
 @pytest.mark.parametrize("while_s", [0.0, 60.0])
 def test_steps_run_between_what_takes_long(monkeypatch, while_s):
     """What takes no time is obeyed in one go; in both cases in order."""
-    monkeypatch.setattr(engine_thread, "_OBEY_S", while_s)
+    monkeypatch.setattr(engine_thread, "_COMMANDS_S", while_s)
 
     async def check(thread, answer, go_on, told):
         seen = asyncio.get_running_loop().create_future()
@@ -142,7 +142,7 @@ def test_steps_run_between_what_takes_long(monkeypatch, while_s):
 
 
 def test_who_goes_is_let_go_of_before_others_begin(monkeypatch):
-    monkeypatch.setattr(engine_thread, "_OBEY_S", 0.0)
+    monkeypatch.setattr(engine_thread, "_COMMANDS_S", 0.0)
 
     async def check(thread, answer, go_on, told):
         first, *others = (answer(token) for token in (1, 2, 3))
@@ -181,18 +181,18 @@ def test_whatever_ends_the_thread_is_told(ends_with, fails_to_close):
             if fails_to_close and threading.current_thread().name == "engine":
                 raise OSError("a disk broke")
 
-    class Ends(Owner):
-        def has_failed(self, reason):
+    class Ends(Observer):
+        def on_failed(self, reason):
             self.told.append(reason)
             told.set()
 
     async def whole():
-        owner = Ends()
-        thread = EngineThread(Ended(), Recovery(), owner)
+        observer = Ends()
+        thread = EngineThread(Ended(), Recovery(), observer)
         thread.start()
         assert await asyncio.to_thread(told.wait, 10)
         await thread.close()
-        return owner.told
+        return observer.told
 
     (reason,) = asyncio.run(whole())
     assert reason.startswith(f"{ends_with.__name__}: it broke")

@@ -11,7 +11,7 @@ from longhelix.serve.errors import install
 from longhelix.serve.gate import AccessControl, Gate
 from longhelix.serve.reading import BodyRoute
 from longhelix.serve.server import Address
-from longhelix.serve.streams import gone
+from longhelix.serve.streams import disconnected
 
 pytestmark = pytest.mark.unit
 
@@ -97,7 +97,7 @@ class Late(Response):
         self.may_begin = may_begin
 
     async def __call__(self, scope, receive, send):
-        leaving = asyncio.create_task(gone(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         await self.may_begin.wait()
         leaving.cancel()
         await application(scope, receive, send)

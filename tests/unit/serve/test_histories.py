@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from longhelix.errors import UserError
 from longhelix.serve.bodies import ChatBody, CompletionBody, Message, ResponseBody, TokenizeBody
-from longhelix.serve.errors import _first, of_error
+from longhelix.serve.errors import _first, response_for
 
 pytestmark = pytest.mark.unit
 
@@ -46,7 +46,7 @@ def test_other_arguments_are_refused_where_they_are(given, words):
     with pytest.raises(UserError, match=words) as refusal:
         Message(role="assistant", tool_calls=[good, wrong]).for_template("messages[3]")
     assert str(refusal.value).startswith("messages[3].tool_calls[1].function.arguments: ")
-    assert b'"param":"messages"' in of_error(refusal.value).body
+    assert b'"param":"messages"' in response_for(refusal.value).body
 
 
 @pytest.mark.parametrize("field", ["content", "refusal", "reasoning", "reasoning_content"])

@@ -9,8 +9,8 @@ import pytest
 from longhelix.errors import UserError
 from longhelix.scheduler.guide import Guide
 from longhelix.serve.errors import ClientError
-from longhelix.serve.line import Line
 from longhelix.serve.serving import Serving
+from longhelix.serve.work_queue import WorkQueue
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,7 @@ def found(knows):
     llm = SimpleNamespace(
         knows_guide=knows, check_guide=lambda guide: looked.append((guide, threading.current_thread()))
     )
-    serving = SimpleNamespace(llm=llm, _compiling=Line("guides", 4))
+    serving = SimpleNamespace(llm=llm, _guide_queue=WorkQueue("guides", 4))
     return asyncio.run(Serving.guide(serving, lambda: GUIDE, "guided_regex")), looked
 
 

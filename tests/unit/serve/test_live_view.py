@@ -44,8 +44,8 @@ class Driver:
 
 @pytest.fixture
 def view(monkeypatch):
-    monkeypatch.setattr(live, "_LOOK_S", 0.001)
-    return live.View(SimpleNamespace(driver=Driver(), is_draining=False))
+    monkeypatch.setattr(live, "_POLL_S", 0.001)
+    return live.EngineView(SimpleNamespace(driver=Driver(), is_draining=False))
 
 
 async def states(view, watcher, count):
@@ -167,7 +167,7 @@ def test_a_server_that_ends_tells_watchers_once_requests_have_ended(view):
 
 
 def test_percentiles_are_of_the_last_minutes():
-    times = live.Times()
+    times = live.RecentTimes()
     assert times.percentiles(0) is None
     for at in range(200):
         times.add(float(at), at / 10)
@@ -200,13 +200,13 @@ def test_its_events_are_documented():
     }
     assert list(answers["429"]["content"]) == ["application/json"]
     names = {each["$ref"].split("/")[-1] for each in document["components"]["schemas"]["LiveEvent"]["anyOf"]}
-    assert names == {"LiveServer", "LiveState", "Refusal"} <= document["components"]["schemas"].keys()
+    assert names == {"LiveServer", "LiveState", "ErrorAnswer"} <= document["components"]["schemas"].keys()
     assert {"observation", "steps", "tbt_s"} <= document["components"]["schemas"]["LiveState"]["properties"].keys()
 
 
 @pytest.mark.parametrize("layout", [Layout(kvp=3, tpa=2, tpf=2, ep=3), Layout(kvp=2, tpa=2, pp=2, stage_layers=(5, 2))])
 def test_every_rank_has_the_layouts_names(layout):
-    server = json.loads(live.what_stays("small", config_of(layout)).model_dump_json())
+    server = json.loads(live.server_description("small", config_of(layout)).model_dump_json())
     assert [rank["rank"] for rank in server["ranks"]] == list(range(layout.world_size))
     for rank in server["ranks"]:
         assert rank["rank"] == (rank["stage"] * layout.kvp + rank["kvp"]) * layout.tpa + rank["tpa"]

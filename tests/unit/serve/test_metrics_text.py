@@ -1,4 +1,4 @@
-"""What metrics say of courses and steps that are given, beside an engine that does not answer, or has failed."""
+"""What metrics say of requests and steps that are given, beside an engine that does not answer, or has failed."""
 
 import asyncio
 import time
@@ -11,8 +11,8 @@ from longhelix.engine.observation import Observation, ObservedStep, RanChunk, Ra
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
 from longhelix.serve import metrics as metrics_module
-from longhelix.serve.course import Course
 from longhelix.serve.metrics import Metrics
+from longhelix.serve.request_progress import RequestProgress
 from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
@@ -118,16 +118,16 @@ def test_a_step_is_counted_beside_its_prediction():
 
 def test_requests_are_counted_by_how_they_end(result):
     def doing(metrics):
-        ended, left, failed = (Course(tokens, 16, time.monotonic()) for tokens in (5, 7, 11))
-        for course in (ended, left, failed):
-            metrics.taken(course)
-        for course in (ended, left):
-            course.began(course.came_s)
+        ended, left, failed = (RequestProgress(tokens, 16, time.monotonic()) for tokens in (5, 7, 11))
+        for progress in (ended, left, failed):
+            metrics.on_accepted(progress)
+        for progress in (ended, left):
+            progress.on_step(progress.arrival_s)
             for _ in range(3):
-                metrics.came(course, Delta(0, "x", None, 42))
-        metrics.came(ended, Delta(0, "", result(prompt_tokens=5, cached_tokens=2, preemptions=1)))
-        metrics.ended(left, "abort")
-        metrics.ended(failed, "error")
+                metrics.on_delta(progress, Delta(0, "x", None, 42))
+        metrics.on_delta(ended, Delta(0, "", result(prompt_tokens=5, cached_tokens=2, preemptions=1)))
+        metrics.on_ended(left, "abort")
+        metrics.on_ended(failed, "error")
 
     found = scraped(Idle(), doing=doing)
     reasons = {reason: found["request_success_total", reason] for reason in ("stop", "length", "abort", "error")}
@@ -183,7 +183,7 @@ def test_an_engine_that_has_failed_holds_nothing():
 def test_refusals_are_series_of_ours_alone():
     def doing(metrics):
         for status, code in ((429, "overloaded"), (400, "invalid_argument"), (429, "overloaded")):
-            metrics.refused(status, code)
+            metrics.on_refused(status, code)
 
     found = scraped(Idle(), doing=doing)
     assert {key[1:]: value for key, value in found.items() if key[0] == "request_refusals_total"} == {
@@ -210,11 +210,11 @@ def test_what_is_counted_together_is_all_counted():
 
         def doing(metrics, driver=driver, steps=steps, tokens=tokens):
             (hear,) = driver.listeners
-            courses = [Course(8, 999, time.monotonic()) for _ in range(tokens)]
+            requests = [RequestProgress(8, 999, time.monotonic()) for _ in range(tokens)]
             for number in range(steps):
                 hear([], [replace(STEP, taken_s=0.25 * number)])
-                for course in courses:
-                    metrics.came(course, Delta(0, "a", None, 5))
+                for progress in requests:
+                    metrics.on_delta(progress, Delta(0, "a", None, 5))
 
         found = scraped(driver, doing=doing)
         assert found[("steps_total",)] == found[("step_seconds_count",)] == steps

@@ -12,17 +12,17 @@ from longhelix.engine.result import Delta
 from longhelix.errors import PassingError, RequestError
 from longhelix.scheduler.request import ServiceLevel
 from longhelix.serve import driver, streams
-from longhelix.serve.asked import Answer, Asked, PrefillProgress, Quiet
-from longhelix.serve.errors import ClientError, of_error
-from longhelix.serve.form import Form
-from longhelix.serve.line import Line
+from longhelix.serve.answer_format import AnswerFormat
+from longhelix.serve.engine_request import EngineRequest, IdleNotice, PendingRequest, PrefillProgress
+from longhelix.serve.errors import ClientError, response_for
+from longhelix.serve.work_queue import WorkQueue
 
 
-class Words(Form):
+class Words(AnswerFormat):
     """Events of texts; a delta without text is none."""
 
     def __init__(self):
-        self.asked = [SimpleNamespace(num_tokens=9)]
+        self.requests = [SimpleNamespace(num_tokens=9)]
 
     def first(self):
         yield {"first": True}
@@ -49,10 +49,10 @@ class Answers:
             self._got.put_nowait(got)
         self._got.put_nowait(None)
 
-    are_open = True
+    is_open = True
 
-    def tell_quiet(self):
-        self._got.put_nowait(Quiet())
+    def notify_idle(self):
+        self._got.put_nowait(IdleNotice())
 
     def __aiter__(self):
         return self
@@ -80,7 +80,7 @@ class Echoes(Words):
 
     def __init__(self):
         super().__init__()
-        self.long_answers = Line("long answers", 1)
+        self.long_answers = WorkQueue("long answers", 1)
         self.made = []
 
     def first(self):
@@ -142,7 +142,7 @@ def test_waiting_has_comments_too():
 def test_comments_go_on_while_nothing_comes_and_end_with_the_stream():
     async def read():
         answers, told = Answers((0.9, text("a"))), []
-        tell, answers.tell_quiet = answers.tell_quiet, lambda: (told.append(1), tell())
+        tell, answers.notify_idle = answers.notify_idle, lambda: (told.append(1), tell())
         found = [line async for line in streams.stream(answers, Words()).body_iterator]
         before = len(told)
         await asyncio.sleep(3 * streams.KEEP_ALIVE_S)
@@ -159,16 +159,16 @@ class Taking:
 
     def abort(self, answer): ...
 
-    def add(self, asked, give):
-        answer = Answer(asked, give)
-        answer.taken.set_result(None)
-        return answer
+    def add(self, request, on_update):
+        pending = PendingRequest(request, on_update)
+        pending.accepted.set_result(None)
+        return pending
 
 
 async def taken():
     """The answers to one request, which get nothing."""
-    answers = driver.Answers(Taking())
-    await answers.ask([Asked((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
+    answers = driver.RequestGroup(Taking())
+    await answers.submit([EngineRequest((1,), 1, SamplingParams(), ServiceLevel(), 0.0)])
     return answers
 
 
@@ -178,8 +178,8 @@ def test_tokens_without_text_keep_no_comment_away():
 
     async def read():
         answers = await taken()
-        tell = answers.tell_quiet
-        answers.tell_quiet = lambda: (answers._come(0, text()), tell())
+        tell = answers.notify_idle
+        answers.notify_idle = lambda: (answers._on_update(0, text()), tell())
         lines = streams.stream(answers, Words()).body_iterator
         await anext(lines)
         began_s = asyncio.get_running_loop().time()
@@ -202,7 +202,7 @@ def test_a_stream_that_is_left_where_it_was_has_no_timer():
         await anext(lines)
         answers.end()
         told = []
-        answers.tell_quiet = lambda: told.append(1)
+        answers.notify_idle = lambda: told.append(1)
         await asyncio.sleep(3 * streams.KEEP_ALIVE_S)
         return told, lines
 
@@ -265,7 +265,7 @@ def test_an_error_is_the_last_event():
     ],
 )
 def test_refusals_are_in_clients_words(error, status, param):
-    answer = of_error(error)
+    answer = response_for(error)
     found = json.loads(answer.body)["error"]
     assert (answer.status_code, found["param"], found["code"]) == (status, param, error.code)
     assert "--" not in found["message"]
@@ -274,14 +274,14 @@ def test_refusals_are_in_clients_words(error, status, param):
 
 
 def test_what_would_fail_again_has_no_status_that_clients_send_again():
-    answer = of_error(RequestError("the request failed: its logits are no numbers"))
+    answer = response_for(RequestError("the request failed: its logits are no numbers"))
     found = json.loads(answer.body)["error"]
     assert (answer.status_code, found["type"], found["code"]) == (422, "server_error", RequestError("").code)
     assert answer.status_code not in (408, 409, 429)
 
 
 def test_what_may_go_well_later_has_one_that_they_do():
-    answer = of_error(PassingError("guides cannot be checked: nothing was found within 60 s"))
+    answer = response_for(PassingError("guides cannot be checked: nothing was found within 60 s"))
     found = json.loads(answer.body)["error"]
     assert (answer.status_code, found["type"], found["code"]) == (503, "server_error", PassingError("").code)
     assert answer.headers["retry-after"]

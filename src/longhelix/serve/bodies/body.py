@@ -1,4 +1,4 @@
-"""What all bodies have in common."""
+"""Base of all request bodies, and types of their fields."""
 
 import json
 from collections.abc import Mapping
@@ -13,14 +13,16 @@ from longhelix.values import text
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 ContextName = Annotated[str, AfterValidator(context_name)]
 ModelName = Annotated[str, Field(max_length=4096)]
-# Pydantic lets half a surrogate pair pass in a string of any length, and no tokenizer takes it, nor can an answer quote
-# it. Of what becomes a stop string or a schema, who makes that says so.
+# Text without half a surrogate pair. Pydantic allows those, but tokenizers do not, and no response can quote them.
+# `SamplingParams` and `Guide` check stop strings and schemas themselves.
 Text = Annotated[str, AfterValidator(lambda given: text("it", given))]
 
 
 def few(most: int) -> BeforeValidator:
-    """Of an object: it has at most so many entries, which is looked at before any of them is. Pydantic looks at all of
-    them first, and has an error for each."""
+    """Return a validator that limits the number of entries of an object before any entry is validated.
+
+    Pydantic's own limit validates all entries first and collects an error for each.
+    """
 
     def check(given: object) -> object:
         if isinstance(given, dict) and len(given) > most:
@@ -36,4 +38,6 @@ def check_quoted(extra: Mapping[str, Any] | None) -> None:
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+    """Base of all request bodies. The docstring below a field is its description in the OpenAPI schema."""
+
+    model_config = ConfigDict(strict=True, extra="allow", use_attribute_docstrings=True)

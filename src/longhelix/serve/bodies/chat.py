@@ -1,4 +1,4 @@
-"""Of /v1/chat/completions."""
+"""Request body of /v1/chat/completions."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -8,22 +8,25 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.message import MOST_TOOLS, Messages, Name
-from longhelix.serve.bodies.reasoned import Reasoned
+from longhelix.serve.bodies.reasoned import ReasonedBody
 from longhelix.serve.bodies.sampled import ScoredBody
-from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
+from longhelix.serve.bodies.templated import Effort, PromptEndingBody, effort_variables
 
 _MOST_TOP_LOGPROBS = 20
 
 
 class Function(Body):
-    """One that the model may call. parameters: a JSON schema of its arguments."""
+    """Function that the model may call."""
 
     name: Name
     description: Text | None = None
     parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
 
 
 class Tool(Body):
+    """Tool that the model may call."""
+
     type: Literal["function"]
     function: Function
 
@@ -32,34 +35,50 @@ Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(Body):
+    """Name of a function."""
+
     name: Name
 
 
 class ToolChoice(Body):
+    """Tool that the model must call."""
+
     type: Literal["function"]
     function: NamedFunction
 
 
-# Told apart before it is looked at, as in `TextOr`.
+# The discriminator chooses the form before validation, as in `TextOr`.
 _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[ToolChoice, Tag("object")],
     Discriminator(lambda given: "str" if isinstance(given, str) else "object"),
 ]
 
 
-class ChatBody(ScoredBody, Ended, Reasoned):
+class ChatBody(ScoredBody, PromptEndingBody, ReasonedBody):
+    """Request for the next message of a conversation."""
+
     prompt_field = "messages"
 
     messages: Messages
+    """The conversation."""
     max_completion_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    """Most new tokens; all that the model's context leaves by default."""
     max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    """Older name of max_completion_tokens."""
     logprobs: bool | None = None
+    """Return the log-probability of each new token."""
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
+    """Number of likeliest tokens to return at each new token. Needs logprobs."""
     tools: Tools | None = None
+    """Functions that the model may call."""
     tool_choice: _ToolChoice | None = None
+    """`none` for no calls, `auto` if the model decides, `required` for at least one call, or the function to call."""
     parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls; true by default."""
     return_token_ids: bool | None = None
+    """Return the ids of the new tokens and of the one that ended them."""
     reasoning_effort: Effort | None = None
+    """How much to reason, for chat templates that read it."""
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -82,16 +101,16 @@ class ChatBody(ScoredBody, Ended, Reasoned):
         return effort_variables(self.reasoning_effort)
 
     @property
-    def offered(self) -> list[Function]:
+    def offered_functions(self) -> list[Function]:
         """The functions that the model may call."""
         return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
 
     @property
-    def wanted(self) -> list[Function]:
-        """Those of which it has to call one; empty where it need not."""
+    def required_functions(self) -> list[Function]:
+        """The functions that the model must choose from; empty if it need not call any."""
         if isinstance(self.tool_choice, ToolChoice):
-            return [function for function in self.offered if function.name == self.tool_choice.function.name]
-        return self.offered if self.tool_choice == "required" else []
+            return [function for function in self.offered_functions if function.name == self.tool_choice.function.name]
+        return self.offered_functions if self.tool_choice == "required" else []
 
     @property
     def most_tokens(self) -> int | None:

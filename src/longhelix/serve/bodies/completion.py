@@ -1,4 +1,4 @@
-"""Of /v1/completions."""
+"""Request body of /v1/completions."""
 
 from typing import Annotated
 
@@ -10,18 +10,26 @@ from longhelix.serve.bodies.sampled import ScoredBody
 
 
 class CompletionBody(ScoredBody):
+    """Request to continue prompts."""
+
     prompt_field = "prompt"
 
     prompt: Prompts
+    """One prompt or several, all as text or all as token ids."""
     max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    """Most new tokens; 16 by default."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Number of likeliest tokens to return at each new token, with their log-probabilities."""
     echo: bool | None = None
+    """Begin each answer with its prompt."""
     add_special_tokens: bool | None = None
+    """Whether the tokenizer adds special tokens, such as BOS, to the prompt; true by default."""
     return_token_ids: bool | None = None
+    """Return the ids of the new tokens and of the one that ended them."""
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Those that go with the prompt's echo are as many as those of new tokens."""
+        """Number of likeliest tokens at each prompt token. An echoed prompt has as many as the new tokens."""
         asked = super().num_prompt_logprobs
         if not self.echo or self.logprobs is None:
             return asked
@@ -34,5 +42,5 @@ class CompletionBody(ScoredBody):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether nothing is to be computed."""
+        """Whether the answer is only the prompt, so that nothing is computed."""
         return self.echoes and self.max_tokens == 0 and self.logprobs is None and self.prompt_logprobs is None

@@ -1,4 +1,4 @@
-"""Fields that say what an answer has to be: OpenAI's and vLLM's."""
+"""Request fields of OpenAI and vLLM for guided decoding: the form that an answer must have."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,18 +15,21 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 
 class NamedSchema(Body):
+    """JSON schema with a name."""
+
     name: Annotated[str, Field(max_length=256)] | None = None
     content: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class ResponseFormat(Body):
-    """What OpenAI's answers are."""
+    """OpenAI's field for the form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    """Schema of the answer, for the type `json_schema`."""
 
     def guide(self) -> Guide | None:
-        """Raises UserError."""
+        """Return the guide, or None for text. Raises UserError for an invalid combination of fields."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise UserError(
                 "response_format needs json_schema if its type is json_schema, and must not have it otherwise"
@@ -42,23 +45,28 @@ _UNSERVED = {  # of structured_outputs
     "disable_any_whitespace": Unserved((False,)),
     "disable_additional_properties": Unserved((False,), "set additionalProperties to false in the schema"),
 }
-_WITHOUT_EFFECT = ("disable_fallback", "backend", "_backend", "_backend_was_auto")  # how vLLM follows a guide
+_WITHOUT_EFFECT = ("disable_fallback", "backend", "_backend", "_backend_was_auto")  # they choose vLLM's implementation
 
 
 class StructuredOutputs(BaseModel):
-    """What vLLM's answers are."""
+    """vLLM's field for the form of the answer. Set one of its fields."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
     content: Annotated[Schema | None, Field(alias="json")] = None
+    """JSON schema."""
     regex: Text | None = None
+    """Regular expression."""
     choice: Choices | None = None
+    """Texts to choose from."""
     grammar: Text | None = None
+    """Lark or GBNF grammar."""
     json_object: bool | None = None
+    """Any JSON object."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, given: object) -> object:
-        """Drop fields of vLLM that ask for nothing."""
+        """Drop vLLM's fields that have no effect here."""
         if not isinstance(given, dict):
             return given
         check_unserved(given, _UNSERVED)
@@ -68,8 +76,8 @@ class StructuredOutputs(BaseModel):
 _MOST_STRUCTURED = len(StructuredOutputs.model_fields) + len(_UNSERVED) + len(_WITHOUT_EFFECT)
 
 
-class Guided(Body):
-    """One of these fields says it, or none. guide_fields: their names."""
+class GuidedBody(Body):
+    """Fields for guided decoding. At most one of them may be set."""
 
     guide_fields: ClassVar[tuple[str, ...]] = (
         "response_format",
@@ -78,20 +86,29 @@ class Guided(Body):
     )
 
     response_format: ResponseFormat | None = None
+    """Form of the answer, as OpenAI has it."""
     structured_outputs: Annotated[StructuredOutputs, few(_MOST_STRUCTURED)] | None = None
+    """Form of the answer, as vLLM has it."""
     guided_json: Schema | None = None
+    """JSON schema that the answer must follow."""
     guided_regex: Text | None = None
+    """Regular expression that the answer must match."""
     guided_choice: Choices | None = None
+    """Texts, one of which the answer must be."""
     guided_grammar: Text | None = None
+    """Grammar that the answer must follow."""
 
     @property
     def guide_field(self) -> str | None:
-        """The field that says what the answer has to be."""
+        """Name of the field that is set, or None."""
         return next((name for name in self.guide_fields if getattr(self, name) is not None), None)
 
     def guide(self) -> Guide | None:
-        """What the answer has to be. Takes a while where that is long. Raises UserError for what nothing can be, and
-        where two fields say it."""
+        """Return the guide of the answer, or None. A long one takes a while.
+
+        Raises:
+            UserError: the guide is invalid, or several fields are set.
+        """
         found = self.guides()
         if len(found) > 1:
             raise UserError(
@@ -101,7 +118,7 @@ class Guided(Body):
         return found[0] if found else None
 
     def guides(self) -> list[Guide]:
-        """All that fields say the answer has to be. Raises UserError."""
+        """Return the guides of all fields that are set. Raises UserError for an invalid one."""
         other = self.structured_outputs or StructuredOutputs()
         found = [
             Guide.of_schema(schema) for schema in (self.guided_json, other.content) if schema is not None

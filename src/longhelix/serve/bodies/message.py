@@ -1,4 +1,4 @@
-"""Messages of a conversation: text, images, calls of tools."""
+"""Messages of a conversation: text, images and tool calls."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -10,40 +10,46 @@ from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.unserved import Unserved, check_unserved
 from longhelix.serve.json_reader import JsonBoundsError, JsonReader
 
-# Of a conversation: parts and calls of all messages together. Each takes microseconds of the event loop.
+# Limits on a conversation; parts and tool calls count over all messages. Each takes microseconds of the event loop.
 MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 32_768, 32_768, 128
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]  # of a function
 
 
 class TextPart(Body):
+    """Text in a message."""
+
     type: Literal["text"]
     text: Text
 
 
 class RefusalPart(Body):
-    """What a model said in place of an answer, which stays what it said."""
+    """Text in which a model refused to answer. It is kept as text."""
 
     type: Literal["refusal"]
     refusal: Text
 
 
-# Images are always shown at the size that the model's own files say.
+# Accepted for compatibility: the model's files define the size of images.
 Detail = Literal["auto", "low", "high", "original"]
 
 
 class ImageUrl(Body):
+    """URL of an image."""
+
     url: Text
+    """Data URL of a PNG, JPEG or WebP image."""
     detail: Detail | None = None
 
 
 class ImagePart(Body):
-    """image_url: a string in place of an object is its URL."""
+    """Image in a message."""
 
     type: Literal["image_url"]
     image_url: Annotated[
         Annotated[Text, Tag("str")] | Annotated[ImageUrl, Tag("object")],
         Discriminator(lambda given: "str" if isinstance(given, str) else "object"),
     ]
+    """The URL, or an object that holds it."""
 
     @property
     def url(self) -> str:
@@ -52,7 +58,7 @@ class ImagePart(Body):
 
 Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
 _Items = TypeVar("_Items")
-# Told apart before they are looked at, or what is wrong with one would be said of the other.
+# The discriminator chooses the form before validation, so that errors are about the form that the client sent.
 TextOr = Annotated[
     Annotated[Text, Tag("str")] | Annotated[_Items, Tag("list")],
     Discriminator(lambda given: "str" if isinstance(given, str) else "list"),
@@ -60,20 +66,30 @@ TextOr = Annotated[
 
 
 class FunctionCall(Body):
-    """arguments: an object, or its JSON. Of a function without any, clients send null or nothing, too."""
+    """Function that the assistant has called."""
 
     name: Name
     arguments: Text | dict[str, Any] | None = None
+    """Object or its JSON text. May be null, missing or empty if the function has no arguments."""
 
 
 class ToolCall(Body):
+    """Tool call of the assistant in a conversation."""
+
     id: Annotated[str, Field(max_length=256)] | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
     def for_template(self, path: str, reader: JsonReader) -> dict[str, Any]:
-        """With its arguments as an object, which templates write as JSON. path: its place in the body. reader: of the
-        arguments of all calls. Raises UserError."""
+        """Return the call for the chat template, with its arguments as an object.
+
+        Args:
+            path: place of the call in the body, for errors.
+            reader: parser for the arguments of all calls, which share its limits.
+
+        Raises:
+            UserError: the arguments are not a JSON object.
+        """
         arguments, path = self.function.arguments, f"{path}.function.arguments"
         if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
             arguments = {}
@@ -92,7 +108,7 @@ class ToolCall(Body):
         return found | {"function": found["function"] | {"arguments": arguments}}
 
 
-_CONTINUE = Unserved((False,), "set continue_final_message beside messages")
+_CONTINUE = Unserved((False,), "set continue_final_message next to messages")
 _UNSERVED = {  # of messages
     "prefix": _CONTINUE,
     "partial": _CONTINUE,
@@ -102,12 +118,20 @@ _UNSERVED = {  # of messages
 
 
 class Message(Body):
+    """Message of a conversation."""
+
     role: Annotated[str, Field(min_length=1, max_length=64)]
+    """A role that the chat template knows, such as system, user, assistant or tool."""
     content: TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]] | None = None
+    """Text, or parts of text and images."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    """Tool calls of the assistant."""
     refusal: Text | None = None
+    """Text in which the assistant refused to answer."""
     reasoning_content: Text | None = None
+    """Reasoning of the assistant."""
     reasoning: Text | None = None
+    """The same under vLLM's newer name."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -116,28 +140,37 @@ class Message(Body):
 
     @property
     def image_urls(self) -> list[str]:
-        """Of the images that it shows, in order."""
+        """URLs of its images, in order."""
         if self.content is None or isinstance(self.content, str):
             return []
         return [part.url for part in self.content if isinstance(part, ImagePart)]
 
     @property
     def num_characters(self) -> int:
-        """Of its text, its reasoning and the calls' arguments, about as many as a chat template makes of them."""
+        """Characters of its text, reasoning and arguments: about the length of the text that the template makes."""
         content = self.content or self.refusal or ""
         parts = [content] if isinstance(content, str) else [_text(part) for part in content]
         calls = [call.function.arguments for call in self.tool_calls or ()]
-        texts = [*parts, self._told_reasoning, *calls]
+        texts = [*parts, self._any_reasoning, *calls]
         return sum(len(text) for text in texts if isinstance(text, str))
 
     @property
-    def _told_reasoning(self) -> str | None:
+    def _any_reasoning(self) -> str | None:
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
     def for_template(self, path: str, reader: JsonReader | None = None) -> dict[str, Any]:
-        """As chat templates take it: text in one piece, and where there are images, parts, with a place for each. They
-        know a developer's messages as the system's, and reasoning by several names. path: its place in the body.
-        reader: of the arguments of a conversation's calls. Raises UserError."""
+        """Return the message for the chat template.
+
+        The content is one text, or parts if there are images. The role `developer` becomes `system`, and reasoning has
+        all the names that templates use.
+
+        Args:
+            path: place of the message in the body, for errors.
+            reader: parser for the arguments of all calls of the conversation, which share its limits.
+
+        Raises:
+            UserError: the arguments of a call are not a JSON object.
+        """
         reader = JsonReader() if reader is None else reader
         content = self.content or self.refusal or ""
         if not isinstance(content, str):
@@ -146,7 +179,7 @@ class Message(Body):
         found = self.model_dump(exclude_none=True, exclude={"content", "refusal"}) | {"content": content}
         if self.role == "developer":
             found["role"] = "system"
-        reasoning = self._told_reasoning
+        reasoning = self._any_reasoning
         if reasoning is not None:
             found |= {"reasoning_content": reasoning, "reasoning": reasoning, "thinking": reasoning}
         if self.tool_calls:
@@ -157,7 +190,7 @@ class Message(Body):
 
 
 def _text(part: TextPart | ImagePart | RefusalPart) -> str | None:
-    """None: an image."""
+    """Return the text of a part, or None for an image."""
     match part:
         case TextPart():
             return part.text
@@ -167,7 +200,7 @@ def _text(part: TextPart | ImagePart | RefusalPart) -> str | None:
 
 
 def _counted(given: object) -> object:
-    """Counts messages, and what they have, before any is looked at."""
+    """Check the numbers of messages, parts and calls before any of them is validated."""
     if not isinstance(given, list):
         return given
     if len(given) > MOST_MESSAGES:
@@ -185,5 +218,5 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES
 
 
 def _parts(texts: Iterable[str | None]) -> list[dict[str, str]]:
-    """None: an image."""
+    """Return parts for the chat template. None stands for an image."""
     return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]

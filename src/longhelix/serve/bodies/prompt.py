@@ -1,4 +1,7 @@
-"""Prompts of text or token ids. By hand: a union of lists has an error for each item of each."""
+"""Prompts of text or token ids.
+
+Validated by hand: for a union of lists, pydantic collects an error for each item in each form.
+"""
 
 from array import array
 from typing import Annotated, Any, cast
@@ -8,11 +11,11 @@ from pydantic import PlainValidator, WithJsonSchema
 from longhelix.scheduler.request import MOST_TOKENS
 
 _MOST_PROMPTS = 1024
-_PART = 1 << 16  # of a list, which other threads wait for
+_PART = 1 << 16  # items of a list that are converted at a time: other threads wait meanwhile
 
 
 def _prompts(given: object) -> "list[str | array[int]]":
-    """One prompt or several, of text or token ids."""
+    """Validate one prompt or several, of text or token ids."""
     prompts: list[object] = (
         given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
     )
@@ -24,7 +27,7 @@ def _prompts(given: object) -> "list[str | array[int]]":
 
 
 def _prompt(given: object) -> "str | array[int]":
-    """One prompt."""
+    """Validate one prompt of text or token ids."""
     if isinstance(given, list) and given and isinstance(given[0], (str, list)):
         raise ValueError("give one prompt, as text or as token ids")
     return _text_or_ids(given)
@@ -40,7 +43,7 @@ def _text_or_ids(prompt: object) -> "str | array[int]":
 
 
 def _token_ids(given: object) -> "array[int]":
-    """Token ids as int32, which take a tenth of a list's memory."""
+    """Return token ids as an int32 array, which takes a tenth of a list's memory."""
     if not isinstance(given, list):
         raise ValueError("give a list of token ids")
     found = array("i")

@@ -1,17 +1,15 @@
-"""Fields that say what becomes of a model's reasoning: vLLM's and SGLang's."""
+"""Request fields of vLLM and SGLang for how reasoning is returned."""
 
 from longhelix.serve.bodies.body import Body
 
 
-class Reasoned(Body):
-    """What requests for the next message of a conversation have in common.
-
-    include_reasoning: whether the answer has the reasoning; true by default.
-    separate_reasoning: whether it is apart from the content, which a guide then describes alone; true by default.
-    """
+class ReasonedBody(Body):
+    """Fields for how reasoning is returned."""
 
     include_reasoning: bool | None = None
+    """Return the reasoning; true by default."""
     separate_reasoning: bool | None = None
+    """Return the reasoning separately from the content, and apply a guide to the content only; true by default."""
 
     @property
     def separates(self) -> bool:

@@ -1,4 +1,4 @@
-"""Of /v1/responses."""
+"""Request body of /v1/responses."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -20,12 +20,12 @@ from longhelix.serve.bodies.message import (
     TextOr,
     TextPart,
 )
-from longhelix.serve.bodies.reasoned import Reasoned
-from longhelix.serve.bodies.sampled import Sampled
-from longhelix.serve.bodies.templated import Effort, Ended, effort_variables
+from longhelix.serve.bodies.reasoned import ReasonedBody
+from longhelix.serve.bodies.sampled import SampledBody
+from longhelix.serve.bodies.templated import Effort, PromptEndingBody, effort_variables
 from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
 
-_MOST_METADATA = 16  # as OpenAI has it
+_MOST_METADATA = 16  # OpenAI's limit
 _WHOLE = Unserved((), "no response is kept, so send the whole conversation as input")
 _UNSERVED = UNSERVED | {
     "store": Unserved((False,), "no response is kept, so set it to false"),
@@ -46,15 +46,18 @@ _UNSERVED = UNSERVED | {
 
 
 class InputText(Body):
+    """Text in a message."""
+
     type: Literal["input_text", "output_text"]
     text: Text
 
 
 class InputImage(Body):
-    """image_url: as in `ImageUrl`."""
+    """Image in a message."""
 
     type: Literal["input_image"]
     image_url: Text
+    """Data URL of a PNG, JPEG or WebP image."""
     detail: Detail | None = None
 
 
@@ -62,12 +65,14 @@ InputPart = Annotated[InputText | InputImage | RefusalPart, Field(discriminator=
 
 
 class ReasoningText(Body):
+    """Text of the reasoning."""
+
     type: Literal["reasoning_text"]
     text: Text
 
 
 class InputReasoning(Body):
-    """What a response had as its reasoning. It goes with the assistant's message that follows it."""
+    """Reasoning of an earlier response. It belongs to the assistant message that follows."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
@@ -109,11 +114,12 @@ def _chat_part(part: InputText | InputImage | RefusalPart) -> TextPart | ImagePa
 
 
 class TextFormat(Body):
-    """What the answer has to be. content: of the type json_schema."""
+    """Form of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(max_length=256)] | None = None
     content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """JSON schema of the answer, for the type `json_schema`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -123,14 +129,17 @@ class TextFormat(Body):
         return self
 
     def guide(self) -> Guide | None:
-        """Raises UserError."""
+        """Return the guide, or None for text. Raises UserError for an invalid schema."""
         if self.content is not None:
             return Guide.of_schema(self.content)
         return Guide("json") if self.type == "json_object" else None
 
 
 class TextOptions(Body):
+    """Options for the text of the answer."""
+
     format: TextFormat | None = None
+    """Form of the answer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -140,21 +149,32 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
+    """Options for the reasoning."""
+
     effort: Effort | None = None
+    """How much to reason, for chat templates that read it."""
     summary: Literal["auto"] | None = None
+    """Has no effect: the reasoning is never summarized."""
 
 
-class ResponseBody(Sampled, Ended, Reasoned):
+class ResponseBody(SampledBody, PromptEndingBody, ReasonedBody):
+    """Request for an answer to text or messages."""
+
     prompt_field, limit_field = "input", "max_output_tokens"
-    guide_fields = ("text", *Sampled.guide_fields)
+    guide_fields = ("text", *SampledBody.guide_fields)
     unserved = _UNSERVED
 
     n: Annotated[int, Field(ge=1, le=1)] | None = None  # a Literal takes true and 1.0, too
     input: TextOr[Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
+    """Text, or the messages of a conversation."""
     instructions: Text | None = None
+    """System message before the conversation."""
     text: TextOptions | None = None
+    """Options for the text of the answer."""
     reasoning: ReasoningOptions | None = None
+    """Options for the reasoning."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    """Most new tokens; all that the model's context leaves by default."""
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -172,7 +192,7 @@ class ResponseBody(Sampled, Ended, Reasoned):
         return super().guides() if asked is None else [asked, *super().guides()]
 
     def take_messages(self) -> list[Message]:
-        """The conversation that is to be answered, which is not kept here."""
+        """Return the conversation, and release it from the body."""
         told = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*told, Message(role="user", content=self.input)]

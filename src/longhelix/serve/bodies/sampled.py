@@ -1,4 +1,4 @@
-"""What requests for new tokens have in common."""
+"""Request fields that all endpoints with new tokens share."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -9,11 +9,11 @@ from longhelix.errors import UserError
 from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.request import MAX_LOGPROBS, MOST_PRIORITY, MOST_TOKENS, SamplingParams, ServiceLevel
 from longhelix.serve.bodies.body import Body, ContextName, ModelName, TokenId, few
-from longhelix.serve.bodies.guided import Guided
+from longhelix.serve.bodies.guided import GuidedBody
 from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
 
 _MOST_CHOICES = 64
-_MOST_STOP_CHARACTERS = 2048  # of all stop strings: each new token is looked at for all of them
+_MOST_STOP_CHARACTERS = 2048  # of all stop strings: each new token is checked against all of them
 _MOST_BIASED = 1024
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -22,53 +22,80 @@ _Strings = Annotated[list[str], Field(max_length=64, fail_fast=True)]
 
 
 class StreamOptions(Body):
+    """Options of a stream."""
+
     include_usage: bool | None = None
+    """Send the token counts in the last event."""
     continuous_usage_stats: bool | None = None
+    """Send the token counts in every event."""
     include_progress: bool | None = None
+    """Send `progress` events while the prompt is processed."""
 
 
-class Sampled(Guided):
-    """What requests for new tokens have in common. A null is what is left out.
+class SampledBody(GuidedBody):
+    """Fields that all endpoints with new tokens share. Null means the default."""
 
-    prompt_field, limit_field: those that say what comes before new tokens, and how many of these may come.
-    unserved: fields of other servers that are refused.
-    """
-
-    prompt_field: ClassVar[str]
-    limit_field: ClassVar[str] = "max_tokens"
-    unserved: ClassVar[Mapping[str, Unserved]] = UNSERVED
+    prompt_field: ClassVar[str]  # name of the field that holds the prompt
+    limit_field: ClassVar[str] = "max_tokens"  # name of the field with the most new tokens
+    unserved: ClassVar[Mapping[str, Unserved]] = UNSERVED  # fields of other servers that are refused
 
     model: ModelName | None = None
+    """Name of the model; the one of this server by default."""
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    """Number of answers to each prompt; 1 by default."""
     stream: bool | None = None
+    """Send the answer as server-sent events; false by default."""
     stream_options: StreamOptions | None = None
+    """Options of a stream."""
     temperature: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] | None = None
+    """Divides the logits; 0 chooses the likeliest token; 1 by default."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Sample from the likeliest tokens whose probabilities sum to top_p."""
     top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    """Sample from the top_k likeliest tokens; -1 or 0 for all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Sample from tokens with at least min_p times the probability of the likeliest one."""
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer."""
     presence_penalty: _Penalty | None = None
+    """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: _Penalty | None = None
+    """Subtracted from the logits of tokens in the answer, once for each occurrence."""
     logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MOST_BIASED), few(_MOST_BIASED)] | None = None
+    """Added to the logits, by token id."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Makes sampling reproducible. Each of the n answers has a seed of its own."""
     stop: Annotated[str, Field(min_length=1, max_length=1000)] | _Strings | None = None
+    """One or more texts that end the answer."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    """Tokens that end the answer."""
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
+    """Minimum number of new tokens before the answer may end."""
     ignore_eos: bool | None = None
+    """Continue after the model's end tokens."""
     skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; true by default."""
     include_stop_str_in_output: bool | None = None
+    """Keep the text that ended the answer; false by default."""
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
+    """Scheduling priority: lower values run first; 0 by default."""
     client: Annotated[str, Field(max_length=256)] | None = None
+    """Name that the policy `fair` groups requests by."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    """Share the prefix cache only with requests that have the same salt."""
     context: ContextName | None = None
+    """Saved context that the prompt continues."""
     ttft_slo_s: _Seconds | None = None
+    """Target for the time to the first token, in seconds."""
     tbt_slo_s: _Seconds | None = None
+    """Target for the time between two tokens, in seconds."""
     user: Any = None
+    """Accepted without effect."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_unserved(self.model_extra, self.unserved)
-        if self.context is not None and self.cache_salt:  # or each new salt would have all of the context loaded again
+        if self.context is not None and self.cache_salt:  # otherwise each new salt would load the whole context again
             raise ValueError(
                 "cache_salt keeps KV private, but a saved context is shared: leave out cache_salt or context"
             )
@@ -80,7 +107,7 @@ class Sampled(Guided):
         return self
 
     def asks_for(self, option: str) -> bool:
-        """Whether this is a stream with that option."""
+        """Whether the answer is a stream and the option is set."""
         return bool(self.stream and self.stream_options is not None and getattr(self.stream_options, option))
 
     @property
@@ -89,7 +116,7 @@ class Sampled(Guided):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Of each token of the prompt; None where none are wanted."""
+        """Number of likeliest tokens at each prompt token; None for no log-probabilities."""
         return None
 
     @property
@@ -98,8 +125,19 @@ class Sampled(Guided):
         return False
 
     def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
-        """Of one of several choices, each of which has draws of its own. The first one has the log-probabilities of
-        their prompt for all. Raises UserError."""
+        """Return the sampling parameters of one choice.
+
+        Each choice has its own seed. Only the first choice computes the log-probabilities of the prompt.
+
+        Args:
+            max_new_tokens: most new tokens.
+            choice: index of the choice.
+            logprobs: number of likeliest tokens at each new token; None for no log-probabilities.
+            guide: guide of the answer.
+
+        Raises:
+            UserError: a value is invalid.
+        """
         given = {
             "top_p": self.top_p,
             "min_p": self.min_p,
@@ -113,10 +151,10 @@ class Sampled(Guided):
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": None if self.logit_bias is None else _biases(self.logit_bias),
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
-            "top_k": 0 if self.top_k == -1 else self.top_k,  # as vLLM says that it is off
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # vLLM's value for no limit
             "seed": None if self.seed is None else (self.seed + choice) % 2**63,
         }
-        # Without new tokens a request is there for these alone.
+        # A request without new tokens must compute something.
         others = 0 if max_new_tokens == 0 and self.num_prompt_logprobs is not None else None
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -128,7 +166,7 @@ class Sampled(Guided):
         )
 
     def service(self) -> ServiceLevel:
-        """Raises UserError."""
+        """Return the service level. Raises UserError for an invalid value."""
         return ServiceLevel(
             ttft_slo_s=self.ttft_slo_s,
             tbt_slo_s=self.tbt_slo_s,
@@ -138,10 +176,11 @@ class Sampled(Guided):
         )
 
 
-class ScoredBody(Sampled):
-    """Requests whose prompts may have log-probabilities, as vLLM has them."""
+class ScoredBody(SampledBody):
+    """Fields of endpoints that can return log-probabilities of the prompt, as vLLM does."""
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Number of likeliest tokens to return at each prompt token, with their log-probabilities."""
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -150,8 +189,7 @@ class ScoredBody(Sampled):
         return self.prompt_logprobs
 
     def check_scored(self, what: str) -> None:
-        """Raise UserError where log-probabilities of a prompt cannot come: before its stream, or without computing
-        it."""
+        """Raise UserError if log-probabilities of the prompt are impossible: in a stream, or after a saved context."""
         if self.stream:
             raise UserError(f"{what} cannot be streamed: leave out stream, or {what}")
         if self.context is not None:
@@ -159,7 +197,7 @@ class ScoredBody(Sampled):
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    """By token id, which JSON has as text."""
+    """Return biases by token id. JSON has the ids as text."""
     wrong = next((name for name in given if not _is_written_id(name)), None)
     if wrong is not None:
         raise UserError(f'logit_bias has {wrong[:20]!r}: its keys must be token ids, such as "42"')
@@ -167,5 +205,5 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _is_written_id(name: str) -> bool:
-    """As there is one way to write it: "42", and not "042"."""
+    """Whether a text is a token id in its only valid form: "42", not "042"."""
     return name.isascii() and name.isdigit() and len(name) < 12 and (name == "0" or name[0] != "0")

@@ -1,4 +1,4 @@
-"""Fields that say how a chat template makes a prompt of messages: those of transformers, vLLM and SGLang."""
+"""Request fields of transformers, vLLM and SGLang for how the chat template turns messages into a prompt."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -10,27 +10,31 @@ from longhelix.serve.bodies.body import Body
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class Templated(Body):
-    """chat_template_kwargs: variables that the template reads, such as enable_thinking."""
+class TemplatedBody(Body):
+    """Fields for the chat template."""
 
     chat_template_kwargs: dict[str, Any] | None = None
+    """Variables that the template reads, such as enable_thinking."""
 
     def rendering(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `ChatTemplate.render`. defaults: variables that the server was started with."""
+        """Return the arguments of `ChatTemplate.render`.
+
+        Args:
+            defaults: variables that the server was started with. The request overrides them.
+        """
         return {"variables": {**defaults, **self._effort(), **(self.chat_template_kwargs or {})}}
 
     def _effort(self) -> Mapping[str, Any]:
         return {}
 
 
-class Ended(Templated):
-    """add_generation_prompt: whether the prompt ends where the assistant speaks next; true by default.
-
-    continue_final_message: whether the answer goes on with the last message; false by default.
-    """
+class PromptEndingBody(TemplatedBody):
+    """Fields for how the prompt ends."""
 
     add_generation_prompt: bool | None = None
+    """End the prompt with the start of an assistant message; true by default."""
     continue_final_message: bool | None = None
+    """Continue the last message instead of starting a new one; false by default."""
 
     @model_validator(mode="after")
     def _check_ending(self) -> Self:
@@ -49,7 +53,7 @@ class Ended(Templated):
 
 
 def effort_variables(effort: Effort | None) -> dict[str, Any]:
-    """Return the variables by which templates are told how much to reason."""
+    """Return the template variables that set how much the model reasons."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}

@@ -1,4 +1,4 @@
-"""Of /tokenize and /detokenize."""
+"""Request bodies of /tokenize and /detokenize."""
 
 from typing import Self
 
@@ -8,17 +8,17 @@ from longhelix.serve.bodies.body import Body, ModelName, Text
 from longhelix.serve.bodies.chat import Tools
 from longhelix.serve.bodies.message import Messages
 from longhelix.serve.bodies.prompt import TokenIds
-from longhelix.serve.bodies.templated import Ended
+from longhelix.serve.bodies.templated import PromptEndingBody
 from longhelix.serve.bodies.unserved import UNSERVED, check_unserved
 
-# Of what is refused elsewhere, what changes tokens.
+# Fields of other servers that would change the tokens.
 _UNSERVED = {
     name: UNSERVED[name] for name in ("chat_template", "documents", "return_token_strs", "mm_processor_kwargs")
 }
 
 
-class TokenizeBody(Ended):
-    """Text, or messages, as tokens."""
+class TokenizeBody(PromptEndingBody):
+    """Text or messages to tokenize: either `prompt` or `messages`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -31,9 +31,13 @@ class TokenizeBody(Ended):
 
     model: ModelName | None = None
     prompt: Text | None = None
+    """Text."""
     messages: Messages | None = None
+    """Conversation, which the chat template turns into text."""
     add_special_tokens: bool = True
+    """Whether the tokenizer adds special tokens, such as BOS, to `prompt`."""
     tools: Tools | None = None
+    """Functions that the conversation offers."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -42,5 +46,8 @@ class TokenizeBody(Ended):
 
 
 class DetokenizeBody(Body):
+    """Token ids to turn into text."""
+
     model: ModelName | None = None
     tokens: TokenIds
+    """Token ids."""

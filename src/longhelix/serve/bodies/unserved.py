@@ -1,7 +1,7 @@
-"""Request fields of other servers that would change an answer here and are not served: what each one needs instead.
+"""Request fields of other servers that would change an answer and are not supported, with what to use instead.
 
-OpenAI, vLLM, SGLang, llama.cpp, TGI, Ollama and transformers each have fields of their own. A field that cannot change
-an answer is passed over; tests/unit/serve/test_fields_of_others.py lists those with their reasons.
+OpenAI, vLLM, SGLang, llama.cpp, TGI, Ollama and transformers each have fields of their own. Fields that cannot change
+an answer are ignored; tests/unit/serve/test_fields_of_others.py lists those with their reasons.
 """
 
 from collections.abc import Mapping
@@ -11,28 +11,32 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Unserved:
-    """A field that is not served.
+    """Field that is not supported."""
 
-    neutral: values that ask for nothing, which are accepted. Null always is one.
-    advice: what to send instead.
-    """
-
-    neutral: tuple[Any, ...] = ()
-    advice: str = "leave it out"
+    neutral: tuple[Any, ...] = ()  # accepted values, which change nothing; null is always accepted
+    advice: str = "leave it out"  # what to send instead
 
     def asks_for_nothing(self, value: object) -> bool:
         return value is None or value in self.neutral
 
 
 def check_unserved(given: Mapping[str, object] | None, unserved: Mapping[str, Unserved]) -> None:
-    """Raise ValueError for a field in `unserved` that asks for something. given: fields that a body does not have."""
+    """Refuse unsupported fields.
+
+    Args:
+        given: the unknown fields of a body.
+        unserved: unsupported fields by name.
+
+    Raises:
+        ValueError: one of them has a value that would change the answer.
+    """
     for name, value in (given or {}).items():
         if name in unserved and not unserved[name].asks_for_nothing(value):
             raise ValueError(f"{name} is not served here: {unserved[name].advice}")
 
 
 def _ours(name: str, *neutral: Any) -> Unserved:
-    """A field that has another name here."""
+    """Return an unsupported field that has another name here."""
     return Unserved(neutral, f"use {name}")
 
 
@@ -88,7 +92,7 @@ UNSERVED: dict[str, Unserved] = {
     "extra_body": _TOP_LEVEL,
     "sampling_params": _TOP_LEVEL,
     "nvext": _TOP_LEVEL,
-    # Sampling that is not there.
+    # Sampling methods that are not implemented.
     "typical_p": Unserved((1,)),
     "typical": Unserved((1,)),
     "top_a": Unserved((0,)),
@@ -146,7 +150,7 @@ UNSERVED: dict[str, Unserved] = {
     "t_max_predict_ms": Unserved((0, -1), "use max_tokens"),
     "n_indent": Unserved((0,)),
     "t_max_prompt_ms": Unserved((0, -1)),
-    # What the answer has to be.
+    # Form of the answer.
     "grammar": _ours("guided_grammar", ""),
     "ebnf": _ours("guided_grammar", ""),
     "regex": _ours("guided_regex", ""),
@@ -209,7 +213,7 @@ UNSERVED: dict[str, Unserved] = {
     "input_prefix": Unserved(("",), "put it into the prompt, as the model's files say"),
     "input_suffix": Unserved(("",), "put it into the prompt, as the model's files say"),
     "input_extra": Unserved(([],), "put it into the prompt, as the model's files say"),
-    # What is not text.
+    # Images, audio and video.
     "modalities": Unserved((["text"],)),
     "audio": Unserved(),
     "image_data": Unserved(([],), "use /v1/chat/completions with parts of the type image_url"),
@@ -220,7 +224,7 @@ UNSERVED: dict[str, Unserved] = {
     "max_dynamic_patch": _IMAGE_SIZES,
     "min_dynamic_patch": _IMAGE_SIZES,
     "use_audio_in_video": Unserved((False,)),
-    # Which weights and which KV.
+    # Adapters and KV cache.
     "lora": Unserved(([],)),
     "lora_path": Unserved(([], "")),
     "lora_request": Unserved(),
@@ -229,7 +233,7 @@ UNSERVED: dict[str, Unserved] = {
     "session_params": Unserved(({},), "send the whole conversation, or use context"),
     "kv_transfer_params": Unserved(({},)),
     "ec_transfer_params": Unserved(({},)),
-    # More than the answer has.
+    # Extra contents of the answer.
     "echo": Unserved((False,), "use /v1/completions"),
     "logprobs": Unserved((False, 0), "use /v1/chat/completions"),
     "top_logprobs": Unserved((0,), "use logprobs, which is a number here"),

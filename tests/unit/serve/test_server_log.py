@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 
-from longhelix.serve import journal as module
-from longhelix.serve.journal import Journal
+from longhelix.serve import server_log as module
+from longhelix.serve.server_log import ServerLog
 
 pytestmark = pytest.mark.unit
 
@@ -18,21 +18,21 @@ NASTY = "a\nb\r\x00\x1b[2J\x85\u2028\u202e\ud800 é\x7f"
 
 
 def test_text_is_words_or_facts():
-    journal = Journal()
+    log = ServerLog()
     lines = []
-    journal._put = lines.append
-    journal.tell("ready", "serving it", url="u")
-    journal.tell("request", id="ab", ttft_s=0.12345678, left_out=None, code="two words", count=3)
+    log._put = lines.append
+    log.write("ready", "serving it", url="u")
+    log.write("request", id="ab", ttft_s=0.12345678, left_out=None, code="two words", count=3)
     assert lines == ["serving it", 'request id=ab ttft_s=0.123457 code="two words" count=3']
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_nothing_forges_a_line(as_json):
-    journal = Journal(as_json)
+    log = ServerLog(as_json)
     lines = []
-    journal._put = lines.append
-    journal.tell("failure", NASTY, reason=NASTY)
-    journal.tell("request", route=NASTY)
+    log._put = lines.append
+    log.write("failure", NASTY, reason=NASTY)
+    log.write("request", route=NASTY)
     for line in lines:
         assert len(line.splitlines()) == 1
         assert not any(ord(each) < 32 for each in line)
@@ -44,10 +44,10 @@ def test_nothing_forges_a_line(as_json):
 
 
 def test_lines_are_written_in_order_and_all_of_them_at_the_end(capsys):
-    journal = Journal()
+    log = ServerLog()
     for index in range(100):
-        journal.tell("request", id=index)
-    journal.close()
+        log.write("request", id=index)
+    log.close()
     assert capsys.readouterr().err.splitlines() == [f"request id={index}" for index in range(100)]
 
 
@@ -63,24 +63,24 @@ def test_a_reader_that_stands_still_holds_nobody_up(monkeypatch):
 
     stuck = Stuck()
     monkeypatch.setattr(sys, "stderr", stuck)
-    journal = Journal()
-    journal.tell("request", id=0)
+    log = ServerLog()
+    log.write("request", id=0)
     assert begun.wait(60)
     for index in range(1, 30):
-        journal.tell("request", id=index)
+        log.write("request", id=index)
     reads.set()
     while "lost" not in stuck.getvalue():
         pass
-    journal.close()
+    log.close()
     lines = stuck.getvalue().splitlines()
     assert lines == [f"request id={index}" for index in range(9)] + ["lost lines=21"]
 
 
 def test_what_libraries_log_and_warn_of_are_lines(capsys):
-    journal = Journal()
+    log = ServerLog()
     lines = []
-    journal._put = lines.append
-    with journal.has_logs(), warnings.catch_warnings():
+    log._put = lines.append
+    with log.captures_logs(), warnings.catch_warnings():
         warnings.simplefilter("always")
         try:
             raise ValueError("what\na client sent")

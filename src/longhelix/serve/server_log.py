@@ -1,7 +1,7 @@
-"""What operators read: lines on standard error, as text or JSON.
+"""The server's log: lines on standard error, as text or JSON.
 
-One call is one line, whatever is in it: control characters are written as escapes. Nobody waits for a reader: a thread
-writes, and where standard error stands still lines are lost, and counted.
+Each event is one line: control characters are written as escapes. A thread writes the lines, so that a blocked standard
+error never blocks the server. Lines that do not fit in the queue are dropped and counted.
 """
 
 import contextlib
@@ -19,44 +19,55 @@ from typing import Any
 
 from longhelix.values import escaped
 
-_MOST_WAITING = 4096  # lines that nobody has read yet
+_MOST_WAITING = 4096  # lines that are not written yet
 _FLUSH_S = 10.0
-_PLAIN = re.compile(r"[A-Za-z0-9_./:,+\-]+")  # what text shows without quotes
+_PLAIN = re.compile(r"[A-Za-z0-9_./:,+\-]+")  # values that need no quotes
 
 
-class Journal:
+class ServerLog:
+    """Writes log lines to standard error.
+
+    Args:
+        as_json: write one JSON object per line instead of text.
+    """
+
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
         self._lines: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
         self._lost = 0
-        self._thread = threading.Thread(target=self._write, name="journal", daemon=True)
+        self._thread = threading.Thread(target=self._write_lines, name="log", daemon=True)
         self._thread.start()
 
-    def tell(self, event: str, said: str = "", **facts: Any) -> None:
-        """One line: what happened, in words, and facts about it. Text has the words where there are some, JSON both.
-        Facts that are None are left out."""
+    def write(self, event: str, message: str = "", **facts: Any) -> None:
+        """Write one line.
+
+        Args:
+            event: name of the event.
+            message: the event in words. The text form shows it instead of the facts; the JSON form shows both.
+            facts: fields of the line. Those that are None are left out.
+        """
         facts = {name: _rounded(fact) for name, fact in facts.items() if fact is not None}
         if self.as_json:
             time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-            words = {"message": said} if said else {}
+            words = {"message": message} if message else {}
             self._put(json.dumps({"time": time, "event": event} | words | facts))
-        elif said:
-            self._put(escaped(said))
+        elif message:
+            self._put(escaped(message))
         else:
             self._put(" ".join([event, *(f"{name}={_shown(fact)}" for name, fact in facts.items())]))
 
     def close(self) -> None:
-        """Wait a little until all lines are written."""
+        """Wait up to ten seconds until all lines are written."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=_FLUSH_S)
             self._thread.join(_FLUSH_S)
 
     @contextlib.contextmanager
-    def has_logs(self) -> Iterator[None]:
-        """Meanwhile, what libraries and we log and warn of is written here."""
+    def captures_logs(self) -> Iterator[None]:
+        """Return a context in which messages of `logging` and `warnings` are written to this log."""
         handler, warn = _Handler(self), warnings.showwarning
         logging.getLogger().addHandler(handler)
-        warnings.showwarning = lambda message, *where: self.tell("warning", f"warning: {message}")
+        warnings.showwarning = lambda message, *where: self.write("warning", f"warning: {message}")
         try:
             yield
         finally:
@@ -69,36 +80,36 @@ class Journal:
         except queue.Full:
             self._lost += 1
 
-    def _write(self) -> None:
+    def _write_lines(self) -> None:
         while (line := self._lines.get()) is not None:
             lost, self._lost = self._lost, 0
             try:
                 print(line, file=sys.stderr, flush=True)
                 if lost:
-                    self.tell("lost", lines=lost)
-            except (OSError, ValueError):  # standard error is gone, and serving goes on
+                    self.write("lost", lines=lost)
+            except (OSError, ValueError):  # standard error is closed; the server keeps running
                 pass
 
 
 class _Handler(logging.Handler):
-    """Has what libraries and we log written to a journal."""
+    """Handler of `logging` that writes to a server log."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, log: ServerLog) -> None:
         super().__init__()
-        self._journal = journal
+        self._log = log
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            said = record.getMessage()
-        except Exception:  # of whatever was logged
-            said = str(record.msg)
+            message = record.getMessage()
+        except Exception:  # the arguments may not fit the format string
+            message = str(record.msg)
         error = record.exc_info[1] if record.exc_info else None
         trace = "" if error is None else "".join(traceback.format_exception(error))
         facts = {"level": record.levelname.lower(), "logger": record.name, "traceback": trace or None}
-        self._journal.tell("log", f"{record.levelname.lower()}: {said}", **facts)
-        if trace and not self._journal.as_json:
+        self._log.write("log", f"{record.levelname.lower()}: {message}", **facts)
+        if trace and not self._log.as_json:
             for line in trace.splitlines():
-                self._journal.tell("log", f"    {line}")
+                self._log.write("log", f"    {line}")
 
 
 def _rounded(fact: Any) -> Any:

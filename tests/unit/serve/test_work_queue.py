@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from longhelix.serve.line import Line
+from longhelix.serve.work_queue import WorkQueue
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +23,7 @@ def test_who_leaves_the_line_leaves_nothing_in_it():
         held.wait(20)
 
     async def come_and_go():
-        line = Line("things", 2)
+        line = WorkQueue("things", 2)
         first = asyncio.create_task(line.run(hold))
         await asyncio.to_thread(running.wait, 20)
         given = []

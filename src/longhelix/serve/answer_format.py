@@ -1,4 +1,4 @@
-"""What answers to one call have in common, whole or event by event."""
+"""How endpoints write answers: as one JSON document, or as server-sent events."""
 
 import asyncio
 import time
@@ -11,9 +11,9 @@ from pydantic import BaseModel
 
 from longhelix.engine.result import Delta, Result
 from longhelix.serve import answers
-from longhelix.serve.asked import Asked
-from longhelix.serve.bodies import Sampled
-from longhelix.serve.errors import of_error
+from longhelix.serve.bodies import SampledBody
+from longhelix.serve.engine_request import EngineRequest
+from longhelix.serve.errors import response_for
 from longhelix.serve.json_pieces import json_pieces
 from longhelix.serve.serving import Serving
 
@@ -21,69 +21,78 @@ _Value = TypeVar("_Value")
 Events = Iterator[Mapping[str, Any]]
 
 
-# They end lines for clients that look for more ends than events have.
+# Some clients split lines at these characters too, although server-sent events do not.
 _ENDS_OF_LINES = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 
 
 def one_line(text: str) -> str:
-    """JSON as an event has it."""
+    """Escape JSON so that no client splits it into several lines."""
     return text if text.isascii() else text.translate(_ENDS_OF_LINES)
 
 
 def data_line(event: Mapping[str, Any]) -> str:
+    """Return the `data:` line of a server-sent event, with the blank line that ends the event."""
     return f"data: {one_line(msgspec.json.encode(event).decode())}\n\n"
 
 
-class Form:
-    """How an endpoint writes its answers, whole and streamed.
+class AnswerFormat:
+    """Writes the answers of an endpoint, as one JSON document or as a stream of events.
 
-    kind: type of its events.
-    end: last text of a stream.
-    is_long: an answer may be long, such as one that echoes its prompt. It is written on a thread of its own.
-    keeps_prompts: an answer shows the prompt's token ids, so they are kept until it ends.
+    Args:
+        serving: the server.
+        body: the request body.
+        requests: the requests for the engine that it became.
+        keeps_prompts: keep the token ids of the prompts until the answer ends, because it shows them.
     """
 
-    prefix: str
-    kind: str
-    end = "data: [DONE]\n\n"
-    is_long = False
+    prefix: str  # of the answer's id
+    kind: str  # `object` of the events
+    end = "data: [DONE]\n\n"  # last text of a stream
+    is_long = False  # whether an answer may be long, such as an echoed prompt; it is written on a thread of its own
 
-    def __init__(self, serving: Serving, body: Sampled, asked: Sequence[Asked], keeps_prompts: bool = False) -> None:
+    def __init__(
+        self, serving: Serving, body: SampledBody, requests: Sequence[EngineRequest], keeps_prompts: bool = False
+    ) -> None:
         self.tokenizer = serving.llm.tokenizer
         self.long_answers = serving.long_answers
         self.body = body
-        if body.model_extra:  # what nobody knows may be long
+        if body.model_extra:  # unknown fields may be large, and nothing reads them
             body.model_extra.clear()
-        self.asked = asked if keeps_prompts else [replace(each, prompt=()) for each in asked]
+        self.requests = requests if keeps_prompts else [replace(each, prompt=()) for each in requests]
         self.head = {
             "id": f"{self.prefix}{serving.call.id}",
             "created": int(time.time()),
             "model": serving.model,
         }
-        self.prompt_tokens = sum(each.num_tokens for each in asked[:: body.choices])
+        self.prompt_tokens = sum(each.num_tokens for each in requests[:: body.choices])
         self._completion_tokens = 0
         self._results: dict[int, Result] = {}
 
     def whole(self, results: list[Result]) -> BaseModel:
-        """The answer in one piece."""
+        """Return the whole answer."""
         raise NotImplementedError
 
     def pieces(self, results: list[Result]) -> Iterator[bytes]:
-        """The same as JSON, piece by piece."""
+        """Yield the JSON of the whole answer in pieces."""
         yield self.whole(results).model_dump_json().encode()
 
-    async def make(self, do: Callable[..., _Value], *given: object) -> _Value:
-        """What `do` makes of `given`, off the event loop. Raises OverloadedError."""
+    async def run(self, do: Callable[..., _Value], *given: object) -> _Value:
+        """Call `do(*given)` off the event loop and return its result. Raises OverloadedError."""
         if self.is_long:
             return await self.long_answers.run(do, *given)
         return await asyncio.to_thread(do, *given)
 
     def first(self) -> Events:
-        """Before anything has come."""
+        """Return the events before the first token."""
         return iter(())
 
     def events(self, place: int, delta: Delta) -> Events:
-        """Those of what a request got."""
+        """Yield the events of a delta.
+
+        Args:
+            place: index of the request.
+            delta: its new token, text or result.
+        """
         self._completion_tokens += delta.token_id is not None
         if delta.result is not None:
             self._results[place] = delta.result
@@ -91,28 +100,29 @@ class Form:
             yield self.event([choice])
 
     def line(self, event: Mapping[str, Any]) -> str:
-        """An event as a stream has it."""
+        """Return the text of an event in the stream."""
         return data_line(event)
 
-    def pieces_of_line(self, event: Mapping[str, Any]) -> Iterator[bytes]:
-        """The same of a long event."""
+    def event_line_pieces(self, event: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield the text of a long event in pieces."""
         yield b"data: "
         for piece in json_pieces(event):
             yield one_line(piece.decode()).encode()
         yield b"\n\n"
 
     def error_line(self, error: Exception) -> str:
-        """What ends a stream before its time."""
-        return f"data: {one_line(bytes(of_error(error).body).decode())}\n\n"
+        """Return the text of the event that reports an error and ends the stream."""
+        return f"data: {one_line(bytes(response_for(error).body).decode())}\n\n"
 
     def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
-        """The same, without what all events have."""
+        """Yield the `choices` of the events of a delta."""
         raise NotImplementedError
 
     def event(self, choices: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return an event with the fields that all events have."""
         found = self.head | {"object": self.kind, "choices": choices}
         if self.body.asks_for("include_usage"):
-            found["usage"] = None  # the last event has it, and all have the field, as OpenAI says
+            found["usage"] = None  # OpenAI sends null in all events but the last
         if self.body.asks_for("continuous_usage_stats"):
             found["usage"] = {
                 "prompt_tokens": self.prompt_tokens,
@@ -122,7 +132,7 @@ class Form:
         return found
 
     def last(self) -> Events:
-        """After all results."""
+        """Yield the events after all results."""
         if self.body.asks_for("include_usage"):
             results = [self._results[place] for place in sorted(self._results)]
             usage = answers.usage(results, self.body.choices).model_dump()

@@ -1,4 +1,4 @@
-"""A line of requests before some threads."""
+"""Bounded queue of work for a few threads."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,9 +11,16 @@ from longhelix.serve.refusals import OverloadedError
 _Value = TypeVar("_Value")
 
 
-class Line:
-    """Does what requests want on threads of its own, in the order in which they came: on one thread, one after the
-    other. what: they have, as a sentence says it. most: that are done or wait. Callers are on one event loop."""
+class WorkQueue:
+    """Bounded first-in, first-out queue of function calls that run on threads of their own.
+
+    All methods are called on one event loop.
+
+    Args:
+        what: what the waiting requests have, in the plural, for names and errors, such as "images".
+        most: most calls that may run or wait at a time.
+        threads: number of threads. With one, calls run one after the other.
+    """
 
     def __init__(self, what: str, most: int, threads: int = 1) -> None:
         self._what, self._most = what, most
@@ -21,7 +28,11 @@ class Line:
         self._threads = ThreadPoolExecutor(threads, what)
 
     async def run(self, do: Callable[..., _Value], *given: object) -> _Value:
-        """What `do` makes of `given`. Raises OverloadedError if as many wait as may."""
+        """Call `do(*given)` on a thread and return its result.
+
+        Raises:
+            OverloadedError: the queue is full.
+        """
         if self._length >= self._most:
             raise OverloadedError(f"{self._most} requests with {self._what} are waiting: try again later")
         self._length += 1
@@ -29,5 +40,5 @@ class Line:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: wanted.pop()())
         finally:
-            wanted.clear()  # who has gone leaves nothing in the line, which may be long
+            wanted.clear()  # a caller that has gone must not keep its arguments alive in a long queue
             self._length -= 1
