@@ -1,9 +1,9 @@
-"""A trace of requests, live: one engine for each policy, and what its requests got.
+"""Replays a trace of requests on a running engine, once for each policy.
 
-Prompts are of random tokens. The default trace is that of two clients with long prompts, at a hundredth of their
-tokens (traces/make.py). Long prompts are those above --long tokens; a wait is long above --wait seconds.
+Prompts consist of random tokens. Long prompts have more than --long tokens; long waits take more than --wait seconds.
 
-    python benchmarks/replay.py [--trace benchmarks/traces/long-clients-live.csv] [--settings lars:auto fcfs:1024]
+    python benchmarks/traces.py /tmp/traces
+    python benchmarks/replay.py --trace /tmp/traces/long-clients-live.csv [--settings lars:auto fcfs:1024]
 """
 
 import argparse
@@ -19,7 +19,6 @@ from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.arrivals import Arrivals
 from longhelix.simulate.trace import read_csv
 
-TRACE = Path(__file__).parent / "traces/long-clients-live.csv"
 ROW = "| {} | {:.0f} | {} | {:.2f} | {:.2f} | {:.2f} | {:.1%} | {} | {:.1f} | {:.1f} | {:.2f} | {:.2f} |"
 HEAD = (
     "| policy, chunk | took, s | short | TTFT, s, p50 | p99 | most | over the wait | long | TTFT, s, mean | most | "
@@ -28,7 +27,7 @@ HEAD = (
 
 
 def served(llm: LLM, arrivals: Arrivals) -> list[Result]:
-    """The results of all requests, each sent at its time, or when its session's last one has ended."""
+    """Send each request at its time, or after the last one of its session has ended, and return all results."""
     chance, results, sent = random.Random(0), list[Result](), dict[int, Arrival]()
     began_s = time.monotonic()
     while sent or arrivals.next_s is not None:
@@ -72,7 +71,7 @@ def _percentile(values: list[float], percent: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--settings", nargs="+", default=["lars:auto", "fcfs:1024"], help="POLICY:CHUNK_TOKENS")
     parser.add_argument("--kv-cache-tokens", type=int, default=65_536)
     parser.add_argument("--long", type=int, default=1000)

@@ -1,9 +1,12 @@
-"""Traces of what was seen in production in 2026, drawn from the numbers in public threads.
+"""Writes traces of production incidents of 2026, drawn from the numbers in public threads.
 
-python benchmarks/traces/make.py
+    python benchmarks/traces.py FOLDER
+
+Each trace is a CSV file for `longhelix simulate --trace` and `benchmarks/replay.py`.
 """
 
 import csv
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +18,9 @@ HEADER = ("arrival_s", "prompt_tokens", "output_tokens", "session", "think_s")
 Row = tuple[float, int, int, str, float | str]
 
 
-def main() -> None:
-    folder = Path(__file__).parent
+def write(folder: Path) -> None:
+    """Write all traces into a folder, which is created if needed. The same ones each time."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (
         ("long-clients", [*ordinary(2.0, 3000), *long_clients(22, 0)]),
         ("long-clients-apart", [*ordinary(2.0, 3000), *long_clients(12, 300)]),
@@ -38,12 +42,18 @@ def poisson(random: np.random.Generator, rate_rps: float, until_s: float) -> Ite
 
 
 def between(random: np.random.Generator, least: int, most: int) -> int:
-    """Of even density over the logarithm."""
+    """Draw an integer whose logarithm is uniformly distributed."""
     return round(float(np.exp(random.uniform(np.log(least), np.log(most)))))
 
 
 def ordinary(rate_rps: float, until_s: float, smaller: int = 1) -> Iterator[Row]:
-    """Assumed: prompts of 500 to 32K tokens, answers of 50 to 500. smaller: by that factor, answers by its root."""
+    """Ordinary requests. Assumed: prompts of 500 to 32K tokens and answers of 50 to 500.
+
+    Args:
+        rate_rps: mean arrival rate.
+        until_s: duration of the trace.
+        smaller: divides the prompt tokens; its square root divides the tokens of the answers.
+    """
     random = np.random.default_rng(SEED)
     answers = round(smaller**0.5)
     for arrival_s in poisson(random, rate_rps, until_s):
@@ -52,9 +62,14 @@ def ordinary(rate_rps: float, until_s: float, smaller: int = 1) -> Iterator[Row]
 
 
 def long_clients(count: int, think_s: float, smaller: int = 1, every_s: float = 90.0) -> Iterator[Row]:
-    """SGLang pull requests 34554 and 34623: two clients, prompts of 642K to 912K tokens 90 s apart, of which one is
-    always in flight for 50 minutes. Each client sends the next one `think_s` after its last is done. smaller: as
-    `ordinary`."""
+    """Two clients with prompts of 642K to 912K tokens, 90 s apart (SGLang pull requests 34554 and 34623).
+
+    Args:
+        count: number of prompts.
+        think_s: time from the end of a client's request to its next one.
+        smaller: as in `ordinary`.
+        every_s: time between two prompts.
+    """
     random = np.random.default_rng(SEED)
     answer = 200 // round(smaller**0.5)
     for index in range(count):
@@ -63,14 +78,14 @@ def long_clients(count: int, think_s: float, smaller: int = 1, every_s: float = 
 
 
 def steady(per_minute: float, until_s: float) -> Iterator[Row]:
-    """SGLang issue 32549: 360 requests a minute of 3K to 6K tokens. Assumed: answers of 100 to 600."""
+    """Requests of 3K to 6K tokens (SGLang issue 32549: 360 per minute). Assumed: answers of 100 to 600."""
     random = np.random.default_rng(SEED)
     for arrival_s in poisson(random, per_minute / 60, until_s):
         yield arrival_s, int(random.integers(3000, 6001)), between(random, 100, 600), "", ""
 
 
 def medians(rate_rps: float, until_s: float) -> Iterator[Row]:
-    """vLLM issue 57413: median prompts of 100K to 180K tokens. Assumed: log-normal, one in four of them chat."""
+    """Prompts with medians of 100K to 180K tokens (vLLM issue 57413). Assumed: log-normal, one in four is a chat."""
     random = np.random.default_rng(SEED)
     for arrival_s in poisson(random, rate_rps, until_s):
         short = random.random() < 0.25
@@ -80,4 +95,6 @@ def medians(rate_rps: float, until_s: float) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    write(Path(sys.argv[1]))
