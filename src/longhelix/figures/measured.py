@@ -10,7 +10,7 @@ from longhelix.figures.frontiers import CONTEXT, MAX_GPUS
 from longhelix.perf.setting import Setting
 from longhelix.plan.answer import TTL_BUDGETS_S
 from longhelix.plan.pareto import Gain, gain
-from longhelix.plan.service import Use
+from longhelix.plan.service import ServiceLoad
 from longhelix.plan.space import HELIX, STRATEGIES, Space, space
 from longhelix.plan.sweep import full_sweep, sweep
 from longhelix.spec import HardwareSpec
@@ -41,7 +41,7 @@ class _Case:
             chosen = Space(chosen.layouts.take(kept), chosen.strategy[kept])
             found = sweep(self.setting, chosen, CONTEXT, 2.0 ** np.arange(np.log2(_MOST_BATCH) + 1))
         else:
-            found = full_sweep(Use(self.setting, int(CONTEXT)), chosen, TTL_BUDGETS_S)
+            found = full_sweep(ServiceLoad(self.setting, int(CONTEXT)), chosen, TTL_BUDGETS_S)
         names = _NAMES[chosen.strategy[found.points.layout]]
         ours, base = (found.points.take(np.isin(names, kind)) for kind in (self.ours, self.baseline))
         return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, base.user_tokens_per_s, base.gpu_tokens_per_s)

@@ -20,7 +20,7 @@ from longhelix.plan.choice import Choice
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.pareto import frontier
 from longhelix.plan.question import Question
-from longhelix.plan.service import CHUNKS, Use, mixed_seconds, prompts
+from longhelix.plan.service import CHUNKS, ServiceLoad, mixed_seconds, prompts
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import MOST_BATCH, Points, Sweep, unit_sweep, units
 from longhelix.spec import ModelSpec
@@ -227,11 +227,11 @@ def _scaled(asked: Question, times: float) -> Question:
     return replace(asked, context=demand.longest, demand=demand)
 
 
-def _use(setting: Setting, question: Question) -> Use:
-    return Use(setting, question.context, question.demand, question.ttft_s)
+def _use(setting: Setting, question: Question) -> ServiceLoad:
+    return ServiceLoad(setting, question.context, question.demand, question.ttft_s)
 
 
-def _quickest(use: Use, every: Space, caps: list[int]) -> _Index:
+def _quickest(use: ServiceLoad, every: Space, caps: list[int]) -> _Index:
     """For each cap and strategy the layouts that prefill the longest prompt fastest, in small chunks and in large ones:
     decodes lead elsewhere."""
     layouts, found = every.layouts, []
@@ -245,7 +245,7 @@ def _quickest(use: Use, every: Space, caps: list[int]) -> _Index:
     return np.unique(np.array(found, dtype=np.intp))
 
 
-def _asked_table(use: Use, plan: Plan, caps: list[int], quick: _Index) -> _Table:
+def _asked_table(use: ServiceLoad, plan: Plan, caps: list[int], quick: _Index) -> _Table:
     """Whole frontiers, and what the plan recommends or names as nearest among the points."""
     every = plan.sweep.space
     named = [*([] if plan.best is None else [plan.best]), *plan.nearest]
@@ -255,7 +255,7 @@ def _asked_table(use: Use, plan: Plan, caps: list[int], quick: _Index) -> _Table
     return _table(use, _with(kept, more), every, CHUNKS)
 
 
-def _around(use: Use, every: Space, caps: list[int], quick: _Index) -> _Kept:
+def _around(use: ServiceLoad, every: Space, caps: list[int], quick: _Index) -> _Kept:
     """Layouts that are on a frontier of few batches with more of them, and those that prefill fast with some."""
     some = np.arange(len(every)) if len(every) <= _MOST_LAYOUTS else _round(every)
     coarse = unit_sweep(use, _taken(every, some), _batches(_COARSE))
@@ -291,7 +291,7 @@ def _quick_points(every: Space, found: Sweep, index: _Index, quick: _Index) -> P
     return replace(points, layout=index[points.layout])
 
 
-def _at(use: Use, every: Space, choice: Choice) -> Points:
+def _at(use: ServiceLoad, every: Space, choice: Choice) -> Points:
     """The layout and batch of a choice."""
     strategies = [strategy.name for strategy in STRATEGIES]
     alike = np.flatnonzero(every.strategy == strategies.index(choice.strategy))
@@ -352,7 +352,7 @@ def _with(kept: _Kept, more: Iterable[Points]) -> _Kept:
     return replace(kept, points=Points(*(np.concatenate([getattr(each, name) for each in every]) for name in names)))
 
 
-def _table(use: Use, kept: _Kept, every: Space, chunks: tuple[int, ...]) -> _Table:
+def _table(use: ServiceLoad, kept: _Kept, every: Space, chunks: tuple[int, ...]) -> _Table:
     points = kept.points
     layouts = every.layouts.take(points.layout)
     held = use.memory(layouts, points.batch, 0.0)
@@ -366,7 +366,7 @@ def _table(use: Use, kept: _Kept, every: Space, chunks: tuple[int, ...]) -> _Tab
     return _Table(kept, rows, _configurations(use, points, every, chunks), [item.name for item in items])
 
 
-def _configurations(use: Use, points: Points, every: Space, chunks: tuple[int, ...]) -> NDArray[np.float32]:
+def _configurations(use: ServiceLoad, points: Points, every: Space, chunks: tuple[int, ...]) -> NDArray[np.float32]:
     """Of each point with each chunk size that fits beside it: (rows, configurations)."""
     point, chunk = np.repeat(np.arange(len(points)), len(chunks)), np.tile(np.array(chunks, dtype=float), len(points))
     layouts, batch = every.layouts.take(points.layout[point]), points.batch[point]
