@@ -41,7 +41,7 @@ class Panel:
 class Chart:
     """Panels in one row."""
 
-    name: str  # of its files, without a suffix
+    name: str  # file name, without a suffix
     title: str
     panels: Sequence[Panel]
 

@@ -89,7 +89,7 @@ class Drawing(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of its files, without a suffix."""
+        """File name, without a suffix."""
 
     @property
     def title(self) -> str: ...

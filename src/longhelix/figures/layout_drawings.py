@@ -13,7 +13,7 @@ _TOKENS = 8  # number of KV blocks drawn along the sequence
 class HeadsDrawing:
     """One column per layout, with the KV blocks and query heads of each GPU."""
 
-    name: str  # of its files, without a suffix
+    name: str  # file name, without a suffix
     title: str
     heads: HeadShape
     layouts: Sequence[Layout]
@@ -51,7 +51,7 @@ class HeadsDrawing:
 class PhasesDrawing:
     """One layer as a grid with a column per phase and a row per rank. Each cell shows what the rank owns there."""
 
-    name: str  # of its files, without a suffix
+    name: str  # file name, without a suffix
     title: str
     heads: HeadShape
     ffn_size: int  # columns of the FFN

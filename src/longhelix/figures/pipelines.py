@@ -23,7 +23,7 @@ class SpanRows:
 class Bars:
     """Schedules below each other on one time axis."""
 
-    name: str  # of its files, without a suffix
+    name: str  # file name, without a suffix
     title: str
     unit: str  # of time
     pipelines: Sequence[SpanRows]
@@ -66,7 +66,7 @@ def one_by_one(tasks: Sequence[tuple[str, float]]) -> list[tuple[str, list[Span]
 
 
 def overlapped(parts: int, attention: float, exchange: float) -> list[tuple[str, list[Span]]]:
-    """Schedule each part's exchange after its attention and the previous exchange. Returns the spans of each row."""
+    """Schedule attention in parts, with each exchange as early as possible. Returns the spans of each row."""
     attended = [(part * attention, attention) for part in range(parts)]
     sent: list[Span] = []
     for start, length in attended:

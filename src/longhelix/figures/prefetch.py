@@ -40,10 +40,8 @@ def prefetched(
     bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency * setting.share(layouts)
     waits_s = {_NEXT[item.name]: item.seconds for item in items if item.name in _NEXT}
     num_layers, model = layouts.stage_layers(setting.model.num_layers) * layouts.pp, setting.model
-    shares = {
-        "QKV": 1.0,
-        "dense FFN": model.num_dense_layers / model.num_layers,
-    }  # share of the layers that have the product
+    # Share of the layers that have the product.
+    shares = {"QKV": 1.0, "dense FFN": model.num_dense_layers / model.num_layers}
 
     def shortened(item: CostItem) -> CostItem:
         if item.name not in waits_s:

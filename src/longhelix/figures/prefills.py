@@ -28,7 +28,7 @@ class AdaptivePrefill:
 
 
 def adaptive_prefill(
-    setting: Setting, layouts: Layouts, tokens: float, target_s: float, beside: Work = NO_WORK, *, nodes: int = 64
+    setting: Setting, layouts: Layouts, tokens: float, target_s: float, decodes: Work = NO_WORK, *, nodes: int = 64
 ) -> AdaptivePrefill:
     """Prefill with the largest chunk at each prefix that keeps the step within a target.
 
@@ -37,13 +37,13 @@ def adaptive_prefill(
     Args:
         tokens: length of the prompt.
         target_s: time that a step may take.
-        beside: decodes in the same step.
+        decodes: work of the decodes in the same step.
         nodes: number of prefixes at which the chunk is chosen.
     """
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
     chunks = np.array(ADAPTIVE_CHUNKS, dtype=np.float64)
     works = layouts.chunk(chunks[:, None, None], prefixes[:, None])
-    steps_s = cycle_seconds(setting, layouts, works + beside)  # (chunks, nodes, n)
+    steps_s = cycle_seconds(setting, layouts, works + decodes)  # (chunks, nodes, n)
     # The largest chunk within the target, or the smallest of all.
     largest = np.where(steps_s <= target_s, np.arange(len(chunks))[:, None, None], 0).max(axis=0)
     chosen, taken_s = chunks[largest], np.take_along_axis(steps_s, largest[None], axis=0)[0]

@@ -1,4 +1,4 @@
-"""Helix on silicon: the table has what was published, what a plan answers, and one assumption changed in every row."""
+"""The table of measured gains: the published numbers, those of the default plan, and one changed assumption per row."""
 
 import pytest
 
