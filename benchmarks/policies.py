@@ -24,8 +24,8 @@ from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.capacity import find_capacity
 from longhelix.simulate.histogram import Histogram
-from longhelix.simulate.ledger import Account
 from longhelix.simulate.pool import num_blocks
+from longhelix.simulate.request_tracker import RequestRecord
 from longhelix.simulate.simulation import Observer, Server, simulate
 from longhelix.simulate.synthetic import Synthetic, parse_mix
 from longhelix.spec.layout import Layout
@@ -50,14 +50,14 @@ class Found:
     worst: float
 
 
-class Accounts(Observer):
-    """Of all requests, by id, which is their place in the order of arrival."""
+class RequestRecords(Observer):
+    """Records of all requests by id, which is their position in the order of arrival."""
 
     def __init__(self) -> None:
-        self.by_id: dict[int, Account] = {}
+        self.by_id: dict[int, RequestRecord] = {}
 
-    def ended(self, id: int, account: Account) -> None:
-        self.by_id[id] = account
+    def ended(self, id: int, record: RequestRecord) -> None:
+        self.by_id[id] = record
 
 
 class Study:
@@ -94,22 +94,22 @@ class Study:
         return statistics.mean(self._times.until(arrival.prompt_tokens, 0) for arrival in self.arrivals)
 
     def run(self, policy: str, rate_rps: float) -> Found:
-        seen, arrivals = Accounts(), [arrival.sooner(rate_rps) for arrival in self.arrivals]
+        seen, arrivals = RequestRecords(), [arrival.scaled(rate_rps) for arrival in self.arrivals]
         server = replace(self.server, scheduler=replace(self.server.scheduler, policy=policy))
         outcome = simulate(server, arrivals, seen)
         assert outcome.finished == len(arrivals)
         short, long, worst, met = Histogram(), [], 0.0, []
         for id, arrival in enumerate(arrivals):
-            account = seen.by_id[id]
-            assert account.first_s is not None
+            record = seen.by_id[id]
+            assert record.first_s is not None
             assert arrival.service.ttft_slo_s is not None
-            ttft_s = account.first_s - arrival.arrival_s
+            ttft_s = record.first_s - arrival.arrival_s
             worst = max(worst, ttft_s / arrival.service.ttft_slo_s)
             if arrival.prompt_tokens < LONG_TOKENS:
                 short.add(ttft_s)
             else:
                 long.append(ttft_s)
-                met.append(account.met)
+                met.append(record.met)
         p99_s = short.percentile(99)
         assert p99_s is not None
         return Found(p99_s, statistics.mean(met), outcome.slo_attainment, statistics.median(long), worst)

@@ -42,14 +42,14 @@ def engine(oracle, kvp, tpa=1, placement="growing", **more):
 
 
 def record(llm):
-    """What its loop and its scheduler say from now on."""
-    heard = []
-    llm._core._loop.hear = heard.append
-    return heard
+    """A list that gets every event between the loop and the scheduler from now on."""
+    events = []
+    llm._core._loop.on_event = events.append
+    return events
 
 
-def steps_of(heard):
-    return [event.step for event in heard if isinstance(event, Scheduled) and event.step is not None]
+def steps_of(events):
+    return [event.step for event in events if isinstance(event, Scheduled) and event.step is not None]
 
 
 CASES = [
@@ -71,10 +71,10 @@ IN_CI = {0, 13, 26, 30, 43, 47, 56, 60, 79}
 def test_tokens_equal_transformers(oracles, model, layout, placement, chunk_tokens):
     oracle = oracles(model)
     with engine(oracle, *layout, placement, chunk_tokens=chunk_tokens) as llm:
-        heard = record(llm)
+        events = record(llm)
         results = llm.generate(oracle.prompts, GREEDY)
     assert [result.token_ids for result in results] == [list(tokens) for tokens in oracle.tokens]
-    teams = {step.instances for step in steps_of(heard) if step.work.rows}
+    teams = {step.instances for step in steps_of(events) if step.work.rows}
     assert all(teams)
     longest = results[-1].kv_tokens_per_rank
     if placement == "local":
@@ -121,10 +121,10 @@ def test_no_instance_waits_for_one_that_has_nothing_for_it(oracles, standing):
     oracle = oracles("llama", 5, 7, 30)
     first, second, long = oracle.prompts
     with engine(oracle, 2, growth_limit_tokens=24) as llm:
-        heard = record(llm)
+        events = record(llm)
         short = llm.generate([first, second], GREEDY)
-        alone, taken = steps_of(heard), heard.copy()
-        heard.clear()
+        alone, taken = steps_of(events), events.copy()
+        events.clear()
         (last,) = llm.generate([long], GREEDY)
     assert [result.token_ids for result in (*short, last)] == [list(tokens) for tokens in oracle.tokens]
     assert {step.instances for step in alone} == {(0,), (1,)}
@@ -133,7 +133,7 @@ def test_no_instance_waits_for_one_that_has_nothing_for_it(oracles, standing):
     order = [by_id[event.result.step_id] for event in taken if isinstance(event, Completed)]
     third = [at for at, instances in enumerate(order) if instances == (0,)][2]
     assert order[:third].count((1,)) >= 9
-    assert (0, 1) in {step.instances for step in steps_of(heard)}
+    assert (0, 1) in {step.instances for step in steps_of(events)}
     assert last.kv_tokens_per_rank == [24, 21]
 
 
@@ -171,12 +171,12 @@ def test_tokens_come_in_order_after_those_that_shared_a_request_part(oracles):
     oracle = oracles("llama", 5, 7, 30)
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (NEW_TOKENS, NEW_TOKENS, 5)]
     with engine(oracle, 2, growth_limit_tokens=24, kv_cache_tokens=256) as llm:
-        heard, core = record(llm), llm._core
+        events, core = record(llm), llm._core
         tokens = {core.add(prompt, sampling).id: [] for prompt, sampling in zip(oracle.prompts, params, strict=True)}
         poll(core, tokens)
     expected = [list(each[: one.max_new_tokens]) for each, one in zip(oracle.tokens, params, strict=True)]
     assert list(tokens.values()) == expected
-    instances = {step.id: step.instances for step in steps_of(heard)}
+    instances = {step.id: step.instances for step in steps_of(events)}
     assert list(instances.values()).count((0, 1)) < len(instances) - 10
 
 

@@ -72,14 +72,14 @@ LAYOUTS = {
 @pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS.keys())
 def recorded(request, tmp_path_factory):
     """What was recorded, and what makes another scheduler of that engine."""
-    heard = []
+    events = []
     config = config_of(tmp_path_factory.mktemp("llama"), *request.param)
-    with closing(TokenCore(config, on_event=heard.append)) as core:
+    with closing(TokenCore(config, on_event=events.append)) as core:
         usages, reasons = serve(core)
         config, cost, cut = core.config.scheduler, core._pool.cost, core._pool.cut
     assert config.adaptive
     assert config.prefix_cache
-    return heard, usages, reasons, lambda: Scheduler(config, cost, cut=cut)
+    return events, usages, reasons, lambda: Scheduler(config, cost, cut=cut)
 
 
 def most_in_flight(events):
@@ -91,29 +91,29 @@ def most_in_flight(events):
     return most
 
 
-def first_difference(replay, heard):
-    """What was heard and what was recorded, where the two part; None if they never do."""
+def first_difference(replay, events):
+    """The first replayed event that differs from the recording, and the recorded one; None if all are equal."""
     seen = 0
     while replay.step():
-        for again in replay.heard[seen:]:
-            if again != heard[seen]:
-                return again, heard[seen]
+        for again in replay.events[seen:]:
+            if again != events[seen]:
+                return again, events[seen]
             seen += 1
     return None
 
 
 def test_the_recording_has_what_makes_a_replay_hard(recorded):
-    heard, usages, reasons, _ = recorded
-    assert most_in_flight(heard) in (2, 3, 4)  # one more than stages, or two for each clock
+    events, usages, reasons, _ = recorded
+    assert most_in_flight(events) in (2, 3, 4)  # one more than stages, or two for each clock
     assert any(usage.preemptions for usage in usages.values())
     assert any(usage.cached_tokens for usage in usages.values())
     assert Counter(reasons.values()).keys() == {"abort", "length", "stop"}
-    kinds = Counter(type(event) for event in heard)
+    kinds = Counter(type(event) for event in events)
     assert kinds[Added] == len(usages) == REQUESTS
     assert kinds[Aborted]
     sizes = {
         chunk.num_tokens
-        for event in heard
+        for event in events
         if isinstance(event, Scheduled) and event.step
         for chunk in event.step.chunks
     }
@@ -121,14 +121,14 @@ def test_the_recording_has_what_makes_a_replay_hard(recorded):
 
 
 def test_the_simulator_makes_the_same_steps_one_by_one(recorded):
-    heard, _, reasons, make_scheduler = recorded
-    replay = Replay(make_scheduler(), heard)
-    assert first_difference(replay, heard) is None
-    assert len(replay.heard) == len(heard)
+    events, _, reasons, make_scheduler = recorded
+    replay = Replay(make_scheduler(), events)
+    assert first_difference(replay, events) is None
+    assert len(replay.events) == len(events)
     outcome = replay.outcome(2)
     assert outcome.requests == REQUESTS
     assert outcome.finished == REQUESTS - Counter(reasons.values())["abort"]
-    results = [event.result for event in heard if isinstance(event, Completed)]
+    results = [event.result for event in events if isinstance(event, Completed)]
     assert outcome.tokens >= sum(len(result.sampled) for result in results) - 2 * REQUESTS  # past their ends
     assert 0 < outcome.busy_s <= sum(result.taken_s for result in results) + 1e-6
 
@@ -136,11 +136,11 @@ def test_the_simulator_makes_the_same_steps_one_by_one(recorded):
 def test_steps_that_took_other_times_are_other_steps(recorded, monkeypatch):
     """A replay hangs on what was measured: with other times it goes another way. What this machine measured may be as
     long, or as short, as a correction goes: so with longer ones or with shorter ones."""
-    heard, _, _, make_scheduler = recorded
+    events, _, _, make_scheduler = recorded
     observe, found = CorrectedCost.observe, []
     for times in (1e3, 1e-3):
         monkeypatch.setattr(
             CorrectedCost, "observe", lambda cost, work, taken_s, times=times: observe(cost, work, times * taken_s)
         )
-        found.append(first_difference(Replay(make_scheduler(), heard), heard))
+        found.append(first_difference(Replay(make_scheduler(), events), events))
     assert any(difference is not None for difference in found)

@@ -25,7 +25,7 @@ from longhelix.perf.stages import balanced
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.request import MOST_TOKENS
-from longhelix.simulate.arrival import Arrival, Sooner, Workload, rate_per_s
+from longhelix.simulate.arrival import Arrival, ScaledWorkload, Workload, rate_per_s
 from longhelix.simulate.capacity import Capacity, find_capacity
 from longhelix.simulate.chrome_trace import ChromeTrace
 from longhelix.simulate.pool import num_blocks
@@ -218,7 +218,7 @@ def _capacity(simulated: Callable[[Workload], Outcome], workload: Workload) -> C
         raise UserError(
             "--capacity needs an arrival rate, but all requests arrive at once: give a workload with later arrivals"
         )
-    return find_capacity(lambda rate: simulated(Sooner(workload, rate / rate_rps)).slo_attainment, rate_rps)
+    return find_capacity(lambda rate: simulated(ScaledWorkload(workload, rate / rate_rps)).slo_attainment, rate_rps)
 
 
 def _warn(runs: Sequence[VariantResult]) -> None:

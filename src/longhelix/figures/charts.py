@@ -1,4 +1,4 @@
-"""Curves in panels: data that draws itself on a figure of matplotlib's, which is not imported here."""
+"""Line charts that draw themselves on a matplotlib figure. Callers pass the figure, so matplotlib is not imported."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from longhelix.perf.layouts import Array
 
 @dataclass(frozen=True)
 class Curve:
-    """One line; `style` is matplotlib's: color, marker and line."""
+    """One line of a panel."""
 
     label: str
     x: Array
     y: Array
-    style: str = "o-"
+    style: str = "o-"  # matplotlib format: color, marker and line
 
     @classmethod
     def of(cls, label: str, x: ArrayLike, y: ArrayLike, style: str = "o-") -> "Curve":
@@ -26,27 +26,28 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over two axes; `log` names those that are logarithmic. `limit`: a level that the paper draws or names."""
+    """Curves on one pair of axes."""
 
     title: str
-    x: str
-    y: str
+    x: str  # label of the x axis
+    y: str  # label of the y axis
     curves: Sequence[Curve]
-    log: str = ""
-    limit: tuple[str, float] | None = None
-    every_x: bool = False
+    log: str = ""  # logarithmic axes: "", "x", "y" or "xy"
+    limit: tuple[str, float] | None = None  # name and level of a horizontal line, such as a target of the paper
+    every_x: bool = False  # whether every x of the curves has a tick
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Panels side by side."""
+    """Panels in one row."""
 
-    name: str
+    name: str  # file name, without a suffix
     title: str
     panels: Sequence[Panel]
 
     @property
     def size(self) -> tuple[float, float]:
+        """Width and height in inches."""
         return 1.2 + 4.6 * len(self.panels), 4.2
 
     def draw(self, figure: Any) -> None:

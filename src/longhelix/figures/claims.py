@@ -1,4 +1,4 @@
-"""What a paper prints beside what the model gives, and the tables that explain the difference."""
+"""Published numbers next to those of the performance model, and tables that explain the differences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from longhelix.spec import HardwareSpec
 
-TOLERANCE = 0.15
+TOLERANCE = 0.15  # largest relative difference from a published number that counts as a match
 _CONSTANTS = (
     "memory_bytes_per_s",
     "memory_bytes",
@@ -27,30 +27,26 @@ _CONSTANTS = (
 
 @dataclass(frozen=True)
 class Claim:
-    """One number of a paper, and the model's for the same setting, both in `unit`.
+    """One number of a paper, and the model's number for the same setting."""
 
-    bound: the paper prints the number itself, or that it is below or above it. formula: pure arithmetic, in which no
-    constant of a system is fitted. note: how the two compare, or which assumption decides that they differ.
-    """
-
-    figure: str
-    what: str
-    setting: str
+    figure: str  # number of the figure in the paper, "-" for a number in the text
+    what: str  # quantity
+    setting: str  # model, layout and lengths
     published: float
     modelled: float
-    unit: str
-    note: str = ""
-    bound: Literal["", "<", ">"] = ""
-    formula: bool = False
+    unit: str  # of both numbers
+    note: str = ""  # how the two compare, or which assumption makes them differ
+    bound: Literal["", "<", ">"] = ""  # whether the paper gives the number itself, an upper bound or a lower bound
+    formula: bool = False  # whether the number is pure arithmetic, without fitted constants
 
     @property
     def residual(self) -> float:
-        """The model over the paper, less 1."""
+        """Relative difference from the published number: modelled / published - 1."""
         return self.modelled / self.published - 1
 
     @property
     def holds(self) -> bool:
-        """Within TOLERANCE of the published number, or on its side of the bound."""
+        """Whether the model is within TOLERANCE of the published number, or on the right side of the bound."""
         if self.bound == "<":
             return self.residual <= 0
         if self.bound == ">":
@@ -60,22 +56,22 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers and words under one title; `note` says what they show."""
+    """Rows of numbers and text under one title."""
 
-    name: str
+    name: str  # key in JSON
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str | float, ...], ...]
-    note: str = ""
+    note: str = ""  # explanation below the table
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A system's number, and where it comes from; `fitted` to published results, or read off a data sheet."""
+    """A constant of a system, and its source."""
 
     name: str
     value: float
-    source: str
+    source: str  # starts with "fitted" if the value is fitted to published results
 
     @property
     def fitted(self) -> bool:
@@ -83,37 +79,39 @@ class Constant:
 
 
 def constants(system: HardwareSpec, dtype: str) -> tuple[Constant, ...]:
-    """All that enters the model of a system whose products run in `dtype`."""
+    """The constants of a system that the model uses when matrix products run in `dtype`."""
     rate = Constant(f"flops_per_s.{dtype}", system.rate(dtype), system.sources[f"flops_per_s.{dtype}"])
     return (rate, *(Constant(name, attrgetter(name)(system), system.sources[name]) for name in _CONSTANTS))
 
 
 class Drawing(Protocol):
-    """A figure that can draw itself; `size` in inches."""
+    """A figure that can draw itself with matplotlib."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """File name, without a suffix."""
 
     @property
     def title(self) -> str: ...
 
     @property
-    def size(self) -> tuple[float, float]: ...
+    def size(self) -> tuple[float, float]:
+        """Width and height in inches."""
 
     def draw(self, figure: Any) -> None:
-        """Draw on an empty figure of matplotlib's."""
+        """Draw on an empty matplotlib figure."""
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """One paper, modelled: its claims, the constants behind them, what decides them, and its figures."""
+    """The results of a paper, reproduced with the performance model."""
 
-    name: str
+    name: str  # of the paper on the command line
     title: str
-    system: HardwareSpec
-    conditions: tuple[str, ...]
+    system: HardwareSpec  # the paper's system
+    conditions: tuple[str, ...]  # assumptions behind the claims
     claims: tuple[Claim, ...]
-    constants: tuple[Constant, ...]
+    constants: tuple[Constant, ...]  # constants of the system behind the claims
     tables: tuple[Table, ...]
     drawings: Sequence[Drawing] = field(repr=False)
-    left_out: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()  # figures and parts that are not modelled, and why

@@ -1,4 +1,4 @@
-"""Drawings as PNG and SVG files, by matplotlib (the extra `plan`), which is loaded when something is drawn."""
+"""Write drawings as PNG and SVG files with matplotlib (the extra `plan`), which is imported on first use."""
 
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -12,15 +12,18 @@ _STYLE = {"svg.hashsalt": "longhelix", "font.size": 9, "axes.formatter.min_expon
 
 
 def require() -> None:
-    """Raises UserError where nothing can be drawn."""
+    """Raise UserError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            "figures are drawn by matplotlib, which is missing: pip install 'longhelix[plan]'", "missing_extra"
+            "figures need matplotlib, which is not installed: run pip install 'longhelix[plan]'", "missing_extra"
         )
 
 
 def save(drawings: Iterable[Drawing], folder: Path) -> Iterator[Path]:
-    """Write NAME.png and NAME.svg of each drawing into `folder`; the same data gives the same bytes."""
+    """Write NAME.png and NAME.svg of each drawing into `folder`, and yield their paths.
+
+    The same data gives the same bytes.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 

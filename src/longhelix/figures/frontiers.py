@@ -1,4 +1,4 @@
-"""What Helix's Figures 5 to 7 compare: frontiers of strategies, gains over the baseline, and what HOP-B saves."""
+"""Helix's Figures 5 to 7: frontiers of strategies, gains over the baseline, and the loss without HOP-B."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from longhelix.plan.pareto import Gain, at_least, frontier, gain
 from longhelix.plan.space import STRATEGIES, Space, space
 from longhelix.plan.sweep import DecodeSeconds, Points, batches, sweep
 
-CONTEXT = 1e6
+CONTEXT = 1e6  # tokens
 HELIX = ("helix_exposed", "helix")
-_NOT_COMPARED = ("helix_dp",)  # the paper has no groups beside KVP
+_NOT_COMPARED = ("helix_dp",)  # the paper does not combine KVP with data-parallel groups
 MAX_GPUS = 64
 _NAMES = tuple(strategy.name for strategy in STRATEGIES)
 _MOST_BATCH = 4096
@@ -21,30 +21,31 @@ _MOST_BATCH = 4096
 
 @dataclass(frozen=True)
 class Loss:
-    """The share of tokens/s/user lost at fixed tokens/s/GPU, over the points of a frontier."""
+    """Share of tokens/s/user that is lost at equal tokens/s/GPU, over the points of a frontier."""
 
     median: float
-    most: float
+    most: float  # maximum
 
 
 @dataclass(frozen=True)
 class Frontiers:
-    """All configurations of one model that fit; `names`: each one's strategy."""
+    """The configurations of one model that fit in memory."""
 
     points: Points
-    names: np.ndarray[tuple[int], np.dtype[np.str_]]
-    configurations: int
+    names: np.ndarray[tuple[int], np.dtype[np.str_]]  # strategy of each point
+    configurations: int  # number of configurations evaluated
 
     def of(self, *names: str) -> Points:
+        """The points of the named strategies."""
         return self.points.take(np.isin(self.names, names))
 
     def gain(self, baseline: tuple[str, ...]) -> Gain:
-        """Helix, with or without HOP-B, over the strategies `baseline`."""
+        """Gain of Helix, with or without HOP-B, over the strategies in `baseline`."""
         ours, base = self.of(*HELIX), self.of(*baseline)
         return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, base.user_tokens_per_s, base.gpu_tokens_per_s)
 
     def loss_without_hop_b(self) -> Loss:
-        """At the tokens/s/GPU of every point of the frontier with HOP-B that is reached without it."""
+        """Loss at each tokens/s/GPU of the frontier with HOP-B that is also reached without HOP-B."""
         exposed, hidden = self.of("helix_exposed"), best(self.of("helix"))
         wanted = hidden.gpu_tokens_per_s[hidden.gpu_tokens_per_s <= exposed.gpu_tokens_per_s.max()]
         without = at_least(exposed.gpu_tokens_per_s, exposed.user_tokens_per_s, wanted)
@@ -53,14 +54,16 @@ class Frontiers:
 
 
 def best(points: Points) -> Points:
-    """The frontier of `points`."""
+    """The points on the frontier."""
     return points.take(frontier(points.user_tokens_per_s, points.gpu_tokens_per_s))
 
 
 def frontiers(setting: Setting, *, powers_of_two: bool, seconds: DecodeSeconds = decode_seconds) -> Frontiers:
-    """Every layout of up to MAX_GPUS GPUs at CONTEXT tokens; GPUs and batch sizes all, or powers of two alone.
+    """Evaluate the layouts of up to MAX_GPUS GPUs at CONTEXT tokens.
 
-    seconds: what a decode step takes.
+    Args:
+        powers_of_two: whether to evaluate only numbers of GPUs and batch sizes that are powers of two.
+        seconds: function that returns the time of a decode step.
     """
     chosen, sizes = space(setting.model, MAX_GPUS), batches(_MOST_BATCH)
     keep = ~np.isin(np.array(_NAMES)[chosen.strategy], _NOT_COMPARED)
@@ -75,11 +78,11 @@ def frontiers(setting: Setting, *, powers_of_two: bool, seconds: DecodeSeconds =
 
 @dataclass(frozen=True)
 class Headline:
-    """The paper's results for one model: gains over the best baseline, what HOP-B saves, configurations looked at."""
+    """The paper's headline numbers for one model."""
 
-    gain: Gain
-    loss: Loss
-    configurations: int
+    gain: Gain  # of Helix over the best baseline
+    loss: Loss  # without HOP-B
+    configurations: int  # number of configurations evaluated
 
 
 def headline(
@@ -90,7 +93,14 @@ def headline(
     coarse_loss: bool = False,
     seconds: DecodeSeconds = decode_seconds,
 ) -> Headline:
-    """Each with all numbers of GPUs and batch sizes, or (coarse) with powers of two alone; `seconds`: of a step."""
+    """Compute the paper's headline numbers for one model.
+
+    Args:
+        baseline: strategies that Helix is compared with.
+        coarse_gain: whether the gain uses only numbers of GPUs and batch sizes that are powers of two.
+        coarse_loss: the same for the loss without HOP-B.
+        seconds: function that returns the time of a decode step.
+    """
     fine, coarse = (frontiers(setting, powers_of_two=powers, seconds=seconds) for powers in (False, True))
     gained = (coarse if coarse_gain else fine).gain(baseline)
     lost = (coarse if coarse_loss else fine).loss_without_hop_b()
@@ -98,7 +108,7 @@ def headline(
 
 
 def normalised(points: Points, base: Points) -> tuple[Array, Array]:
-    """The frontier's tokens/s/user and tokens/s/GPU, over the best of each that `base` reaches."""
+    """Tokens/s/user and tokens/s/GPU on the frontier of `points`, each relative to the best in `base`."""
     edge = best(points)
     return (
         edge.user_tokens_per_s / base.user_tokens_per_s.max(),

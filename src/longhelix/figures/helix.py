@@ -1,4 +1,4 @@
-"""Helix (arXiv 2507.07120): every figure, its headline numbers, and what decides the ones that the model misses."""
+"""Helix (arXiv 2507.07120): its figures, its headline numbers, and what explains those that the model misses."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,17 +27,24 @@ _GRID = "GB200, FP4, 1M tokens, up to 64 GPUs"
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A model of the paper, and the strategies that it compares with."""
+    """A model that the paper evaluates."""
 
     title: str
     setting: Setting
-    baseline: tuple[str, ...]
+    baseline: tuple[str, ...]  # strategies that Helix is compared with
 
 
 def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Setting) -> Reproduction:
-    """DeepSeek-R1 and Llama 3.1 405B on one system, the dense model of Figure 1, and what plans have of GB300."""
+    """Reproduce the Helix paper.
+
+    Args:
+        r1: DeepSeek-R1 on the paper's system.
+        dense: Llama 3.1 405B on the paper's system.
+        figure_1_model: the dense model of Figure 1.
+        preset: DeepSeek-R1 on the preset gb300, to compare with measurements.
+    """
     models = (
-        # Tied layouts are not compared for R1: the paper holds them for impossible with MLA and experts.
+        # R1 is not compared with tied layouts: the paper considers them impossible with MLA and experts.
         Evaluated("DeepSeek-R1", r1, ("tp", "dp_ep", "dp_tp")),
         Evaluated("Llama-405B", dense, ("tp", "dp_tp", "tied")),
     )
@@ -53,7 +60,7 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Settin
         tables=(roofline_table, _sizes(models), _sensitivity(models), measured(preset, r1.system)),
         drawings=(
             roofline,
-            HeadsDrawing("helix-figure-2", "Helix, Figure 2: who keeps which keys (Q 4, K 2)", HeadShape(4, 2), (
+            HeadsDrawing("helix-figure-2", "Helix, Figure 2: which GPU stores which keys (Q 4, K 2)", HeadShape(4, 2), (
                 Layout(), Layout(tpa=2), Layout(tpa=4), Layout(kvp=2, tpa=2),
             )),
             _figure_3(),
@@ -66,19 +73,20 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Settin
 
 
 _CONDITIONS = (
-    "Figures 5 to 7 are sweeps of the planner: every factorisation into TP, PP, EP, DP, KVP of 1 to 64 GPUs, each at "
-    "every batch size that its memory holds; activations are bfloat16, weights, KV and arithmetic FP4.",
-    "kernel_s and collective_s are fitted to the gains in tokens/s/user and to the loss without HOP-B, so these are "
-    "no predictions.",
-    "The gains take numbers of GPUs and batch sizes that are powers of two: the published 32x and 4x are such, which "
-    "suggests that the paper's sweep had this grid, but it does not say so, and the choice was made with the published "
-    "numbers in view: with all sizes both gains in tokens/s/GPU are more than 15% above the paper. The first rows of "
-    "the sensitivity table, and the panels of Figures 5 and 6, show both grids.",
-    "The baseline is the best of TP, PP and EP (data-parallel attention with experts or with a TP FFN), and for 405B "
-    "of tied KVP as in Medha as well; every one of them with every number of pipeline stages.",
-    "The loss without HOP-B is that of tokens/s/user at fixed tokens/s/GPU over the frontier, with all numbers of GPUs "
-    "and all batch sizes: on the coarse grid it would be the distance to the next point.",
-    "Figure 1 is appendix A's formula, which charges Wo at TPA; all else prices Wo where it runs, over all ranks.",
+    "Figures 5 to 7 come from the planner's sweep. It evaluates every combination of TP, PP, EP, DP and KVP on 1 to 64 "
+    "GPUs with every batch size that fits in memory. Activations are bfloat16; weights, KV and arithmetic are FP4.",
+    "kernel_s and collective_s are fitted to the gains in tokens/s/user and to the loss without HOP-B, so these "
+    "numbers are not predictions.",
+    "The gains use only numbers of GPUs and batch sizes that are powers of two. The published 32x and 4x are powers of "
+    "two, which suggests that the paper's sweep used this grid, but the paper does not say so. The grid was chosen "
+    "with the published numbers in view: with all sizes, the gain in tokens/s/GPU of Llama-405B is more than 15% above "
+    "the paper. The first rows of the sensitivity table and the panels of Figures 5 and 6 show both grids.",
+    "The baseline is the best of TP and data-parallel attention (with experts or with a TP FFN), each with any number "
+    "of pipeline stages. For 405B, the baseline also includes tied KVP, as in Medha.",
+    "The loss without HOP-B is the loss of tokens/s/user at equal tokens/s/GPU over the frontier, with all numbers of "
+    "GPUs and all batch sizes. On the coarse grid, it would measure the distance to the next point.",
+    "Figure 1 uses appendix A's formula, which counts Wo at TPA. All other results count Wo where it runs, over all "
+    "ranks.",
 )
 
 
@@ -94,20 +102,20 @@ def _hop_b_claims() -> tuple[Claim, ...]:
 def _claims(models: tuple[Evaluated, ...], headlines: list[Headline]) -> list[Claim]:
     published = ((1.5, 32.0, 0.01, "5"), (1.13, 4.0, 0.12, "6"))
     claims = [
-        Claim("5, 6", "configurations", "both models", 100_000, sum(found.configurations for found in headlines), "",
-              bound=">", formula=True)
+        Claim("5, 6", "configurations evaluated", "both models", 100_000,
+              sum(found.configurations for found in headlines), "", bound=">", formula=True)
     ]  # fmt: skip
     for model, found, (interactivity, throughput, loss, figure) in zip(models, headlines, published, strict=True):
         setting = f"{model.title}, {_GRID}"
         missed = (
-            "decided by the exchange's fixed cost: the paper has the exchange at 1% of a step, which at 61 layers and "
-            "some 5 ms leaves 0.8 us for each; see the sensitivity table"
+            "the exchange's fixed cost explains the difference: in the paper, exchanges take 1% of a step, which is "
+            "0.8 us per layer for 61 layers and a step of about 5 ms; see the sensitivity table"
         )
-        most = f"at most {found.loss.most:.1%} over the frontier"
+        most = f"up to {found.loss.most:.1%} on the frontier"
         claims += [
-            Claim(figure, "best tokens/s/user over the best baseline's", setting, interactivity,
+            Claim(figure, "best tokens/s/user over the best baseline", setting, interactivity,
                   found.gain.interactivity, "x"),
-            Claim(figure, "tokens/s/GPU at equal tokens/s/user, at most", setting, throughput, found.gain.throughput,
+            Claim(figure, "tokens/s/GPU at equal tokens/s/user, maximum", setting, throughput, found.gain.throughput,
                   "x", note=f"at {found.gain.at_user_tokens_per_s:.0f} tokens/s/user"),
             Claim("7", "tokens/s/user lost without HOP-B, median", setting, 100 * loss, 100 * found.loss.median, "%",
                   note=f"{most}; {missed}" if loss == 0.01 else most),
@@ -123,34 +131,34 @@ def _sizes(models: tuple[Evaluated, ...]) -> Table:
     r1, dense = models
     return Table(
         "kv_sizes",
-        "KV of one request of 1M tokens",
+        "KV of one request with 1M tokens",
         ("model, dtype", "numbers per token", "GB"),
         (row(r1, "FP4", 4), row(dense, "FP4", 4), row(dense, "bfloat16", 16)),
     )
 
 
 def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
-    """The headline numbers under other assumptions, one at a time."""
+    """Compute the headline numbers under other assumptions, one at a time."""
     system = models[0].setting.system
     link = system.scale_up
     changes: list[tuple[str, dict[str, float], dict[str, Any]]] = [
         ("as modelled", {}, {}),
-        ("gains with all numbers of GPUs and all batch sizes", {}, {"coarse_gain": False}),
-        ("HOP-B loss with powers of two alone", {}, {"coarse_loss": True}),
-        ("a part of the exchange pays all its fixed cost (part_fixed_share 1)", {"part_fixed_share": 1.0}, {}),
+        ("gains on the grid of all numbers of GPUs and all batch sizes", {}, {"coarse_gain": False}),
+        ("HOP-B loss on the grid of powers of two", {}, {"coarse_loss": True}),
+        ("each part of an exchange has the full fixed cost (part_fixed_share 1)", {"part_fixed_share": 1.0}, {}),
         ("collectives of 10 us", {"collective_s": 10e-6 - link.latency_s}, {}),
         ("collectives of 2.5 us", {"collective_s": 2.5e-6 - link.latency_s}, {}),
         ("collectives of 1 us", {"collective_s": 1e-6 - link.latency_s}, {}),
         ("collectives of 1 us on links 4 times as fast",
          {"collective_s": 1e-6 - link.latency_s, "scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
-        ("links 4 times as fast: latent and value outputs differ by 4",
+        ("links 4 times as fast (R1's latent outputs are 4 times as large as its value outputs)",
          {"scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
         ("kernels of 4 us", {"kernel_s": 4e-6}, {}),
         ("kernels of 1 us", {"kernel_s": 1e-6}, {}),
-        ("the next weights are read behind all-reduces", {}, {"seconds": prefetched_seconds}),
-        ("memory and arithmetic at their peaks",
+        ("the next weights are prefetched during all-reduces", {}, {"seconds": prefetched_seconds}),
+        ("memory and arithmetic at their peak rates",
          {"memory_efficiency": 1.0, "compute_efficiency": 1.0, "attention_efficiency": 1.0}, {}),
-        ("attention's arithmetic at half the rate", {"attention_efficiency": system.attention_efficiency / 2}, {}),
+        ("attention at half the arithmetic rate", {"attention_efficiency": system.attention_efficiency / 2}, {}),
     ]  # fmt: skip
     rows = []
     for name, changed, counted in changes:
@@ -159,16 +167,16 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
             found = headline(on_system(model.setting, changed), model.baseline, **counted)
             row += [found.gain.interactivity, found.gain.throughput, 100 * found.loss.median, 100 * found.loss.most]
         rows.append(tuple(row))
-    columns = ("user gain (x)", "GPU gain (x)", "HOP-B loss, median (%)", "most (%)")
+    columns = ("user gain (x)", "GPU gain (x)", "HOP-B loss, median (%)", "HOP-B loss, maximum (%)")
     return Table(
         "sensitivity",
         "What decides the headline numbers",
         ("assumption", *(f"{model.title}: {column}" for model in models for column in columns)),
         tuple(rows),
-        "Published: 1.5, 32, 1 for DeepSeek-R1, and 1.13, 4, 12 for Llama-405B. Fixed costs of kernels and collectives "
-        "decide the gain in tokens/s/user and the loss without HOP-B, for both models alike: no row brings R1's loss "
-        "near 1% and leaves 405B's near 12%. The gain in tokens/s/GPU is decided by the grid, and for R1 by the "
-        "arithmetic of attention, as MLA in FP4 is near the ridge.",
+        "Published: 1.5, 32 and 1 for DeepSeek-R1; 1.13, 4 and 12 for Llama-405B. For both models, the fixed costs of "
+        "kernels and collectives decide the gain in tokens/s/user and the loss without HOP-B. No row brings R1's loss "
+        "near 1% and keeps 405B's near 12%. The grid decides the gain in tokens/s/GPU. For R1, the arithmetic rate of "
+        "attention matters too, because MLA in FP4 is near the ridge point of the roofline.",
     )
 
 

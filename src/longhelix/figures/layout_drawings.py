@@ -1,4 +1,4 @@
-"""Helix's Figures 2 and 4, from Layout itself: who keeps which keys, and what every rank does in one layer."""
+"""Helix's Figures 2 and 4, drawn from `Layout`: which GPU stores which keys, and what each rank does in a layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Any
 
 from longhelix.spec.layout import HeadShape, Layout, piece_of
 
-_TOKENS = 8  # KV blocks along the sequence that are drawn
+_TOKENS = 8  # number of KV blocks drawn along the sequence
 
 
 @dataclass(frozen=True)
 class HeadsDrawing:
-    """For each layout a panel, in it every GPU with KV heads over the sequence: what it keeps, and its query heads."""
+    """One column per layout, with the KV blocks and query heads of each GPU."""
 
-    name: str
+    name: str  # file name, without a suffix
     title: str
     heads: HeadShape
     layouts: Sequence[Layout]
@@ -49,17 +49,14 @@ class HeadsDrawing:
 
 @dataclass(frozen=True)
 class PhasesDrawing:
-    """One layer as columns of phases, one row for each rank, in every cell what the rank owns there.
+    """One layer as a grid with a column per phase and a row per rank. Each cell shows what the rank owns there."""
 
-    Top: a dense FFN of `ffn_size` columns under `dense`; bottom: under `sparse`, with an expert for each of its EP.
-    """
-
-    name: str
+    name: str  # file name, without a suffix
     title: str
     heads: HeadShape
-    ffn_size: int
-    dense: Layout
-    sparse: Layout
+    ffn_size: int  # columns of the FFN
+    dense: Layout  # layout of the upper grid, which has a dense FFN
+    sparse: Layout  # layout of the lower grid, which has one expert per EP rank
 
     @property
     def size(self) -> tuple[float, float]:
@@ -71,7 +68,7 @@ class PhasesDrawing:
         self._draw_layer(bottom, self.sparse, f"experts, TPF {self.sparse.tpf} x EP {self.sparse.ep}")
 
     def phases(self, layout: Layout, rank: int) -> list[tuple[str, str]]:
-        """Phase and what `rank` does in it, in order; collectives name their group."""
+        """The phases of a rank in order, each with what the rank does in it. Collectives name their ranks."""
         heads, columns = self.heads, _span(layout.ffn_columns(self.ffn_size, rank))
         queries, keys = layout.query_heads(heads, rank), layout.kv_heads(heads, rank)
         tokens = piece_of(_TOKENS, layout.kvp, layout.kvp_rank(rank))
@@ -119,7 +116,7 @@ def _name(layout: Layout, heads: HeadShape) -> str:
         return f"Helix: TPA {layout.tpa} x KVP {layout.kvp}"
     if layout.tpa == 1:
         return "no TP"
-    return f"TP {layout.tpa}" + (", KV twice" if layout.duplicates_kv(heads) else "")
+    return f"TP {layout.tpa}" + (", KV duplicated" if layout.duplicates_kv(heads) else "")
 
 
 def _span(items: range) -> str:

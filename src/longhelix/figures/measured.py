@@ -1,5 +1,4 @@
-"""Helix on silicon: what TensorRT-LLM measured on GB300 NVL72, beside what plans of the preset give, one assumption at
-a time."""
+"""Gains of Helix that TensorRT-LLM measured on GB300 NVL72, next to plans with the preset gb300."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,13 +10,13 @@ from longhelix.figures.frontiers import CONTEXT, MAX_GPUS
 from longhelix.perf.setting import Setting
 from longhelix.plan.answer import TTL_BUDGETS_S
 from longhelix.plan.pareto import Gain, gain
-from longhelix.plan.service import Use
+from longhelix.plan.service import ServiceLoad
 from longhelix.plan.space import HELIX, STRATEGIES, Space, space
 from longhelix.plan.sweep import full_sweep, sweep
 from longhelix.spec import HardwareSpec
 
 PUBLISHED = (1.8, 32.0)  # interactivity, concurrency
-_RACK = 72
+_RACK = 72  # GPUs of an NVL72
 _MOST_BATCH = 4096
 _FITTED = ("kernel_s", "collective_s", "step_s", "part_fixed_share")
 _NAMES = np.array([strategy.name for strategy in STRATEGIES])
@@ -25,15 +24,14 @@ _NAMES = np.array([strategy.name for strategy in STRATEGIES])
 
 @dataclass(frozen=True)
 class _Case:
-    """One set of assumptions. node_gpus: of a server, whose shapes layouts have; None: any. coarse: numbers of GPUs and
-    batches that are powers of two alone. ours, baseline: the strategies that are compared."""
+    """One set of assumptions."""
 
-    assumption: str
+    assumption: str  # text of the row
     setting: Setting
     max_gpus: int = MAX_GPUS
-    node_gpus: int | None = None
-    coarse: bool = False
-    ours: tuple[str, ...] = ("helix_exposed",)
+    node_gpus: int | None = None  # GPUs per server, which limit the shapes of layouts; None: any shape
+    coarse: bool = False  # whether numbers of GPUs and batch sizes are only powers of two
+    ours: tuple[str, ...] = ("helix_exposed",)  # strategies that are compared with the baseline
     baseline: tuple[str, ...] = field(default=tuple(name for name in _NAMES if name not in HELIX))
 
     def gain(self) -> Gain:
@@ -43,29 +41,34 @@ class _Case:
             chosen = Space(chosen.layouts.take(kept), chosen.strategy[kept])
             found = sweep(self.setting, chosen, CONTEXT, 2.0 ** np.arange(np.log2(_MOST_BATCH) + 1))
         else:
-            found = full_sweep(Use(self.setting, int(CONTEXT)), chosen, TTL_BUDGETS_S)
+            found = full_sweep(ServiceLoad(self.setting, int(CONTEXT)), chosen, TTL_BUDGETS_S)
         names = _NAMES[chosen.strategy[found.points.layout]]
         ours, base = (found.points.take(np.isin(names, kind)) for kind in (self.ours, self.baseline))
         return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, base.user_tokens_per_s, base.gpu_tokens_per_s)
 
 
 def measured(preset: Setting, fitted: HardwareSpec) -> Table:
-    """The gains of DeepSeek-R1 in FP4 at 1M tokens. `fitted`: the paper's system, whose fixed costs one row takes."""
+    """Table of measured and planned gains of DeepSeek-R1 in FP4 at 1M tokens.
+
+    Args:
+        preset: DeepSeek-R1 on the preset gb300.
+        fitted: the paper's system, which gives the fixed costs of two rows.
+    """
     rows: list[tuple[str | float, ...]] = [("measured", *PUBLISHED)]
     for case in _cases(preset, fitted):
         found = case.gain()
         rows.append((case.assumption, found.interactivity, found.throughput))
     return Table(
         "measured",
-        "Measured on GB300 NVL72, and planned with the preset gb300 (DeepSeek-R1, FP4, 1M tokens)",
+        "Measured on GB300 NVL72 and planned with the preset gb300 (DeepSeek-R1, FP4, 1M tokens)",
         ("assumption", "user gain (x)", "GPU gain (x)"),
         tuple(rows),
-        "Measured: TensorRT-LLM, tech blog 22 (NVIDIA/TensorRT-LLM, docs/source/blogs/tech_blog), decode servers "
-        "behind others for prefill, without HOP-B: up to 1.8x interactivity and 32x concurrency over conventional "
-        "parallelism. It prints neither the dtype of attention and KV, nor the grid of its sweep, nor which point of "
-        "which frontier gives either number, so no row is its setting. No constant of the preset is fitted to it, and "
-        "no row was chosen for it: every row after the third is that one with one assumption changed. Gains in "
-        "tokens/s/GPU at equal tokens/s/user stand for concurrency, as in the paper.",
+        "TensorRT-LLM measured up to 1.8x interactivity and 32x concurrency over conventional parallelism, on decode "
+        "servers with separate prefill servers and without HOP-B (tech blog 22, NVIDIA/TensorRT-LLM, "
+        "docs/source/blogs/tech_blog). The blog does not give the dtype of attention and KV, the grid of its sweep, or "
+        "the frontier points behind the two numbers, so no row has exactly its setting. No constant of the preset is "
+        "fitted to the blog, and no row was chosen to match it. Each row after the third changes the named assumption "
+        "of the third row. As in the paper, gains in tokens/s/GPU at equal tokens/s/user stand for concurrency.",
     )
 
 
@@ -74,16 +77,14 @@ def _cases(preset: Setting, fitted: HardwareSpec) -> Iterator[_Case]:
     plain = _Case("as measured, without HOP-B", preset, node_gpus=system.node_ranks)
     yield replace(
         plain,
-        assumption="as plan answers: HOP-B, shapes that run, up to 64 GPUs, NVFP4 weights and KV, attention in FP8, a "
-        "tenth of memory reserved",
+        assumption="default plan: HOP-B, only shapes that run, up to 64 GPUs, NVFP4 weights and KV, attention in FP8, "
+        "10% of memory reserved",
         ours=HELIX,
     )
     yield plain
     yield replace(plain, assumption="up to 72 GPUs, the whole rack", max_gpus=_RACK)
     yield replace(plain, assumption="any shape", node_gpus=None)
-    yield replace(
-        plain, assumption="numbers of GPUs and batches that are powers of two, any degrees", node_gpus=None, coarse=True
-    )
+    yield replace(plain, assumption="powers of two for GPUs and batches, any degrees", node_gpus=None, coarse=True)
     for words, kv_dtype, attention_dtype in (
         ("attention in FP4", "nvfp4", "fp4"),
         ("attention in bfloat16", "nvfp4", "bfloat16"),
@@ -92,15 +93,15 @@ def _cases(preset: Setting, fitted: HardwareSpec) -> Iterator[_Case]:
         changed = replace(preset, kv_dtype=kv_dtype, attention_dtype=attention_dtype)
         yield replace(plain, assumption=words, setting=changed)
     systems = {
-        "nothing of memory reserved": {"reserve_bytes": 0.0},
-        "no work of the host": {"step_s": 0.0},
+        "no memory reserved": {"reserve_bytes": 0.0},
+        "no host work": {"step_s": 0.0},
         "kernels of 4 us": {"kernel_s": 4e-6},
         "collectives of 2.5 us": {"collective_s": 2.5e-6 - system.scale_up.latency_s},
-        "fixed costs that are fitted to the paper's GB200": {name: fitted.constants[name] for name in _FITTED},
+        "fixed costs fitted to the paper's GB200": {name: fitted.constants[name] for name in _FITTED},
     }
     for words, values in systems.items():
         changed = replace(preset, system=system.replaced(values, "assumed"))
         yield replace(plain, assumption=words, setting=changed)
         if "fitted" in words:
             yield replace(plain, assumption=f"{words}, with HOP-B", setting=changed, ours=HELIX)
-    yield replace(plain, assumption="TP with stages alone as the baseline", baseline=("tp",))
+    yield replace(plain, assumption="only TP with pipeline stages as the baseline", baseline=("tp",))

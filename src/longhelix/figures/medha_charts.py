@@ -1,4 +1,4 @@
-"""Medha's figures as charts, from the same deployments as its claims."""
+"""Medha's figures as charts, from the same deployments as the claims."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _KVP = (1, 2, 4)
 
 
 def charts(small: Setting, large: Setting) -> list[Drawing]:
-    """All figures of which the text gives enough."""
+    """Charts of all figures that the paper's text describes in enough detail."""
     return [
         _figure_1(small),
         _figure_5(small),
@@ -60,7 +60,7 @@ def _figure_5(small: Setting) -> Chart:
         Curve.of("published", (1, 2), (20, 80), "kx"),
     )
     panel = Panel("", "context (Mi tokens)", "GPUs", curves, log="xy", limit=("8 GPUs", 8.0), every_x=True)
-    return Chart("medha-figure-5", "Medha, Figure 5: what 8B needs of H100s", (panel,))
+    return Chart("medha-figure-5", "Medha, Figure 5: H100s that 8B needs", (panel,))
 
 
 def _figure_6(small: Setting) -> Chart:
@@ -69,7 +69,7 @@ def _figure_6(small: Setting) -> Chart:
     flops, token_bytes = 4 * model.head_size * model.num_query_heads, model.num_kv_heads * small.kv_head_bytes
     intensity = [chunk * flops / token_bytes for chunk in CHUNKS]
     ridge = small.system.rate(small.attends_in) / small.system.memory_bytes_per_s
-    return Chart("medha-figure-6", "Medha, Figure 6: chunks read the KV again and again, harmlessly (8B, 1M)", (
+    return Chart("medha-figure-6", "Medha, Figure 6: KV reads and arithmetic intensity by chunk size (8B, 1M)", (
         Panel("bytes", "chunk", "KV read (TB)", (Curve.of("all chunks", CHUNKS, read_tb),), log="xy", every_x=True),
         Panel("intensity", "chunk", "FLOP per byte", (Curve.of("attention", CHUNKS, intensity),), log="xy",
               limit=("H100's ridge", ridge), every_x=True),
@@ -121,7 +121,7 @@ def _figure_14(small: Setting) -> Chart:
                Curve.of("ring attention", gpus, ring, "^:")), log="xy", limit=("15 s", 15.0), every_x=True),
         Panel("head-of-line blocking", "GPUs", "longest wait (s)",
               (Curve.of("SPP: a stage's last chunk of 4096", gpus, stage_s),
-               Curve.of("striped attention: all of it", gpus, striped, "s--")), log="xy", every_x=True),
+               Curve.of("striped attention: the whole prefill", gpus, striped, "s--")), log="xy", every_x=True),
     ))  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def _figure_15(small: Setting, large: Setting) -> Chart:
             curves.append(Curve.of(f"{n}M", [deployment.gpus for deployment in fitting], seconds))
         return Panel(title, "GPUs", "TTFT (s)", curves, log="xy", limit=("30 s", 30.0), every_x=True)
 
-    return Chart("medha-figure-15", "Medha, Figure 15: SPP over stages of TP 8; what fits", (
+    return Chart("medha-figure-15", "Medha, Figure 15: SPP by number of stages of TP 8, contexts that fit", (
         panel("8B", small), panel("70B", large)
     ))  # fmt: skip
 
@@ -148,7 +148,9 @@ def _figure_16(small: Setting, large: Setting) -> Chart:
             curves.append(Curve.of(f"{n}M", [deployment.stages for deployment in fitting], milliseconds))
         return Panel(title, "stages of TP 8", "TBT (ms)", curves, log="xy", every_x=True)
 
-    return Chart("medha-figure-16", "Medha, Figure 16: decode over stages", (panel("8B", small), panel("70B", large)))
+    return Chart(
+        "medha-figure-16", "Medha, Figure 16: decode by number of stages", (panel("8B", small), panel("70B", large))
+    )
 
 
 def _figure_17(small: Setting) -> Chart:
@@ -189,11 +191,11 @@ def _figure_20(small: Setting, large: Setting) -> Chart:
             for stages in (4, 16):
                 deployment = TiedDeployment(setting, stages)
                 values = [100 * deployment.mfu(n * M, CHUNK, causal=causal) for n in CONTEXTS]
-                label = f"{stages} stages, " + ("causal" if causal else "not causal")
+                label = f"{stages} stages, " + ("causal" if causal else "no mask")
                 curves.append(Curve.of(label, CONTEXTS, values, style))
         return Panel(title, "context (M tokens)", "MFU (%)", curves, log="x", every_x=True)
 
-    return Chart("medha-figure-20", "Medha, Figure 20: FLOPs utilisation of prefill, both countings", (
+    return Chart("medha-figure-20", "Medha, Figure 20: MFU of prefill, with and without the causal mask", (
         panel("8B", small), panel("70B", large)
     ))  # fmt: skip
 
@@ -207,7 +209,7 @@ def _figure_21(small: Setting, large: Setting) -> Chart:
             curves.append(Curve.of(f"KVP {kvp}", fitting, [100 * deployment.mbu(n * M) for n in fitting]))
         return Panel(title, "context (M tokens)", "MBU (%)", curves, log="x", every_x=True, limit=("92%", 92.0))
 
-    return Chart("medha-figure-21", "Medha, Figure 21: bandwidth utilisation of decode (TP 8), what fits", (
+    return Chart("medha-figure-21", "Medha, Figure 21: bandwidth utilisation of decode (TP 8), contexts that fit", (
         panel("8B", small), panel("70B", large)
     ))  # fmt: skip
 

@@ -1,18 +1,18 @@
-"""Work over time: who computes when, as bars. Helix's Figure 3 and Medha's Figure 9."""
+"""Pipeline schedules as bars over time, for Helix's Figure 3 and Medha's Figure 9."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Span = tuple[float, float]  # start, length
+Span = tuple[float, float]  # start and length
 
 
 @dataclass(frozen=True)
 class SpanRows:
-    """Rows of spans, first row on top, the n-th span of every row of one colour: one request, or one chunk."""
+    """One schedule. The n-th spans of all rows belong to one request or chunk and have the same colour."""
 
     title: str
-    rows: Sequence[tuple[str, Sequence[Span]]]
+    rows: Sequence[tuple[str, Sequence[Span]]]  # name and spans of each row, from top to bottom
 
     @property
     def end(self) -> float:
@@ -21,15 +21,16 @@ class SpanRows:
 
 @dataclass(frozen=True)
 class Bars:
-    """Pipelines one under the other on one time axis."""
+    """Schedules below each other on one time axis."""
 
-    name: str
+    name: str  # file name, without a suffix
     title: str
-    unit: str
+    unit: str  # of time
     pipelines: Sequence[SpanRows]
 
     @property
     def size(self) -> tuple[float, float]:
+        """Width and height in inches."""
         return 9.0, 0.9 + sum(0.7 + 0.4 * len(pipeline.rows) for pipeline in self.pipelines)
 
     def draw(self, figure: Any) -> None:
@@ -55,7 +56,7 @@ def _draw(pipeline: SpanRows, axes: Any) -> None:
 
 
 def one_by_one(tasks: Sequence[tuple[str, float]]) -> list[tuple[str, list[Span]]]:
-    """Rows of tasks (row, length) of which each starts when the one before has ended."""
+    """Schedule tasks, given as row and length, one after another. Returns the spans of each row."""
     rows: dict[str, list[Span]] = {}
     now = 0.0
     for row, length in tasks:
@@ -65,7 +66,7 @@ def one_by_one(tasks: Sequence[tuple[str, float]]) -> list[tuple[str, list[Span]
 
 
 def overlapped(parts: int, attention: float, exchange: float) -> list[tuple[str, list[Span]]]:
-    """Attention part by part, each part's exchange as soon as its attention and the exchange before have ended."""
+    """Schedule attention in parts, with each exchange as early as possible. Returns the spans of each row."""
     attended = [(part * attention, attention) for part in range(parts)]
     sent: list[Span] = []
     for start, length in attended:
@@ -75,12 +76,15 @@ def overlapped(parts: int, attention: float, exchange: float) -> list[tuple[str,
 
 
 def standard_schedule(chunks_s: Sequence[float], stages: int) -> list[list[Span]]:
-    """Spans of every stage where a chunk starts when the one before has left the last stage; each takes t / stages."""
+    """Spans of each stage if a chunk starts when the previous one leaves the last stage.
+
+    A chunk takes the same part of its time in each stage.
+    """
     return _schedule(chunks_s, stages, dense=False)
 
 
 def sequence_schedule(chunks_s: Sequence[float], stages: int) -> list[list[Span]]:
-    """Spans of every stage where a chunk starts when the one before has left the first stage (SPP)."""
+    """Spans of each stage if a chunk starts when the previous one leaves the first stage (SPP)."""
     return _schedule(chunks_s, stages, dense=True)
 
 

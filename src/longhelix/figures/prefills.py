@@ -1,4 +1,4 @@
-"""Prefills of Medha's figures that no plan has: adaptive chunks, and ring attention as the baseline."""
+"""Prefills that only Medha's figures need: adaptive chunks, and ring attention as a baseline."""
 
 from dataclasses import dataclass, replace
 
@@ -19,26 +19,32 @@ ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
 
 @dataclass(frozen=True)
 class AdaptivePrefill:
-    """A prefill whose chunks shrink: seconds (n,), and at each prefix (nodes,) the chunk and the step's seconds."""
+    """A prefill with chunks that shrink as the prefix grows, for n layouts."""
 
-    seconds: Array
-    prefixes: Array
-    chunks: Array
-    steps_s: Array
+    seconds: Array  # TTFT, (n,)
+    prefixes: Array  # tokens before the chunk at each node, (nodes,)
+    chunks: Array  # chunk size at each node, (nodes, n)
+    steps_s: Array  # time of the chunk's step at each node, (nodes, n)
 
 
 def adaptive_prefill(
-    setting: Setting, layouts: Layouts, tokens: float, target_s: float, beside: Work = NO_WORK, *, nodes: int = 64
+    setting: Setting, layouts: Layouts, tokens: float, target_s: float, decodes: Work = NO_WORK, *, nodes: int = 64
 ) -> AdaptivePrefill:
-    """At every prefix the largest chunk of ADAPTIVE_CHUNKS whose step, with the decodes `beside` it, takes `target_s`.
+    """Prefill with the largest chunk at each prefix that keeps the step within a target.
 
-    Where none does, the smallest (arXiv 2409.17264, section 4.2).
+    If no chunk of ADAPTIVE_CHUNKS keeps the target, the smallest one is taken (arXiv 2409.17264, section 4.2).
+
+    Args:
+        tokens: length of the prompt.
+        target_s: time that a step may take.
+        decodes: work of the decodes in the same step.
+        nodes: number of prefixes at which the chunk is chosen.
     """
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
     chunks = np.array(ADAPTIVE_CHUNKS, dtype=np.float64)
     works = layouts.chunk(chunks[:, None, None], prefixes[:, None])
-    steps_s = cycle_seconds(setting, layouts, works + beside)  # by chunk, prefix and layout
-    # The largest that fits, or the first.
+    steps_s = cycle_seconds(setting, layouts, works + decodes)  # (chunks, nodes, n)
+    # The largest chunk within the target, or the smallest of all.
     largest = np.where(steps_s <= target_s, np.arange(len(chunks))[:, None, None], 0).max(axis=0)
     chosen, taken_s = chunks[largest], np.take_along_axis(steps_s, largest[None], axis=0)[0]
     total_s, longest_s = sum(taken_s / chosen, layouts.zeros) * (tokens / nodes), taken_s.max(axis=0)
@@ -47,11 +53,11 @@ def adaptive_prefill(
 
 
 def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: bool) -> Array:
-    """Prefill in one piece by ring attention: KVP ranks hold n/p tokens each and pass KV around while they attend.
+    """Prefill n tokens in one piece by ring attention: each of p KVP ranks holds n/p tokens and passes its KV on.
 
-    In each of p rounds a rank attends to n/p keys and receives the next ones. In ring order the slowest rank's keys
-    are all before its queries; striped, half of the pairs fall to the causal mask on every rank (arXiv 2311.09431).
-    Layers run on n/p rows, the FFN at TP = TPA, and all attend to everything.
+    In each of p rounds a rank attends to n/p keys and receives the next ones. In plain ring order, all keys of the
+    slowest rank are before its queries. If striped, the causal mask removes half of the query-key pairs on each rank
+    (arXiv 2311.09431). Each rank runs all layers on its n/p rows, and the FFN at TP = TPA.
     """
     ranks, rows = layouts.kvp, tokens / layouts.kvp
     alone = replace(layouts, kvp=layouts.ones, tpf=layouts.tpa, ep=layouts.ones,

@@ -1,4 +1,4 @@
-"""A reproduction as Markdown, and as one JSON object."""
+"""Write a reproduction as Markdown or as one JSON object."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -8,7 +8,7 @@ from longhelix.figures.claims import TOLERANCE, Claim, Reproduction, Table
 
 
 def as_dict(found: Reproduction) -> dict[str, Any]:
-    """Claims, constants and tables, by names that scripts may rely on."""
+    """The reproduction as a JSON object. Its keys are stable, so scripts can rely on them."""
     return {
         "paper": found.name,
         "title": found.title,
@@ -29,16 +29,16 @@ def as_dict(found: Reproduction) -> dict[str, Any]:
 
 
 def as_markdown(found: Reproduction) -> str:
-    """The report; it names the drawings."""
+    """The report as Markdown. It names the drawings but does not include them."""
     fitted = [constant for constant in found.constants if constant.fitted]
     modelled = [claim for claim in found.claims if not claim.formula]
     outside = [claim for claim in modelled if not claim.holds]
     blocks = [
-        f"# {found.title}: published and modelled",
-        f"Written by `longhelix figures {found.name} --out DIR`. {len(modelled)} numbers come from the model, "
-        f"{len(modelled) - len(outside)} of them within {TOLERANCE:.0%} of the paper or on its side of a bound, with "
-        f"{len(fitted)} fitted constants; {len(found.claims) - len(modelled)} more are arithmetic alone.",
-        "## Published against modelled",
+        f"# {found.title}: published and modelled numbers",
+        f"Written by `longhelix figures {found.name} --out DIR`. {len(modelled)} numbers come from the model, with "
+        f"{len(fitted)} fitted constants. {len(modelled) - len(outside)} of them are within {TOLERANCE:.0%} of the "
+        f"paper or on the right side of a bound. {len(found.claims) - len(modelled)} more numbers are pure arithmetic.",
+        "## Published and modelled numbers",
         _markdown(claims_table(found)),
         *_noted(found.claims),
         "## Conditions",
@@ -46,7 +46,7 @@ def as_markdown(found: Reproduction) -> str:
         f"## Constants of {found.system.name}",
         _rows(("constant", "value", "source"), ((c.name, f"{c.value:g}", c.source) for c in found.constants)),
         *(block for table in found.tables for block in (f"## {table.title}", _markdown(table), table.note) if block),
-        *(["## Left out", *(f"- {line}" for line in found.left_out)] if found.left_out else []),
+        *(["## Not modelled", *(f"- {line}" for line in found.left_out)] if found.left_out else []),
         "## Figures",
         *(f"- {drawing.name}: {drawing.title}" for drawing in found.drawings),
     ]
@@ -54,13 +54,13 @@ def as_markdown(found: Reproduction) -> str:
 
 
 def claims_table(found: Reproduction) -> Table:
-    """What is read first: a number in a row, with its residual."""
+    """Table with one claim per row: its published and modelled numbers, and their relative difference."""
     rows = tuple(
         (claim.figure, claim.what, claim.setting, _number(claim.published, claim.unit, claim.bound),
          _number(claim.modelled, claim.unit), f"{claim.residual:+.1%}" + ("" if claim.holds else " (outside)"))
         for claim in found.claims
     )  # fmt: skip
-    return Table("claims", "Published against modelled", _CLAIM_COLUMNS, rows)
+    return Table("claims", "Published and modelled numbers", _CLAIM_COLUMNS, rows)
 
 
 _CLAIM_COLUMNS = ("figure", "what", "setting", "published", "modelled", "residual")
@@ -103,7 +103,7 @@ def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _joined(blocks: Sequence[str]) -> str:
-    """Blank lines between blocks, but not between the points of one list."""
+    """Join blocks with blank lines, except between the points of one list."""
     text = blocks[0]
     for before, block in pairwise(blocks):
         text += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block

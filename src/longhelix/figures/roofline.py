@@ -1,4 +1,4 @@
-"""Helix's Figure 1 by its appendix A: how long a layer's KV and weights take to read, and nothing else."""
+"""Helix's Figure 1 by the formula of its appendix A: the time to read a layer's KV and weights, and nothing else."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -18,16 +18,16 @@ _TPA = 8
 
 @dataclass(frozen=True)
 class ReadTime:
-    """Microseconds that one layer takes to read its KV, and its weights."""
+    """Time to read the KV and the weights of one layer, in microseconds."""
 
     kv_us: float
     weights_us: float
 
 
 def appendix_a(model: ModelSpec, *, tpa: int, tpf: int, kvp: int = 1, context: float = 1e6) -> ReadTime:
-    """Appendix A of arXiv 2507.07120, with the batch, dtype and bandwidth of its Figure 1.
+    """Read times by appendix A of arXiv 2507.07120, with the batch, dtype and bandwidth of its Figure 1.
 
-    The formula reads Wo at TPA, though the method shards it over all ranks: the planner prices what runs instead.
+    The formula reads Wo at TPA, although Helix shards it over all ranks. The planner counts what actually runs.
     """
     per_us = FORMATS[DTYPE].bits / 8 / MEMORY_BYTES_PER_S * 1e6
     hidden, head_size = model.hidden_size, model.head_size
@@ -40,7 +40,7 @@ def appendix_a(model: ModelSpec, *, tpa: int, tpf: int, kvp: int = 1, context: f
 
 
 def figure_1(model: ModelSpec) -> tuple[Chart, Table]:
-    """Read times over TP width, over the context at TP 8, and over KVP width at TPA 8 and TPF = 8 KVP."""
+    """Chart and table of read times by TP width, by context at TP 8, and by KVP width at TPA 8 and TPF = 8 KVP."""
     by_tp = [appendix_a(model, tpa=tp, tpf=tp) for tp in WIDTHS]
     by_context = [appendix_a(model, tpa=_TPA, tpf=_TPA, context=context) for context in CONTEXTS]
     by_kvp = [appendix_a(model, tpa=_TPA, tpf=_TPA * kvp, kvp=kvp) for kvp in KVP_WIDTHS]
@@ -59,8 +59,8 @@ def figure_1(model: ModelSpec) -> tuple[Chart, Table]:
         "Figure 1: microseconds to read one layer's KV and weights",
         ("setting", "KV (us)", "weights (us)"),
         tuple(rows),
-        "Appendix A's formula alone, at 8000 GB/s: no efficiency, no kernel, no communication. Beyond TP = K = 8 the "
-        "KV is duplicated and its reads stay as they are; KVP divides them further.",
+        "Only appendix A's formula at 8000 GB/s, without efficiencies, kernels or communication. Beyond TP = K = 8 the "
+        "KV is duplicated and its read time stays the same. KVP divides it further.",
     )
     return Chart(
         "helix-figure-1", "Helix, Figure 1: DRAM reads of one layer (B 8, Q 128, K 8, F 65536, FP4)", panels

@@ -1,4 +1,4 @@
-"""Medha's engine as the model sees it: tied layouts of TP, stages and KVP; times of prefills, chunks and decodes."""
+"""Medha's deployments in the performance model: tied layouts, and the times of their prefills, chunks and decodes."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -16,19 +16,19 @@ from longhelix.scheduler.work import Work
 from longhelix.spec.layout import Layout
 from longhelix.spec.weights import num_parameters
 
-SERVER = 8
+SERVER = 8  # GPUs per server
 _P95 = 0.95
-_NODES = 32
+_NODES = 32  # prefixes at which a prefill is evaluated
 
 
 @dataclass(frozen=True)
 class TiedDeployment:
-    """A model on KVP groups of `stages` servers (or fractions of servers) of `tp` GPUs each."""
+    """A model on KVP groups with a full copy each, in pipeline stages of TP."""
 
     setting: Setting
-    stages: int = 1
-    kvp: int = 1
-    tp: int = SERVER
+    stages: int = 1  # pipeline stages per KVP group
+    kvp: int = 1  # KVP groups
+    tp: int = SERVER  # GPUs per stage
     layouts: Layouts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,41 +40,41 @@ class TiedDeployment:
         return self.stages * self.kvp * self.tp
 
     def prefill_s(self, tokens: float, chunk: float) -> float:
-        """Time to first token."""
+        """Time to first token, in seconds."""
         return _number(prefill_seconds(self.setting, self.layouts, tokens, chunk))
 
     def decode_s(self, context: float) -> float:
-        """Time between tokens of one request."""
+        """Time between tokens of one request, in seconds."""
         return _number(decode_seconds(self.setting, self.layouts, 1.0, context))
 
     def chunk_s(self, chunk: float, prefix: float, decodes: int = 0, decode_context: float = 1000.0) -> float:
-        """One step of a chunk after `prefix` tokens and of `decodes` short requests, through all stages."""
+        """Time of one step through all stages, with a chunk after `prefix` tokens and `decodes` short requests."""
         work = Work.chunk(chunk, prefix)
         if decodes:
             work = work + Work.decode(float(decodes), decode_context)
         return _number(step_seconds(self.setting, self.layouts, work))
 
     def p95_s(self, tokens: float, chunk: float, decodes: int = 0) -> float:
-        """P95 of the steps of a prefill: they grow with the prefix, so it is the one after 95% of the tokens."""
+        """P95 of a prefill's step times: steps grow with the prefix, so it is the step after 95% of the tokens."""
         return self.chunk_s(chunk, _P95 * tokens, decodes)
 
     def longest_s(self, tokens: float, chunk: float) -> float:
-        """The last, longest step of a prefill."""
+        """Time of the last step of a prefill, which is the longest."""
         return self.chunk_s(chunk, tokens - chunk)
 
     def attention_s(self, tokens: float, chunk: float) -> float:
-        """Attention's share of a prefill (its steps grow linearly: a mean over prefixes times their number)."""
+        """Time of attention in a prefill: a mean over prefixes times the number of steps, as steps grow linearly."""
         steps = [Work.chunk(chunk, (node + 0.5) / _NODES * tokens) for node in range(_NODES)]
         found = [item for work in steps for item in step_items(self.setting, self.layouts, work)]
         return sum(_number(item.seconds) for item in found if item.name == "attention") / _NODES * tokens / chunk
 
     def adaptive(self, tokens: float, target_s: float) -> tuple[float, float]:
-        """Seconds of a prefill whose steps take `target_s` at most, and its longest step."""
+        """Seconds of a prefill with steps of at most `target_s`, and of its longest step."""
         found = adaptive_prefill(self.setting, self.layouts, tokens, target_s, nodes=_NODES)
         return _number(found.seconds), float(found.steps_s.max())
 
     def striped_s(self, tokens: float, *, striped: bool = True) -> float:
-        """Prefill by ring attention over as many servers, one copy of the model on each."""
+        """Time of a prefill by ring attention over the stages, each with a full copy of the model."""
         servers = Layout(kvp=self.stages, tpa=self.tp, tpf=self.tp, ffn_replicas=self.stages)
         return _number(ring_seconds(self.setting, Layouts.of([servers]), tokens, striped=striped))
 
@@ -83,34 +83,36 @@ class TiedDeployment:
         return bool(needed[0] <= self.setting.system.usable_bytes)
 
     def mfu(self, tokens: float, chunk: float, *, causal: bool = False) -> float:
-        """Model FLOPs utilisation of a prefill; counted without the causal mask unless `causal`."""
+        """Model FLOPs utilisation of a prefill, counted without the causal mask unless `causal`."""
         peak = self.setting.system.rate(self.setting.weight_dtype) * self.gpus
         return model_flops(self.setting.model, tokens, tokens, causal=causal) / self.prefill_s(tokens, chunk) / peak
 
     def mbu(self, context: float) -> float:
-        """Model bandwidth utilisation of a decode: weights of every copy and KV, over what all GPUs could read."""
+        """Model bandwidth utilisation of a decode: bytes of all weights and KV over what the GPUs could read."""
         model = self.setting.model
         weights_bytes = self.kvp * num_parameters(model) * self.setting.weight_bytes
         read = weights_bytes + context * self.setting.kv_token_bytes
-        # Stages read one after the other.
+        # Stages read one after another, so only the GPUs of one stage read at a time.
         return read / self.decode_s(context) / (self.setting.system.memory_bytes_per_s * self.gpus / self.stages)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """A prefill whose KVP groups join one by one: at each prefix the groups, and the seconds of a chunk's step."""
+    """A prefill in which KVP groups join one by one. All arrays have one entry per prefix."""
 
-    prefixes: Array
-    kvp: Array
-    steps_s: Array
-    alone_s: Array
+    prefixes: Array  # tokens before the chunk
+    kvp: Array  # groups that have joined
+    steps_s: Array  # time of the chunk's step
+    alone_s: Array  # the same if the first group holds all tokens
 
 
 def growth(
     setting: Setting, tokens: float, chunk: float, *, stages: int, most_kvp: int, nodes: int = 2 * _NODES
 ) -> Growth:
-    """The next group joins when the last one holds its share of `tokens`, as the engine's growing placement has it;
-    `alone_s`: the first one keeps all."""
+    """Prefill `tokens` tokens on a growing number of KVP groups, as with the engine's growing placement.
+
+    The next group joins when the last one holds its share of the tokens.
+    """
     limit = tokens / most_kvp
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
     groups = [ceil((prefix + chunk) / limit) for prefix in prefixes]
@@ -123,7 +125,7 @@ def growth(
 
 
 def tokens_for(setting: Setting, seconds: float, gpus: int) -> float:
-    """The prompt whose FLOPs (not causal) `gpus` do in `seconds` at their peak."""
+    """Tokens of the longest prompt that `gpus` GPUs prefill in `seconds` at their peak, without the causal mask."""
     fixed = model_flops(setting.model, 1.0, 0.0)
     square = model_flops(setting.model, 1.0, 1.0) - fixed
     work = seconds * gpus * setting.system.rate(setting.weight_dtype)
@@ -131,7 +133,7 @@ def tokens_for(setting: Setting, seconds: float, gpus: int) -> float:
 
 
 def gpus_for(setting: Setting, tokens: float, seconds: float) -> float:
-    """GPUs that do the FLOPs (not causal) of a prompt in `seconds` at their peak."""
+    """GPUs that prefill a prompt in `seconds` at their peak, without the causal mask."""
     return model_flops(setting.model, tokens, tokens) / seconds / setting.system.rate(setting.weight_dtype)
 
 

@@ -13,7 +13,7 @@ from longhelix.plan.disaggregated import Disaggregated, disaggregated
 from longhelix.plan.latency import Latencies, latencies
 from longhelix.plan.pareto import AtSpeed, Gain, at_least, frontier, gain
 from longhelix.plan.question import Question
-from longhelix.plan.service import Use
+from longhelix.plan.service import ServiceLoad
 from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import Points, Sweep, full_sweep
 
@@ -56,7 +56,7 @@ def answer(question: Question) -> Plan:
     """
     budgets_s = (question.ttl_s,) if question.ttl_s is not None else TTL_BUDGETS_S
     every = space(question.setting.model, question.max_gpus, question.node_gpus)
-    use = Use(question.setting, question.context, question.demand, question.ttft_s)
+    use = ServiceLoad(question.setting, question.context, question.demand, question.ttft_s)
     searched = full_sweep(use, every, budgets_s)
     points = searched.points
     if not len(points):

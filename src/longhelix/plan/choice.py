@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
-from longhelix.plan.service import CHUNKS, Service, Use, mixed_seconds, service
+from longhelix.plan.service import CHUNKS, Service, ServiceLoad, mixed_seconds, service
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import MOST_BATCH, largest, units
 
@@ -85,7 +85,7 @@ class Chooser:
 
     def __init__(self, question: Question, space: Space) -> None:
         self._question, self._space = question, space
-        self._use = Use(question.setting, question.context, question.demand, question.ttft_s)
+        self._use = ServiceLoad(question.setting, question.context, question.demand, question.ttft_s)
         self._chunks = np.array(CHUNKS, dtype=np.float64)
         self._unit = units(space.layouts)
 

@@ -1,4 +1,4 @@
-"""Where sharding the KV along the sequence starts to pay, by context and batch."""
+"""Find the contexts and batch sizes at which Helix is faster than every other strategy."""
 
 from dataclasses import dataclass
 
@@ -10,31 +10,32 @@ from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
 from longhelix.plan.space import HELIX, STRATEGIES, Space
 
-CONTEXTS = tuple(4096 * 4**power for power in range(6))
+CONTEXTS = tuple(4096 * 4**power for power in range(6))  # tokens
 BATCHES = (1, 8, 64, 512)
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """The best TTL with Helix and with every other strategy, at one context and batch. None: no layout fits."""
+    """The best TTL with Helix and with the other strategies, at one context and batch size."""
 
-    gpus: int  # of every layout that is compared
-    context: int
-    batch: int
-    helix_s: float | None
-    others_s: float | None
-    kvp: int | None  # of Helix's best layout
+    gpus: int  # number of GPUs of each layout compared
+    context: int  # tokens per request
+    batch: int  # requests
+    helix_s: float | None  # best TTL with Helix, in seconds; None if no layout fits
+    others_s: float | None  # best TTL with the other strategies, in seconds; None if no layout fits
+    kvp: int | None  # KVP of Helix's best layout; None if no layout fits
 
     @property
     def pays(self) -> bool:
+        """Whether Helix is faster than all other strategies, or the only one that fits."""
         return self.helix_s is not None and (self.others_s is None or self.helix_s < self.others_s)
 
 
 def crossovers(question: Question, searched: Space, max_gpus: int) -> list[Crossover]:
-    """Compare the best TTL with and without KVP at each context and batch.
+    """Compare the best TTL of Helix and of the other strategies at each context and batch size.
 
-    All layouts compared have as many GPUs as the largest layout of up to `max_gpus` GPUs. That can be fewer than
-    `max_gpus`: no layout has 3 GPUs where sizes are powers of two.
+    All layouts compared have the same number of GPUs: that of the largest layout of up to `max_gpus` GPUs. It can be
+    less than `max_gpus`. For example, no layout has 3 GPUs if sizes are powers of two.
     """
     sizes = searched.layouts.world_size
     gpus = sizes[sizes <= max_gpus].max()
@@ -52,12 +53,12 @@ def crossovers(question: Question, searched: Space, max_gpus: int) -> list[Cross
             fits = bool(np.isfinite(ours[best]))
             found.append(
                 Crossover(
-                    int(gpus),
-                    context,
-                    batch,
-                    float(ours[best]) if fits else None,
-                    float(others.min()) if np.isfinite(others.min()) else None,
-                    int(degrees(searched.layouts, int(on_all[best]))["kvp"]) if fits else None,
+                    gpus=int(gpus),
+                    context=context,
+                    batch=batch,
+                    helix_s=float(ours[best]) if fits else None,
+                    others_s=float(others.min()) if np.isfinite(others.min()) else None,
+                    kvp=int(degrees(searched.layouts, int(on_all[best]))["kvp"]) if fits else None,
                 )
             )
     return found

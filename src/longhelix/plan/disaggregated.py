@@ -9,7 +9,7 @@ from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.linear import request_bytes
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
-from longhelix.plan.service import CHUNKS, Use, prompts
+from longhelix.plan.service import CHUNKS, ServiceLoad, prompts
 from longhelix.plan.space import Space
 from longhelix.plan.sweep import MOST_BATCH, largest
 from longhelix.spec.layout import Layout
@@ -68,7 +68,7 @@ def disaggregated(question: Question, space: Space) -> Disaggregated | None:
     demand = question.demand
     if demand is None:
         return None
-    use = Use(question.setting, question.context, demand, question.ttft_s)
+    use = ServiceLoad(question.setting, question.context, demand, question.ttft_s)
     transfer_s = _transfer_seconds(use)
     ttft_s = None if question.ttft_s is None else question.ttft_s - transfer_s
     first, second = _prefills(use, space, ttft_s).best(), _decodes(question, use, space).best()
@@ -131,7 +131,7 @@ def _numbers(
     return float(worth[row, column]), row + 1, column + 1, prefill, decode
 
 
-def _prefills(use: Use, space: Space, ttft_s: float | None) -> _Side:
+def _prefills(use: ServiceLoad, space: Space, ttft_s: float | None) -> _Side:
     """All layouts with all chunk sizes, each as busy as the TTFT target allows."""
     index = np.repeat(np.arange(len(space)), len(CHUNKS))
     chunk = np.tile(np.array(CHUNKS, dtype=np.float64), len(space))
@@ -144,7 +144,7 @@ def _prefills(use: Use, space: Space, ttft_s: float | None) -> _Side:
     return served.take(np.flatnonzero(busy > 0))
 
 
-def _decodes(question: Question, use: Use, space: Space) -> _Side:
+def _decodes(question: Question, use: ServiceLoad, space: Space) -> _Side:
     """All layouts, each with the largest batch that fits in memory and within the TTL target."""
     layouts = space.layouts
 
@@ -162,7 +162,7 @@ def _decodes(question: Question, use: Use, space: Space) -> _Side:
     return _Side(index, batch, batch / (ttl_s * use.demand.output_tokens), layouts.world_size, ttl_s)
 
 
-def _transfer_seconds(use: Use) -> float:
+def _transfer_seconds(use: ServiceLoad) -> float:
     """Seconds to send the longest prompt's KV and states of linear attention from one GPU to another.
 
     Uses the link of one GPU beyond its scale-up domain.

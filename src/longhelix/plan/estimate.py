@@ -12,7 +12,7 @@ from longhelix.perf.step import decode_items
 from longhelix.plan.candidate import degrees
 from longhelix.plan.deployment import check_experts
 from longhelix.plan.provenance import source
-from longhelix.plan.service import Use, service
+from longhelix.plan.service import ServiceLoad, service
 from longhelix.spec.layout import Layout
 
 
@@ -79,7 +79,7 @@ def estimate(
     """
     layout.check(setting.heads, setting.model.num_layers)
     check_experts(setting.model, layout.ep)
-    layouts, use = Layouts.of([layout], dp=dp, local=local, hop_b=hop_b), Use(setting, context)
+    layouts, use = Layouts.of([layout], dp=dp, local=local, hop_b=hop_b), ServiceLoad(setting, context)
     items = decode_items(setting, layouts, float(batch), float(context))
     needed = use.memory(layouts, float(batch), float(chunk))
     given = service(use, layouts, np.array([float(batch)]), np.array([float(chunk)]))

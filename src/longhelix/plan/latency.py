@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array
 from longhelix.perf.prefill import prefill
-from longhelix.plan.service import CHUNKS, Use, mixed_seconds
+from longhelix.plan.service import CHUNKS, ServiceLoad, mixed_seconds
 from longhelix.plan.space import Space
 
 
@@ -42,7 +42,7 @@ class Latencies:
         return int(np.lexsort((self.ttft_s.ravel(), gpus.ravel()))[0])
 
 
-def latencies(use: Use, space: Space, users: int) -> Latencies:
+def latencies(use: ServiceLoad, space: Space, users: int) -> Latencies:
     """Cost all layouts and chunk sizes for one of the longest prompts while `users` - 1 other requests decode."""
     layouts, setting = space.layouts, use.setting
     shape = (len(layouts), len(CHUNKS))

@@ -1,7 +1,7 @@
-"""What the planner's page shows: what each length, pair of dtypes and number of GPUs that one can set there allows.
+"""Data of the planner's page: the best configurations for each length, pair of dtypes and number of GPUs.
 
-A point is a layout with a batch, and what a step of it costs; a configuration is a point with a chunk size, and what it
-gives those who use it. Which configurations meet targets, and which of these is best, the page finds itself.
+A point is a layout with a batch size and the cost of its step. A configuration is a point with a chunk size and the
+service that it gives. The page itself finds the configurations that meet the targets, and the best one of them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,24 +20,24 @@ from longhelix.plan.choice import Choice
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.pareto import frontier
 from longhelix.plan.question import Question
-from longhelix.plan.service import CHUNKS, Use, mixed_seconds, prompts
+from longhelix.plan.service import CHUNKS, ServiceLoad, mixed_seconds, prompts
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import MOST_BATCH, Points, Sweep, unit_sweep, units
 from longhelix.spec import ModelSpec
 from longhelix.spec.layout import HeadShape, Layout
 
-# Of the lengths that are asked for.
+# Lengths on the page, relative to those of the plan.
 LENGTHS = (1 / 16, 1 / 4, 1.0, 4.0)
-# Of weights and of KV, beside those that are asked for: the first two that a system has arithmetic for.
+# More dtypes of weights and KV on the page: the first _MORE_DTYPES pairs that the system has arithmetic for.
 DTYPES = (("fp4", "fp8"), ("fp8", "fp8"), ("bfloat16", "bfloat16"))
 _MORE_DTYPES = 2
-MOST_POINTS, MOST_ASKED_POINTS = 12, 24
-MOST_DRAWN = 144
-_COARSE, _FINE = 1, 4  # batches per octave
-_QUICK_CHUNKS = (128.0, 8192.0)
-_QUICK_OCTAVES = 2  # between batches of layouts that are there for their prefill
-_SOME_CHUNKS = CHUNKS[1::3]
-_MOST_LAYOUTS = 1000
+MOST_POINTS, MOST_PLAN_POINTS = 12, 24  # points of a frontier: in other tables, and in the table of the plan
+MOST_DRAWN = 144  # ranks of a stage that the page draws
+_COARSE, _FINE = 1, 4  # batch sizes per octave
+_PREFILL_CHUNKS = (128.0, 8192.0)
+_PREFILL_OCTAVES = 2  # octaves between the batch sizes of layouts that are selected for their prefill
+_SOME_CHUNKS = CHUNKS[1::3]  # chunk sizes of the tables other than that of the plan
+_MOST_LAYOUTS = 1000  # layouts that a coarse sweep evaluates; in a larger space, only those of round sizes
 _STAGE = ("dp", "kvp", "tpa", "tpf", "ep", "ffn_replicas")
 _POINT = ("layout", "batch", "ttl_s")
 _MEMORY = ("weights_bytes", "kv_bytes")
@@ -45,7 +45,7 @@ _COSTS = ("seconds", "flops", "hbm_bytes", "net_bytes")
 _CONFIGURATION = ("point", "chunk", "activations_bytes", "ttl_p95_s", "longest_s")
 _PROMPTS = ("busy_s", "wait_s", "step_s")
 _OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_heads", "merged_query_heads", "experts")
-# Of float32's 23 bits of mantissa: 1 part in 4096, and half the bytes once compressed.
+# Bits that are kept of float32's 23-bit mantissa. The error is 1 in 4096, and the compressed data has half the size.
 _KEPT_BITS = 11
 _KINDS = {
     "attention": (
@@ -66,56 +66,56 @@ _Index = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class PageData:
-    """`document` is for JSON; `numbers` holds the matrices of its tables, one after the other."""
+    """The data that the page loads."""
 
-    document: dict[str, Any]
-    numbers: NDArray[np.float32]
+    document: dict[str, Any]  # JSON
+    numbers: NDArray[np.float32]  # the matrices of all tables, one after another and flattened
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """What is kept of a sweep. points: `layout` is that of the whole space; lines: positions among them of those on a
-    frontier, by cap and strategy; short_bytes: what the nearest layout lacks for one request, by cap."""
+class _Selection:
+    """The points of a sweep that the page shows."""
 
-    points: Points
-    lines: list[list[list[int]]]
-    short_bytes: list[float]
-    configurations: int
+    points: Points  # `layout` is an index into the whole space
+    frontiers: list[list[list[int]]]  # positions in `points` of each frontier, by cap and strategy
+    short_bytes: list[float]  # memory that the layout nearest to fitting lacks for one request, by cap
+    configurations: int  # number of configurations evaluated
 
 
 @dataclass(frozen=True)
 class _Table:
-    """One length and pair of dtypes. A row of `points`, or of `configurations`, is a number of each of them."""
+    """The points and configurations for one length and pair of dtypes."""
 
-    kept: _Kept
-    points: NDArray[np.float32]
-    configurations: NDArray[np.float32]
-    item_names: list[str]
+    selection: _Selection
+    points: NDArray[np.float32]  # (rows, points), one quantity per row
+    configurations: NDArray[np.float32]  # (rows, configurations), one quantity per row
+    item_names: list[str]  # names of the cost items
 
 
 def page_data(plan: Plan, model_name: str, answer: dict[str, Any]) -> PageData:
-    """Of a plan, whose sweep gives the whole frontiers of what is asked for, and of what lies around it.
+    """Collect the page's data for a plan and for the lengths and dtypes around it.
 
-    answer: of the plan as JSON what another page compares with its own.
+    Args:
+        answer: the part of the plan's JSON that another page compares with its own plan.
     """
-    question, every = plan.question, plan.sweep.space
+    question, searched = plan.question, plan.sweep.space
     settings, questions = _settings(question.setting), _questions(question)
     tables = _tables(plan, settings, questions)
-    used = np.unique(np.concatenate([table.kept.points.layout for table in tables]))
+    used = np.unique(np.concatenate([table.selection.points.layout for table in tables]))
     document = {
         "model": model_name,
         "system": question.setting.system.name,
         **_model(question.setting),
         **_choices(settings, questions),
-        "asked": _asked(question, questions),
+        "asked": _initial(question, questions),
         "answer": answer,
-        "looked_at": sum(table.kept.configurations for table in tables),
+        "looked_at": sum(table.selection.configurations for table in tables),
         "accepted_tokens": question.setting.accepted_tokens,
         "output_tokens": None if question.demand is None else question.demand.output_tokens,
         "strategies": [vars(strategy) for strategy in STRATEGIES],
-        "layouts": [_layout(every, int(index)) for index in used],
+        "layouts": [_layout(searched, int(index)) for index in used],
         "owner_rows": _OWNERS,
-        "owners": _owners(question.setting.model, every, used),
+        "owners": _owners(question.setting.model, searched, used),
         "point_rows": [*_POINT, *_MEMORY],
         "item_rows": _COSTS,
         "items": [{"name": name, "kind": kind_of(name)} for name in tables[0].item_names],
@@ -123,18 +123,18 @@ def page_data(plan: Plan, model_name: str, answer: dict[str, Any]) -> PageData:
         "tables": [_outline(table) for table in tables],
     }
     for table in tables:
-        table.points[0] = np.searchsorted(used, table.kept.points.layout)
+        table.points[0] = np.searchsorted(used, table.selection.points.layout)
     matrices = [matrix for table in tables for matrix in (table.points, table.configurations)]
     return PageData(document, np.concatenate([matrix.ravel() for matrix in matrices]))
 
 
 def gpu_caps(max_gpus: int) -> list[int]:
-    """Powers of two below `max_gpus`, and that."""
+    """The numbers of GPUs on the page: powers of two below `max_gpus`, and `max_gpus`."""
     return [2**power for power in range(max_gpus.bit_length()) if 2**power < max_gpus] + [max_gpus]
 
 
 def kind_of(item_name: str) -> str | None:
-    """The kind of work that a cost item is, or None for one that this page does not know."""
+    """The kind of work of a cost item; None if the page does not know the item."""
     return next((kind for kind, names in _KINDS.items() if item_name in names), None)
 
 
@@ -150,7 +150,7 @@ def _model(setting: Setting) -> dict[str, Any]:
 
 
 def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, Any]:
-    """What one can choose from."""
+    """The lengths, dtypes and numbers of GPUs that the page offers."""
     return {
         "lengths": [each.context for each in questions],
         "dtypes": [[setting.weight_dtype, setting.kv_dtype] for setting in settings],
@@ -159,8 +159,8 @@ def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, An
     }
 
 
-def _asked(question: Question, questions: list[Question]) -> dict[str, Any]:
-    """What the page opens with, beside the first dtypes and the most GPUs."""
+def _initial(question: Question, questions: list[Question]) -> dict[str, Any]:
+    """The initial inputs of the page. It also starts with the first pair of dtypes and the largest number of GPUs."""
     return {
         "length": questions.index(question),
         "ttl_s": question.ttl_s,
@@ -173,109 +173,118 @@ def _asked(question: Question, questions: list[Question]) -> dict[str, Any]:
 
 
 def _outline(table: _Table) -> dict[str, Any]:
-    """A table without its numbers."""
+    """A table's sizes and frontiers, without its numbers."""
     return {
         "points": table.points.shape[1],
         "configurations": table.configurations.shape[1],
-        "frontiers": table.kept.lines,
-        "short_bytes": table.kept.short_bytes,
+        "frontiers": table.selection.frontiers,
+        "short_bytes": table.selection.short_bytes,
     }
 
 
 def _tables(plan: Plan, settings: list[Setting], questions: list[Question]) -> list[_Table]:
-    """Of each pair of dtypes, and of these each length."""
-    every, caps = plan.sweep.space, gpu_caps(plan.question.max_gpus)
-    quick = _quickest(_use(plan.question.setting, plan.question), every, caps)
+    """One table for each pair of dtypes and each length, ordered by pair, then by length."""
+    searched, caps = plan.sweep.space, gpu_caps(plan.question.max_gpus)
+    quick = _fastest_prefills(_service_load(plan.question.setting, plan.question), searched, caps)
     tables = []
     for setting in settings:
         for question in questions:
-            use = _use(setting, question)
+            load = _service_load(setting, question)
             if setting is plan.question.setting and question is plan.question:
-                tables.append(_asked_table(use, plan, caps, quick))
+                tables.append(_plan_table(load, plan, caps, quick))
             else:
-                tables.append(_table(use, _around(use, every, caps, quick), every, _SOME_CHUNKS))
+                tables.append(_table(load, _selection_around(load, searched, caps, quick), searched, _SOME_CHUNKS))
     return tables
 
 
-def _settings(asked: Setting) -> list[Setting]:
-    """What is asked for, and other dtypes that the system has arithmetic for."""
-    pairs = [pair for pair in DTYPES if pair != (asked.weight_dtype, asked.kv_dtype)]
-    known = [pair for pair in pairs if all(dtype in asked.system.flops_per_s for dtype in pair)]
-    return [asked, *(_in_dtypes(asked, weights, kv) for weights, kv in known[:_MORE_DTYPES])]
+def _settings(setting: Setting) -> list[Setting]:
+    """The plan's setting, and the same with other dtypes that the system has arithmetic for."""
+    pairs = [pair for pair in DTYPES if pair != (setting.weight_dtype, setting.kv_dtype)]
+    known = [pair for pair in pairs if all(dtype in setting.system.flops_per_s for dtype in pair)]
+    return [setting, *(_in_dtypes(setting, weights, kv) for weights, kv in known[:_MORE_DTYPES])]
 
 
-def _in_dtypes(asked: Setting, weights: str, kv: str) -> Setting:
-    """Experts keep the dtype that is asked for them beside the weights that it is asked for."""
-    experts = asked.expert_dtype if weights == asked.weight_dtype else None
-    return replace(asked, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts)
+def _in_dtypes(setting: Setting, weights: str, kv: str) -> Setting:
+    """The setting with other dtypes. Experts keep a dtype of their own only if the weights keep theirs."""
+    experts = setting.expert_dtype if weights == setting.weight_dtype else None
+    return replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts)
 
 
-def _questions(asked: Question) -> list[Question]:
-    """The same of shorter and longer requests; the prompts of a demand are, and its answers stay."""
-    found = {each.context: each for each in (_scaled(asked, times) for times in LENGTHS)}
-    return [question for _, question in sorted((found | {asked.context: asked}).items())]
+def _questions(question: Question) -> list[Question]:
+    """The plan's question, and the same with shorter and longer requests. Only the prompts of a demand change."""
+    found = {each.context: each for each in (_scaled(question, times) for times in LENGTHS)}
+    return [scaled for _, scaled in sorted((found | {question.context: question}).items())]
 
 
-def _scaled(asked: Question, times: float) -> Question:
+def _scaled(question: Question, times: float) -> Question:
     def tokens(count: int) -> int:
         return max(1, round(times * count))
 
-    if asked.demand is None:
-        return replace(asked, context=tokens(asked.context))
-    kinds = (Kind(each.share, tokens(each.input_tokens), each.output_tokens) for each in asked.demand.kinds)
-    demand = Demand(tuple(kinds), asked.demand.rate_per_s, asked.demand.prefix_hit)
-    return replace(asked, context=demand.longest, demand=demand)
+    if question.demand is None:
+        return replace(question, context=tokens(question.context))
+    kinds = (Kind(each.share, tokens(each.input_tokens), each.output_tokens) for each in question.demand.kinds)
+    demand = Demand(tuple(kinds), question.demand.rate_per_s, question.demand.prefix_hit)
+    return replace(question, context=demand.longest, demand=demand)
 
 
-def _use(setting: Setting, question: Question) -> Use:
-    return Use(setting, question.context, question.demand, question.ttft_s)
+def _service_load(setting: Setting, question: Question) -> ServiceLoad:
+    return ServiceLoad(setting, question.context, question.demand, question.ttft_s)
 
 
-def _quickest(use: Use, every: Space, caps: list[int]) -> _Index:
-    """For each cap and strategy the layouts that prefill the longest prompt fastest, in small chunks and in large ones:
-    decodes lead elsewhere."""
-    layouts, found = every.layouts, []
-    for chunk in _QUICK_CHUNKS:
-        fits = use.memory_bytes(layouts, 1.0, chunk) <= use.setting.capacity_bytes(layouts)
-        ttft_s = np.where(fits, prompts(use, layouts, chunk * layouts.ones).longest_s, np.inf)
+def _fastest_prefills(load: ServiceLoad, searched: Space, caps: list[int]) -> _Index:
+    """For each cap and strategy, the layouts that prefill the longest prompt fastest, in small and in large chunks.
+
+    They are not always on a frontier, because frontiers compare decodes.
+    """
+    layouts, found = searched.layouts, []
+    for chunk in _PREFILL_CHUNKS:
+        fits = load.memory_bytes(layouts, 1.0, chunk) <= load.setting.capacity_bytes(layouts)
+        ttft_s = np.where(fits, prompts(load, layouts, chunk * layouts.ones).longest_s, np.inf)
         for cap in caps:
             for strategy in range(len(STRATEGIES)):
-                allowed = np.where((layouts.world_size <= cap) & (every.strategy == strategy), ttft_s, np.inf)
+                allowed = np.where((layouts.world_size <= cap) & (searched.strategy == strategy), ttft_s, np.inf)
                 found += [int(allowed.argmin())] if np.isfinite(allowed).any() else []
     return np.unique(np.array(found, dtype=np.intp))
 
 
-def _asked_table(use: Use, plan: Plan, caps: list[int], quick: _Index) -> _Table:
-    """Whole frontiers, and what the plan recommends or names as nearest among the points."""
-    every = plan.sweep.space
+def _plan_table(load: ServiceLoad, plan: Plan, caps: list[int], quick: _Index) -> _Table:
+    """The table of the plan: its frontiers, its recommended and nearest choices, and the fastest prefills."""
+    searched = plan.sweep.space
     named = [*([] if plan.best is None else [plan.best]), *plan.nearest]
-    kept = _kept(plan.sweep, np.arange(len(every)), caps, MOST_ASKED_POINTS, plan.question.ttl_s)
-    more = [_at(use, every, choice) for choice in named]
-    more.append(_quick_points(every, plan.sweep, np.arange(len(every)), quick))
-    return _table(use, _with(kept, more), every, CHUNKS)
+    selection = _select(plan.sweep, np.arange(len(searched)), caps, MOST_PLAN_POINTS, plan.question.ttl_s)
+    more = [_point_of(load, searched, choice) for choice in named]
+    more.append(_prefill_points(searched, plan.sweep, np.arange(len(searched)), quick))
+    return _table(load, _with_points(selection, more), searched, CHUNKS)
 
 
-def _around(use: Use, every: Space, caps: list[int], quick: _Index) -> _Kept:
-    """Layouts that are on a frontier of few batches with more of them, and those that prefill fast with some."""
-    some = np.arange(len(every)) if len(every) <= _MOST_LAYOUTS else _round(every)
-    coarse = unit_sweep(use, _taken(every, some), _batches(_COARSE))
-    rough = _kept(coarse, some, caps, None)
+def _selection_around(load: ServiceLoad, searched: Space, caps: list[int], quick: _Index) -> _Selection:
+    """Select the points of a table other than that of the plan.
+
+    A coarse sweep finds the layouts on a frontier. A fine one evaluates more batch sizes of these and of the layouts
+    that prefill fastest.
+    """
+    some = np.arange(len(searched)) if len(searched) <= _MOST_LAYOUTS else _round_sizes(searched)
+    coarse = unit_sweep(load, _subspace(searched, some), _batches(_COARSE))
+    rough = _select(coarse, some, caps, None)
     chosen = np.union1d(rough.points.layout, quick)
-    fine = unit_sweep(use, _taken(every, chosen), _batches(_FINE))
-    kept = _kept(fine, chosen, caps, MOST_POINTS)
+    fine = unit_sweep(load, _subspace(searched, chosen), _batches(_FINE))
+    selection = _select(fine, chosen, caps, MOST_POINTS)
     counted = coarse.configurations + fine.configurations
-    kept = replace(kept, short_bytes=rough.short_bytes, configurations=counted)
-    return _with(kept, [_quick_points(every, fine, chosen, quick)])
+    selection = replace(selection, short_bytes=rough.short_bytes, configurations=counted)
+    return _with_points(selection, [_prefill_points(searched, fine, chosen, quick)])
 
 
-def _taken(every: Space, index: _Index) -> Space:
-    return Space(every.layouts.take(index), every.strategy[index])
+def _subspace(searched: Space, index: _Index) -> Space:
+    return Space(searched.layouts.take(index), searched.strategy[index])
 
 
-def _round(every: Space) -> _Index:
-    """Layouts whose stages, and whose ranks in a stage, are a power of two or three times one, or the most."""
+def _round_sizes(searched: Space) -> _Index:
+    """Layouts of round sizes.
+
+    Stages and ranks per stage must be a power of two or three times one. The largest number of ranks also counts.
+    """
     round_numbers = [times * 2.0**power for times in (1, 3) for power in range(12)]
-    ranks, stages = every.layouts.num_ranks, every.layouts.pp
+    ranks, stages = searched.layouts.num_ranks, searched.layouts.pp
     return np.flatnonzero(np.isin(ranks, [*round_numbers, ranks.max()]) & np.isin(stages, round_numbers))
 
 
@@ -283,48 +292,58 @@ def _batches(per_octave: int) -> Array:
     return np.unique(np.round(2.0 ** np.arange(0, np.log2(MOST_BATCH) + 1, 1 / per_octave)))
 
 
-def _quick_points(every: Space, found: Sweep, index: _Index, quick: _Index) -> Points:
-    """Those layouts with 1, 4, 16 requests and so on; index: of the sweep's layouts in the whole space."""
+def _prefill_points(searched: Space, found: Sweep, index: _Index, quick: _Index) -> Points:
+    """The points of the layouts `quick` with 1, 4, 16 and so on requests per unit.
+
+    Args:
+        index: index in the whole space of each layout of the sweep.
+    """
     layout = index[found.points.layout]
-    octave = np.log2(found.points.batch / units(every.layouts)[layout])
-    points = found.points.take(np.isin(layout, quick) & (octave % _QUICK_OCTAVES == 0))
+    octave = np.log2(found.points.batch / units(searched.layouts)[layout])
+    points = found.points.take(np.isin(layout, quick) & (octave % _PREFILL_OCTAVES == 0))
     return replace(points, layout=index[points.layout])
 
 
-def _at(use: Use, every: Space, choice: Choice) -> Points:
-    """The layout and batch of a choice."""
+def _point_of(load: ServiceLoad, searched: Space, choice: Choice) -> Points:
+    """The point with the layout and batch size of a choice."""
     strategies = [strategy.name for strategy in STRATEGIES]
-    alike = np.flatnonzero(every.strategy == strategies.index(choice.strategy))
-    index = np.array([next(each for each in alike if degrees(every.layouts, int(each)) == choice.layout)])
-    layouts, batch = every.layouts.take(index), np.array([float(choice.batch)])
+    alike = np.flatnonzero(searched.strategy == strategies.index(choice.strategy))
+    index = np.array([next(each for each in alike if degrees(searched.layouts, int(each)) == choice.layout)])
+    layouts, batch = searched.layouts.take(index), np.array([float(choice.batch)])
     return Points(
-        index, batch, layouts.world_size, use.token_seconds(layouts, batch), use.memory_bytes(layouts, batch, 0.0)
+        index, batch, layouts.world_size, load.token_seconds(layouts, batch), load.memory_bytes(layouts, batch, 0.0)
     )
 
 
-def _kept(found: Sweep, index: _Index, caps: list[int], most: int | None, ttl_s: float | None = None) -> _Kept:
-    """At most `most` points of each frontier, with the best that keeps the TTL; index: of the sweep's layouts in the
-    whole space."""
+def _select(found: Sweep, index: _Index, caps: list[int], most: int | None, ttl_s: float | None = None) -> _Selection:
+    """Select the points of each frontier.
+
+    Args:
+        index: index in the whole space of each layout of the sweep.
+        caps: numbers of GPUs.
+        most: maximum number of points per frontier; None selects all.
+        ttl_s: TTL target. The best point that keeps it is selected in addition.
+    """
     strategies = found.space.strategy[found.points.layout]
-    lines = [
-        list(_growing(found.points, np.flatnonzero(strategies == number), caps, most, ttl_s))
+    frontiers = [
+        list(_frontiers_by_cap(found.points, np.flatnonzero(strategies == number), caps, most, ttl_s))
         for number in range(len(STRATEGIES))
     ]
-    kept = np.unique(np.concatenate([line for of_caps in lines for line in of_caps]))
+    kept = np.unique(np.concatenate([line for of_caps in frontiers for line in of_caps]))
     points = found.points.take(kept)
     gpus = found.space.layouts.world_size
-    return _Kept(
+    return _Selection(
         replace(points, layout=index[points.layout]),
-        [[np.searchsorted(kept, of_caps[cap]).tolist() for of_caps in lines] for cap in range(len(caps))],
+        [[np.searchsorted(kept, of_caps[cap]).tolist() for of_caps in frontiers] for cap in range(len(caps))],
         [float(found.short_bytes[gpus <= cap].min(initial=np.inf)) for cap in caps],
         found.configurations,
     )
 
 
-def _growing(
+def _frontiers_by_cap(
     points: Points, members: _Index, caps: list[int], most: int | None, ttl_s: float | None
 ) -> Iterator[_Index]:
-    """The frontier of the points that are `members` under each cap, made from the one before."""
+    """The frontier of the points `members` under each cap. Each is computed from the one of the previous cap."""
     user, gpu, gpus = points.user_tokens_per_s, points.gpu_tokens_per_s, points.gpus[members]
     best, below = np.zeros(0, dtype=np.intp), 0
     for cap in caps:
@@ -335,86 +354,91 @@ def _growing(
 
 
 def _thinned(ascending: Array, most: int, ttl_s: float | None) -> _Index:
-    """Positions of at most `most` numbers, evenly spread on a logarithmic axis, ends included, and of the first that
-    keeps the TTL."""
+    """Positions of at most `most` numbers, evenly spread on a logarithmic axis and with both ends.
+
+    The first number that keeps the TTL is added.
+    """
     if len(ascending) <= most:
         return np.arange(len(ascending))
     wanted = np.geomspace(ascending[0], ascending[-1], most)
     kept = np.append(np.searchsorted(ascending[:-1], wanted[:-1]), len(ascending) - 1)
-    asked = [] if ttl_s is None else [np.searchsorted(ascending[:-1], 1 / ttl_s)]
-    return np.unique(np.append(kept, asked).astype(np.intp))
+    in_time = [] if ttl_s is None else [np.searchsorted(ascending[:-1], 1 / ttl_s)]
+    return np.unique(np.append(kept, in_time).astype(np.intp))
 
 
-def _with(kept: _Kept, more: Iterable[Points]) -> _Kept:
-    """The same with points that are on no frontier."""
-    every = [kept.points, *more]
+def _with_points(selection: _Selection, more: Iterable[Points]) -> _Selection:
+    """The selection with more points, which are on no frontier."""
+    parts = [selection.points, *more]
     names = ("layout", "batch", "gpus", "ttl_s", "memory_bytes")
-    return replace(kept, points=Points(*(np.concatenate([getattr(each, name) for each in every]) for name in names)))
+    return replace(
+        selection, points=Points(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    )
 
 
-def _table(use: Use, kept: _Kept, every: Space, chunks: tuple[int, ...]) -> _Table:
-    points = kept.points
-    layouts = every.layouts.take(points.layout)
-    held = use.memory(layouts, points.batch, 0.0)
-    # Of a token: a step gives several where drafts are accepted.
-    share = 1 / use.setting.accepted_tokens
-    items = [item.times(share) for item in decode_items(use.setting, layouts, points.batch, use.kv_tokens)]
+def _table(load: ServiceLoad, selection: _Selection, searched: Space, chunks: tuple[int, ...]) -> _Table:
+    points = selection.points
+    layouts = searched.layouts.take(points.layout)
+    held = load.memory(layouts, points.batch, 0.0)
+    # Costs per token: a step gives several tokens if drafts are accepted.
+    share = 1 / load.setting.accepted_tokens
+    items = [item.times(share) for item in decode_items(load.setting, layouts, points.batch, load.kv_tokens)]
     exact = np.array([points.layout, points.batch, points.ttl_s], dtype=np.float32)
     measured = [getattr(held, name) for name in _MEMORY]
     measured += [getattr(item, name) for name in _COSTS for item in items]
     rows = np.vstack([exact, _rounded(np.array(measured))])
-    return _Table(kept, rows, _configurations(use, points, every, chunks), [item.name for item in items])
+    return _Table(selection, rows, _configurations(load, points, searched, chunks), [item.name for item in items])
 
 
-def _configurations(use: Use, points: Points, every: Space, chunks: tuple[int, ...]) -> NDArray[np.float32]:
-    """Of each point with each chunk size that fits beside it: (rows, configurations)."""
+def _configurations(load: ServiceLoad, points: Points, searched: Space, chunks: tuple[int, ...]) -> NDArray[np.float32]:
+    """Each point with each chunk size that fits in memory: (rows, configurations)."""
     point, chunk = np.repeat(np.arange(len(points)), len(chunks)), np.tile(np.array(chunks, dtype=float), len(points))
-    layouts, batch = every.layouts.take(points.layout[point]), points.batch[point]
-    held = use.memory(layouts, batch, chunk)
-    fits = np.flatnonzero(held.total_bytes <= use.setting.capacity_bytes(layouts))
+    layouts, batch = searched.layouts.take(points.layout[point]), points.batch[point]
+    held = load.memory(layouts, batch, chunk)
+    fits = np.flatnonzero(held.total_bytes <= load.setting.capacity_bytes(layouts))
     point, chunk, batch, layouts = point[fits], chunk[fits], batch[fits], layouts.take(fits)
-    decodes = use.decodes(layouts, batch)
-    found = prompts(use, layouts, chunk, decodes)
-    rows = [point, chunk, held.activations_bytes[fits], mixed_seconds(use, layouts, batch, chunk), found.longest_s]
-    if use.demand is not None:
-        step_s = layouts.pp * found.busy_s / found.chunks / use.setting.accepted_tokens
+    decodes = load.decodes(layouts, batch)
+    found = prompts(load, layouts, chunk, decodes)
+    rows = [point, chunk, held.activations_bytes[fits], mixed_seconds(load, layouts, batch, chunk), found.longest_s]
+    if load.demand is not None:
+        step_s = layouts.pp * found.busy_s / found.chunks / load.setting.accepted_tokens
         rows += [found.busy_s, found.wait_s, step_s]
     return np.array(rows, dtype=np.float32).reshape(len(rows), -1)
 
 
 def _rounded(numbers: Array) -> NDArray[np.float32]:
-    """Float32 whose last bits are zero, so that it compresses."""
+    """Round to float32 numbers with zeros in their last bits, which compress better."""
     dropped = np.uint32(23 - _KEPT_BITS)
     bits = numbers.astype(np.float32).view(np.uint32) + (np.uint32(1) << (dropped - np.uint32(1)))
     return (bits >> dropped << dropped).view(np.float32)
 
 
-def _layout(every: Space, index: int) -> dict[str, Any]:
-    found = degrees(every.layouts, index)
+def _layout(searched: Space, index: int) -> dict[str, Any]:
+    found = degrees(searched.layouts, index)
     return {
         **found,
         "words": in_words(found),
-        "strategy": int(every.strategy[index]),
-        "gpus": int(every.layouts.world_size[index]),
-        "stage": _stage(every, index),
+        "strategy": int(searched.strategy[index]),
+        "gpus": int(searched.layouts.world_size[index]),
+        "stage": _stage(searched, index),
     }
 
 
-def _stage(every: Space, index: int) -> str:
-    """The degrees that say who owns what."""
-    return " ".join(str(int(getattr(every.layouts, name)[index])) for name in _STAGE)
+def _stage(searched: Space, index: int) -> str:
+    """The degrees that decide what each rank owns, as a key of `_owners`."""
+    return " ".join(str(int(getattr(searched.layouts, name)[index])) for name in _STAGE)
 
 
-def _owners(model: ModelSpec, every: Space, used: _Index) -> dict[str, list[list[Any]]]:
-    """What each rank of each stage that can be drawn owns, ranges as first and last; keys are the stage's degrees."""
+def _owners(model: ModelSpec, searched: Space, used: _Index) -> dict[str, list[list[Any]]]:
+    """What each rank owns, for each stage that the page can draw. Keys are the stage's degrees."""
     heads = HeadShape(model.num_query_heads, model.num_kv_heads)
     num_experts = model.moe.num_experts if model.moe else 1
-    drawn = used[every.layouts.num_ranks[used] <= MOST_DRAWN]
-    stages = {_stage(every, int(index)): every.layouts.take(np.array([index])) for index in drawn}
+    drawn = used[searched.layouts.num_ranks[used] <= MOST_DRAWN]
+    stages = {_stage(searched, int(index)): searched.layouts.take(np.array([index])) for index in drawn}
     return {stage: _stage_owners(layouts, heads, num_experts) for stage, layouts in stages.items()}
 
 
 def _stage_owners(layouts: Layouts, heads: HeadShape, num_experts: int) -> list[list[Any]]:
+    """What each rank owns, in the order of _OWNERS. Ranges are pairs of first and last."""
     dp, kvp, tpa, tpf, ep, ffn_replicas = (int(getattr(layouts, name)[0]) for name in _STAGE)
     layout, group = Layout(dp * kvp, tpa, tpf, ep, ffn_replicas=ffn_replicas), Layout(kvp, tpa)
     return [

@@ -1,4 +1,4 @@
-"""Frontiers as PNG and SVG files, by matplotlib (the extra `plan`)."""
+"""Plot frontiers as PNG and SVG files with matplotlib (the extra `plan`)."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from longhelix.errors import UserError
 from longhelix.plan.pareto import Series
 from longhelix.plan.space import STRATEGIES
 
-# Colours that stay apart for colour-blind readers (Okabe and Ito), and marks that do without colour.
+# Colours that colour-blind readers can tell apart (Okabe and Ito), and markers that work without colour.
 _STYLES = {
     "tp": ("#d55e00", "s"),
     "dp_ep": ("#009e73", "D"),
@@ -16,20 +16,30 @@ _STYLES = {
     "helix": ("#0072b2", "o"),
     "helix_dp": ("#3d3d3d", "v"),
 }
-# With room for "10,000" beside an axis; to lay the figure out by its words takes as long as to draw it.
+# Leaves room for "10,000" next to an axis. Automatic layout would take as long as drawing the figure.
 _MARGINS = {"left": 0.08, "right": 0.985, "top": 0.93, "bottom": 0.11}
 
 
 def draw_frontier(stem: Path, series: Series, title: str, *, ttl_s: float | None = None) -> list[Path]:
-    """Draw tokens/s/GPU over tokens/s/user, a line for each strategy, and a TTL target in seconds; returns the files.
+    """Plot tokens/s/GPU over tokens/s/user, with one line per strategy.
 
-    `stem`: the files' path without a suffix. Raises UserError where matplotlib is missing.
+    Args:
+        stem: path of the files, without a suffix.
+        ttl_s: TTL target in seconds, which is marked by a vertical line.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        UserError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import StrMethodFormatter
     except ImportError as error:
-        raise UserError("plots need matplotlib: pip install 'longhelix[plan]'", "missing_dependency") from error
+        raise UserError(
+            "plots need matplotlib, which is not installed: run pip install 'longhelix[plan]'", "missing_dependency"
+        ) from error
     figure = Figure(figsize=(9, 5))
     axes = figure.add_subplot(title=title, xlabel="tokens/s per user", ylabel="tokens/s per GPU")
     figure.subplots_adjust(**_MARGINS)

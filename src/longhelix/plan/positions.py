@@ -1,16 +1,16 @@
-"""Contexts that are longer than what a model was made for."""
+"""Warn about contexts that are longer than a model supports."""
 
 from longhelix.spec import ModelSpec
 
 
 def beyond_positions(model: ModelSpec, context: int) -> str | None:
-    """A sentence for whoever plans with a context of more tokens than the model has positions; None where it has them.
+    """A warning if the context has more tokens than the model has positions; otherwise None.
 
-    Nothing of the costs changes there, but answers may lose their sense.
+    The costs are the same there, but answers may be meaningless.
     """
     if context <= model.scaled_positions:
         return None
     return (
-        f"a context of {context} tokens goes beyond the {model.scaled_positions} positions that the model was made "
-        "for: the costs are valid, but answers may be meaningless beyond that"
+        f"a context of {context} tokens exceeds the {model.scaled_positions} positions that the model supports, so "
+        "answers may be meaningless beyond them; the predicted costs are still valid"
     )

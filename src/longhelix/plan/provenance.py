@@ -1,4 +1,4 @@
-"""Where a cost item's seconds come from: measured, fitted or assumed constants, or the roofline of a data sheet."""
+"""Explain the seconds of a cost item: the constant that decides them, and how its value is known."""
 
 from longhelix.perf.cost_item import CostItem
 from longhelix.perf.step import WAIT
@@ -8,13 +8,18 @@ _KINDS = ("measured", "fitted", "assumed")
 
 
 def kind(system: HardwareSpec, constant: str) -> str:
-    """measured, fitted or assumed as the constant's source says; otherwise published."""
+    """How a constant's value is known, by its source: measured, fitted, assumed, or else published."""
     first = system.sources[constant].split(":")[0].split(",")[0].strip().lower()
     return first if first in _KINDS else "published"
 
 
 def source(system: HardwareSpec, item: CostItem, position: int, dtype: str) -> str:
-    """What decides one layout's seconds of a cost item: the largest of memory, arithmetic, network and fixed costs."""
+    """What decides the seconds of a cost item: memory, arithmetic, the network or fixed costs.
+
+    Args:
+        position: index of the layout in the item's arrays.
+        dtype: number format of the item's arithmetic.
+    """
     seconds, fixed_s = float(item.seconds[position]), float(item.fixed_s[position])
     if seconds == 0:
         return "nothing to do"
@@ -22,7 +27,7 @@ def source(system: HardwareSpec, item: CostItem, position: int, dtype: str) -> s
     if item.name == "host":
         return f"{kind(system, 'step_s')}: step_s"
     if item.name == WAIT:
-        return "the stage with the head, or with the embedding"
+        return "the stage with the head or the embedding"
     if fixed_s >= seconds / 2:
         name = "collective_s" if sends else "kernel_s"
         return f"{kind(system, name)}: {name}"

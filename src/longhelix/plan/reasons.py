@@ -13,7 +13,7 @@ from longhelix.perf.step import decode_items
 from longhelix.plan.candidate import as_layouts, degrees, in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.question import Question
-from longhelix.plan.service import Use, service
+from longhelix.plan.service import ServiceLoad, service
 from longhelix.plan.space import OVERLAPPED, STRATEGIES
 from longhelix.plan.sweep import Sweep
 
@@ -40,7 +40,7 @@ class Rejection:
 
 def neighbours(question: Question, best: Choice) -> list[Neighbour]:
     """The neighbours of the best layout: each changes one decision."""
-    use = Use(question.setting, question.context, question.demand, question.ttft_s)
+    use = ServiceLoad(question.setting, question.context, question.demand, question.ttft_s)
     own_items = _decode_items(use, as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED), best)
     found = []
     for change, layout, hop_b in _changes(question.setting, best):
@@ -73,7 +73,7 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
     return found
 
 
-def _decode_items(use: Use, layouts: Layouts, best: Choice) -> list[CostItem]:
+def _decode_items(use: ServiceLoad, layouts: Layouts, best: Choice) -> list[CostItem]:
     """The cost items of one decoded token: those of a step divided by the accepted tokens per step."""
     items = decode_items(use.setting, layouts, float(best.batch), use.kv_tokens)
     return [item.times(1 / use.setting.accepted_tokens) for item in items]

@@ -40,7 +40,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Use:
+class ServiceLoad:
     """The load on configurations: the requests of a demand, or requests that stay for ever and one prompt at a time."""
 
     setting: Setting
@@ -88,7 +88,7 @@ class Use:
         return token_seconds(self.setting, layouts, batch, self.kv_tokens)
 
 
-def mixed_seconds(use: Use, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
+def mixed_seconds(use: ServiceLoad, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
     """Time between tokens of `batch` requests in a step with the last chunk of the longest prompt, in seconds."""
     rows = np.minimum(chunk, use.longest_prompt * (1 - use.prefix_hit))
     last = layouts.chunk(rows, use.longest_prompt - rows)
@@ -128,7 +128,7 @@ class Prompts:
         return np.where(self.ttft_s(most) <= ttft_s, most, least)
 
 
-def prompts(use: Use, layouts: Layouts, chunk: Array, beside: Work = NO_WORK) -> Prompts:
+def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, beside: Work = NO_WORK) -> Prompts:
     """Prefill times of layouts.
 
     Args:
@@ -153,7 +153,7 @@ def prompts(use: Use, layouts: Layouts, chunk: Array, beside: Work = NO_WORK) ->
     return Prompts(np.max([each.seconds for each in found], axis=0), busy_s, chunks, squared / (2 * busy_s))
 
 
-def service(use: Use, layouts: Layouts, batch: Array, chunk: Array) -> Service:
+def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> Service:
     """The service of layouts, each with a batch and a chunk size, (n,).
 
     Prompts are computed one at a time in the order of arrival (M/G/1). During that share of the time, every step has a

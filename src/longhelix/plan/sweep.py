@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import token_seconds
-from longhelix.plan.service import Use
+from longhelix.plan.service import ServiceLoad
 from longhelix.plan.space import Space
 
 _BLOCK = 16384
@@ -79,15 +79,15 @@ def sweep(
         batch_sizes: requests on all GPUs together.
         seconds: the time of a decoded token.
     """
-    return _sweep(Use(setting, int(context)), space, batch_sizes, space.layouts.ones, [], seconds)
+    return _sweep(ServiceLoad(setting, int(context)), space, batch_sizes, space.layouts.ones, [], seconds)
 
 
-def unit_sweep(use: Use, space: Space, batch_sizes: Array) -> Sweep:
+def unit_sweep(use: ServiceLoad, space: Space, batch_sizes: Array) -> Sweep:
     """Cost all layouts at `units` times each of the sizes, if they fit in memory."""
     return _sweep(use, space, batch_sizes, units(space.layouts), [])
 
 
-def full_sweep(use: Use, space: Space, budgets_s: Sequence[float]) -> Sweep:
+def full_sweep(use: ServiceLoad, space: Space, budgets_s: Sequence[float]) -> Sweep:
     """Cost all layouts at all batch sizes that matter.
 
     These are `units` times each of `batches`, the largest batch that fits in memory, and the largest one within each
@@ -97,7 +97,7 @@ def full_sweep(use: Use, space: Space, budgets_s: Sequence[float]) -> Sweep:
 
 
 def _sweep(
-    use: Use,
+    use: ServiceLoad,
     space: Space,
     sizes: Array,
     units: Array,
@@ -117,7 +117,7 @@ def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
 
 
 def _block(
-    use: Use, layouts: Layouts, index: NDArray[np.intp], sizes: Array, units: Array, seconds: DecodeSeconds
+    use: ServiceLoad, layouts: Layouts, index: NDArray[np.intp], sizes: Array, units: Array, seconds: DecodeSeconds
 ) -> Points:
     """The configurations that fit, of some layouts (rows) with all batch sizes (columns)."""
     block = layouts.take(index).as_column()
@@ -133,7 +133,7 @@ def _block(
     )
 
 
-def _fullest(use: Use, layouts: Layouts, budget_s: float) -> Points:
+def _fullest(use: ServiceLoad, layouts: Layouts, budget_s: float) -> Points:
     """Each layout with the largest batch that fits in memory and within the TTL, and with the largest in whole units.
 
     Leaves out layouts that serve no request.

@@ -51,8 +51,8 @@ class Loop:
     """One scheduler over one runner, with at most `depth` steps in flight, of instances with clocks of their own for
     each of them. `clock` gives the time in seconds.
 
-    leads: whether the next step may be sent before this one has ended (default: any step). hear: is told all that the
-    loop says to the scheduler and hears from it, in order; a list's `append` records it.
+    leads: whether the next step may be sent before this one has ended (default: any step). on_event: called with
+    each event between the loop and the scheduler, in order; a list's `append` records them.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Loop:
         clock: Callable[[], float],
         depth: int = 1,
         leads: Callable[[Step], bool] = lambda step: True,
-        hear: Callable[[Event], None] = lambda event: None,
+        on_event: Callable[[Event], None] = lambda event: None,
     ) -> None:
         self.scheduler = scheduler
-        self.hear = hear
+        self.on_event = on_event
         self._runner = runner
         self._clock = clock
         self._depth = depth
@@ -80,14 +80,14 @@ class Loop:
     def add(self, request: Request, hashes: Sequence[bytes] = ()) -> None:
         """Queue a request. hashes: see `Scheduler.add`. Raises UserError if it could never run."""
         self.scheduler.add(request, hashes)
-        self.hear(Added(request, hashes))
+        self.on_event(Added(request, hashes))
 
     def abort(self, request_id: int) -> Usage | None:
         """End a request in any phase. Its blocks are free at once; the ranks hear of it with the next step.
 
         Returns what it held and took, or None if it has already ended.
         """
-        self.hear(Aborted(request_id))
+        self.on_event(Aborted(request_id))
         return self.scheduler.end(request_id)
 
     def step(self, timeout_s: float = math.inf) -> tuple[StepResult, list[TokenEvent]] | None:
@@ -96,7 +96,7 @@ class Loop:
         while len(busy := self._busy()) < len(self._clocks):
             now_s = self._clock()
             step = self.scheduler.schedule(now_s, busy)
-            self.hear(Scheduled(now_s, step))
+            self.on_event(Scheduled(now_s, step))
             if step is None:
                 break
             self._runner.submit(step)
@@ -108,7 +108,7 @@ class Loop:
             return None
         for clock in self._of_step.pop(result.step_id):
             clock.in_flight -= 1
-        self.hear(Completed(result))
+        self.on_event(Completed(result))
         return result, self.scheduler.complete(result)
 
     def _busy(self) -> set[int]:

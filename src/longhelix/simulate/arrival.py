@@ -32,7 +32,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
         sampling = SamplingParams(max_new_tokens=self.output_tokens, ignore_eos=True)
         return Request(id, prompt, sampling, frozenset(), 0, self.arrival_s, self.service)
 
-    def sooner(self, factor: float) -> "Arrival":
+    def scaled(self, factor: float) -> "Arrival":
         """The same request when the arrival rate is multiplied by `factor`."""
         return msgspec.structs.replace(self, arrival_s=self.arrival_s / factor, think_s=self.think_s / factor)
 
@@ -46,14 +46,14 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True)
-class Sooner:
+class ScaledWorkload:
     """A workload with its arrival rate multiplied by `factor`."""
 
     workload: Workload
     factor: float
 
     def __iter__(self) -> Iterator[Arrival]:
-        return (arrival.sooner(self.factor) for arrival in self.workload)
+        return (arrival.scaled(self.factor) for arrival in self.workload)
 
     def __len__(self) -> int:
         return len(self.workload)

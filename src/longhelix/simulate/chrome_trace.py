@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from longhelix.compute.runner.trace import TraceEvent, TraceFile
-from longhelix.simulate.ledger import Account
+from longhelix.simulate.request_tracker import RequestRecord
 from longhelix.simulate.runner import SimulatedStep
 from longhelix.simulate.simulation import Observer
 
@@ -24,12 +24,12 @@ class ChromeTrace(Observer):
             event = TraceEvent(f"step {step.step.id}", "steps", 1e6 * step.begin_s, 1e6 * step.end_s, details)
             self._file.write(_STEPS, [event])
 
-    def ended(self, id: int, account: Account) -> None:
-        assert account.begin_s is not None
-        assert account.first_s is not None
-        assert account.end_s is not None
-        times_s = (account.arrival_s, account.begin_s, account.first_s, account.end_s)
-        details = {"request": id, "prompt tokens": account.prompt_tokens}
+    def ended(self, id: int, record: RequestRecord) -> None:
+        assert record.begin_s is not None
+        assert record.first_s is not None
+        assert record.end_s is not None
+        times_s = (record.arrival_s, record.begin_s, record.first_s, record.end_s)
+        details = {"request": id, "prompt tokens": record.prompt_tokens}
         events = [
             TraceEvent(f"request {id}", kind, 1e6 * start_s, 1e6 * end_s, details)
             for kind, start_s, end_s in zip(("waiting", "prefill", "decode"), times_s, times_s[1:], strict=False)

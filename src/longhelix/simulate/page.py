@@ -7,8 +7,8 @@ from typing import Any
 
 from longhelix.plan.html import page
 from longhelix.simulate.histogram import RELATIVE_ERROR
-from longhelix.simulate.ledger import TBT_PERCENT
 from longhelix.simulate.report import VariantResult, rows
+from longhelix.simulate.request_tracker import TBT_PERCENT
 from longhelix.simulate.timeline import Sample
 
 _ASSETS = Path(__file__).parent / "assets"

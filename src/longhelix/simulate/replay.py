@@ -49,19 +49,19 @@ class MeasuredRunner(SimulatedRunner):
 class Replay(Simulation):
     """Runs a recording through a scheduler that starts in the same state as the live one.
 
-    `heard` holds the replayed events. It differs from the recording if the scheduler decides differently. The recording
-    must start and end without steps in flight.
+    `events` holds the replayed events. They differ from the recording if the scheduler decides differently. The
+    recording must start and end without steps in flight.
     """
 
     def __init__(self, scheduler: Scheduler, events: Iterable[Event]) -> None:
         self._measured = MeasuredRunner(events, scheduler.config.clocks)
         super().__init__(scheduler, self._measured, ())
-        self.heard: list[Event] = []
+        self.events: list[Event] = []
         self._first_s = self._measured.now_s
-        self._loop.hear = self._hear
+        self._loop.on_event = self._on_event
 
-    def _hear(self, event: Event) -> None:
-        self.heard.append(event)
+    def _on_event(self, event: Event) -> None:
+        self.events.append(event)
         self._measured.advance()
 
     def _arrive(self) -> None:
@@ -70,18 +70,18 @@ class Replay(Simulation):
             if isinstance(event, Added):
                 request = event.request
                 self._loop.add(request)
-                self._ledger.open(request.id, request.arrival_s, len(request.prompt_token_ids), request.service)
+                self._tracker.open(request.id, request.arrival_s, len(request.prompt_token_ids), request.service)
             else:
                 self._loop.abort(event.request_id)
-                self._ledger.drop(event.request_id)
+                self._tracker.drop(event.request_id)
 
     def step(self) -> bool:
         self._arrive()
         if self._measured.next is None:
             return False
-        heard = len(self.heard)
+        num_events = len(self.events)
         super().step()
-        assert len(self.heard) > heard, f"nothing happened, but {self._measured.next} was recorded"
+        assert len(self.events) > num_events, f"nothing happened, but {self._measured.next} was recorded"
         return True
 
     def _wait(self) -> bool:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from longhelix.simulate.capacity import ATTAINMENT, Capacity
 from longhelix.simulate.histogram import RELATIVE_ERROR, Histogram
-from longhelix.simulate.ledger import TBT_PERCENT
+from longhelix.simulate.request_tracker import TBT_PERCENT
 from longhelix.simulate.simulation import Outcome
 
 _PERCENTS = (50.0, 90.0, 99.0)

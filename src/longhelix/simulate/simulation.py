@@ -15,7 +15,7 @@ from longhelix.scheduler.token_event import TokenEvent
 from longhelix.simulate.arrival import Arrival, Workload
 from longhelix.simulate.arrivals import Arrivals
 from longhelix.simulate.histogram import Histogram
-from longhelix.simulate.ledger import Account, Ledger
+from longhelix.simulate.request_tracker import RequestRecord, RequestTracker
 from longhelix.simulate.runner import PredictedRunner, SimulatedRunner, SimulatedStep
 from longhelix.simulate.timeline import Sample, Timeline
 from longhelix.spec.layout import Layout
@@ -60,7 +60,7 @@ class Observer:
     def ran(self, step: SimulatedStep) -> None:
         """Called when a step has ended."""
 
-    def ended(self, id: int, account: Account) -> None:
+    def ended(self, id: int, record: RequestRecord) -> None:
         """Called when a request has ended."""
 
 
@@ -116,7 +116,7 @@ class Simulation:
         self._arrivals = Arrivals(workload)
         self._first_s = self._arrivals.next_s or 0.0
         self._observer = observer
-        self._ledger = Ledger()
+        self._tracker = RequestTracker()
         self._timeline = Timeline(scheduler.config.block_tokens)
         self._next_id = 0
         self._in_sessions: dict[int, Arrival] = {}
@@ -156,21 +156,21 @@ class Simulation:
         return True
 
     def outcome(self, num_gpus: int) -> Outcome:
-        ledger = self._ledger
+        tracker = self._tracker
         return Outcome(
-            requests=ledger.requests,
-            finished=ledger.finished,
+            requests=tracker.requests,
+            finished=tracker.finished,
             refused=self._refused,
             refusal=self._refusal,
-            met=ledger.met,
+            met=tracker.met,
             steps=self._steps,
-            tokens=ledger.tokens,
+            tokens=tracker.tokens,
             duration_s=self._runner.now_s - self._first_s,
             busy_s=sum(self._busy_s) / len(self._busy_s),
             gpu_s=num_gpus * sum(self._busy_s) / len(self._busy_s),
-            ttft=ledger.ttft,
-            tbt=ledger.tbt,
-            wait=ledger.wait,
+            ttft=tracker.ttft,
+            tbt=tracker.tbt,
+            wait=tracker.wait,
             timeline=tuple(self._timeline.samples),
         )
 
@@ -183,12 +183,12 @@ class Simulation:
         try:
             self._loop.add(arrival.request(self._next_id))
         except UserError as error:
-            self._ledger.refuse()
+            self._tracker.refuse()
             self._refused += 1
             self._refusal = self._refusal or str(error)
             self._arrivals.ended(arrival, self._runner.now_s)
             return
-        self._ledger.open(self._next_id, arrival.arrival_s, arrival.prompt_tokens, arrival.service)
+        self._tracker.open(self._next_id, arrival.arrival_s, arrival.prompt_tokens, arrival.service)
         if arrival.session:
             self._in_sessions[self._next_id] = arrival
         self._next_id += 1
@@ -201,7 +201,7 @@ class Simulation:
             for clock in ran.step.instances or (0,):
                 self._busy_s[clock] += ran.end_s - max(ran.begin_s, self._busy_until_s[clock])
                 self._busy_until_s[clock] = ran.end_s
-        ended = self._ledger.add(ran, events)
+        ended = self._tracker.add(ran, events)
         for id, _ in ended:
             if id in self._in_sessions:
                 self._arrivals.ended(self._in_sessions.pop(id), self._runner.now_s)
@@ -209,8 +209,8 @@ class Simulation:
             self._sample()
         if self._observer is not None:
             self._observer.ran(ran)
-            for id, account in ended:
-                self._observer.ended(id, account)
+            for id, record in ended:
+                self._observer.ended(id, record)
 
     def _sample(self) -> None:
         scheduler = self._loop.scheduler

@@ -39,7 +39,7 @@ def request(id, prompt_tokens, new_tokens):
 
 def test_requests_and_blocks_are_those_of_the_scheduler_in_every_step():
     scheduler, log = Scheduler(CONFIG), StepLog(lambda work: 0.5 * work.rows)
-    loop = Loop(scheduler, Instantly(), lambda: 0.0, hear=log.on_event)
+    loop = Loop(scheduler, Instantly(), lambda: 0.0, on_event=log.on_event)
     loop.add(request(0, 21, 5))
     loop.add(request(1, 3, 2))
     ran, lengths = [], []
@@ -73,7 +73,7 @@ def test_requests_and_blocks_are_those_of_the_scheduler_in_every_step():
 def test_steps_that_nobody_takes_do_not_pile_up(monkeypatch):
     monkeypatch.setattr("longhelix.engine.observation._MOST_KEPT", 3)
     scheduler, log = Scheduler(CONFIG), StepLog(lambda work: None)
-    loop = Loop(scheduler, Instantly(), lambda: 0.0, hear=log.on_event)
+    loop = Loop(scheduler, Instantly(), lambda: 0.0, on_event=log.on_event)
     loop.add(request(0, 4, 8))
     while loop.has_work and loop.step() is not None:
         pass

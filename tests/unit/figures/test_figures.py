@@ -242,7 +242,7 @@ def test_a_papers_system_has_the_data_sheet_of_the_preset_and_reserves_nothing(h
 
 def test_what_medhas_system_takes_from_the_preset_is_that_of_the_preset(medha):
     preset = load_system("h100")
-    taken = [constant for constant in medha.constants if constant.source.startswith("that of the preset")]
+    taken = [constant for constant in medha.constants if constant.source.startswith("taken from the preset")]
     assert {constant.name for constant in taken} == {"kernel_s", "collective_s", "scale_up.latency_s"}
     assert all(constant.value == preset.constants[constant.name] for constant in taken)
 

@@ -1,4 +1,4 @@
-"""What the figures alone compute: adaptive chunks, ring attention, weights that are read behind all-reduces."""
+"""Costs that only the figures need: adaptive chunks, ring attention, weights prefetched during all-reduces."""
 
 import numpy as np
 import pytest

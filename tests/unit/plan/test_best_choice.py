@@ -18,7 +18,7 @@ from longhelix.plan.candidate import as_layouts
 from longhelix.plan.choice import Chooser
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.question import Question
-from longhelix.plan.service import CHUNKS, Use, service
+from longhelix.plan.service import CHUNKS, ServiceLoad, service
 from longhelix.plan.space import OVERLAPPED, STRATEGIES, space
 from longhelix.plan.sweep import full_sweep, units
 from longhelix.spec.presets import load_model, load_system
@@ -49,7 +49,7 @@ def test_no_batch_is_better_than_those_that_a_sweep_has(setting, any_shape):
     """For every TTL the most users, and the max tokens/s/GPU, of each strategy."""
     context, budgets_s = 200_000.0, (0.004, 0.007, 0.02, 0.1)
     searched = space(setting.model, 6, None if any_shape else 4)
-    points = full_sweep(Use(setting, int(context)), searched, budgets_s).points
+    points = full_sweep(ServiceLoad(setting, int(context)), searched, budgets_s).points
     index, batch = every_batch(setting, searched, context, 450)
     layouts = searched.layouts.take(index)
     ttl_s = decode_seconds(setting, layouts, batch, context)
@@ -89,7 +89,7 @@ def test_shapes_are_those_of_clusters_and_engines():
 
 def configurations(question, most_batch):
     """Each layout, batch and chunk size within memory, taken one by one: what it gives, by the definitions."""
-    use = Use(question.setting, question.context, question.demand, question.ttft_s)
+    use = ServiceLoad(question.setting, question.context, question.demand, question.ttft_s)
     searched = space(question.setting.model, question.max_gpus, question.node_gpus)
     for layout, chunk in itertools.product(range(len(searched)), CHUNKS):
         layouts = searched.layouts.take(np.full(most_batch, layout))
@@ -186,7 +186,10 @@ def test_requests_with_drafts_end_as_their_tokens_come(accepted):
     layouts = space(SMALL.model, 2, 8).layouts.take(np.zeros(3, dtype=np.intp))
     drafted = replace(SMALL, draft_tokens=1, accepted_tokens=accepted)
     given = service(
-        Use(drafted, 4400, Demand((Kind(1.0, 4000, 400),))), layouts, np.array([1.0, 8.0, 32.0]), np.full(3, 512.0)
+        ServiceLoad(drafted, 4400, Demand((Kind(1.0, 4000, 400),))),
+        layouts,
+        np.array([1.0, 8.0, 32.0]),
+        np.full(3, 512.0),
     )
     np.testing.assert_allclose(given.rate_per_s * 400, given.tokens_per_s)
     assert (given.users <= np.array([1.0, 8.0, 32.0]) * (1 + 1e-9)).all()
@@ -196,7 +199,7 @@ def test_requests_with_drafts_end_as_their_tokens_come(accepted):
 def demanded(layout_count=1, **changes):
     layouts = space(SMALL.model, 2, 8).layouts.take(np.zeros(layout_count, dtype=np.intp))
     demand = Demand((Kind(1.0, 4000, 400),), **changes)
-    return Use(SMALL, 4400, demand), layouts
+    return ServiceLoad(SMALL, 4400, demand), layouts
 
 
 def test_tokens_come_as_fast_as_the_rate_says():

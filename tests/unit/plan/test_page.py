@@ -25,7 +25,7 @@ from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.page import write_page
 from longhelix.plan.page_data import MOST_POINTS, gpu_caps, kind_of, page_data
 from longhelix.plan.question import Question
-from longhelix.plan.service import CHUNKS, Use, mixed_seconds, prompts, service
+from longhelix.plan.service import CHUNKS, ServiceLoad, mixed_seconds, prompts, service
 from longhelix.plan.space import OVERLAPPED, STRATEGIES
 from longhelix.spec.presets import load_model, load_system, model_names
 
@@ -105,7 +105,7 @@ def test_there_is_a_table_for_every_choice(tables):
 @pytest.mark.parametrize(("context", "dtypes"), [(1_000_000, 0), (62_500, 2), (4_000_000, 1)])
 def test_a_points_numbers_are_the_performance_models(tables, context, dtypes):
     setting = Setting(LLAMA, GB200, *tables.document["dtypes"][dtypes])
-    table, use = tables.index(context, dtypes), Use(setting, context)
+    table, use = tables.index(context, dtypes), ServiceLoad(setting, context)
     rows = tables.points[table]
     points = np.arange(0, len(rows["batch"]), 23)
     for point, layouts in zip(points, tables.layouts(table, points), strict=True):
@@ -124,7 +124,7 @@ def test_a_points_numbers_are_the_performance_models(tables, context, dtypes):
 def test_a_configurations_numbers_are_the_performance_models(which, request):
     found = request.getfixturevalue(which)
     asked = ASKED if which == "tables" else DEMANDED
-    use = Use(asked.setting, asked.context, asked.demand, asked.ttft_s)
+    use = ServiceLoad(asked.setting, asked.context, asked.demand, asked.ttft_s)
     table = found.index(asked.context, 0)
     rows, points = found.configurations[table], found.points[table]
     assert set(rows["chunk"]) == set(CHUNKS)
@@ -202,7 +202,7 @@ def test_a_cap_is_kept_and_where_nothing_fits_it_says_what_is_short(tables):
 
 def test_shorter_and_longer_requests_of_a_demand_have_the_same_answers(demanded_tables):
     assert demanded_tables.document["lengths"] == [25_200, 100_200, 400_200, 1_600_200]
-    use = Use(DEMANDED.setting, 0, Demand((Kind(0.9, 5_000, 500), Kind(0.1, 100_000, 200)), prefix_hit=0.5))
+    use = ServiceLoad(DEMANDED.setting, 0, Demand((Kind(0.9, 5_000, 500), Kind(0.1, 100_000, 200)), prefix_hit=0.5))
     table = demanded_tables.index(100_200, 0)
     rows = demanded_tables.points[table]
     for point in range(0, len(rows["batch"]), 29):
@@ -291,7 +291,7 @@ def test_drafts_count_in_every_number_of_the_page():
     assert tables.document["accepted_tokens"] == 2.5
     for dtypes, pair in enumerate(tables.document["dtypes"]):
         setting = replace(drafts, weight_dtype=pair[0], kv_dtype=pair[1])
-        table, use = tables.index(demand.longest, dtypes), Use(setting, demand.longest, demand)
+        table, use = tables.index(demand.longest, dtypes), ServiceLoad(setting, demand.longest, demand)
         points, rows = tables.points[table], tables.configurations[table]
         assert len(points["batch"])
         for point in range(0, len(points["batch"]), 17):
@@ -326,7 +326,7 @@ def test_experts_keep_their_dtype_beside_the_weights_that_they_were_asked_with(w
     pairs = zip(tables.document["dtypes"], tables.document["expert_dtypes"], strict=True)
     assert [(*pair, told) for pair, told in pairs] == expected
     for dtypes, (weights, kv, experts) in enumerate(expected):
-        use = Use(replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts), 50_000)
+        use = ServiceLoad(replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts), 50_000)
         table = tables.index(50_000, dtypes)
         rows = tables.points[table]
         for point in range(0, len(rows["batch"]), 11):

@@ -25,7 +25,7 @@ from longhelix.plan.estimate import estimate
 from longhelix.plan.pareto import at_least, frontier, gain
 from longhelix.plan.question import Question
 from longhelix.plan.reasons import neighbours, rejections
-from longhelix.plan.service import CHUNKS, Use, mixed_seconds, service
+from longhelix.plan.service import CHUNKS, ServiceLoad, mixed_seconds, service
 from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import batches, sweep
 from longhelix.spec.presets import load_model, load_system, model_names, system_names
@@ -195,7 +195,7 @@ MIXED = Demand((Kind(0.8, 4000, 500), Kind(0.2, 200_000, 100)), prefix_hit=0.25)
 def test_a_demand_is_priced_at_its_mean_lengths():
     """Frontiers, latencies and neighbours as the best is, and not as if all requests were as long as the longest."""
     question = Question(LLAMA, MIXED.longest, 16, ttl_s=0.05, ttft_s=60.0, demand=MIXED)
-    use, found = Use(LLAMA, MIXED.longest, MIXED, 60.0), answer(question)
+    use, found = ServiceLoad(LLAMA, MIXED.longest, MIXED, 60.0), answer(question)
     points, searched = found.sweep.points, found.sweep.space
     for position in range(0, len(points), 501):
         layouts = searched.layouts.take(points.layout[[position]])

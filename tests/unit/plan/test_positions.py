@@ -1,4 +1,4 @@
-"""Contexts that are longer than what a model was made for."""
+"""Contexts that are longer than a model supports."""
 
 import pytest
 

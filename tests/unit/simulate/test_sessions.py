@@ -5,7 +5,7 @@ from test_simulation import run
 
 from longhelix.errors import UserError
 from longhelix.scheduler.request import ServiceLevel
-from longhelix.simulate.arrival import Arrival, Sooner
+from longhelix.simulate.arrival import Arrival, ScaledWorkload
 from longhelix.simulate.arrivals import Arrivals
 from longhelix.simulate.trace import read_csv
 
@@ -21,24 +21,24 @@ def test_a_request_of_a_session_comes_when_the_last_one_is_done():
     the other one does not wait for any."""
     arrivals = [in_session(0.0), in_session(0.1, 2.0), in_session(0.2, 2.0), Arrival(0.5, 8, 1), in_session(20.0, 2.0)]
     _, seen = run(arrivals)
-    came = sorted((account.arrival_s, account.first_s) for account in seen.accounts.values())
+    came = sorted((record.arrival_s, record.first_s) for record in seen.records.values())
     assert came == [(0.0, 1.0), (0.5, 2.0), (3.0, 4.0), (6.0, 7.0), (20.0, 21.0)]
 
 
 def test_sessions_do_not_wait_for_each_other():
     arrivals = [in_session(0.0, session="a"), in_session(0.0, session="b"), in_session(0.0, session="a")]
     _, seen = run(arrivals)
-    assert sorted(account.arrival_s for account in seen.accounts.values()) == [0.0, 0.0, 1.0]
+    assert sorted(record.arrival_s for record in seen.records.values()) == [0.0, 0.0, 1.0]
 
 
 def test_a_session_goes_on_after_a_request_that_can_never_run():
     outcome, seen = run([Arrival(0.0, 50_000, 1, session="a"), in_session(0.0, 3.0)])
     assert (outcome.refused, outcome.finished) == (1, 1)
-    assert [account.arrival_s for account in seen.accounts.values()] == [3.0]
+    assert [record.arrival_s for record in seen.records.values()] == [3.0]
 
 
 def test_a_higher_rate_shortens_the_time_between():
-    (_, second) = Sooner([in_session(1.0), in_session(2.0, 3.0)], 2.0)
+    (_, second) = ScaledWorkload([in_session(1.0), in_session(2.0, 3.0)], 2.0)
     assert (second.arrival_s, second.think_s) == (1.0, 1.5)
 
 

@@ -51,13 +51,13 @@ class Steps:
     """Keeps what it is told."""
 
     def __init__(self):
-        self.steps, self.accounts = [], {}
+        self.steps, self.records = [], {}
 
     def ran(self, step):
         self.steps.append(step)
 
-    def ended(self, id, account):
-        self.accounts[id] = account
+    def ended(self, id, record):
+        self.records[id] = record
 
 
 def config(**more):
@@ -84,8 +84,8 @@ def test_one_request_step_by_step():
     outcome, seen = run([Arrival(2.0, 20, 5)])
     # The step that tells the ranks of its end has no rows, and takes no time.
     assert [(ran.begin_s, ran.end_s) for ran in seen.steps] == [(2.0 + n, 3.0 + n) for n in range(7)] + [(9.0, 9.0)]
-    account = seen.accounts[0]
-    assert (account.begin_s, account.first_s, account.output) == (2.0, 5.0, 5)
+    record = seen.records[0]
+    assert (record.begin_s, record.first_s, record.output) == (2.0, 5.0, 5)
     assert (outcome.steps, outcome.tokens, outcome.duration_s) == (7, 5, 7.0)
     assert outcome.busy_s == 7.0
     assert outcome.gpu_s == 28.0
@@ -146,9 +146,9 @@ def test_two_requests_share_the_machine():
     ends_ms = [round(1e3 * ran.end_s, 6) for ran in seen.steps if ran.end_s > ran.begin_s]
     # The first chunk; a row and the chunk of 6; two steps of two rows and of one.
     assert ends_ms == [8, 15, 17, 18]
-    assert seen.accounts[0].first_s == pytest.approx(0.008)
-    assert seen.accounts[1].first_s == pytest.approx(0.015)
-    assert seen.accounts[1].begin_s == pytest.approx(0.008)
+    assert seen.records[0].first_s == pytest.approx(0.008)
+    assert seen.records[1].first_s == pytest.approx(0.015)
+    assert seen.records[1].begin_s == pytest.approx(0.008)
     assert outcome.ttft.sum_s == pytest.approx(0.008 + 0.011)
     assert outcome.wait.most_s == pytest.approx(0.004)
     # The first had gaps of 7, 2 and 1 ms, the second one of 2 ms.
@@ -182,7 +182,7 @@ def test_one_slow_token_of_a_hundred_is_within_the_99th_percentile_and_two_are_n
         arrivals = [Arrival(0.0, 8, 102, ServiceLevel(tbt_slo_s=0.0025))]
         arrivals += [Arrival(0.02 + 0.02 * n, 8, 1) for n in range(late)]
         outcome, seen = run(arrivals, ByRows())
-        assert seen.accounts[0].met is met
+        assert seen.records[0].met is met
         assert outcome.tbt.count == 101
         assert outcome.tbt.most_s > 0.008
 
@@ -276,17 +276,17 @@ def test_every_request_gets_all_its_tokens(shapes):
     arrivals = [Arrival(*shape) for shape in sorted(shapes)]
     outcome, seen = run(arrivals, ByRows(), config(max_running=3, num_blocks=20))
     assert outcome.finished == outcome.requests == len(shapes)
-    assert [seen.accounts[id].output for id in range(len(shapes))] == [shape[2] for shape in sorted(shapes)]
+    assert [seen.records[id].output for id in range(len(shapes))] == [shape[2] for shape in sorted(shapes)]
     assert outcome.tokens == sum(shape[2] for shape in shapes)
     assert outcome.ttft.count == outcome.wait.count == len(shapes)
     assert outcome.tbt.count == outcome.tokens - len(shapes)
-    assert all(account.arrival_s <= account.begin_s < account.first_s for account in seen.accounts.values())
+    assert all(record.arrival_s <= record.begin_s < record.first_s for record in seen.records.values())
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_run(monkeypatch):
     """Twice the steps and requests take less than a byte for each step more."""
-    monkeypatch.setattr("longhelix.simulate.ledger._SPARE", 64)
+    monkeypatch.setattr("longhelix.simulate.request_tracker._SPARE", 64)
     level = ServiceLevel(ttft_slo_s=1.0, tbt_slo_s=0.05)
 
     def peak_bytes(requests):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.errors import UserError
-from longhelix.simulate.arrival import Sooner, rate_per_s
+from longhelix.simulate.arrival import ScaledWorkload, rate_per_s
 from longhelix.simulate.capacity import ATTAINMENT, find_capacity
 from longhelix.simulate.histogram import RELATIVE_ERROR, Histogram, rank
 from longhelix.simulate.synthetic import Synthetic, parse_mix
@@ -39,9 +39,9 @@ def test_gaps_have_the_variation_that_was_asked_for(process, burstiness, expecte
 def test_a_workload_is_the_same_whenever_it_is_gone_through_and_can_be_sped_up():
     workload = Synthetic(50, 2.0, parse_mix("1:10:20"), seed=9)
     assert list(workload) == list(workload)
-    sooner = list(Sooner(workload, 4.0))
-    assert [one.arrival_s * 4 for one in sooner] == pytest.approx([one.arrival_s for one in workload])
-    assert rate_per_s(sooner) == pytest.approx(4 * rate_per_s(workload))
+    scaled = list(ScaledWorkload(workload, 4.0))
+    assert [one.arrival_s * 4 for one in scaled] == pytest.approx([one.arrival_s for one in workload])
+    assert rate_per_s(scaled) == pytest.approx(4 * rate_per_s(workload))
 
 
 @pytest.mark.parametrize(

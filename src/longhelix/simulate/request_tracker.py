@@ -15,7 +15,7 @@ TBT_PERCENT = 99  # percentile of a request's times between tokens that must mee
 _SPARE = 4096
 
 
-class Account:
+class RequestRecord:
     """The record of one request. Times are in seconds, and None until they are known."""
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Account:
         self.met = False  # whether it met its service level
 
 
-class Ledger:
+class RequestTracker:
     """Follows every request from its arrival to its end.
 
     Memory grows with the unfinished requests and with the steps since the oldest of them began to decode, not with the
@@ -55,8 +55,8 @@ class Ledger:
     def __init__(self) -> None:
         self.ttft, self.tbt, self.wait = Histogram(), Histogram(), Histogram()
         self.requests = self.finished = self.met = self.tokens = 0
-        self._accounts: dict[int, Account] = {}
-        self._streaming: dict[int, Account] = {}  # requests with a token in the last step, oldest first
+        self._records: dict[int, RequestRecord] = {}
+        self._streaming: dict[int, RequestRecord] = {}  # requests with a token in the last step, oldest first
         self._beginning: list[int] = []  # requests with a token in this step, but not in the last one
         self._sampled: tuple[SampledToken, ...] | None = None  # tokens of the last step
         self._ends_s = array("d")  # ends of the latest steps that gave tokens
@@ -65,23 +65,23 @@ class Ledger:
     def open(self, id: int, arrival_s: float, prompt_tokens: int, service: ServiceLevel) -> None:
         """Note the arrival of a request."""
         self.requests += 1
-        self._accounts[id] = Account(arrival_s, prompt_tokens, service)
+        self._records[id] = RequestRecord(arrival_s, prompt_tokens, service)
 
     def drop(self, id: int) -> None:
         """Forget a request that ended before its last token; does nothing if it has already ended."""
-        self._accounts.pop(id, None)
+        self._records.pop(id, None)
 
     def refuse(self) -> None:
         """Count a request that can never run."""
         self.requests += 1
 
-    def add(self, ran: SimulatedStep, events: Sequence[TokenEvent]) -> list[tuple[int, Account]]:
+    def add(self, ran: SimulatedStep, events: Sequence[TokenEvent]) -> list[tuple[int, RequestRecord]]:
         """Note the end of a step. Returns the requests that ended with it."""
         for chunk in ran.step.chunks:
-            account = self._accounts.get(chunk.id)
-            if account is not None and account.begin_s is None:
-                account.begin_s = ran.begin_s
-                self.wait.add(max(ran.begin_s - account.arrival_s, 0.0))
+            record = self._records.get(chunk.id)
+            if record is not None and record.begin_s is None:
+                record.begin_s = ran.begin_s
+                self.wait.add(max(ran.begin_s - record.arrival_s, 0.0))
         if not events:
             return []
         sampled = ran.result.sampled
@@ -111,42 +111,42 @@ class Ledger:
 
     def _begin(self, id: int, now_s: float) -> None:
         """Note a sequence's first token, or the first one after an interruption."""
-        account = self._streaming[id] = self._accounts[id]
-        account.since = self._forgotten + len(self._ends_s) - 1
-        if account.first_s is None:
-            account.first_s = now_s
-            self.ttft.add(now_s - account.arrival_s)
+        record = self._streaming[id] = self._records[id]
+        record.since = self._forgotten + len(self._ends_s) - 1
+        if record.first_s is None:
+            record.first_s = now_s
+            self.ttft.add(now_s - record.arrival_s)
         else:
-            assert account.end_s is not None
-            self.tbt.add(now_s - account.end_s)
-            account.gaps.append(np.array([now_s - account.end_s]))
+            assert record.end_s is not None
+            self.tbt.add(now_s - record.end_s)
+            record.gaps.append(np.array([now_s - record.end_s]))
 
     def _interrupt(self, id: int) -> None:
         """Note that a sequence gets no token in this step."""
-        account = self._streaming.pop(id)
-        account.end_s = self._ends_s[-1]
-        times_s = np.array(self._ends_s[account.since - self._forgotten :])
-        account.output += len(times_s)
-        if account.service.tbt_slo_s is not None:
-            account.gaps.append(np.diff(times_s))
+        record = self._streaming.pop(id)
+        record.end_s = self._ends_s[-1]
+        times_s = np.array(self._ends_s[record.since - self._forgotten :])
+        record.output += len(times_s)
+        if record.service.tbt_slo_s is not None:
+            record.gaps.append(np.diff(times_s))
 
-    def _close(self, event: TokenEvent, now_s: float) -> Account:
+    def _close(self, event: TokenEvent, now_s: float) -> RequestRecord:
         self._interrupt(event.request_id)
-        account = self._accounts.pop(event.request_id)
-        account.met = self._has_met(account)
+        record = self._records.pop(event.request_id)
+        record.met = self._has_met(record)
         self.finished += 1
-        self.met += account.met
-        return account
+        self.met += record.met
+        return record
 
-    def _has_met(self, account: Account) -> bool:
+    def _has_met(self, record: RequestRecord) -> bool:
         """Whether a request's first token and TBT_PERCENT% of its times between tokens were within its SLOs."""
-        service, first_s = account.service, account.first_s
+        service, first_s = record.service, record.first_s
         assert first_s is not None
-        if service.ttft_slo_s is not None and first_s - account.arrival_s > service.ttft_slo_s:
+        if service.ttft_slo_s is not None and first_s - record.arrival_s > service.ttft_slo_s:
             return False
-        if service.tbt_slo_s is None or account.output < 2:
+        if service.tbt_slo_s is None or record.output < 2:
             return True
-        gaps = np.concatenate(account.gaps)
+        gaps = np.concatenate(record.gaps)
         nearest = rank(TBT_PERCENT, len(gaps)) - 1
         return bool(np.partition(gaps, nearest)[nearest] <= service.tbt_slo_s)
 
