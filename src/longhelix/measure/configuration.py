@@ -45,7 +45,7 @@ def configure(
     whole("chunk_tokens", settings["chunk_tokens"], 1, MOST_TOKENS)
     with warnings.catch_warnings():
         # Answers are not read, and the check below rejects a KV cache that does not fit.
-        warnings.filterwarnings("ignore", message="max_model_len .* goes beyond|memory holds")
+        warnings.filterwarnings("ignore", message="max_model_len .* exceeds the|memory holds")
         options = EngineOptions(max_model_len=longest, device="cpu", **settings)
         config = resolve(open_checkpoint(model), layout, options)
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
