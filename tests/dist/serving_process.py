@@ -36,8 +36,9 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*flags):
-    """A server of the built-in model at any free port, which takes requests."""
-    command = [sys.executable, "-m", "longhelix", "serve", "--model", "builtin", "--port", "0", "--log-format", "json"]
+    """A server at any free port, which takes requests. It has the built-in model unless `flags` name another."""
+    command = [sys.executable, "-m", "longhelix", "serve", "--port", "0", "--log-format", "json"]
+    command += [] if "--model" in flags else ["--model", "builtin"]
     lines = []
     with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as process:
         reader = threading.Thread(target=lambda: lines.extend(map(json.loads, process.stderr)))

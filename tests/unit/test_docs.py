@@ -2,31 +2,13 @@
 
 import importlib.util
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 
+from documented import ANSWERED, EVERY_COMMAND, PAGES, PREDICTED, PREDICTIONS, REPOSITORY, RUN_WITHOUT_FILES
 from longhelix.cli.main import app, main
 
 pytestmark = pytest.mark.unit
-
-REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "deploy" / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
-PREDICTIONS = ("plan", "estimate", "simulate")
-
-
-def commands(page: Path) -> list[list[str]]:
-    """The arguments of each `longhelix` command in the code blocks of a page."""
-    blocks = re.findall(r"^```(?:\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True)[1:] for line in lines if re.match(r"(\.venv/bin/)?longhelix ", line)]
-
-
-EVERY_COMMAND = sorted({tuple(command) for page in PAGES for command in commands(page)})
-NEEDS_NO_FILES = [command for command in EVERY_COMMAND if not re.search(r"/|FOLDER|\.\w{3,}( |$)", " ".join(command))]
-PREDICTED = [command for command in NEEDS_NO_FILES if command[0] in PREDICTIONS]
-ANSWERED = [command for command in NEEDS_NO_FILES if command[0] == "generate" and "--context" not in command]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +34,7 @@ def test_every_command_has_known_options(command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [*PREDICTED, *ANSWERED, ("collect-env",)], ids=" ".join)
+@pytest.mark.parametrize("command", RUN_WITHOUT_FILES, ids=" ".join)
 def test_commands_that_need_no_files_run(command, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert main(command) == 0
