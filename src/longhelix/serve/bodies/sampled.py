@@ -56,7 +56,7 @@ class SampledBody(GuidedBody):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Sample from tokens with at least min_p times the probability of the likeliest one."""
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
-    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer."""
+    """Above 1, makes tokens of the prompt and the answer less likely."""
     presence_penalty: _Penalty | None = None
     """Subtracted from the logits of tokens in the answer."""
     frequency_penalty: _Penalty | None = None
@@ -70,7 +70,7 @@ class SampledBody(GuidedBody):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     """Tokens that end the answer."""
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
-    """Minimum number of new tokens before the answer may end."""
+    """Minimum number of new tokens before an end token or a stop may end the answer."""
     ignore_eos: bool | None = None
     """Continue after the model's end tokens."""
     skip_special_tokens: bool | None = None
@@ -78,9 +78,9 @@ class SampledBody(GuidedBody):
     include_stop_str_in_output: bool | None = None
     """Keep the text that ended the answer; false by default."""
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
-    """Scheduling priority: lower values run first; 0 by default."""
+    """Requests with a higher priority run first; 0 by default."""
     client: Annotated[str, Field(max_length=256)] | None = None
-    """Name that the policy `fair` groups requests by."""
+    """Name of the client. Clients that compete share the prefill time fairly."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """Share the prefix cache only with requests that have the same salt."""
     context: ContextName | None = None
