@@ -31,7 +31,7 @@ LOWEST_PRIORITY = ServiceLevel(priority=-MOST_PRIORITY)
 
 @dataclass(frozen=True)
 class NewContext:
-    """A context to be saved."""
+    """A context to save."""
 
     name: str
     token_ids: "array[int]"  # int32

@@ -119,7 +119,7 @@ class TokenCore:
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Rank to process id."""
+        """The process id of each rank."""
         return self._pool.process_ids
 
     @property
@@ -169,7 +169,7 @@ class TokenCore:
         arrival_s: float | None = None,
         images: Sequence[ShownImage] = (),
     ) -> Request:
-        """Return a new request with an id of its own, as `add` queues it. Takes the arguments of `add`."""
+        """Return a new request with an id of its own, as `add` queues it. Accepts the same arguments as `add`."""
         self.check_running()
         self.check_types(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
@@ -376,7 +376,7 @@ class TokenCore:
     def expert_load(self) -> list[list[int]] | None:
         """Return the number of rows that each expert has processed since the start.
 
-        The ranks are asked when this is called; no step waits for it.
+        Each call queries the ranks; no step waits for it.
 
         Returns:
             Rows by layer and expert; a layer without experts has an empty list. None for a model without experts.

@@ -158,7 +158,7 @@ class LLM:
 
         Raises:
             EngineError: the ranks cannot start. You may call `restart` again.
-            UserError: `most_failures` is not a whole number from 0, or whatever the constructor rejects, such as too
+            UserError: `most_failures` is not a non-negative integer, or whatever the constructor rejects, such as too
                 little memory. You may call `restart` again.
         """
         most_failures = whole("most_failures", most_failures, 0, MOST_TOKENS)
@@ -234,7 +234,7 @@ class LLM:
         It may run on another thread, one call at a time, while the engine steps.
 
         Raises:
-            UserError: as `add` does.
+            UserError: in the same cases as `add`.
         """
         read = self._images.read(prompt, self._token_ids)
         return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
@@ -245,7 +245,7 @@ class LLM:
         Like `read`, it may run on another thread while the engine steps. It takes about 0.1 s for a million tokens.
 
         Raises:
-            UserError: as `add` does.
+            UserError: in the same cases as `add`.
         """
         return self._contexts.read(name, cache_salt)
 
@@ -297,7 +297,7 @@ class LLM:
     ) -> Saving:
         """Start saving a context and return at once. `step` makes progress on it between other work.
 
-        Takes the arguments of `save_context`.
+        Accepts the same arguments as `save_context`.
 
         Raises:
             UserError: the context cannot be saved, as far as that is known before anything is computed.
@@ -509,7 +509,7 @@ class LLM:
     def sequence_parallel_report(self) -> dict[str, Any] | None:
         """Return what the compiler pass of `enable_sp` changed in the graphs of one rank of each pipeline stage.
 
-        The ranks are asked when this is called. docs/guides/sequence-parallel-passes.md lists the names. A graph for
+        Each call queries the ranks. docs/guides/sequence-parallel-passes.md lists the names. A graph for
         any number of tokens counts the bytes for the number of tokens it was traced with.
 
         Returns:
@@ -549,7 +549,7 @@ class LLM:
         *,
         context: str | None = None,
     ) -> list[Result]:
-        """Run prompts to their ends, together.
+        """Run prompts together until all of them end.
 
         Args:
             prompts: one prompt or a sequence of prompts.
@@ -561,7 +561,7 @@ class LLM:
             One result per prompt, in order.
 
         Raises:
-            UserError: a prompt was rejected. No prompt runs then.
+            UserError: a prompt was rejected. In that case, no prompt runs.
         """
         return self._run(as_prompts(prompts), sampling, service, context)
 
@@ -598,7 +598,7 @@ class LLM:
     ) -> Stream:
         """Run one prompt and yield its text as it is produced. The last delta has the result.
 
-        Takes the arguments of `generate`, with a single prompt.
+        Accepts the same arguments as `generate`, with a single prompt.
         """
         deltas: deque[Delta] = deque()
         request_id = self._queue(prompt, sampling, service, deltas, context)
@@ -629,7 +629,7 @@ class LLM:
         return replace(found, logprobs=live.logprobs[-1], token_text=live.token_texts[-1])
 
     def _ended(self, live: Live, finish_reason: FinishReason, usage: Usage | None, error: str | None = None) -> Result:
-        """Remove a request that is over and return its result."""
+        """Remove a request that has ended and return its result."""
         del self._live[live.request.id]
         return self._result(live, finish_reason, usage, error)
 

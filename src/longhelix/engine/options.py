@@ -35,7 +35,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Count:
-    """A check that accepts only whole numbers."""
+    """A check that accepts only integers."""
 
     least: int = 1
     most: int = MOST_TOKENS

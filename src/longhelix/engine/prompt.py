@@ -54,7 +54,7 @@ def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]"
     An array is checked in one operation. Other sequences are checked id by id, which takes many times longer.
 
     Args:
-        prompt: whole numbers of any integer type.
+        prompt: integers of any integer type.
         vocab_size: ids must be smaller than this.
         most: the largest number of ids. A longer prompt is rejected before its ids are read.
 
@@ -110,7 +110,7 @@ def _array(values: object) -> np.ndarray:
 
 
 def _numbers(values: Sequence[object]) -> np.ndarray:
-    """Return whole numbers of Python or numpy as an int64 array. True and 2.0 are rejected."""
+    """Return Python or numpy integers as an int64 array. True and 2.0 are rejected."""
     wrong = next((kind for kind in set(map(type, values)) if not _is_whole(kind)), None)
     if wrong is not None:
         first = next(value for value in values if type(value) is wrong)
