@@ -22,7 +22,7 @@ def shown(value: object) -> str:
     """A value as a message quotes it: what Python would write, cut where it is long."""
     try:
         text = _shortened.repr(value)
-    except Exception:  # of huge whole numbers, and of whatever users make
+    except Exception:  # of huge integers, and of whatever users make
         text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
@@ -37,8 +37,8 @@ def refused(name: str, value: object, allowed: str, code: str = "invalid_argumen
 
 
 def whole(name: str, value: object, least: int, most: int, note: str = "", code: str = "invalid_argument") -> int:
-    """A whole number from `least` to `most`; True and 2.0 are none."""
-    allowed = f"a whole number from {least} to {most}{note}"
+    """An integer from `least` to `most`; True and 2.0 are none."""
+    allowed = f"an integer from {least} to {most}{note}"
     try:
         number = operator.index(value)  # type: ignore[arg-type]  # anything may come, and raises if it is none
     except Exception as error:

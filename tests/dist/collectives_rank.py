@@ -105,7 +105,7 @@ def shards(group, backend):
 
 
 def products(group, backend):
-    """Products of gathered rows and sums of products, in pieces and in one; some ranks own no row. Small whole numbers,
+    """Products of gathered rows and sums of products, in pieces and in one; some ranks own no row. Small integers,
     of which all sums are exact."""
     multiplied = []
     weight = whole_numbers(0, 48, 64)

@@ -202,7 +202,7 @@ def test_killed_worker_ends_the_command_with_status_1_and_leaves_nothing(oracle,
 
 
 MISTAKES = {
-    "kvp is 0": (["--kvp", 0], "kvp is 0: set it to a whole number from 1"),
+    "kvp is 0": (["--kvp", 0], "kvp is 0: set it to an integer from 1"),
     "tpa above the query heads": (["--tpa", 10], "tpa is 10, but the model has 9 query heads: set tpa to 9 or less"),
     "products do not match": (["--kvp", 2, "--tpf", 3], "both must give the same number; set tpf to 2"),
     "a threshold beside a placement": (
@@ -216,8 +216,8 @@ MISTAKES = {
     "beyond max-model-len": (["--max-model-len", 40], "37 prompt tokens plus 8 new tokens exceed --max-model-len 40"),
     "beyond the pool": (["--kv-cache-tokens", 16], "set --kv-cache-tokens to at least 48"),
     "pool beyond memory": (["--kv-cache-tokens", "1000G"], "set --kv-cache-tokens to at most"),
-    "no block": (["--block-tokens", 0], "block_tokens is 0: set it to a whole number from 1"),
-    "no chunk": (["--chunk-tokens", 0], "chunk_tokens is 0: set it to a whole number from 1"),
+    "no block": (["--block-tokens", 0], "block_tokens is 0: set it to an integer from 1"),
+    "no chunk": (["--chunk-tokens", 0], "chunk_tokens is 0: set it to an integer from 1"),
     "no pool": (["--kv-cache-tokens", 0], "kv_cache_tokens is 0"),
     "a limit inside a block": (
         ["--placement", "growing", "--growth-limit-tokens", 20],

@@ -719,7 +719,7 @@ def assert_ended(llm, why):
     ):
         with pytest.raises(EngineError) as caught:
             ask()
-        assert str(caught.value) == f"the engine has ended: {why}; make a new one"
+        assert str(caught.value) == f"the engine has ended: {why}: make a new one"
 
 
 def test_a_closed_engine_says_so(oracle):
@@ -739,7 +739,7 @@ def test_an_engine_that_ended_while_it_counted_rows_says_why(tmp_path, monkeypat
         llm.expert_load()
     assert_nothing_left(process_ids, directory)
     assert_ended(llm, "KeyboardInterrupt: enough")
-    with pytest.raises(EngineError, match="the engine has ended: KeyboardInterrupt: enough; make a new one"):
+    with pytest.raises(EngineError, match="the engine has ended: KeyboardInterrupt: enough: make a new one"):
         llm.expert_load()
 
 

@@ -64,12 +64,12 @@ def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_senten
         ("stop", ("a" * 1001,), "has 1001 characters: give at most 1000"),
         ("stop", (5,), "a stop string is 5: set it to a string"),
         ("stop", b"ab", "give a tuple of strings"),
-        ("top_k", 10**20, "set it to a whole number from 0 to 2147483647"),
-        ("top_k", 5.5, "set it to a whole number"),
-        ("top_k", True, "set it to a whole number"),
-        ("max_new_tokens", 2.0, "set it to a whole number"),
-        ("max_new_tokens", "12", "set it to a whole number"),
-        ("stop_token_ids", (10**20,), "set it to a whole number from 0 to 2147483647"),
+        ("top_k", 10**20, "set it to an integer from 0 to 2147483647"),
+        ("top_k", 5.5, "set it to an integer"),
+        ("top_k", True, "set it to an integer"),
+        ("max_new_tokens", 2.0, "set it to an integer"),
+        ("max_new_tokens", "12", "set it to an integer"),
+        ("stop_token_ids", (10**20,), "set it to an integer from 0 to 2147483647"),
         ("stop_token_ids", 5, "stop_token_ids is 5: set it to a tuple of token ids"),
         ("temperature", "warm", "temperature is 'warm': set it to 0"),
         ("temperature", True, "temperature is True"),
@@ -86,9 +86,9 @@ def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_senten
         ("frequency_penalty", True, "frequency_penalty is True"),
         ("frequency_penalty", "0.5", "frequency_penalty is '0.5': set it to a number from -2 to 2"),
         ("frequency_penalty", -math.inf, "frequency_penalty is -inf"),
-        ("min_tokens", 129, "min_tokens is 129: set it to a whole number from 0 to 128 (max_new_tokens)"),
+        ("min_tokens", 129, "min_tokens is 129: set it to an integer from 0 to 128 (max_new_tokens)"),
         ("min_tokens", -1, "min_tokens is -1"),
-        ("min_tokens", 1.0, "min_tokens is 1.0: set it to a whole number"),
+        ("min_tokens", 1.0, "min_tokens is 1.0: set it to an integer"),
         ("min_tokens", True, "min_tokens is True"),
         ("logit_bias", None, "logit_bias is None: set it to a mapping of token ids to numbers"),
         ("logit_bias", [(1, 2)], "logit_bias is [(1, 2)]: set it to a mapping of token ids to numbers"),
@@ -96,16 +96,16 @@ def test_sampling_params_are_plain_values_that_travel_or_are_refused_in_a_senten
         ("logit_bias", {1: math.nan}, "the logit bias of token 1 is nan"),
         ("logit_bias", {1: True}, "the logit bias of token 1 is True"),
         ("logit_bias", {1: "5"}, "the logit bias of token 1 is '5'"),
-        ("logit_bias", {"1": 5}, "a token id of logit_bias is '1': set it to a whole number"),
+        ("logit_bias", {"1": 5}, "a token id of logit_bias is '1': set it to an integer"),
         ("logit_bias", {True: 5}, "a token id of logit_bias is True"),
         ("logit_bias", {1.0: 5}, "a token id of logit_bias is 1.0"),
-        ("logit_bias", {-1: 5}, "a token id of logit_bias is -1: set it to a whole number from 0 to 2147483647"),
+        ("logit_bias", {-1: 5}, "a token id of logit_bias is -1: set it to an integer from 0 to 2147483647"),
         ("logit_bias", dict.fromkeys(range(1025), 1), "logit_bias has 1025 entries: give at most 1024"),
         ("logit_bias", UserDict.fromkeys([10**5000], 1), "a token id of logit_bias is"),
         ("logit_bias", OddMapping(), "set it to a mapping of token ids to numbers"),
-        ("prompt_logprobs", 1.5, "prompt_logprobs is 1.5: set it to a whole number from 0 to 100"),
+        ("prompt_logprobs", 1.5, "prompt_logprobs is 1.5: set it to an integer from 0 to 100"),
         ("prompt_logprobs", True, "prompt_logprobs is True"),
-        ("max_new_tokens", 0, "set it to a whole number from 1 to 2147483647 (0 needs prompt_logprobs)"),
+        ("max_new_tokens", 0, "set it to an integer from 1 to 2147483647 (0 needs prompt_logprobs)"),
     ],
 )
 def test_what_no_request_can_have_is_refused_in_words(name, value, words):
@@ -133,7 +133,7 @@ def test_numbers_of_numpy_are_welcome():
 @pytest.mark.parametrize("name", ["num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"])
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "16", 10**20, None])
 def test_scheduler_settings_are_whole_numbers(name, value):
-    with pytest.raises(UserError, match=f"{name} is .*: set it to a whole number from 1 to"):
+    with pytest.raises(UserError, match=f"{name} is .*: set it to an integer from 1 to"):
         SchedulerConfig(**{"kvp": 1, "num_blocks": 1, "max_model_len": 1} | {name: value})
 
 
@@ -185,25 +185,25 @@ def test_an_array_that_changes_afterwards_is_no_other_prompt():
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (array("d", [1.0]), "a one-dimensional list of whole numbers"),
-        ([1, 2.0], "a prompt token is 2.0: give token ids as whole numbers"),
+        (array("d", [1.0]), "a one-dimensional list of integers"),
+        ([1, 2.0], "a prompt token is 2.0: give token ids as integers"),
         ([True, 2], "a prompt token is True"),
         ([1, "a"], "a prompt token is 'a'"),
         ([1, None], "a prompt token is None"),
         ([1, 10**20], "larger than any vocabulary"),
         ([1, 10], "prompt token 10 is outside the model's vocabulary of 10"),
         ([-1], "prompt token -1 is outside"),
-        (np.array([1.0, 2.0]), "a one-dimensional list of whole numbers"),
+        (np.array([1.0, 2.0]), "a one-dimensional list of integers"),
         (np.array([[1, 2]]), "one-dimensional"),
-        (np.array([True]), "a one-dimensional list of whole numbers"),
+        (np.array([True]), "a one-dimensional list of integers"),
         (5, "a prompt is 5: give text, or a list of token ids"),
         (b"abc", "give text, or a list of token ids"),
         ({"a": 1}, "give text, or a list of token ids"),
         (range(10**12), "has 1000000000000 tokens, but --max-model-len is 50"),
         (range(10**20), "its length cannot be read"),
-        (torch.ones(3, dtype=torch.bfloat16), "whole numbers in host memory"),
-        (torch.ones(3, requires_grad=True), "whole numbers in host memory"),
-        (torch.ones(3, dtype=torch.int64, device="meta"), "whole numbers in host memory"),
+        (torch.ones(3, dtype=torch.bfloat16), "integers in host memory"),
+        (torch.ones(3, requires_grad=True), "integers in host memory"),
+        (torch.ones(3, dtype=torch.int64, device="meta"), "integers in host memory"),
         (OddList([1]), "its length cannot be read"),
     ],
 )
@@ -233,5 +233,5 @@ def test_a_size_is_exact(text, number):
 
 @pytest.mark.parametrize("text", ["8x", "1.5", "2i", "0.3Ki", "", "-1", "9" * 400, "9" * 400 + "Gi", "9" * 5000])
 def test_what_is_no_size_is_said(text):
-    with pytest.raises(ValueError, match="is not a size: give a whole number"):
+    with pytest.raises(ValueError, match="is not a size: give an integer"):
         size(int, (Token(value=text),))

@@ -81,7 +81,7 @@ def _check_shape(text: str) -> None:
 
 
 def _flags(arguments: ArgumentCollection) -> dict[str, bool]:
-    """Map the names of a command's options, without `--`, to whether the value must be a whole number.
+    """Map the names of a command's options, without `--`, to whether the value must be an integer.
 
     Sizes count as other values, because they may have a unit. Their converter checks them later.
     """
@@ -104,7 +104,7 @@ def _values(found: Mapping[Any, Any], flags: Mapping[str, bool]) -> dict[str, An
         if isinstance(value, dict):
             value = _object(name, value)
         if flags[name] and (isinstance(value, bool) or not isinstance(value, int)):
-            raise refused(name, value, "a whole number")
+            raise refused(name, value, "an integer")
         if name in _NEGATIVE:
             name, value = _NEGATIVE[name].replace("_", "-"), not flag(name, value)
         if name in values:

@@ -276,7 +276,7 @@ class SamplingOptions:
         return None
 
     def _biases(self) -> dict[int | str, Any]:
-        """Parse --logit-bias. JSON keys are strings, so keys that are whole numbers become ints."""
+        """Parse --logit-bias. JSON keys are strings, so keys that are integers become ints."""
         if self.logit_bias is None:
             return {}
         parsed = parsed_object("logit_bias", self.logit_bias, '{"42": -100}')

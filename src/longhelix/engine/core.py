@@ -135,7 +135,7 @@ class TokenCore:
     def check_running(self) -> None:
         """Raise EngineError with the reason if the core has ended."""
         if self._failure:
-            raise EngineError(f"the engine has ended: {self._failure}; make a new one")
+            raise EngineError(f"the engine has ended: {self._failure}: make a new one")
 
     def add(
         self,

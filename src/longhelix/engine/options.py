@@ -177,7 +177,7 @@ class EngineOptions:
     chunk_tokens: int | str = _setting(
         "auto",
         CountOrAuto(),
-        "Maximum number of prompt tokens per step. auto takes as many as the performance model predicts to finish "
+        "Maximum number of prompt tokens per step. auto takes the number that the performance model predicts to finish "
         f"within the TBT target, at most {MOST_CHUNK_TOKENS}.",
     )
     tbt_target_s: float | None = _setting(
@@ -190,7 +190,7 @@ class EngineOptions:
     slo_scale: float = _setting(
         2.0,
         above_zero,
-        "Deadline for the first token of a request that states none, as a multiple of its predicted prefill time when "
+        "Deadline for the first token of a request without one, as a multiple of its predicted prefill time when "
         "it runs alone. The deadline is at least 1 s.",
     )
     client_weights: Mapping[str, float] | None = _setting(
@@ -233,8 +233,8 @@ class EngineOptions:
     growth_limit_tokens: int | str = _setting(
         4096,
         CountOrAuto(),
-        "With --placement growing, tokens on one rank before the next rank joins. auto takes as many as the "
-        "performance model predicts a decode step to read in half of the request's time between tokens.",
+        "With --placement growing, tokens on one rank before the next rank joins. auto takes the "
+        "number that the performance model predicts a decode step to read in half of the request's time between tokens.",
     )
     batch_invariant: bool = _setting(
         False,
@@ -255,7 +255,7 @@ class EngineOptions:
         None,
         flag,
         "Run the sequence-parallel compiler pass, which shards the tokens of prompt steps between matrix products. "
-        "Needs --execution compiled. [default: off, but on for dense models if --sp-min-token-num is set]",
+        "Needs --execution compiled. [default: off; on for dense models if --sp-min-token-num is set]",
         negative="no-enable-sp",
     )
     sp_min_token_num: int | None = _setting(

@@ -72,7 +72,7 @@ def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]"
         )
     ids = _array(prompt) if _is_array(prompt) or isinstance(prompt, array) else _numbers(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise UserError(f"a prompt is {shown(prompt)}: give its token ids as a one-dimensional list of whole numbers")
+        raise UserError(f"a prompt is {shown(prompt)}: give its token ids as a one-dimensional list of integers")
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise UserError(
@@ -106,7 +106,7 @@ def _array(values: object) -> np.ndarray:
     try:
         return np.asarray(values)
     except Exception as error:  # numpy cannot convert tensors in bfloat16 or on a GPU
-        raise UserError(f"a prompt is {shown(values)}: give its token ids as whole numbers in host memory") from error
+        raise UserError(f"a prompt is {shown(values)}: give its token ids as integers in host memory") from error
 
 
 def _numbers(values: Sequence[object]) -> np.ndarray:
@@ -114,7 +114,7 @@ def _numbers(values: Sequence[object]) -> np.ndarray:
     wrong = next((kind for kind in set(map(type, values)) if not _is_whole(kind)), None)
     if wrong is not None:
         first = next(value for value in values if type(value) is wrong)
-        raise UserError(f"a prompt token is {shown(first)}: give token ids as whole numbers")
+        raise UserError(f"a prompt token is {shown(first)}: give token ids as integers")
     try:
         return np.fromiter(values, dtype=np.int64, count=len(values))
     except OverflowError as error:

@@ -122,7 +122,7 @@ def _numbers(setting: Setting, layouts: Layouts, weights: Iterable[WeightSpec]) 
 
 
 def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
-    """Those of a dim that a rank has; the fullest one's are whole numbers, and so are all sums of products of them,
+    """Those of a dim that a rank has; the fullest one's are integers, and so are all sums of products of them,
     exactly."""
     match dim.split:
         case Split.WHOLE:

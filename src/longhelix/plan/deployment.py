@@ -89,7 +89,7 @@ class Deployment:
 
     @cached_property
     def product_inputs(self) -> frozenset[int]:
-        """The numbers of inputs that weight matrices of products have, over all ranks."""
+        """Input sizes of all weight matrices, over all ranks."""
         kinds = {self.model.has_experts(layer) for layer in (0, self.model.num_layers - 1)}
         weights = [weight for kind in kinds for weight in layer_weights(self.model, with_experts=kind)]
         columns = {weight.columns for weight in weights if weight.columns and weight.stored is WeightDtype.PRODUCT}

@@ -155,7 +155,7 @@ def _fullest(use: ServiceLoad, layouts: Layouts, budget_s: float) -> Points:
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:
-    """The largest whole numbers up to `most` for which `keeps` holds, by bisection; 0 if it never holds.
+    """The largest integers up to `most` for which `keeps` holds, by bisection; 0 if it never holds.
 
     Args:
         keeps: if it holds for a number, it must hold for all smaller ones.

@@ -208,7 +208,7 @@ class _Reader:
         return (self._piece(prefix_id),), shared
 
     def _hashed(self, hash_ids: object) -> tuple[int, ...]:
-        given = () if hash_ids is None else items("hash_ids", hash_ids, _MOST_HASHES, "whole numbers")
+        given = () if hash_ids is None else items("hash_ids", hash_ids, _MOST_HASHES, "integers")
         return tuple(self._piece(whole("a hash id", hash_id, 0, 2**64 - 1)) for hash_id in given)
 
     def _piece(self, name: object) -> int:
@@ -237,7 +237,7 @@ def _name(field: str, record: Record) -> str:
     if given is None:
         return ""
     if isinstance(given, bool) or not isinstance(given, str | int):
-        raise refused(field, given, "a string or a whole number")
+        raise refused(field, given, "a string or an integer")
     return str(given)
 
 

@@ -19,13 +19,13 @@ def positive(config: Mapping[str, Any], key: str, default: float | None = None) 
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number of `least` or more. Only an absent key means the default, and there may be none."""
+    """An integer of `least` or more. Only an absent key means the default, and there may be none."""
     name = f"{key} in the model's settings"
     return whole(name, config.get(key, default), least, _MOST, code="invalid_model")
 
 
 def count_or_none(config: Mapping[str, Any], key: str) -> int | None:
-    """A whole number above zero; absent and null mean None."""
+    """An integer above zero; absent and null mean None."""
     return None if config.get(key) is None else count(config, key)
 
 

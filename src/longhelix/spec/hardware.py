@@ -186,7 +186,7 @@ _SIZE = (lambda value: _is_number(value) and value >= 0, "a number of bytes, 0 o
 _TIME = (lambda value: _is_number(value) and value >= 0, "seconds, 0 or more")
 _SHARE = (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
 _REACHED = (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1")
-_RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1, "a whole number above 0")
+_RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer above 0")
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
 
 # What files that are older than a constant do not say: those before `reserve_bytes` meant by `memory_bytes` what may be

@@ -20,7 +20,7 @@ _ROPE_KEYS = {
 _LEAST, _MOST = 1e-3, 1e6
 # Settings that yarn's first implementation had. transformers does not read them, and neither does longhelix.
 UNREAD_ROPE_KEYS = frozenset({"attn_factor"})
-_MOST_POSITIONS = 2**53  # above, floats skip whole numbers
+_MOST_POSITIONS = 2**53  # above, floats skip integers
 
 _ROPE_NEEDS = {
     "default": (),

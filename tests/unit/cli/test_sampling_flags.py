@@ -38,7 +38,7 @@ def test_flags_are_the_settings_of_the_same_names():
         ('{"42": NaN}', "the logit bias of token 42 is nan: set it to a number from -100 to 100"),
         ('{"42": "1"}', "the logit bias of token 42 is '1'"),
         ('{"42": true}', "the logit bias of token 42 is True"),
-        ('{"4_2": 1}', "a token id of logit_bias is '4_2': set it to a whole number"),
+        ('{"4_2": 1}', "a token id of logit_bias is '4_2': set it to an integer"),
         ('{"-42": 1}', "a token id of logit_bias is '-42'"),
         ('{"9999999999": 1}', "a token id of logit_bias is 9999999999"),
         ('{"' + "9" * 5000 + '": 1}', "a token id of logit_bias is '9"),

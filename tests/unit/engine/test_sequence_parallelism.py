@@ -63,7 +63,7 @@ def test_defaults(options, expected):
         ({"sp_min_token_num": 5, "execution": "recorded"}, "but execution is recorded: set execution to compiled"),
         ({"enable_sp": True, "flash_comm_v1": True}, "two ways to get sequence parallelism"),
         ({"flash_comm_v1": "yes"}, "flash_comm_v1 is 'yes': set it to True or False"),
-        ({"sp_min_token_num": 0}, "sp_min_token_num is 0: set it to a whole number from 1"),
+        ({"sp_min_token_num": 0}, "sp_min_token_num is 0: set it to an integer from 1"),
         ({"enable_sp": 1}, "enable_sp is 1: set it to True or False"),
         ({"compilation_config": 3}, "compilation_config is 3: set it to settings such as"),
         ({"compilation_config": {"level": 3}}, "unknown setting 'level'"),

@@ -285,7 +285,7 @@ def test_a_rate_takes_replicas(demanded):
     [
         ("ttl", "0", "Set ms per token to a number above 0, or leave it empty."),
         ("ttft", "-1", "Set TTFT to a number above 0, or leave it empty."),
-        ("users", "1.5", "Set users to a whole number of 1 or more, or leave it empty."),
+        ("users", "1.5", "Set users to an integer of 1 or more, or leave it empty."),
         ("price", "0", "Set the price of a GPU hour to a number above 0, or leave it empty."),
     ],
 )

@@ -728,7 +728,7 @@ def test_a_request_that_fills_the_pool_to_the_last_token_runs():
 
 @pytest.mark.parametrize("name", ["num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"])
 def test_a_setting_below_one_is_refused(name):
-    with pytest.raises(UserError, match=f"{name} is 0: set it to a whole number from 1"):
+    with pytest.raises(UserError, match=f"{name} is 0: set it to an integer from 1"):
         config(**{name: 0})
 
 

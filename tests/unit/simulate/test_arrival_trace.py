@@ -227,7 +227,7 @@ def test_own_columns_in_both_formats_and_in_any_order():
         ("arrival_s,prompt_tokens,output_tokens\n", "no requests"),
         ("arrival_s,prompt_tokens,output_tokens\n0,1,1\n0,1\n", "line 3 .* 2 columns"),
         ("arrival_s,prompt_tokens,output_tokens\n0,,1\n", "line 2 .*prompt_tokens is missing"),
-        ("arrival_s,prompt_tokens,output_tokens\n0,0,1\n", "line 2 .*prompt_tokens is 0: set it to a whole number"),
+        ("arrival_s,prompt_tokens,output_tokens\n0,0,1\n", "line 2 .*prompt_tokens is 0: set it to an integer"),
         ("arrival_s,prompt_tokens,output_tokens\n0,5,1.5\n", r"line 2 .*output_tokens is 1\.5"),
         ("arrival_s,prompt_tokens,output_tokens\n0,5,many\n", "line 2 .*output_tokens is 'many'"),
         ("arrival_s,prompt_tokens,output_tokens\nnan,5,1\n", "line 2 .*arrival_s is nan"),

@@ -246,7 +246,7 @@ def test_a_layout_is_frozen_and_compares_by_value():
 @pytest.mark.parametrize("degree", ["kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas"])
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "2"])
 def test_a_degree_below_one_or_not_whole_is_refused(degree, value):
-    with pytest.raises(UserError, match=rf"{degree} is .*: set it to a whole number from 1 to") as caught:
+    with pytest.raises(UserError, match=rf"{degree} is .*: set it to an integer from 1 to") as caught:
         Layout(**{degree: value})
     assert caught.value.code == "invalid_layout"
 
@@ -317,7 +317,7 @@ def test_stages_have_as_many_layers_as_they_are_told():
         ({"pp": 2, "stage_layers": (3,)}, "stage_layers has 1 stages, but pp is 2"),
         ({"stage_layers": 7}, "stage_layers is 7: set it to a tuple of numbers of layers"),
         ({"stage_layers": (3, 3)}, "stage_layers has 2 stages, but pp is 1"),
-        ({"pp": 2, "stage_layers": (7, 0)}, "a stage's number of layers is 0: set it to a whole number from 1"),
+        ({"pp": 2, "stage_layers": (7, 0)}, "a stage's number of layers is 0: set it to an integer from 1"),
         ({"pp": 2, "stage_layers": (3, 2)}, r"stage_layers is \[3, 2\], together 5 layers, but the model has 7.* \+2"),
         ({"pp": 8}, "pp is 8, but the model has 7 layers: set pp to 7 or less"),
     ],

@@ -15,7 +15,7 @@ from torch import Tensor
 from longhelix.compute.kernels import native
 from longhelix.compute.kernels.layer import TILES, KVLayer
 
-# Bits as whole numbers, whatever they stand for: nothing is rounded, and a NaN stays the one that it is.
+# Bits as integers, whatever they stand for: nothing is rounded, and a NaN stays the one that it is.
 _BITS = {32: torch.int32, 16: torch.int16, 8: torch.uint8, 4: torch.uint8}
 # How a panel, of rows by 16 lanes, lies in memory: what is inside of each of its lines.
 _LINES: dict[str, tuple[tuple[str, int], ...]] = {

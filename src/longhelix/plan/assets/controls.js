@@ -30,7 +30,7 @@ function complaint(found) {
   const wrong = Object.keys(NUMBERS).find((id) => Number.isNaN(found[id]));
   if (wrong) {
     const { words, whole: isWhole } = NUMBERS[wrong];
-    const allowed = isWhole ? "a whole number of 1 or more" : "a number above 0";
+    const allowed = isWhole ? "an integer of 1 or more" : "a number above 0";
     return [wrong, `Set ${words} to ${allowed}, or leave it empty.`];
   }
   if (found.rate !== null && found.users !== null) {

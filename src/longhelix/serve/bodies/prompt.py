@@ -50,9 +50,9 @@ def _token_ids(given: object) -> "array[int]":
     for start in range(0, len(given), _PART):
         part = given[start : start + _PART]
         if set(map(type, part)) != {int}:
-            raise ValueError("token ids must be whole numbers")
+            raise ValueError("token ids must be integers")
         if not 0 <= min(part) <= max(part) <= MOST_TOKENS:
-            raise ValueError(f"token ids must be whole numbers from 0 to {MOST_TOKENS}")
+            raise ValueError(f"token ids must be integers from 0 to {MOST_TOKENS}")
         found.fromlist(cast("list[int]", part))
     return found
 

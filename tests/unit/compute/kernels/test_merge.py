@@ -270,7 +270,7 @@ def test_weights_are_float64_for_float64_outputs_and_float32_lse():
 @pytest.mark.parametrize("shift", [1e4, -1e4, 3e38, -3e38, 0.0])
 def test_huge_and_tiny_lse_stay_finite(shift, dtype):
     out_NTQC, lse_NTQ = random_states((4, 7, 2, 32), seed=21, dtype=dtype)
-    lse_NTQ = lse_NTQ.round() + shift  # whole numbers: the shift by 1e4 is exact
+    lse_NTQ = lse_NTQ.round() + shift  # integers: the shift by 1e4 is exact
     out_TQC, lse_TQ = merge_states(out_NTQC, lse_NTQ)
     expected_TQC, expected_lse_TQ = formula(out_NTQC, lse_NTQ)
     assert error(out_TQC, expected_TQC) <= ONE_ROUNDING[dtype]

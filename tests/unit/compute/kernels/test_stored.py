@@ -23,7 +23,7 @@ def layer_of_random_bytes(dtype, arrangement, block_tokens=16, sizes=(32, 48), s
 
 
 def numbered(bits: NDArray, codes: NDArray) -> bool:
-    """Whether bits are those codes, whatever whole numbers hold either."""
+    """Whether bits are those codes, whatever integers hold either."""
     width = np.dtype(f"u{bits.itemsize}")
     return bool(np.array_equal(bits.view(width), codes.astype(width)))
 

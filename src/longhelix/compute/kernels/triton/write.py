@@ -86,6 +86,6 @@ def _write(row_ptr, kv_ptr, scales_ptr, place, C: tl.constexpr, PADDED: tl.const
         # A scale below the normal numbers is coarse, and quotients may exceed the largest.
         row_C = tl.minimum(tl.maximum(row_C, -LARGEST), LARGEST)
         if kv_ptr.dtype.element_ty == tl.int8:
-            # At 1.5 * 2 ** 23 the next float32 is 1 away: the sum rounds to a whole number, to nearest even.
+            # At 1.5 * 2 ** 23 the next float32 is 1 away: the sum rounds to an integer, to nearest even.
             row_C = (row_C + 12582912.0) - 12582912.0
     tl.store(kv_ptr + place * C + c_C, row_C.to(kv_ptr.dtype.element_ty), mask=c_C < C)
