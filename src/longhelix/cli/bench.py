@@ -157,7 +157,7 @@ def kernels(
         Measured rounds, after a warm-up.
     """
     suite = output.start(peers.directory)
-    suite.kernels(context, kv_dtype, head_size, group, threads, repeats)
+    suite.kernels(context, kv_dtypes=kv_dtype, head_sizes=head_size, groups=group, threads=threads, repeats=repeats)
     output.finish(suite)
 
 

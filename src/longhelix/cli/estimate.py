@@ -78,7 +78,11 @@ def estimate(
     if context < 1 or batch < 1 or chunk < 1:
         raise UserError(f"--context {context}, --batch {batch} and --chunk {chunk} must all be 1 or more")
     if compare is None:
-        asked = [GroupedLayout.of(dp, kvp, tpa, tpf, ep, pp, tied=tied, local=placement == "local", hop_b=hop_b)]
+        asked = [
+            GroupedLayout.of(
+                dp, kvp=kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp, tied=tied, local=placement == "local", hop_b=hop_b
+            )
+        ]
     else:
         asked = [parse_layout(text) for text in compare]
     found = [

@@ -60,7 +60,10 @@ def _helix() -> Reproduction:
     from longhelix.figures.helix import helix
 
     system = _system("gb200")
-    r1, dense = (Setting(load_model(name), system, "fp4", "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
+    r1, dense = (
+        Setting(model=load_model(name), system=system, weight_dtype="fp4", kv_dtype="fp4", attention_dtype="fp4")
+        for name in ("deepseek-r1", "llama-3.1-405b")
+    )
     preset = Setting(r1.model, load_system("gb300"), "nvfp4", "nvfp4")
     return helix(r1, dense, load_model("helix-figure-1"), preset)
 

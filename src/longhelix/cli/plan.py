@@ -67,7 +67,18 @@ def plan(
     start_s = time.perf_counter()
     context, demand = requests.load()
     setting = drafts.added(model.setting())
-    question = Question(setting, context, max_gpus, ttl, ttft, users, min_gpus, demand, gpu_hour, any_shape)
+    question = Question(
+        setting=setting,
+        context=context,
+        max_gpus=max_gpus,
+        ttl_s=ttl,
+        ttft_s=ttft,
+        users=users,
+        fewest_gpus=min_gpus,
+        demand=demand,
+        gpu_hour=gpu_hour,
+        any_shape=any_shape,
+    )
     if out is not None:
         make_folder(out)
     found = answer(question)
@@ -78,7 +89,9 @@ def plan(
     rejected = rejections(question, found.sweep)
     crossed = crossovers(question, found.sweep.space, max_gpus)
     seconds = time.perf_counter() - start_s
-    as_object = {"model": model.model} | report.as_json(found, seconds, others, rejected, crossed)
+    as_object = {"model": model.model} | report.as_json(
+        found, seconds=seconds, neighbours=others, rejections=rejected, crossovers=crossed
+    )
     if out is not None:
         _write(out, found, model.model, as_object)
     if json:

@@ -53,12 +53,12 @@ class PlannedModel:
         weights, experts = (self.weight_dtype,) * 2 if self.weight_dtype is not None else model.checkpoint_dtypes
         experts = self.expert_dtype or experts
         return Setting(
-            model,
-            system,
-            _known("weight-dtype", weights),
-            _known("kv-dtype", self.kv_dtype or model.dtype),
-            None if self.attention_dtype is None else _known("attention-dtype", self.attention_dtype),
-            None if _known("expert-dtype", experts) == weights else experts,
+            model=model,
+            system=system,
+            weight_dtype=_known("weight-dtype", weights),
+            kv_dtype=_known("kv-dtype", self.kv_dtype or model.dtype),
+            attention_dtype=None if self.attention_dtype is None else _known("attention-dtype", self.attention_dtype),
+            expert_dtype=None if _known("expert-dtype", experts) == weights else experts,
         )
 
 
@@ -114,14 +114,14 @@ class GroupedLayout:
         """
         whole("dp", dp, 1, MOST_GPUS, code="invalid_layout")
         if not tied:
-            return cls(Layout(dp * kvp, tpa, tpf, ep, pp), dp, local, hop_b)
+            return cls(Layout(kvp=dp * kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp), dp, local, hop_b)
         if dp > 1:
             raise UserError(
                 f"a tied layout has a copy of the FFN on every KVP rank, but {dp} groups share one FFN: set dp to 1, "
                 "or leave out tied",
                 "invalid_layout",
             )
-        return cls(tied_layout(kvp, tpa, tpf, ep, pp), dp, local, hop_b=False)
+        return cls(tied_layout(kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp), dp, local, hop_b=False)
 
 
 def stdout() -> Console:

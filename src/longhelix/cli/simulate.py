@@ -97,7 +97,9 @@ def simulate(
         Print one JSON object instead of tables.
     """
     setting = model.setting()
-    layout = tied_layout(kvp, tpa, tpf, ep, pp) if tied else Layout(kvp, tpa, tpf, ep, pp)
+    layout = (
+        tied_layout(kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp) if tied else Layout(kvp=kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp)
+    )
     layout.check(setting.heads, setting.model.num_layers)
     layout = balanced(setting, layout)
     options = EngineOptions(**given(engine), kv_cache_tokens=kv_cache_tokens)
@@ -113,10 +115,11 @@ def simulate(
         )
     if out is not None:
         make_folder(out)
-    servers = [_server(setting, layout, options, variant, hop_b) for variant in variants]
+    servers = [_server(setting, layout=layout, options=options, variant=variant, hop_b=hop_b) for variant in variants]
     observer = None if chrome_trace is None else ChromeTrace(chrome_trace)
     runs = [
-        _run(variant, server, arrivals, observer, capacity) for variant, server in zip(variants, servers, strict=True)
+        _run(variant, server=server, workload=arrivals, observer=observer, with_capacity=capacity)
+        for variant, server in zip(variants, servers, strict=True)
     ]
     if observer is not None:
         observer.close()

@@ -49,7 +49,7 @@ def tied_layout(kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1,
             f"--tied fixes tpf = tpa = {tpa} and ep = 1, but other values are set: leave out --tpf and --ep",
             "invalid_layout",
         )
-    return Layout(kvp, tpa, tpa, 1, pp, ffn_replicas=kvp)
+    return Layout(kvp=kvp, tpa=tpa, tpf=tpa, ep=1, pp=pp, ffn_replicas=kvp)
 
 
 Size = Annotated[int, Parameter(converter=size, negative=())]

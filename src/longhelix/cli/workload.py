@@ -69,8 +69,14 @@ class WorkloadOptions:
             )
         burstiness = 1.0 if self.burstiness is None else self.burstiness
         return Synthetic(
-            self.requests, self.rate, parse_mix(self.mix), service, self.arrivals, burstiness, self.seed
-        )  # fmt: skip
+            num_requests=self.requests,
+            rate_per_s=self.rate,
+            mix=parse_mix(self.mix),
+            service=service,
+            process=self.arrivals,
+            burstiness=burstiness,
+            seed=self.seed,
+        )
 
 
 def read_trace(path: Path, service: ServiceLevel) -> list[Arrival]:

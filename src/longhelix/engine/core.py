@@ -110,7 +110,14 @@ class TokenCore:
 
         pp = config.layout.pp
         runner = _Ranks(self._pool, config, self._images, guides)
-        self._loop = Loop(self._scheduler, runner, time.monotonic, most_in_flight(pp), leads_of(pp), notify)
+        self._loop = Loop(
+            scheduler=self._scheduler,
+            runner=runner,
+            clock=time.monotonic,
+            depth=most_in_flight(pp),
+            leads=leads_of(pp),
+            on_event=notify,
+        )
 
     def close(self) -> None:
         """End all ranks. May be called more than once."""
@@ -157,7 +164,7 @@ class TokenCore:
         Raises:
             UserError: the request can never run.
         """
-        request = self.request(prompt, sampling, service, arrival_s, images)
+        request = self.request(prompt, sampling=sampling, service=service, arrival_s=arrival_s, images=images)
         self.queue(request, images)
         return request
 
@@ -178,13 +185,13 @@ class TokenCore:
         self._check_token_ids(sampling)
         guide_s = 0.0 if sampling.guide is None else self._check_guide(sampling.guide)
         request = Request(
-            self._next_id,
-            prompt_ids,
-            sampling,
-            frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)),
-            secrets.randbits(63) if sampling.seed is None else sampling.seed,
-            time.monotonic() if arrival_s is None else arrival_s,
-            service,
+            id=self._next_id,
+            prompt_token_ids=prompt_ids,
+            sampling=sampling,
+            stop_token_ids=frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)),
+            seed=secrets.randbits(63) if sampling.seed is None else sampling.seed,
+            arrival_s=time.monotonic() if arrival_s is None else arrival_s,
+            service=service,
             images=tuple(image.span for image in images),
             guide_s=guide_s,
         )
@@ -450,7 +457,15 @@ def _root(config: EngineConfig) -> Callable[[Request], bytes]:
 def _prefilled(prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> Request:
     """Return a request that stands for a prompt's KV. It is never queued."""
     sampling = SamplingParams(max_new_tokens=capacity_tokens - len(prompt_ids))
-    return Request(-1, prompt_ids, sampling, frozenset(), 0, 0.0, ServiceLevel(cache_salt=cache_salt))
+    return Request(
+        id=-1,
+        prompt_token_ids=prompt_ids,
+        sampling=sampling,
+        stop_token_ids=frozenset(),
+        seed=0,
+        arrival_s=0.0,
+        service=ServiceLevel(cache_salt=cache_salt),
+    )
 
 
 def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:

@@ -226,7 +226,15 @@ class LLM:
         Raises:
             UserError: the request can never run.
         """
-        return self._queue(prompt, sampling, service, self._deltas, context, arrival_s, reasoning)
+        return self._queue(
+            prompt,
+            sampling=sampling,
+            service=service,
+            deltas=self._deltas,
+            context=context,
+            arrival_s=arrival_s,
+            reasoning=reasoning,
+        )
 
     def read(self, prompt: ImagePrompt) -> ReadPrompt:
         """Open a prompt's images and run the vision tower on them, so that `add` does not have to.
@@ -306,7 +314,9 @@ class LLM:
         self._core.check_types(_ONE_TOKEN, service)
         new = self._contexts.new(name, self._token_ids(prompt), service.cache_salt, replace)
         computing = Computing(
-            lambda deltas: self._queue(new.token_ids, _ONE_TOKEN, service, deltas, None),
+            lambda deltas: self._queue(
+                new.token_ids, sampling=_ONE_TOKEN, service=service, deltas=deltas, context=None
+            ),
             self.prefilled_tokens,
             self.abort,
         )
@@ -407,13 +417,15 @@ class LLM:
             context = self._read(context, service)
             given, hashes = self._after(context, prompt, sampling)
         before = self._core.counters.exchanges.now
-        request = self._core.request(given, sampling, service, arrival_s, images)
+        request = self._core.request(given, sampling=sampling, service=service, arrival_s=arrival_s, images=images)
         tags = frozenset() if reasoning is None else reasoning.special_ids
         stream = self.tokenizer.stream(request.prompt_token_ids, sampling.skip_special_tokens, tags)
         unseen = [image.unseen() for image in images]
         stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         name = None if context is None else context.saved.name
-        live = Live(request, stream, stops, deltas, before, name, unseen)
+        live = Live(
+            request=request, tokens=stream, stops=stops, deltas=deltas, arrival=before, context=name, images=unseen
+        )
         live.reasoning = None if reasoning is None else ReasoningSplitter(reasoning)
         if not self._lost.take(live, self._live):
             self._core.queue(request, images, hashes)
@@ -577,7 +589,7 @@ class LLM:
         results: dict[int, Result] = {}
         try:
             for prompt in prompts:
-                ids.append(self._queue(prompt, sampling, service, deltas, context))
+                ids.append(self._queue(prompt, sampling=sampling, service=service, deltas=deltas, context=context))
             while len(results) < len(ids):
                 delta = self._next_delta(deltas)
                 if delta.result is not None:
@@ -601,7 +613,7 @@ class LLM:
         Accepts the same arguments as `generate`, with a single prompt.
         """
         deltas: deque[Delta] = deque()
-        request_id = self._queue(prompt, sampling, service, deltas, context)
+        request_id = self._queue(prompt, sampling=sampling, service=service, deltas=deltas, context=context)
         abandon = partial(self._abandoned.append, request_id)
         return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 

@@ -54,7 +54,7 @@ class CountOrAuto:
     def __call__(self, name: str, value: object) -> int | str:
         if isinstance(value, str) and str.__str__(value) == "auto":
             return "auto"
-        return whole(name, value, 1, self.most, ', or "auto"')
+        return whole(name, value=value, least=1, most=self.most, note=', or "auto"')
 
 
 def weights(name: str, value: object) -> dict[str, float]:

@@ -52,7 +52,7 @@ def resolve(
     _check_rope(spec, max_model_len)
     _check_layout(spec, layout)
     gpu_bytes = free_gpu_bytes() if options.device != "cpu" else []
-    device = _device(options, layout, len(gpu_bytes), weight_dtype, kv_dtype)
+    device = _device(options, layout=layout, num_gpus=len(gpu_bytes), weight_dtype=weight_dtype, kv_dtype=kv_dtype)
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(options, device)
     _check_runs_together(spec, options, device, replay)
@@ -65,7 +65,13 @@ def resolve(
     scheduler = scheduler_config(options, layout, max_model_len, setting)
     longest_tokens = scheduler.longest_local_tokens
     image_bytes = _image_bytes(spec)
-    memories = _memories(spec, layout, gpu_bytes if device == "cuda" else None, longest_tokens, 2 * image_bytes)
+    memories = _memories(
+        spec,
+        layout=layout,
+        gpu_bytes=gpu_bytes if device == "cuda" else None,
+        longest_tokens=longest_tokens,
+        taken_bytes=2 * image_bytes,
+    )
     affordable = min(
         affordable_blocks(spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
         for memory in memories

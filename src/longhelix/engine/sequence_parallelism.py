@@ -36,7 +36,7 @@ def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compil
             raise UserError(
                 "flash_comm_v1 and enable_sp are two ways to get sequence parallelism: leave one of them out"
             )
-        return _with(splits, spec, layout, options, min_tokens)
+        return _with(splits, spec=spec, layout=layout, options=options, min_tokens=min_tokens)
     if enabled is None:
         enabled = min_tokens is not None
         if enabled and spec.moe is not None:
@@ -48,7 +48,7 @@ def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compil
             f"sequence parallelism needs compiled layers, but execution is {options.execution}: set execution to "
             "compiled, or leave enable_sp and sp_min_token_num out"
         )
-    return _with(splits, spec, layout, options, min_tokens)
+    return _with(splits, spec=spec, layout=layout, options=options, min_tokens=min_tokens)
 
 
 def _with(

@@ -72,7 +72,7 @@ def frontiers(setting: Setting, *, powers_of_two: bool, seconds: DecodeSeconds =
     chosen = Space(chosen.layouts.take(keep), chosen.strategy[keep])
     if powers_of_two:
         sizes = 2.0 ** np.arange(np.log2(_MOST_BATCH) + 1)
-    found = sweep(setting, chosen, CONTEXT, sizes, seconds)
+    found = sweep(setting, space=chosen, context=CONTEXT, batch_sizes=sizes, seconds=seconds)
     return Frontiers(found.points, np.array(_NAMES)[chosen.strategy[found.points.layout]], found.configurations)
 
 

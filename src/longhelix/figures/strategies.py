@@ -39,11 +39,11 @@ def strategies(setting: Setting) -> Table:
         ),
     )
     return Table(
-        "strategies",
-        "Table 1: what each strategy parallelises (speed-ups from more GPUs, 8B, 4M tokens)",
-        ("strategy", "prefill (x)", "decode (x)", "batches with others", "can be preempted"),
-        rows,
-        "The speed-ups come from the model, with chunks of 4096. The last two columns come from the paper's text "
+        name="strategies",
+        title="Table 1: what each strategy parallelises (speed-ups from more GPUs, 8B, 4M tokens)",
+        columns=("strategy", "prefill (x)", "decode (x)", "batches with others", "can be preempted"),
+        rows=rows,
+        note="The speed-ups come from the model, with chunks of 4096. The last two columns come from the paper's text "
         "(sections 2.3 to 4.5). PP without several chunks in flight does not shorten one request's prefill. Ring "
         "attention does not apply to decode. TP across servers speeds up the attention of a long prompt but not of a "
         "decode, because it duplicates KV heads.",

@@ -79,7 +79,7 @@ class TiedDeployment:
         return _number(ring_seconds(self.setting, Layouts.of([servers]), tokens, striped=striped))
 
     def fits(self, tokens: float, chunk: float = 1.0) -> bool:
-        needed = memory(self.setting, self.layouts, 1.0, tokens, chunk).total_bytes
+        needed = memory(self.setting, layouts=self.layouts, batch=1.0, context=tokens, chunk=chunk).total_bytes
         return bool(needed[0] <= self.setting.system.usable_bytes)
 
     def mfu(self, tokens: float, chunk: float, *, causal: bool = False) -> float:

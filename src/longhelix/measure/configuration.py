@@ -64,7 +64,7 @@ def configure(
 def check_threads(*numbers: int) -> None:
     """Raise UserError for fewer threads than 1 or more than there are cores."""
     for threads in numbers:
-        whole("threads", threads, 1, host.cores(), ", the cores of this machine")
+        whole("threads", value=threads, least=1, most=host.cores(), note=", the cores of this machine")
 
 
 def check_positive(name: str, *values: int) -> None:

@@ -69,7 +69,7 @@ def make_plan(
         if not applies(source.tokens.count):
             left[node] = f"{_name(source)}: too few tokens, or a number of tokens that is not known to be enough"
     while True:
-        region = find_region(graph, group, rules, own_chunks, left)
+        region = find_region(graph, group=group, rules=rules, own_chunks=own_chunks, left=left)
         plan = _planned(region, norms, left, quantises)
         useless = _without_norm(plan)
         if not useless:
@@ -84,7 +84,15 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
     except nx.NetworkXUnbounded:
         reasons = [f"{_name(source)}: the size of its values' rows is not known" for source in region.sources.values()]
         nothing = frozenset[Node]()
-        return ShardingPlan(region, nothing, nothing, nothing, (), nothing, (*left.values(), *reasons))
+        return ShardingPlan(
+            region=region,
+            sharded=nothing,
+            gathered=nothing,
+            quantised=nothing,
+            norms=(),
+            normed=nothing,
+            left_alone=(*left.values(), *reasons),
+        )
     whole = _upstream(region, demanded - cut, cut)
     returned = {node for node in region.tokens if region.outside(node)} - whole - cut
     kept = {node for node in cut if node in region.sources}
@@ -92,13 +100,13 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
     sharded = _upstream(region, gathered | set(region.chunks.values()), kept)
     staying = [_reason(region, source) for node, source in region.sources.items() if node in kept]
     return ShardingPlan(
-        region,
-        frozenset(sharded),
-        frozenset(gathered),
-        frozenset(node for node in gathered if quantises and _is_wide(node, region.tokens[node].dims)),
-        tuple(norm for norm in norms if norm.node in sharded and norm.node not in region.sources),
-        frozenset(norm.normed for norm in norms),
-        (*left.values(), *staying),
+        region=region,
+        sharded=frozenset(sharded),
+        gathered=frozenset(gathered),
+        quantised=frozenset(node for node in gathered if quantises and _is_wide(node, region.tokens[node].dims)),
+        norms=tuple(norm for norm in norms if norm.node in sharded and norm.node not in region.sources),
+        normed=frozenset(norm.normed for norm in norms),
+        left_alone=(*left.values(), *staying),
     )
 
 

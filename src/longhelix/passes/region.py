@@ -96,7 +96,9 @@ def find_region(graph: Graph, group: PassGroup, rules: Rules, own_chunks: bool, 
     chunked = [node for node in graph.nodes if own_chunks and node not in known]
     barred: set[Node] = set()
     while True:
-        region = _grow(graph, group, rules, sources, varying, barred, set(chunked))
+        region = _grow(
+            graph, group=group, rules=rules, sources=sources, varying=varying, barred=barred, may_be_chunks=set(chunked)
+        )
         added = _summed_again(graph, group, region) - barred
         if not added:
             return region
@@ -137,7 +139,7 @@ def _grow(
         value = first_value(node)
         assert value is not None
         tokens[node] = TokenDims.of(value, call.dims)
-    return Region(tokens, sources, calls, chunks, reasons)
+    return Region(tokens=tokens, sources=sources, calls=calls, chunks=chunks, reasons=reasons)
 
 
 def _sources(graph: Graph, group: PassGroup) -> list[Source]:

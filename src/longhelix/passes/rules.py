@@ -204,7 +204,7 @@ def _along(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
         found["dim"] = [_from_end(each, value.dim(), held, node.target) for each in dim]
     else:
         found["dim"] = _from_end(dim, value.dim(), held, node.target)
-    return _bound(node, found, held, value, tokens)
+    return _bound(node, found=found, held=held, like=value, tokens=tokens)
 
 
 def _bound(

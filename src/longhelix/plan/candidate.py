@@ -61,7 +61,7 @@ def degrees(layouts: Layouts, index: int) -> dict[str, int | str]:
 def as_layouts(layout: Mapping[str, int | str], *, hop_b: bool) -> Layouts:
     """The inverse of `degrees`: one layout, as `Layouts` of length 1."""
     dp, kvp, tpa, tpf, ep, pp, ffn_replicas = (int(layout[name]) for name in _DEGREES)
-    one = Layout(dp * kvp, tpa, tpf, ep, pp, ffn_replicas)
+    one = Layout(kvp=dp * kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp, ffn_replicas=ffn_replicas)
     return Layouts.of([one], dp=dp, local=layout["placement"] == "local", hop_b=hop_b)
 
 

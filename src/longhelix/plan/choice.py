@@ -60,7 +60,12 @@ class _Tried:
     def take(self, index: _Index) -> "_Tried":
         given = self.given.take(index)
         return _Tried(
-            self.layout[index], self.batch[index], self.chunk[index], given, self.replicas[index], self.gpus[index]
+            layout=self.layout[index],
+            batch=self.batch[index],
+            chunk=self.chunk[index],
+            given=given,
+            replicas=self.replicas[index],
+            gpus=self.gpus[index],
         )
 
     def __len__(self) -> int:
@@ -213,7 +218,9 @@ class Chooser:
         if self._question.users > 1:
             needed = np.ceil(self._question.users / np.where(given.users > 0, given.users, np.inf))
             replicas = np.maximum(replicas, needed)
-        return _Tried(index, batch, chunk, given, replicas, replicas * self._gpus(index))
+        return _Tried(
+            layout=index, batch=batch, chunk=chunk, given=given, replicas=replicas, gpus=replicas * self._gpus(index)
+        )
 
     def _gpus(self, index: _Index) -> Array:
         """GPUs of one replica."""
@@ -313,10 +320,10 @@ def _joined(first: _Tried, second: _Tried) -> _Tried:
     names = ("ttl_s", "ttl_p95_s", "ttft_s", "users", "rate_per_s", "replicas")
     given = Service(*(both(name, first.given, second.given) for name in names))
     return _Tried(
-        np.concatenate([first.layout, second.layout]),
-        both("batch", first, second),
-        both("chunk", first, second),
-        given,
-        both("replicas", first, second),
-        both("gpus", first, second),
+        layout=np.concatenate([first.layout, second.layout]),
+        batch=both("batch", first, second),
+        chunk=both("chunk", first, second),
+        given=given,
+        replicas=both("replicas", first, second),
+        gpus=both("gpus", first, second),
     )

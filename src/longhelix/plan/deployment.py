@@ -81,7 +81,7 @@ class Deployment:
         if missing:
             raise UserError(f"the layout has no {missing[0]}: give a number for each of {', '.join(_DEGREES)}")
         dp, kvp, tpa, tpf, ep, pp, ffn_replicas = (whole(name, self.layout[name], 1, MOST_TOKENS) for name in _DEGREES)
-        return Layout(dp * kvp, tpa, tpf, ep, pp, ffn_replicas)
+        return Layout(kvp=dp * kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp, ffn_replicas=ffn_replicas)
 
     @cached_property
     def heads(self) -> HeadShape:

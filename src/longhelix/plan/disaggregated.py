@@ -76,7 +76,7 @@ def disaggregated(question: Question, space: Space) -> Disaggregated | None:
         pair
         for prefill in range(len(first.layout))
         for decode in range(len(second.layout))
-        if (pair := _numbers(question, first, prefill, second, decode)) is not None
+        if (pair := _numbers(question, first=first, prefill=prefill, second=second, decode=decode)) is not None
     ]
     if not pairs:
         return None
@@ -140,7 +140,9 @@ def _prefills(use: ServiceLoad, space: Space, ttft_s: float | None) -> _Side:
     layouts, index, chunk = layouts.take(held), index[held], chunk[held]
     found = prompts(use, layouts, chunk)
     busy = found.most_busy(ttft_s, layouts.ones)
-    served = _Side(index, chunk, busy / found.busy_s, layouts.world_size, found.ttft_s(busy))
+    served = _Side(
+        layout=index, size=chunk, rate_per_s=busy / found.busy_s, gpus=layouts.world_size, seconds=found.ttft_s(busy)
+    )
     return served.take(np.flatnonzero(busy > 0))
 
 
@@ -159,7 +161,13 @@ def _decodes(question: Question, use: ServiceLoad, space: Space) -> _Side:
     layouts, batch = layouts.take(index), batch[index]
     ttl_s = use.token_seconds(layouts, batch)
     assert use.demand is not None
-    return _Side(index, batch, batch / (ttl_s * use.demand.output_tokens), layouts.world_size, ttl_s)
+    return _Side(
+        layout=index,
+        size=batch,
+        rate_per_s=batch / (ttl_s * use.demand.output_tokens),
+        gpus=layouts.world_size,
+        seconds=ttl_s,
+    )
 
 
 def _transfer_seconds(use: ServiceLoad) -> float:

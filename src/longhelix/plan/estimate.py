@@ -126,10 +126,10 @@ def _estimated(setting: Setting, item: CostItem) -> EstimatedItem:
         "linear attention": ACTIVATION_DTYPE,
     }
     return EstimatedItem(
-        item.name,
-        float(item.seconds[0]),
-        float(item.flops[0]),
-        float(item.hbm_bytes[0]),
-        float(item.net_bytes[0]),
-        source(setting.system, item, 0, dtypes.get(item.name, setting.weight_dtype)),
+        name=item.name,
+        seconds=float(item.seconds[0]),
+        flops=float(item.flops[0]),
+        hbm_bytes=float(item.hbm_bytes[0]),
+        net_bytes=float(item.net_bytes[0]),
+        source=source(setting.system, item, 0, dtypes.get(item.name, setting.weight_dtype)),
     )

@@ -251,7 +251,9 @@ def _plan_table(load: ServiceLoad, plan: Plan, caps: list[int], quick: _Index) -
     """The table of the plan: its frontiers, its recommended and nearest choices, and the fastest prefills."""
     searched = plan.sweep.space
     named = [*([] if plan.best is None else [plan.best]), *plan.nearest]
-    selection = _select(plan.sweep, np.arange(len(searched)), caps, MOST_PLAN_POINTS, plan.question.ttl_s)
+    selection = _select(
+        plan.sweep, index=np.arange(len(searched)), caps=caps, most=MOST_PLAN_POINTS, ttl_s=plan.question.ttl_s
+    )
     more = [_point_of(load, searched, choice) for choice in named]
     more.append(_prefill_points(searched, plan.sweep, np.arange(len(searched)), quick))
     return _table(load, _with_points(selection, more), searched, CHUNKS)
@@ -311,7 +313,11 @@ def _point_of(load: ServiceLoad, searched: Space, choice: Choice) -> Points:
     index = np.array([next(each for each in alike if degrees(searched.layouts, int(each)) == choice.layout)])
     layouts, batch = searched.layouts.take(index), np.array([float(choice.batch)])
     return Points(
-        index, batch, layouts.world_size, load.token_seconds(layouts, batch), load.memory_bytes(layouts, batch, 0.0)
+        layout=index,
+        batch=batch,
+        gpus=layouts.world_size,
+        ttl_s=load.token_seconds(layouts, batch),
+        memory_bytes=load.memory_bytes(layouts, batch, 0.0),
     )
 
 
@@ -326,7 +332,11 @@ def _select(found: Sweep, index: _Index, caps: list[int], most: int | None, ttl_
     """
     strategies = found.space.strategy[found.points.layout]
     frontiers = [
-        list(_frontiers_by_cap(found.points, np.flatnonzero(strategies == number), caps, most, ttl_s))
+        list(
+            _frontiers_by_cap(
+                found.points, members=np.flatnonzero(strategies == number), caps=caps, most=most, ttl_s=ttl_s
+            )
+        )
         for number in range(len(STRATEGIES))
     ]
     kept = np.unique(np.concatenate([line for of_caps in frontiers for line in of_caps]))

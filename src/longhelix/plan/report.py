@@ -135,18 +135,18 @@ def best_deployment(plan: Plan) -> Deployment | None:
         return None
     setting = question.setting
     return Deployment(
-        setting.model,
-        best.layout,
-        setting.weight_dtype,
-        setting.kv_dtype,
-        "cpu" if setting.system.shared else "cuda",
-        question.context,
-        best.batch,
-        best.chunk_tokens,
-        best.strategy != "helix_exposed",
-        None if question.demand is None else math.ceil(question.demand.held_tokens),
-        setting.accepted_tokens,
-        setting.expert_dtype,
+        model=setting.model,
+        layout=best.layout,
+        weight_dtype=setting.weight_dtype,
+        kv_dtype=setting.kv_dtype,
+        device="cpu" if setting.system.shared else "cuda",
+        context=question.context,
+        users=best.batch,
+        chunk_tokens=best.chunk_tokens,
+        hop_b=best.strategy != "helix_exposed",
+        other_tokens=None if question.demand is None else math.ceil(question.demand.held_tokens),
+        accepted_tokens=setting.accepted_tokens,
+        expert_dtype=setting.expert_dtype,
     )
 
 

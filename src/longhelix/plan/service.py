@@ -74,7 +74,7 @@ class ServiceLoad:
         held = float(self.context) if self.demand is None else self.demand.held_tokens
         longest = float(self.context) if self.demand is None else float(self.demand.longest)
         context = held + (longest - held) / np.maximum(batch, 1.0)
-        return memory(self.setting, layouts, batch, context, np.minimum(chunk, longest))
+        return memory(self.setting, layouts=layouts, batch=batch, context=context, chunk=np.minimum(chunk, longest))
 
     def memory_bytes(self, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
         return self.memory(layouts, batch, chunk).total_bytes
@@ -164,7 +164,14 @@ def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> S
     found = prompts(use, layouts, chunk, decodes)
     if use.demand is None:
         unknown = np.full(len(layouts), np.nan)
-        return Service(alone_s, mixed_s, found.longest_s, batch + layouts.zeros, unknown, layouts.ones)
+        return Service(
+            ttl_s=alone_s,
+            ttl_p95_s=mixed_s,
+            ttft_s=found.longest_s,
+            users=batch + layouts.zeros,
+            rate_per_s=unknown,
+            replicas=layouts.ones,
+        )
     beside_s = layouts.pp * found.busy_s / found.chunks / use.setting.accepted_tokens
     output_tokens = use.demand.output_tokens
     # At full load, each user decodes `output_tokens` tokens, some of them in slower steps with a chunk.
@@ -177,7 +184,14 @@ def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> S
         busy = np.minimum(use.demand.rate_per_s * found.busy_s / replicas, busy)
     ttl_s = 1 / ((1 - busy) / alone_s + busy / beside_s)
     rate_per_s = busy / found.busy_s
-    return Service(ttl_s, mixed_s, found.ttft_s(busy), rate_per_s * output_tokens * ttl_s, rate_per_s, replicas)
+    return Service(
+        ttl_s=ttl_s,
+        ttl_p95_s=mixed_s,
+        ttft_s=found.ttft_s(busy),
+        users=rate_per_s * output_tokens * ttl_s,
+        rate_per_s=rate_per_s,
+        replicas=replicas,
+    )
 
 
 def _mean(kinds: tuple[Kind, ...], values: list[Array]) -> Array:

@@ -62,7 +62,18 @@ def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Spac
     columns = np.array(rows, dtype=np.float64).reshape(-1, 9).T
     dp, kvp, tpa, tpf, ep, ffn_replicas, pp, hop_b, strategy = columns
     even = np.zeros_like(pp)
-    layouts = Layouts(dp, kvp, tpa, tpf, ep, pp, ffn_replicas, even, even, hop_b.astype(np.bool_))
+    layouts = Layouts(
+        dp=dp,
+        kvp=kvp,
+        tpa=tpa,
+        tpf=tpf,
+        ep=ep,
+        pp=pp,
+        ffn_replicas=ffn_replicas,
+        most_layers=even,
+        last_layers=even,
+        hop_b=hop_b.astype(np.bool_),
+    )
     return Space(layouts, strategy.astype(np.intp))
 
 

@@ -79,12 +79,19 @@ def sweep(
         batch_sizes: requests on all GPUs together.
         seconds: the time of a decoded token.
     """
-    return _sweep(ServiceLoad(setting, int(context)), space, batch_sizes, space.layouts.ones, [], seconds)
+    return _sweep(
+        ServiceLoad(setting, int(context)),
+        space=space,
+        sizes=batch_sizes,
+        units=space.layouts.ones,
+        budgets_s=[],
+        seconds=seconds,
+    )
 
 
 def unit_sweep(use: ServiceLoad, space: Space, batch_sizes: Array) -> Sweep:
     """Cost all layouts at `units` times each of the sizes, if they fit in memory."""
-    return _sweep(use, space, batch_sizes, units(space.layouts), [])
+    return _sweep(use, space=space, sizes=batch_sizes, units=units(space.layouts), budgets_s=[])
 
 
 def full_sweep(use: ServiceLoad, space: Space, budgets_s: Sequence[float]) -> Sweep:
@@ -93,7 +100,7 @@ def full_sweep(use: ServiceLoad, space: Space, budgets_s: Sequence[float]) -> Sw
     These are `units` times each of `batches`, the largest batch that fits in memory, and the largest one within each
     TTL of `budgets_s`.
     """
-    return _sweep(use, space, batches(), units(space.layouts), [np.inf, *budgets_s])
+    return _sweep(use, space=space, sizes=batches(), units=units(space.layouts), budgets_s=[np.inf, *budgets_s])
 
 
 def _sweep(
@@ -104,7 +111,10 @@ def _sweep(
     budgets_s: Sequence[float],
     seconds: DecodeSeconds = token_seconds,
 ) -> Sweep:
-    blocks = [_block(use, space.layouts, index, sizes, units, seconds) for index in _blocks(len(space), len(sizes))]
+    blocks = [
+        _block(use, layouts=space.layouts, index=index, sizes=sizes, units=units, seconds=seconds)
+        for index in _blocks(len(space), len(sizes))
+    ]
     blocks += [_fullest(use, space.layouts, budget_s) for budget_s in budgets_s]
     alone = use.memory_bytes(space.layouts, 1.0, 0.0)
     short_bytes = np.maximum(alone - use.setting.capacity_bytes(space.layouts), 0.0)
@@ -129,7 +139,11 @@ def _block(
     ttl_s = seconds(use.setting, block, sizes[:, :held], use.kv_tokens)
     rows, columns = np.nonzero(fits[:, :held])
     return Points(
-        index[rows], sizes[rows, columns], block.world_size[rows, 0], ttl_s[rows, columns], needed[rows, columns]
+        layout=index[rows],
+        batch=sizes[rows, columns],
+        gpus=block.world_size[rows, 0],
+        ttl_s=ttl_s[rows, columns],
+        memory_bytes=needed[rows, columns],
     )
 
 
@@ -151,7 +165,9 @@ def _fullest(use: ServiceLoad, layouts: Layouts, budget_s: float) -> Points:
     rows, index = np.nonzero(batch > 0)
     kept, batch = layouts.take(index), batch[rows, index]
     needed = use.memory_bytes(kept, batch, 0.0)
-    return Points(index, batch, kept.world_size, use.token_seconds(kept, batch), needed)
+    return Points(
+        layout=index, batch=batch, gpus=kept.world_size, ttl_s=use.token_seconds(kept, batch), memory_bytes=needed
+    )
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:

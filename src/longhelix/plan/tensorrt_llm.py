@@ -81,12 +81,12 @@ def command(deployment: Deployment, model_name: str) -> PeerCommand:
     long = deployment.context > deployment.model.max_positions
     environment: dict[str, Setting] = {"TLLM_ALLOW_LONG_MAX_MODEL_LEN": "1" if long else None}
     return PeerCommand(
-        NAME,
-        ("trtllm-serve", model_name, *OPTIONS.arguments(arguments)),
-        OPTIONS.assignments(environment),
-        OPTIONS.sections(settings),
-        tuple(_notes(deployment)),
-        OPTIONS.sources(arguments, settings, environment),
+        engine=NAME,
+        argv=("trtllm-serve", model_name, *OPTIONS.arguments(arguments)),
+        environment=OPTIONS.assignments(environment),
+        config=OPTIONS.sections(settings),
+        notes=tuple(_notes(deployment)),
+        sources=OPTIONS.sources(arguments, settings, environment),
     )
 
 

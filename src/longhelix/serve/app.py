@@ -37,7 +37,9 @@ def build(serving: Serving, admission: AccessControl) -> ASGIApp:
     app.include_router(page_files.routes())
     app.add_middleware(Gate, admission=admission)
     _without_unused_status(app)
-    return CallMiddleware(app, serving.metrics, serving.log, serving.traces, app.openapi()["paths"])
+    return CallMiddleware(
+        app=app, metrics=serving.metrics, log=serving.log, traces=serving.traces, paths=app.openapi()["paths"]
+    )
 
 
 def _without_unused_status(app: FastAPI) -> None:

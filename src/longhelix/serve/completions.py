@@ -38,7 +38,10 @@ def routes(serving: Serving) -> APIRouter:
         if body.only_echoes:
             requests = serving.requests(body, prompts, most_tokens=1, logprobs=None, context_tokens=before)
             echoed = await _echoed(serving, body, prompts)
-            return answer(RequestGroup(serving.driver), _Echo(serving, body, requests, echoed, ()))
+            return answer(
+                RequestGroup(serving.driver),
+                _Echo(serving=serving, body=body, requests=requests, echoed=echoed, token_texts=()),
+            )
         most_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         guide = await serving.guide(body.guide, body.guide_field)
         requests = serving.requests(
@@ -51,7 +54,10 @@ def routes(serving: Serving) -> APIRouter:
         )
         echoed = await _echoed(serving, body, prompts)
         token_texts = await _token_texts(serving, body)
-        return answer(await serving.submit(requests), _Format(serving, body, requests, echoed, token_texts))
+        return answer(
+            await serving.submit(requests),
+            _Format(serving=serving, body=body, requests=requests, echoed=echoed, token_texts=token_texts),
+        )
 
     return router
 
@@ -188,7 +194,7 @@ class _Format(AnswerFormat):
     ) -> forms.CompletionLogprobs | None:
         if self.body.logprobs is None or logprobs is None or texts is None:
             return None
-        return completion_logprobs(self.tokenizer, token_ids, texts, logprobs, offset)
+        return completion_logprobs(self.tokenizer, token_ids=token_ids, texts=texts, logprobs=logprobs, offset=offset)
 
 
 class _Echo(_Format):

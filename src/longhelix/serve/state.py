@@ -73,7 +73,9 @@ def routes(serving: Serving) -> APIRouter:
         if body.tools and tokenizer.tool_form is None:
             raise ClientError(NO_TOOLS, "tools")
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None
-        ids = await serving.token_ids_alone(body, encode, tokenizer.encode_chat, no_images, tools)
+        ids = await serving.token_ids_alone(
+            body, encode=encode, encode_messages=tokenizer.encode_chat, no_images=no_images, tools=tools
+        )
         serving.reserve(len(ids) * ids.itemsize)
         found = {"tokens": ids, "count": len(ids), "max_model_len": serving.max_model_len}
         return LongJson(json_pieces(found), serving.long_answers.run)

@@ -30,7 +30,15 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
         """The scheduler's request. Its answer never ends before `output_tokens`."""
         prompt = Prompt(self, 2 * id + 1)
         sampling = SamplingParams(max_new_tokens=self.output_tokens, ignore_eos=True)
-        return Request(id, prompt, sampling, frozenset(), 0, self.arrival_s, self.service)
+        return Request(
+            id=id,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            stop_token_ids=frozenset(),
+            seed=0,
+            arrival_s=self.arrival_s,
+            service=self.service,
+        )
 
     def scaled(self, factor: float) -> "Arrival":
         """The same request when the arrival rate is multiplied by `factor`."""

@@ -21,7 +21,13 @@ class ChromeTrace(Observer):
         work = step.step.work
         if work.rows:
             details = {"decodes": work.decode_rows, "prompt tokens": work.chunk_rows, "parts": work.parts}
-            event = TraceEvent(f"step {step.step.id}", "steps", 1e6 * step.begin_s, 1e6 * step.end_s, details)
+            event = TraceEvent(
+                name=f"step {step.step.id}",
+                kind="steps",
+                start_us=1e6 * step.begin_s,
+                end_us=1e6 * step.end_s,
+                details=details,
+            )
             self._file.write(_STEPS, [event])
 
     def ended(self, id: int, record: RequestRecord) -> None:
@@ -31,7 +37,7 @@ class ChromeTrace(Observer):
         times_s = (record.arrival_s, record.begin_s, record.first_s, record.end_s)
         details = {"request": id, "prompt tokens": record.prompt_tokens}
         events = [
-            TraceEvent(f"request {id}", kind, 1e6 * start_s, 1e6 * end_s, details)
+            TraceEvent(name=f"request {id}", kind=kind, start_us=1e6 * start_s, end_us=1e6 * end_s, details=details)
             for kind, start_s, end_s in zip(("waiting", "prefill", "decode"), times_s, times_s[1:], strict=False)
         ]
         self._file.write(_REQUESTS, events)

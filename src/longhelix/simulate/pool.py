@@ -23,7 +23,7 @@ def num_blocks(
         UserError: the weights leave no room for one block, or `asked_tokens` do not fit.
     """
     layouts = Layouts.of([layout])
-    held = memory(setting, layouts, 0.0, 0.0, float(rows)).total_bytes
+    held = memory(setting, layouts=layouts, batch=0.0, context=0.0, chunk=float(rows)).total_bytes
     held = held + kv_bytes(setting, layouts, float(requests), 0.0)
     free_bytes = float((setting.capacity_bytes(layouts) - held)[0])
     # A request of one token for each KVP rank leaves one token on each.

@@ -135,7 +135,15 @@ class PredictedRunner(SimulatedRunner):
         if step.widened and (moved := step.moved):
             moved_s = self._move_s(_most(source for source, _ in moved), _most(target for _, target in moved))
             seconds += self.stages * moved_s
-        return StepResult(step.id, sampled, work.rows, 0, work.parts, taken_s=seconds, moved_s=moved_s)
+        return StepResult(
+            step_id=step.id,
+            sampled=sampled,
+            num_tokens=work.rows,
+            exchanged_bytes=0,
+            parts=work.parts,
+            taken_s=seconds,
+            moved_s=moved_s,
+        )
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
         """Apply the step's changes, and return a token for each decoding sequence and then for each finished prompt."""

@@ -44,7 +44,13 @@ class Server:
         return Scheduler(self.scheduler, self.cost, cut=Cut(self.cost) if overlaps else None, swap_s=self._swap_s)
 
     def make_runner(self) -> PredictedRunner:
-        return PredictedRunner(self.cost, self.layout.pp, self._swap_s, self._move_s, self.scheduler.clocks)
+        return PredictedRunner(
+            cost=self.cost,
+            stages=self.layout.pp,
+            swap_s=self._swap_s,
+            move_s=self._move_s,
+            clocks=self.scheduler.clocks,
+        )
 
     @property
     def _swap_s(self) -> float:
@@ -112,7 +118,9 @@ class Simulation:
     ) -> None:
         self._runner = runner
         pp = scheduler.config.pp
-        self._loop = Loop(scheduler, runner, lambda: runner.now_s, most_in_flight(pp), leads_of(pp))
+        self._loop = Loop(
+            scheduler=scheduler, runner=runner, clock=lambda: runner.now_s, depth=most_in_flight(pp), leads=leads_of(pp)
+        )
         self._arrivals = Arrivals(workload)
         self._first_s = self._arrivals.next_s or 0.0
         self._observer = observer

@@ -36,7 +36,16 @@ class Timeline:
         degrees = [len(list(filter(None, seq.block_ids))) for seq in running if seq.num_blocks]
         kv_tokens = self._block_tokens * sum([seq.num_blocks for seq in running])
         mean = sum(degrees) / len(degrees) if degrees else 0.0
-        self.samples.append(Sample(time_s, len(running), waiting, kv_tokens, mean, max(degrees, default=0)))
+        self.samples.append(
+            Sample(
+                time_s=time_s,
+                running=len(running),
+                waiting=waiting,
+                kv_tokens=kv_tokens,
+                kvp_mean=mean,
+                kvp_most=max(degrees, default=0),
+            )
+        )
         if len(self.samples) == _MOST_SAMPLES:
             del self.samples[1::2]
             self._interval_s = max(2 * (time_s - self.samples[0].time_s) / _MOST_SAMPLES, _LEAST_INTERVAL_S)

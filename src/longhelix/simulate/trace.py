@@ -167,7 +167,14 @@ class _Reader:
         arrival_s, session, think_s = self._turn(record) if is_turn else (self._seconds(record, arrival), "", 0.0)
         pieces = self._hashed(record.get("hash_ids"))
         return Arrival(
-            arrival_s, prompt_tokens, output_tokens, self.service, pieces, self.format.hash_tokens, session, think_s
+            arrival_s=arrival_s,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            service=self.service,
+            pieces=pieces,
+            piece_tokens=self.format.hash_tokens,
+            session=session,
+            think_s=think_s,
         )
 
     def _turn(self, record: Record) -> tuple[float, str, float]:
@@ -195,7 +202,16 @@ class _Reader:
         if think_s and not session:
             raise UserError("think_s is set, but session is not: set session, or leave out think_s")
         level = _service(record, self.service)
-        return Arrival(arrival_s, prompt_tokens, output_tokens, level, pieces, piece_tokens, session, think_s)
+        return Arrival(
+            arrival_s=arrival_s,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            service=level,
+            pieces=pieces,
+            piece_tokens=piece_tokens,
+            session=session,
+            think_s=think_s,
+        )
 
     def _prefix(self, record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
         """The piece that prompts with the same prefix id share, and its tokens (default: the whole prompt)."""

@@ -120,7 +120,7 @@ class Tokenizer:
             token_id if token_id in self.special_ids else None
             for token_id in map(self._backend.token_to_id, (form.begin, form.end))
         )
-        tags = ReasoningTags(form.begin, form.end, begin_id, end_id, form.is_implied)
+        tags = ReasoningTags(begin=form.begin, end=form.end, begin_id=begin_id, end_id=end_id, is_open=form.is_implied)
         if is_continued:
             turn = self._last_turn(prompt, tags.special_ids)
             is_open = turn.rfind(form.begin) > turn.rfind(form.end)

@@ -103,7 +103,9 @@ class TokenizerFolder:
         """Return the added tokens by id, from the file that lists them."""
         if "added_tokens_decoder" in self._config:
             name = f"added_tokens_decoder in {self._config_file}"
-            listed = values.entries(name, self._config["added_tokens_decoder"], _MOST_TOKENS, "tokens", _INVALID)
+            listed = values.entries(
+                name, value=self._config["added_tokens_decoder"], most=_MOST_TOKENS, of="tokens", code=_INVALID
+            )
             return {_id(name, key): _token(f"{name}, {key}", token) for key, token in listed}
         file, special = self._folder / "added_tokens.json", {token.content for token in self._unlisted()}
         return {
@@ -117,7 +119,7 @@ class TokenizerFolder:
         extra = self._extra
         if not isinstance(extra, dict):
             name = self._where(self._extra_name)
-            for token in values.items(name, extra, _MOST_TOKENS, "tokens", _INVALID):
+            for token in values.items(name, value=extra, most=_MOST_TOKENS, of="tokens", code=_INVALID):
                 read = token if isinstance(token, dict) else {"content": token}
                 yield _token(name, {"normalized": False, **read, "special": True})
 

@@ -107,7 +107,9 @@ class Patcher:
         processor = self._processor
         unit, size = processor.patch_size * processor.merge_size, processor.size
         try:
-            scaled = self._scaled(height, width, unit, size["shortest_edge"], size["longest_edge"])
+            scaled = self._scaled(
+                height, width, factor=unit, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
+            )
         except Exception as error:  # of shapes that the model's rules refuse
             raise _unreadable(name, error) from error
         return scaled[0] // unit, scaled[1] // unit

@@ -72,7 +72,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
     match socket.receive():
         case Start(config):
             tracer = Tracer(device_of(config, rank)) if config.trace else None
-            runner = _load(config, directory, rank, socket, heart, tracer or UNTRACED)
+            runner = _load(config, directory=directory, rank=rank, socket=socket, heart=heart, spans=tracer or UNTRACED)
         case _:
             return
     if tracer is not None:
@@ -135,7 +135,7 @@ def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
     try:
         match message:
             case SaveBlocks(folder, first, blocks, before, totals):
-                saved.save(Path(folder), first, blocks, before, totals)
+                saved.save(Path(folder), first=first, blocks=blocks, before=before, totals=totals)
             case LoadBlocks(folder, files, first, blocks):
                 saved.load(Path(folder), files, first, blocks)
     except OSError as error:
@@ -160,7 +160,7 @@ def _load(
     mesh = join(config, rank, directory, spans)
     model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)), spans)
     pool = new_pool(config, rank, config.scheduler.num_blocks)
-    runner = new_runner(config, mesh, model, pool, spans)
+    runner = new_runner(config, mesh=mesh, model=model, pool=pool, spans=spans)
     if config.scheduler.batch_invariant:
         _check_batch_invariant(runner)
     heart.progress = runner.progress

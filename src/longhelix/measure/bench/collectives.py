@@ -30,4 +30,4 @@ def section(
     """Measure with each number of ranks, and create the table."""
     rows = collectives.measure(ranks, sizes_bytes, repeats, on_point)
     plot = Plot(("shm_s", "gloo_s"), ("collective", "ranks"), x="bytes")
-    return Section("collectives", "Collectives", NOTE, COLUMNS, rows, plot)
+    return Section(name="collectives", title="Collectives", note=NOTE, columns=COLUMNS, rows=rows, plot=plot)

@@ -39,4 +39,6 @@ NOTE = (
 def section(jobs: Sequence[decode.DecodeJob], on_point: Callable[[Row], None]) -> Section:
     """Run each job on new ranks, and create the table."""
     plot = Plot(("step_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="context")
-    return Section("decode", "Decode", NOTE, COLUMNS, decode.measure(jobs, on_point), plot)
+    return Section(
+        name="decode", title="Decode", note=NOTE, columns=COLUMNS, rows=decode.measure(jobs, on_point), plot=plot
+    )

@@ -87,7 +87,14 @@ TABLES = {
 def sections_of(rows: list[Row]) -> list[Section]:
     """Create a table for each kind of row. The key "part" of a row is its kind."""
     return [
-        Section(f"kernels_{kind}", table.title, table.note, table.columns, found, table.plot)
+        Section(
+            name=f"kernels_{kind}",
+            title=table.title,
+            note=table.note,
+            columns=table.columns,
+            rows=found,
+            plot=table.plot,
+        )
         for kind, table in TABLES.items()
         if (found := [row for row in rows if row["part"] == kind])
     ]

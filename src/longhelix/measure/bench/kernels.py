@@ -68,7 +68,15 @@ class KernelsJob(msgspec.Struct, frozen=True):
             yield self._chunk_product(matmul, dtype, *shape)
 
     def _attention(self, read: Calls, dtype: str, size: int, group: int, rounded: bool = False) -> Row:
-        format = KVFormat.choose(dtype, BLOCK_TOKENS, NUM_KV_HEADS, size, size, _CPU, rounded=rounded)
+        format = KVFormat.choose(
+            dtype,
+            block_tokens=BLOCK_TOKENS,
+            num_kv_heads=NUM_KV_HEADS,
+            key_size=size,
+            value_size=size,
+            device=_CPU,
+            rounded=rounded,
+        )
         attention = AttentionCase.over(format, NUM_KV_HEADS * group, 1, self.context)
         timings = interleave({"kernel": attention.run, **read}, self.repeats)
         return {"part": "attention", **attention.row(), **_rate(timings, attention.pool.num_bytes)}
@@ -98,7 +106,14 @@ class KernelsJob(msgspec.Struct, frozen=True):
         return {"part": "products", **shape, **_rate(timings, weight.values.nbytes), **_compared_with_torch(timings)}
 
     def _chunk_attention(self, matmul: Calls, num_query_heads: int, num_kv_heads: int, size: int) -> Row:
-        format = KVFormat.choose("bfloat16", BLOCK_TOKENS, num_kv_heads, size, size, _CPU)
+        format = KVFormat.choose(
+            "bfloat16",
+            block_tokens=BLOCK_TOKENS,
+            num_kv_heads=num_kv_heads,
+            key_size=size,
+            value_size=size,
+            device=_CPU,
+        )
         attention = AttentionCase.over(format, num_query_heads, CHUNK_ROWS, CHUNK_CONTEXT)
         timings = interleave({"kernel": attention.run, **matmul}, self.repeats)
         flops = attention_flops(num_query_heads, size, size, causal_pairs(CHUNK_ROWS, CHUNK_CONTEXT))

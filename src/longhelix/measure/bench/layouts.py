@@ -95,7 +95,16 @@ class _Prefill:
         config = replace(self._config, num_blocks=self._runner.num_blocks, max_running=len(self._prompts))
         loop = Loop(Scheduler(config), self._runner, time.monotonic)
         for index, prompt in enumerate(self._prompts):
-            loop.add(Request(index, array("i", prompt), SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
+            loop.add(
+                Request(
+                    id=index,
+                    prompt_token_ids=array("i", prompt),
+                    sampling=SamplingParams(max_new_tokens=1),
+                    stop_token_ids=frozenset(),
+                    seed=0,
+                    arrival_s=0.0,
+                )
+            )
         while loop.step() is not None:
             pass
 
@@ -133,4 +142,4 @@ def section(job: LayoutsJob, on_point: Callable[[Row], None]) -> Section:
     rows = []
     for found in collect(job, ranks, on_point):
         rows.append(found[0] | {"exchanged_bytes": sum(row["exchanged_bytes"] for row in found)})
-    return Section("layouts", f"Layouts of {ranks} ranks", NOTE, COLUMNS, rows)
+    return Section(name="layouts", title=f"Layouts of {ranks} ranks", note=NOTE, columns=COLUMNS, rows=rows)

@@ -85,7 +85,11 @@ class Peers:
         options = ["--shapes", *ATTENTION_SHAPES, "--contexts", str(context), "--threads", *map(str, threads)]
         rows = self.points(ATTENTION, options)
         note = "Decode attention in the forms that torch offers; see benchmarks/peers/README.md."
-        return [Section("kernels_torch", "Attention by torch", note, ATTENTION_COLUMNS, rows)] if rows else []
+        return (
+            [Section(name="kernels_torch", title="Attention by torch", note=note, columns=ATTENTION_COLUMNS, rows=rows)]
+            if rows
+            else []
+        )
 
     def models(self, what: str, config: EngineConfig, contexts: Sequence[int], ours: Sequence[Row]) -> list[Section]:
         """Measure prefill or decode (`what`) of the same GGUF file with each peer, and compare with `ours`."""
@@ -96,7 +100,14 @@ class Peers:
         plot = Plot((columns[-2].key,), ("program", "weights", "kv"), x="context")
         title = f"{what.capitalize()}, compared with peers"
         return [
-            Section(f"{what}_peers", title, SIDE_NOTE, columns, with_relative_times([*map(own, ours), *rows]), plot)
+            Section(
+                name=f"{what}_peers",
+                title=title,
+                note=SIDE_NOTE,
+                columns=columns,
+                rows=with_relative_times([*map(own, ours), *rows]),
+                plot=plot,
+            )
         ]
 
     def _model(self, peer: Peer, what: str, config: EngineConfig, contexts: Sequence[int]) -> list[Row]:

@@ -73,11 +73,17 @@ def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None])
     rows.append(_of("import", [_program(_IMPORT) for _ in range(repeats)]))
     for row in rows:
         on_point(row)
-    found = [Section("planner", "Planner", NOTE, COLUMNS, rows)]
+    found = [Section(name="planner", title="Planner", note=NOTE, columns=COLUMNS, rows=rows)]
     others = [row for planner in PLANNERS for row in peers.points(planner, [])] if peers else []
     if others:
         found.append(
-            Section("planner_peers", "Planner, compared with peers", PEER_NOTE, PEER_COLUMNS, [_own(), *others])
+            Section(
+                name="planner_peers",
+                title="Planner, compared with peers",
+                note=PEER_NOTE,
+                columns=PEER_COLUMNS,
+                rows=[_own(), *others],
+            )
         )
     return found
 

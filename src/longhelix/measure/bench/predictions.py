@@ -11,7 +11,14 @@ from longhelix.perf.setting import Setting
 from longhelix.spec import HardwareSpec
 from longhelix.spec.layout import Layout
 
-SCOPE = CalibrationScope((2048, 4096, 8192, 16384, 32768), 21, (512, 1024, 2048, 4096, 8192), 2, 15, 25)
+SCOPE = CalibrationScope(
+    contexts=(2048, 4096, 8192, 16384, 32768),
+    decode_repeats=21,
+    prompts=(512, 1024, 2048, 4096, 8192),
+    prefill_repeats=2,
+    machine_repeats=15,
+    collective_repeats=25,
+)
 LAYOUTS = (Layout(), Layout(kvp=2), Layout(tpa=2), Layout(kvp=2, tpa=2), Layout(kvp=4))
 COLUMNS = (
     Column("work", "work"),
@@ -86,7 +93,15 @@ def sections(
     ]
     columns = (Column("constant", "constant"), Column("value", "value", ".4g"), Column("source", "source"))
     return [
-        Section("constants", "The system local", "Times in seconds, rates per second.", columns, constants),
-        Section("products", "Products", PRODUCT_NOTE, PRODUCT_COLUMNS, measured.products),
-        Section("predictions", "Predictions", f"{NOTE} Mean error: {means}.", COLUMNS, rows),
+        Section(
+            name="constants",
+            title="The system local",
+            note="Times in seconds, rates per second.",
+            columns=columns,
+            rows=constants,
+        ),
+        Section(name="products", title="Products", note=PRODUCT_NOTE, columns=PRODUCT_COLUMNS, rows=measured.products),
+        Section(
+            name="predictions", title="Predictions", note=f"{NOTE} Mean error: {means}.", columns=COLUMNS, rows=rows
+        ),
     ]

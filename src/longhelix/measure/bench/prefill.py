@@ -38,4 +38,6 @@ NOTE = (
 def section(jobs: Sequence[prefill.PrefillJob], on_point: Callable[[Row], None]) -> Section:
     """Run each job on new ranks, and create the table."""
     plot = Plot(("tokens_per_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="prompt")
-    return Section("prefill", "Prefill", NOTE, COLUMNS, prefill.measure(jobs, on_point), plot)
+    return Section(
+        name="prefill", title="Prefill", note=NOTE, columns=COLUMNS, rows=prefill.measure(jobs, on_point), plot=plot
+    )

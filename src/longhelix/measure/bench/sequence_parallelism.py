@@ -40,4 +40,4 @@ def section(job: SequenceParallelismJob, on_point: Callable[[Row], None]) -> Sec
     rows = sequence_parallelism.measure(job, on_point)
     threads = rows[0]["threads"]
     values = rows[0] | {"burst_ms": 1e3 * BURST_S, "threads": "one thread" if threads == 1 else f"{threads} threads"}
-    return Section("sp", "Sequence parallelism", NOTE.format_map(values), COLUMNS, rows)
+    return Section(name="sp", title="Sequence parallelism", note=NOTE.format_map(values), columns=COLUMNS, rows=rows)

@@ -49,7 +49,19 @@ class SuiteScope:
     planner_repeats: int
 
 
-SHORT = SuiteScope(131072, (4,), 5, (1024, 8192), 11, (1024,), 3, (2,), (2048, 16384, 262144), 100, 3)
+SHORT = SuiteScope(
+    kv_context=131072,
+    groups=(4,),
+    kernel_repeats=5,
+    contexts=(1024, 8192),
+    decode_repeats=11,
+    prompts=(1024,),
+    prefill_repeats=3,
+    ranks=(2,),
+    sizes_bytes=(2048, 16384, 262144),
+    collective_repeats=100,
+    planner_repeats=3,
+)
 FULL = SuiteScope(
     kv_context=262144,
     groups=(3, 4, 8),
@@ -104,7 +116,14 @@ class Suite:
         unknown = next((dtype for dtype in kv_dtypes if dtype not in KV_DTYPES), None)
         if unknown is not None:
             raise UserError(f"kv-dtype {unknown!r} is not known: use one of {', '.join(KV_DTYPES)}")
-        job = kernels.KernelsJob(context, tuple(kv_dtypes), tuple(head_sizes), tuple(groups), tuple(threads), repeats)
+        job = kernels.KernelsJob(
+            context=context,
+            kv_dtypes=tuple(kv_dtypes),
+            head_sizes=tuple(head_sizes),
+            groups=tuple(groups),
+            threads=tuple(threads),
+            repeats=repeats,
+        )
         self._report.sections += kernels.sections(job, self._on_point("kernels"))
         if self._peers:
             self._report.sections += self._peers.attention(context, threads)
@@ -181,7 +200,14 @@ class Suite:
             configure("builtin", Layout(), scope.contexts, weight_dtype=dtype, kv_dtype=dtype)
             for dtype in ("bfloat16", "int8")
         ]
-        self.kernels(scope.kv_context, ("bfloat16", "int8", "int4"), (64, 128), scope.groups, (), scope.kernel_repeats)
+        self.kernels(
+            scope.kv_context,
+            kv_dtypes=("bfloat16", "int8", "int4"),
+            head_sizes=(64, 128),
+            groups=scope.groups,
+            threads=(),
+            repeats=scope.kernel_repeats,
+        )
         ranks = configure("builtin", Layout(kvp=2), scope.contexts, weight_dtype=None, kv_dtype=None)
         self.decode([*configs, ranks], scope.contexts, scope.decode_repeats)
         self.prefill(configs, scope.prompts, scope.prefill_repeats)

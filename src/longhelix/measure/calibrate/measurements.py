@@ -38,8 +38,22 @@ class CalibrationScope:
         return configure("builtin", layout, lengths, weight_dtype=dtype, kv_dtype=dtype)
 
 
-SHORT = CalibrationScope((2048, 16384), 11, (512, 2048), 2, 7, 8)
-FULL = CalibrationScope((2048, 32768), 21, (512, 4096), 3, 15, 25)
+SHORT = CalibrationScope(
+    contexts=(2048, 16384),
+    decode_repeats=11,
+    prompts=(512, 2048),
+    prefill_repeats=2,
+    machine_repeats=7,
+    collective_repeats=8,
+)
+FULL = CalibrationScope(
+    contexts=(2048, 32768),
+    decode_repeats=21,
+    prompts=(512, 4096),
+    prefill_repeats=3,
+    machine_repeats=15,
+    collective_repeats=25,
+)
 
 
 @dataclass(frozen=True)
