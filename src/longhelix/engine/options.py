@@ -234,7 +234,7 @@ class EngineOptions:
         4096,
         CountOrAuto(),
         "With --placement growing, tokens on one rank before the next rank joins. auto takes the "
-        "number that the performance model predicts a decode step to read in half of the request's time between tokens.",
+        "number that, by the performance model, a decode step reads in half of the request's time between tokens.",
     )
     batch_invariant: bool = _setting(
         False,
