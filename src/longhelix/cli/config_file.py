@@ -81,7 +81,7 @@ def _check_shape(text: str) -> None:
 
 
 def _flags(arguments: ArgumentCollection) -> dict[str, bool]:
-    """Map the names of a command's options, without `--`, to whether the value must be a whole number.
+    """Map the names of a command's options, without `--`, to whether the value must be an integer.
 
     Sizes count as other values, because they may have a unit. Their converter checks them later.
     """

@@ -19,7 +19,7 @@ def size(type_: Any, tokens: tuple[Token, ...]) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Parse a whole number with an optional unit. k, M, G are decimal; Ki, Mi, Gi are binary. Raises ValueError."""
+    """Parse an integer with an optional unit. k, M, G are decimal; Ki, Mi, Gi are binary. Raises ValueError."""
     # Fractions, because floats are not exact above 2**53. No real size has more than 18 digits.
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)((?:[kKmMgG]i?)?)", text)
     number = Fraction(match[1]) * _SIZE_UNITS[match[2].lower()] if match else None

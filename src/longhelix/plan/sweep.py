@@ -53,7 +53,7 @@ class Sweep:
 
 
 def units(layouts: Layouts) -> Array:
-    """The number of requests that gives one to every stage and every group with its own requests.
+    """The number of requests that gives one to every stage and to every group that has its own requests.
 
     A batch takes about as long as the next multiple of this: exactly for stages, while for groups the attention does
     and the FFN takes slightly less.
@@ -155,7 +155,7 @@ def _fullest(use: ServiceLoad, layouts: Layouts, budget_s: float) -> Points:
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:
-    """The largest whole numbers up to `most` for which `keeps` holds, by bisection; 0 if it never holds.
+    """The largest integers up to `most` for which `keeps` holds, by bisection; 0 if it never holds.
 
     Args:
         keeps: if it holds for a number, it must hold for all smaller ones.
