@@ -93,9 +93,7 @@ def _exit(dialogue: Dialogue, argument: str) -> None:
 
 COMMANDS = {
     "file": ChatCommand("PATH", "Attach a text file to the next message; without PATH, remove all.", _file),
-    "system": ChatCommand(
-        "TEXT", "Start a new conversation with this system prompt; without TEXT, show the current one.", _system
-    ),
+    "system": ChatCommand("TEXT", "Start anew with this system prompt; without TEXT, show it.", _system),
     "reset": ChatCommand("", "Start a new conversation and keep the system prompt.", _reset),
     "stats": ChatCommand("", "Show measurements of the last answer and of the context.", _stats),
     "help": ChatCommand("", "Show this list.", _help),
