@@ -25,7 +25,7 @@ app = App(name="bench")
 
 
 def _as_typed(values: tuple[object, ...]) -> str:
-    """A default with several values as users type it, for help."""
+    """Format a default that has several values as users would type it, for help texts."""
     return " ".join(map(str, values))
 
 
@@ -80,7 +80,7 @@ class PeerOptions:
 @Parameter(name="*", group="Output")
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where to write results."""
+    """Options for the output of results."""
 
     out: Path | None = None
     "Markdown file to write the report to. JSON goes to the same folder, and plots if matplotlib is installed."
@@ -110,7 +110,7 @@ class OutputOptions:
 @Parameter(name="*", group="Model and layout")
 @dataclass(frozen=True, kw_only=True)
 class BenchModelOptions:
-    """Model, and its layout over ranks."""
+    """Model to measure, and its layout over ranks."""
 
     model: str = "builtin"
     "Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."

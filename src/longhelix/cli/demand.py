@@ -33,7 +33,7 @@ class DemandOptions:
     trace: Annotated[Path | None, Parameter(show_default=False)] = None
     "Trace file, as for `longhelix simulate`. It gives the lengths, and the rate unless --rate is set."
     rate: Annotated[float | None, Parameter(show_default=False)] = None
-    "Requests per second to serve, with as many replicas as needed. [default: what one replica serves]"
+    "Requests per second to serve. The plan adds replicas to reach it. [default: what one replica serves]"
     prefix_hit: float = 0.0
     "Fraction of each prompt, from 0 to below 1, that is found in the prefix cache."
 

@@ -30,8 +30,7 @@ def generate(
     chat: Flag = False,
     json: Flag = False,
 ) -> None:
-    """Generate an answer to one prompt. Prints the text to standard output as it comes, and measurements to standard
-    error.
+    """Generate an answer to one prompt. Streams the text to standard output, and prints measurements to standard error.
 
     Parameters
     ----------

@@ -108,7 +108,7 @@ def contexts_folder(flags: Any) -> ContextFolder:
 @Parameter(name="*", group="Model and layout")
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model, and how it is laid out over ranks."""
+    """Model to load, and its layout over ranks."""
 
     model: str
     "Model to load: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
@@ -253,7 +253,7 @@ class SamplingOptions:
     grammar: Path | None = None
     "File with a grammar that the answer must follow, in GBNF or llguidance's Lark."
     choice: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
-    "Allowed answer. Give it several times; the answer is one of them."
+    "Allowed answer. Repeat the option to allow several."
 
     def params(self) -> SamplingParams:
         settings = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _GUIDES}
@@ -276,7 +276,7 @@ class SamplingOptions:
         return None
 
     def _biases(self) -> dict[int | str, Any]:
-        """Parse --logit-bias. JSON keys are strings, so keys that are integers become ints."""
+        """Parse --logit-bias. JSON keys are strings, so keys that are integers are converted to int."""
         if self.logit_bias is None:
             return {}
         parsed = parsed_object("logit_bias", self.logit_bias, '{"42": -100}')

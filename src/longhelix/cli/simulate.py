@@ -79,8 +79,8 @@ def simulate(
     policy
         Scheduling policy: fcfs, edf, srpt or lars. Separate several by commas to compare them.
     chunk_tokens
-        Maximum number of prompt tokens per step, or auto for as many as fit in the TBT target. Separate several by
-        commas to compare them.
+        Maximum number of prompt tokens per step, or auto for the largest number within the TBT target. Separate
+        several by commas to compare them.
     placement
         How a request's KV blocks are spread over KVP ranks: striped, growing, local or auto. Separate several by commas
         to compare them. [default: striped; auto if --kvp-threshold is set]

@@ -1,4 +1,4 @@
-"""Line charts that draw themselves on a matplotlib figure. Callers pass the figure, so matplotlib is not imported."""
+"""Line charts for a matplotlib figure. Callers pass the figure, so matplotlib is not imported."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

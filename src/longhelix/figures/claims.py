@@ -85,7 +85,7 @@ def constants(system: HardwareSpec, dtype: str) -> tuple[Constant, ...]:
 
 
 class Drawing(Protocol):
-    """A figure that can draw itself with matplotlib."""
+    """A figure that matplotlib can draw."""
 
     @property
     def name(self) -> str:

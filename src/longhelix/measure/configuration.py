@@ -62,7 +62,7 @@ def configure(
 
 
 def check_threads(*numbers: int) -> None:
-    """Raise UserError for fewer threads than 1 or more than there are cores."""
+    """Raise UserError if the number of threads is below 1 or above the number of cores."""
     for threads in numbers:
         whole("threads", value=threads, least=1, most=host.cores(), note=", the cores of this machine")
 

@@ -9,9 +9,9 @@ _UNSHOWN = {"part", "flops", "read_bytes", "peak_rss_bytes", "formula_bytes"}
 
 
 def by_name(tell: Callable[[str], None]) -> Callable[[str], Callable[[Row], None]]:
-    """Return a function that takes the name of a measurement and returns a callback.
+    """Return a function that accepts the name of a measurement and returns a callback.
 
-    The callback takes a row and calls `tell` with one line: the name and the conditions of the row.
+    The callback accepts a row and calls `tell` with one line: the name and the conditions of the row.
     """
 
     def of(name: str) -> Callable[[Row], None]:

@@ -14,7 +14,7 @@ from longhelix.engine.workers.started_rank import StartedRank
 
 
 def main() -> int:
-    """Run the job of this rank. Returns the exit status, 1 if the job failed."""
+    """Run the job of this rank. Returns the exit status: 0, or 1 if the job failed."""
     started = StartedRank.from_command_line()
     torch.manual_seed(0)
     try:

@@ -83,7 +83,7 @@ def collect(
     Args:
         job: measurement of every rank.
         size: number of ranks.
-        on_point: called with each row of rank 0 as it comes.
+        on_point: called with each row of rank 0 as soon as it is measured.
         timeout_s: limit for one point.
     """
     points = []

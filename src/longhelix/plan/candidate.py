@@ -66,7 +66,7 @@ def as_layouts(layout: Mapping[str, int | str], *, hop_b: bool) -> Layouts:
 
 
 def drafts_in_words(draft_tokens: int, accepted_tokens: float) -> str:
-    """How many tokens per step the plan assumes from drafts."""
+    """Describe how many tokens per step the plan assumes with draft tokens."""
     return f"assumes {accepted_tokens:g} tokens per step ({draft_tokens} drafted)"
 
 

@@ -159,7 +159,7 @@ class Chooser:
         return bound
 
     def _worth(self, users: Array, tokens_per_s: Array, gpus: Array) -> Array:
-        """The value to minimise: GPUs of as many replicas as are needed, or negative tokens/s/GPU."""
+        """The value to minimise: GPUs of all required replicas, or negative tokens/s/GPU."""
         question = self._question
         if question.rate_per_s is not None:
             assert question.demand is not None

@@ -34,7 +34,7 @@ class Crossover:
 def crossovers(question: Question, searched: Space, max_gpus: int) -> list[Crossover]:
     """Compare the best TTL of Helix and of the other strategies at each context and batch size.
 
-    All layouts compared have the same number of GPUs: that of the largest layout of up to `max_gpus` GPUs. It can be
+    All compared layouts have the same number of GPUs: that of the largest layout of up to `max_gpus` GPUs. It can be
     less than `max_gpus`. For example, no layout has 3 GPUs if sizes are powers of two.
     """
     sizes = searched.layouts.world_size

@@ -33,7 +33,7 @@ def at_least(user_tokens_per_s: Array, gpu_tokens_per_s: Array, wanted: Array) -
 
 @dataclass(frozen=True)
 class Gain:
-    """The gain of one set of points over a baseline."""
+    """The gain of a set of points over a baseline."""
 
     interactivity: float  # ratio of the max tokens/s/user
     throughput: float  # the largest ratio of tokens/s/GPU at equal tokens/s/user

@@ -41,7 +41,7 @@ class Service:
 
 @dataclass(frozen=True)
 class ServiceLoad:
-    """The load on configurations: the requests of a demand, or requests that stay for ever and one prompt at a time."""
+    """The load on configurations: the requests of a demand, or endless requests and one prompt at a time."""
 
     setting: Setting
     context: int  # tokens of the longest request
@@ -70,7 +70,7 @@ class ServiceLoad:
         return kind.input_tokens * (1 - self.prefix_hit)
 
     def memory(self, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Memory:
-        """Memory of the fullest rank when `batch` requests, one of them a longest one, are at their ends."""
+        """Memory of the fullest rank when `batch` requests, including one of the longest, have their full length."""
         held = float(self.context) if self.demand is None else self.demand.held_tokens
         longest = float(self.context) if self.demand is None else float(self.demand.longest)
         context = held + (longest - held) / np.maximum(batch, 1.0)
@@ -133,7 +133,7 @@ def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, beside: Work = NO_
 
     Args:
         chunk: chunk size of each layout, in tokens, (n,).
-        beside: decode work in every step with a chunk.
+        beside: decode work that shares each step with a chunk.
     """
     found = [
         prefill(
@@ -157,7 +157,7 @@ def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> S
     """The service of layouts, each with a batch and a chunk size, (n,).
 
     Prompts are computed one at a time in the order of arrival (M/G/1). During that share of the time, every step has a
-    chunk. A demand with a rate gets as many instances as it needs, with an equal part of the rate each.
+    chunk. A demand with a rate gets the number of instances that it needs, each with an equal part of the rate.
     """
     decodes = use.decodes(layouts, batch)
     alone_s, mixed_s = use.token_seconds(layouts, batch), mixed_seconds(use, layouts, batch, chunk)

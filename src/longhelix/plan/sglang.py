@@ -1,4 +1,7 @@
-"""SGLang commands. Decode context parallelism stripes latents within the tensor parallel group; it shares the FFN."""
+"""SGLang commands.
+
+Decode context parallelism stripes latents within the tensor parallel group. The whole group shares one FFN.
+"""
 
 from collections.abc import Iterator
 

@@ -106,7 +106,7 @@ def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """All pairs (KVP ranks or groups, TPA) with at least two of the former and no KV head on two TPA ranks."""
+    """All pairs (KVP ranks or groups, TPA) with at least two KVP ranks or groups, and each KV head on one TPA rank."""
     for tpa in _divisors(num_ranks):
         if tpa <= model.num_kv_heads and tpa < num_ranks:
             yield num_ranks // tpa, tpa

@@ -53,7 +53,7 @@ class Sweep:
 
 
 def units(layouts: Layouts) -> Array:
-    """The number of requests that gives one to every stage and every group with its own requests.
+    """The number of requests that gives one to every stage and to every group that has its own requests.
 
     A batch takes about as long as the next multiple of this: exactly for stages, while for groups the attention does
     and the FFN takes slightly less.

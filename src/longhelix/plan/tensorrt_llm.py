@@ -1,4 +1,7 @@
-"""TensorRT-LLM commands. It calls KVP Helix, and runs it in generation servers; context servers compute prompts."""
+"""TensorRT-LLM commands.
+
+TensorRT-LLM's name for KVP is Helix. Generation servers run it; context servers compute prompts.
+"""
 
 from collections.abc import Iterator
 

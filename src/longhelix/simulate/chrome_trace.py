@@ -11,7 +11,10 @@ _STEPS, _REQUESTS = 0, 1  # process ids in the file
 
 
 class ChromeTrace(Observer):
-    """Writes every step with rows, and the waiting, prefill and decode times of every request. Close it at the end."""
+    """Writes every step that has rows, and the waiting, prefill and decode times of every request.
+
+    Close it at the end.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises UserError if `path` cannot be written."""

@@ -20,7 +20,7 @@ def write_page(path: Path, runs: Sequence[VariantResult], title: str, about: str
 
     Args:
         title: heading of the page.
-        about: sentence below the heading.
+        about: sentence shown below the heading.
 
     Raises:
         UserError: plotly is missing, or `path` cannot be written.

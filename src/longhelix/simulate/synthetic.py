@@ -1,4 +1,4 @@
-"""Requests that no trace has: arrivals of a random process, lengths of a mix."""
+"""Synthetic requests: arrivals from a random process, and lengths from a mix of request kinds."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _CHAT_MOST = 32_768
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens from `least` to `most`, of even density over their logarithm; about `median`, where there is one."""
+    """Tokens from `least` to `most`, log-normal around `median` if it is set, else log-uniform."""
 
     least: int
     most: int
@@ -39,7 +39,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Component:
-    """A kind of requests, and its part of all by weight."""
+    """A kind of request, and its weight in the mix."""
 
     weight: float
     prompt: Lengths
@@ -50,15 +50,15 @@ class Component:
 
 
 def chat(weight: float) -> Component:
-    """Requests as in a conversation."""
+    """Requests with lengths typical of a chat."""
     prompt, output = (Lengths(1, _CHAT_MOST, median) for median in _CHAT_MEDIANS)
     return Component(weight, prompt, output)
 
 
 def parse_mix(text: str) -> tuple[Component, ...]:
-    """`95%:chat,5%:1M-2M:100-500`: of each kind its weight, and the lengths of prompts and of answers. `chat`: all are.
+    """Parse a mix such as `95%:chat,5%:1M-2M:100-500`: the weight, prompt lengths and answer lengths of each kind.
 
-    Raises UserError for what is not written so.
+    `chat` alone means that all requests are chats. Raises UserError for any other form.
     """
     return tuple(_component(entry.strip()) for entry in text.split(","))
 
@@ -93,10 +93,10 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """`num_requests` at `rate_per_s`, drawn anew from `seed` whenever they are gone through: the same ones.
+    """Workload of `num_requests` random requests at `rate_per_s`. Each iteration draws the same ones from `seed`.
 
-    process: gaps between arrivals are exponential (poisson), or gamma with the coefficient of variation `burstiness`
-    (1 is poisson again; above 1 they come in bursts).
+    Gaps between arrivals are exponential if `process` is poisson, or gamma-distributed with the coefficient of
+    variation `burstiness`. A burstiness of 1 equals poisson; requests arrive in bursts above 1.
     """
 
     num_requests: int

@@ -1,1 +1,1 @@
-"""`longhelix chat`: what is said, how it is typed, and how it is answered."""
+"""`longhelix chat`: an interactive conversation with a model."""

@@ -16,7 +16,7 @@ _MOST_TOKEN_BYTES = 128
 
 @dataclass(frozen=True)
 class Attachment:
-    """File that goes with the next message."""
+    """File attached to the next message."""
 
     name: str
     text: str  # as the message quotes it

@@ -1,4 +1,4 @@
-"""Dialogue with an engine: sends messages, and shows answers as they come."""
+"""Dialogue with an engine: sends messages and streams the answers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

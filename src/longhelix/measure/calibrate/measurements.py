@@ -74,7 +74,7 @@ class Measurements:
         Args:
             scope: points and repeats.
             configs: configurations to measure the requests with.
-            on_point: takes the name of a measurement and returns a callback for its rows.
+            on_point: function that accepts the name of a measurement and returns a callback for its rows.
         """
         ((machine,),) = collect(MachineJob(scope.machine_repeats), 1, on_point("machine"))
         products = [row for (row,) in collect(ProductsJob(scope.machine_repeats), 1, on_point("products"))]

@@ -1,1 +1,1 @@
-"""Pages: one HTML file each, which needs nothing else."""
+"""Pages, each as one self-contained HTML file."""
