@@ -95,7 +95,10 @@ class Chooser:
         self._unit = units(space.layouts)
 
     def best(self) -> Choice | None:
-        """The configuration that meets all targets with the max tokens/s/GPU, or with the fewest GPUs; None if none."""
+        """The configuration with the max tokens/s/GPU, or with the fewest GPUs, that meets all targets.
+
+        None if no configuration meets them.
+        """
         bound = self._bounds()
         order = np.argsort(bound, kind="stable")
         order = order[np.isfinite(bound[order])]
@@ -129,7 +132,7 @@ class Chooser:
         return self._choice(tried.take(np.argsort(tried.given.ttft_s, kind="stable")[:1]))
 
     def nearest(self) -> list[Choice]:
-        """The _NEAREST configurations that miss the targets by least, each with a different layout."""
+        """The _NEAREST configurations that come closest to the targets, each with a different layout."""
         index, chunk = self._with_chunks(np.arange(len(self._space)))
         wanted = np.ceil(self._question.users / np.floor(self._question.max_gpus / self._gpus(index)))
         batch = np.ceil(wanted / self._unit[index]) * self._unit[index]

@@ -34,7 +34,10 @@ class Latencies:
         return np.asarray(order[falls])
 
     def fewest_gpus(self, ttft_s: float, tbt_s: float) -> int | None:
-        """Flat index of the fewest GPUs that keep both targets, with the shortest TTFT among equals; None if none."""
+        """Flat index of the configuration with the fewest GPUs that keeps both targets; None if there is none.
+
+        The shortest TTFT decides between equal numbers of GPUs.
+        """
         keeps = (self.ttft_s <= ttft_s) & (self.tbt_s <= tbt_s)
         if not keeps.any():
             return None

@@ -128,12 +128,12 @@ class Prompts:
         return np.where(self.ttft_s(most) <= ttft_s, most, least)
 
 
-def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, beside: Work = NO_WORK) -> Prompts:
+def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, decodes: Work = NO_WORK) -> Prompts:
     """Prefill times of layouts.
 
     Args:
         chunk: chunk size of each layout, in tokens, (n,).
-        beside: decode work that shares each step with a chunk.
+        decodes: decode work that shares each step with a chunk.
     """
     found = [
         prefill(
@@ -142,7 +142,7 @@ def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, beside: Work = NO_
             use.new_tokens(kind),
             chunk,
             prefix=kind.input_tokens * use.prefix_hit,
-            beside=beside,
+            beside=decodes,
             nodes=_NODES,
         )
         for kind in use.kinds
