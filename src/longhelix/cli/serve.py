@@ -162,9 +162,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     lines = read_text(path).splitlines() if path is not None else []
     keys = [line.strip() for line in (*lines, os.environ.get(_KEY_VARIABLE, "")) if line.strip()]
     if path is not None and not keys:
-        raise UserError(
-            f"the file of --api-key-file, {path}, has no keys: write one key per line, or leave out --api-key-file"
-        )
+        raise UserError(f"--api-key-file {path} contains no keys: write one key per line, or leave out --api-key-file")
     wrong = next((key for key in keys if not key.isascii() or " " in key), None)
     if wrong is not None:
         raise UserError(

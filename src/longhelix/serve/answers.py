@@ -73,7 +73,7 @@ class CompletionChoice(Answer):
     index: int
     text: str
     token_ids: list[int] | None = None
-    """New tokens and the one that ended them, if the request asked for them."""
+    """Ids of the new tokens and of the stop token, if the request asked for token ids."""
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -151,7 +151,7 @@ class ChatChoice(Answer):
     index: int
     message: ToolCallingMessage | AssistantMessage
     token_ids: list[int] | None = None
-    """New tokens and the one that ended them, if the request asked for them."""
+    """Ids of the new tokens and of the stop token, if the request asked for token ids."""
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
 

@@ -9,7 +9,7 @@ class RestartingError(RuntimeError):
     """The engine has failed and is restarting."""
 
     def __init__(self) -> None:
-        super().__init__("the engine has failed and starts again: try again later")
+        super().__init__("the engine has failed and is restarting: try again later")
 
 
 class ShuttingDownError(RuntimeError):

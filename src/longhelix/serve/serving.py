@@ -80,7 +80,7 @@ class Serving:
 
     def _on_restart(self, reason: str) -> None:
         self.metrics.on_restart()
-        self.log.write("restart", f"the engine has failed and starts again: {reason}", reason=reason)
+        self.log.write("restart", f"the engine has failed and is restarting: {reason}", reason=reason)
 
     def _on_failure(self, reason: str) -> None:
         self.log.write("failure", f"the engine has failed: {reason}", reason=reason)
@@ -305,7 +305,7 @@ class Serving:
         rendering: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int] | ReadPrompt":
-        """Return the prompt that the chat template makes of messages.
+        """Render messages into a prompt with the chat template.
 
         The content of the messages is released: an answer may take long, and images are large. `BodyRoute` releases the
         body's text.

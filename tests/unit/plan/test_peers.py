@@ -176,7 +176,9 @@ def test_helix_of_kv_heads():
         "--max-num-seqs": 4,
     }
     assert found("TensorRT-LLM", **llama).cannot[0].startswith("Helix of llama: only DeepSeek-V3, Kimi-K2 and dense")
-    assert found("SGLang", **llama).cannot[0].startswith("decode context parallelism of llama: it stripes the latents")
+    assert (
+        found("SGLang", **llama).cannot[0].startswith("decode context parallelism of llama: it shards only the latents")
+    )
     qwen = settings_of(found("TensorRT-LLM", **(llama | {"model": DENSE_QWEN})))
     assert (qwen["tensor_parallel_size"], qwen["context_parallel_size"]) == (8, 8)
     assert "moe_tensor_parallel_size" not in qwen

@@ -81,7 +81,7 @@ def test_ranks_that_do_not_start_are_started_again(unwilling):
     async def check(driver):
         driver.restart_listener = told.append
         await until(lambda: driver.restarting)
-        with pytest.raises(RestartingError, match="has failed and starts again"):
+        with pytest.raises(RestartingError, match="has failed and is restarting"):
             driver.check_room([])
         engine.may_start.set()
         await until(lambda: driver.restarts == len(unwilling) + 1 and not driver.restarting)

@@ -143,7 +143,7 @@ def test_an_engine_that_fails_ends_all_and_a_new_one_is_watched(view):
         with pytest.raises(EngineError, match="rank 1"):
             view.join()
         driver.failure, driver.restarting = "", "rank 1 has gone"
-        with pytest.raises(RestartingError, match="has failed and starts again"):
+        with pytest.raises(RestartingError, match="has failed and is restarting"):
             view.join()
         driver.restarting, driver.error = "", None
         await states(view, view.join(), 1)

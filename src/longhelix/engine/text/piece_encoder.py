@@ -17,7 +17,7 @@ _PLACE = (1 << _PLACE_BITS) - 1
 class PieceEncoder:
     """Joins neighbouring pieces into longer ones, best score first. Of equal scores, the leftmost pair goes first.
 
-    The library `tokenizers` cannot do this: it joins pairs by rank, and no two of its pairs have the same rank.
+    The `tokenizers` library cannot do this: it merges pairs by rank, and every pair has a unique rank.
 
     Args:
         vocabulary: ids of all tokens.
