@@ -140,8 +140,8 @@ def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
     model, degrees = deployment.model, deployment.degrees
     if model.mla is None:
         yield (
-            f"decode context parallelism of {model.architecture}: it shards only the latents of latent attention, and the "
-            f"KV heads of Qwen3.5's models ({_DCP}, pull request 25090)"
+            f"decode context parallelism of {model.architecture}: it shards only the latents of latent attention, and "
+            f"the KV heads of Qwen3.5's models ({_DCP}, pull request 25090)"
         )
     if model.indexer is not None:
         yield (
