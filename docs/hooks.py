@@ -124,7 +124,7 @@ def _application() -> Any:
 
     serving, admission = MagicMock(), MagicMock()
     serving.model, serving.created_s, serving.max_model_len = "MODEL", 0, 1
-    with patch.object(live, "server_description"), patch.object(app, "CallMiddleware", lambda inner, *_: inner):
+    with patch.object(live, "server_description"), patch.object(app, "CallMiddleware", lambda app, **_: app):
         gate = app.build(serving, admission)
     return gate.openapi()
 
