@@ -220,5 +220,5 @@ def test_what_cannot_run_is_refused_and_an_end_is_told_to_whoever_asks(core):
     with pytest.raises(EngineError, match=r"rank 1 .* was ended by SIGKILL"):
         drain(core)
     for ask in (core.poll, lambda: core.add(array("i", [1]), SamplingParams())):
-        with pytest.raises(EngineError, match=r"the engine has ended: rank 1 .* was ended by SIGKILL; make a new"):
+        with pytest.raises(EngineError, match=r"the engine has ended: rank 1 .* was ended by SIGKILL: make a new"):
             ask()
