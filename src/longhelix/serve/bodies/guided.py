@@ -94,7 +94,7 @@ class GuidedBody(Body):
     guided_regex: Text | None = None
     """Regular expression that the answer must match."""
     guided_choice: Choices | None = None
-    """Texts, one of which the answer must be."""
+    """Texts to choose the answer from."""
     guided_grammar: Text | None = None
     """Grammar that the answer must follow."""
 
