@@ -1,4 +1,4 @@
-"""`longhelix bench`: benchmarks of this machine, longhelix and other engines."""
+"""`longhelix bench`: runs benchmarks of this machine, of longhelix and of other engines."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
 from longhelix.spec.layout import Layout
 
-if TYPE_CHECKING:  # these modules import torch, so each command imports them when it runs
+if TYPE_CHECKING:  # these modules import torch, so commands import them only when they run
     from longhelix.compute.runner.config import EngineConfig
     from longhelix.measure.bench.report import BenchReport
     from longhelix.measure.bench.suite import Suite
@@ -25,7 +25,7 @@ app = App(name="bench")
 
 
 def _as_typed(values: tuple[object, ...]) -> str:
-    """Format a default that has several values as users would type it, for help texts."""
+    """Format a default with several values for help texts, in the form that users type."""
     return " ".join(map(str, values))
 
 
@@ -34,7 +34,7 @@ Sizes = Annotated[tuple[Size, ...], _many]
 Numbers = Annotated[tuple[int, ...], _many]
 Names = Annotated[tuple[str, ...], _many]
 
-_TABLE_WIDTH = 200  # columns, if standard output is not a terminal
+_TABLE_WIDTH = 200  # number of columns if standard output is not a terminal
 
 
 def check_out(out: Path, kind: str, example: str) -> None:
@@ -65,7 +65,7 @@ def show(report: "BenchReport") -> None:
 @Parameter(name="*", group="Peers")
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """Other engines to measure in the same run."""
+    """Options for other engines to measure in the same run."""
 
     peers: Path = Path("build/peers")
     "Folder of other engines, as benchmarks/peers/install.sh creates it. Engines that are not installed are skipped."
@@ -88,7 +88,7 @@ class OutputOptions:
     "Print one JSON object instead of tables."
 
     def start(self, peers: Path | None) -> "Suite":
-        """Create a suite with the peers in a folder. Raises UserError for a bad --out, before any measurement."""
+        """Create a suite with the peers in a folder. Raises UserError if --out is invalid, before any measurement."""
         if self.out is not None:
             check_out(self.out, "Markdown", "report.md")
         from longhelix.measure.bench.suite import Suite
@@ -110,7 +110,7 @@ class OutputOptions:
 @Parameter(name="*", group="Model and layout")
 @dataclass(frozen=True, kw_only=True)
 class BenchModelOptions:
-    """Model to measure, and its layout over ranks."""
+    """Options for the model to measure and its layout over ranks."""
 
     model: str = "builtin"
     "Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."

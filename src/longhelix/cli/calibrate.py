@@ -1,4 +1,4 @@
-"""`longhelix calibrate`: measures this machine and writes the system `local`."""
+"""`longhelix calibrate`: measures this machine and writes the results as the system `local`."""
 
 import json as json_module
 import sys

@@ -20,7 +20,7 @@ _VARIABLES = ("LONGHELIX_", "OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NVIDIA_",
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 _USER_OF_URL = re.compile(r"(?<=://)\S*@")
 _HIDDEN = "(set, not shown)"
-# Instruction sets that CPU kernels use.
+# Instruction sets that the CPU kernels can use.
 _SETS = re.compile("^(avx|amx|fma|f16c|sse4|asimd|sve|sme(?!p)|bf16|i8mm)")
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -46,7 +46,7 @@ def collect_env(*, json: Flag = False) -> None:
 
 
 def collected() -> dict[str, dict[str, Any]]:
-    """Collect facts by section and name. A fact that cannot be determined is None."""
+    """Collect facts by section and name. Facts that cannot be determined are None."""
     return {
         "versions": {package: _found(lambda name=package: importlib.metadata.version(name)) for package in _PACKAGES}
         | {"python": platform.python_version(), "cuda of torch": _found(_cuda_version)},
@@ -84,7 +84,7 @@ def _found(find: Callable[[], Any]) -> Any:
 
 
 def _cuda_version() -> str | None:
-    """CUDA version that torch was built for, read without importing torch."""
+    """Return the CUDA version that torch was built for, without importing torch."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -93,7 +93,7 @@ def _cuda_version() -> str | None:
 
 
 def _limit(kind: int) -> str:
-    """Soft and hard limit, as `ulimit` reports them."""
+    """Return the soft and the hard limit in the format of `ulimit`."""
     now, most = ("unlimited" if each == resource.RLIM_INFINITY else str(each) for each in resource.getrlimit(kind))
     return f"{now} of {most}"
 

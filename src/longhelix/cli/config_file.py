@@ -1,6 +1,7 @@
 """`--config FILE.yaml`: reads options from a file.
 
-Precedence, highest first: command line, file, environment (LONGHELIX_ and the option's name in capitals), default.
+A value on the command line overrides the file. The file overrides the environment variable (LONGHELIX_ and the option's
+name in capitals), which overrides the default.
 """
 
 import json
@@ -20,14 +21,14 @@ from longhelix.values import flag, refused
 _FLAG = "--config"
 _MOST_BYTES, _MOST_DEPTH = 65_536, 8
 _environment = Env("LONGHELIX_", command=False)
-# Name of a negative flag, such as no-prefix-cache, to the setting that it turns off.
+# Maps a negative flag, such as no-prefix-cache, to the name of the setting that the flag turns off.
 _NEGATIVE = {each.metadata["negative"]: each.name for each in fields(EngineOptions) if each.metadata["negative"]}
 
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill in options from the file of --config and from the environment, unless the command line gives them.
+    """Read options from the file of --config and from the environment, unless they are on the command line.
 
-    Does nothing for commands without --config.
+    This function does nothing for commands without --config.
 
     Raises:
         UserError: the file cannot be read or is invalid, or a key is not an option of the command.
@@ -41,7 +42,7 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
             found = _values(_read(path), _flags(arguments))
         except UserError as error:
             raise UserError(f"{_FLAG} {path}: {error}", error.code) from error
-        # Nested under the command, because cyclopts ignores top-level keys that are also names of commands.
+        # Nest the values under the command, because cyclopts ignores top-level keys that are also names of commands.
         for command in reversed(commands):
             found = {command: found}
         Dict(found, source=f"{_FLAG} {path}")(app, commands, arguments)
@@ -68,7 +69,7 @@ def _read(path: Path) -> Mapping[Any, Any]:
 
 
 def _check_shape(text: str) -> None:
-    """Raise UserError for aliases and deep nesting, with which a small file can expand to a huge value."""
+    """Raise UserError for aliases and deep nesting, because they let a small file expand to a huge value."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -81,9 +82,9 @@ def _check_shape(text: str) -> None:
 
 
 def _flags(arguments: ArgumentCollection) -> dict[str, bool]:
-    """Map the names of a command's options, without `--`, to whether the value must be an integer.
+    """Return the option names of a command, without `--`. The value says whether the option must be an integer.
 
-    Sizes count as other values, because they may have a unit. Their converter checks them later.
+    This does not include sizes, because they may have a unit. The converter of sizes checks them later.
     """
     return {
         name[2:]: each.hint in (int, int | None) and not each.parameter.converter
@@ -94,7 +95,7 @@ def _flags(arguments: ArgumentCollection) -> dict[str, bool]:
 
 
 def _values(found: Mapping[Any, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
-    """Check the values of a file, and convert them to the form that cyclopts expects."""
+    """Check the values of a file, and convert the values to the form that cyclopts expects."""
     values: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("_", "-")
@@ -114,7 +115,7 @@ def _values(found: Mapping[Any, Any], flags: Mapping[str, bool]) -> dict[str, An
 
 
 def _object(name: str, value: dict[Any, Any]) -> str:
-    """Encode a mapping as JSON, the form of objects on the command line."""
+    """Encode a mapping as JSON, which is the format of objects on the command line."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -13,13 +13,13 @@ from longhelix.plan.demand import Demand
 from longhelix.scheduler.request import ANY_SERVICE
 from longhelix.simulate.synthetic import Synthetic, parse_mix
 
-_DRAWN = 4096  # requests sampled from a mix
+_DRAWN = 4096  # number of requests to sample from a mix
 
 
 @Parameter(name="*", group="Requests")
 @dataclass(frozen=True, kw_only=True)
 class DemandOptions:
-    """Lengths of requests, from one of --context, --isl with --osl, --mix and --trace."""
+    """Options for the lengths of requests: one of --context, --isl with --osl, --mix and --trace."""
 
     context: Annotated[Size | None, Parameter(show_default=False)] = None
     "Tokens of KV per request, such as 128k or 1M, for a plan with steady decodes and no arrivals."
@@ -38,13 +38,14 @@ class DemandOptions:
     "Fraction of each prompt, from 0 to below 1, that is found in the prefix cache."
 
     def load(self) -> tuple[int, Demand | None]:
-        """Build the demand that the options describe.
+        """Create the demand that the options describe.
 
         Returns:
-            Tokens of the longest request, and the demand. The demand is None for steady requests (--context).
+            The number of tokens of the longest request, and the demand. The demand is None for steady requests
+            (--context).
 
         Raises:
-            UserError: lengths are given in no way or in several ways, or a value is out of range.
+            UserError: no option or several options give the lengths, or a value is out of range.
         """
         ways = (self.context, self.isl if self.osl is None else self.osl, self.mix, self.trace)
         if sum(way is not None for way in ways) != 1:

@@ -1,4 +1,4 @@
-"""`longhelix estimate`: predicts each cost item of one configuration's step: time, work, bytes and source."""
+"""`longhelix estimate`: predicts the cost items of a step of one configuration."""
 
 import json as json_module
 from dataclasses import asdict
@@ -101,14 +101,14 @@ def estimate(
 
 
 def _object(setting: Setting, found: Estimate) -> dict[str, Any]:
-    """JSON object of an estimate. The cost items are named `parts` there."""
+    """Convert an estimate to a JSON object, in which the cost items are named `parts`."""
     written = setting_as_json(setting) | asdict(found)
     written["parts"] = written.pop("items")
     return written
 
 
 def show(found: Estimate, console: Console) -> None:
-    """Print the cost items of a step as a table, and a summary line."""
+    """Print a table of the cost items of a step, and a summary line."""
     table = Table(title=f"{in_words(found.layout)}: {found.gpus} GPUs, batch {found.batch}", title_justify="left")
     for name in ("cost item", "ms", "share", "GFLOP", "HBM, MB", "sent, kB"):
         table.add_column(name, justify="left" if name == "cost item" else "right")
@@ -137,7 +137,7 @@ def show(found: Estimate, console: Console) -> None:
 
 
 def _compared(first: Estimate, second: Estimate) -> Table:
-    """Table of each cost item of both layouts, with the difference."""
+    """Return a table of the cost items of both layouts and their differences."""
     table = Table(title="second layout compared with the first", title_justify="left")
     for name in ("cost item", "first, ms", "second, ms", "difference, ms"):
         table.add_column(name, justify="left" if name == "cost item" else "right")

@@ -52,7 +52,7 @@ def _make(folder: Path) -> None:
 
 
 def _system(name: str) -> HardwareSpec:
-    """System of a paper, with constants fitted to that paper only. Plans use the preset instead."""
+    """Load the system of a paper, with constants that are fitted only to that paper. Plans use the preset instead."""
     return load_system(str(Path(drawings.__file__).parent / "systems" / f"{name}.toml"))
 
 

@@ -87,7 +87,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 
 def _content(text: str, images: tuple[Path, ...]) -> str | list[dict[str, str]]:
-    """Content of the user's message in the form of chat templates: images first, then the text."""
+    """Return the content of the user's message in the format of chat templates: images first, then the text."""
     return [*({"type": "image"} for _ in images), {"type": "text", "text": text}] if images else text
 
 
@@ -106,7 +106,7 @@ def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> R
 
 
 def _as_json(result: Result) -> dict:
-    """Fields of the result as a dict, without optional ones that are None."""
+    """Convert the result to a dict, without optional fields that are None."""
     optional = (
         "logprobs",
         "token_texts",

@@ -1,4 +1,4 @@
-"""Reads layout files: YAML with degrees and settings, as `longhelix plan --out` writes."""
+"""Reads layout files: YAML files with degrees and settings, such as those of `longhelix plan --out`."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +18,7 @@ def read_layout(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a layout file.
 
     Returns:
-        The degrees of parallelism and the engine settings that the file gives.
+        The degrees of parallelism and the engine settings in the file.
 
     Raises:
         UserError: the file cannot be read or is not YAML, or a key or value is invalid.

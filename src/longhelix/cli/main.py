@@ -1,4 +1,4 @@
-"""Entry point of the command line: runs a command and turns every error into one line and an exit status."""
+"""Entry point of the command line: runs a command and converts errors to one line of text and an exit status."""
 
 import importlib.metadata
 import json
@@ -20,7 +20,7 @@ app = App(
     version=lambda: importlib.metadata.version("longhelix"),
     config=from_file,
 )
-# Commands are named, not imported, so that `longhelix --help` stays fast.
+# Commands are registered by name and imported later, so that `longhelix --help` stays fast.
 app.command("longhelix.cli.generate:generate", name="generate", help="Generate an answer to one prompt.")
 app.command("longhelix.cli.chat.verb:chat", name="chat", help="Chat with a model in the terminal.")
 app.command("longhelix.cli.serve:serve", name="serve", help="Serve a model over an OpenAI-compatible HTTP API.")
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: command-line arguments without the program name. None reads them from `sys.argv`.
+        arguments: command-line arguments without the program name. None reads the arguments from `sys.argv`.
 
     Returns:
         The exit status: 0 on success, 2 for a user error, 1 if the engine or a request failed, 130 after Ctrl-C.

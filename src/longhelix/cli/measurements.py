@@ -10,7 +10,7 @@ from longhelix.engine.result import Result
 
 
 def fullest(load: list[list[int]]) -> str:
-    """Describe the busiest expert of all layers: its rows, and their ratio to the mean over experts."""
+    """Describe the busiest expert of all layers: its number of rows, and the ratio to the mean over all experts."""
     rows = {(layer, expert): count for layer, counts in enumerate(load) for expert, count in enumerate(counts)}
     layer, expert = max(rows, key=rows.__getitem__)
     most, mean = rows[layer, expert], statistics.mean(rows.values())
@@ -25,7 +25,7 @@ def scattered(report: dict[str, Any]) -> str:
 
 
 def measurements(result: Result, config: EngineConfig) -> Table:
-    """Table of tokens, times and bytes of one request."""
+    """Return a table of the tokens, times and bytes of one request."""
     table = plain_table()
 
     def row(name: str, value: str) -> None:
@@ -65,5 +65,5 @@ def measurements(result: Result, config: EngineConfig) -> Table:
 
 
 def plain_table() -> Table:
-    """Table of names and values, without header and borders."""
+    """Create a table for names and values, without a header and borders."""
     return Table(show_header=False, box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the values that they build."""
+"""Options that several commands share, and the objects that are built from these options."""
 
 import json
 import re
@@ -41,7 +41,7 @@ _KINDS = {
 
 
 def _type(setting: Field) -> Any:
-    """Annotated type of the flag for a setting. Its default is None, which means that the flag was not given."""
+    """Return the annotated type of the flag for a setting. The default None means that the flag was not given."""
     check, help_text = setting.metadata["check"], setting.metadata["documentation"]
     if setting.default is not None and setting.default is not False:
         help_text += f" [default: {setting.default}]"
@@ -59,7 +59,7 @@ def _type(setting: Field) -> Any:
 
 
 def _flags(name: str, settings: Iterable[Field]) -> type:
-    """Create a dataclass with one flag per setting. A flag that was not given is None."""
+    """Create a dataclass with one flag per setting. Flags that were not given are None."""
     flags = [(setting.name, _type(setting), None) for setting in settings]
     record = make_dataclass(name, flags, namespace={"__module__": __name__}, frozen=True, kw_only=True)
     return Parameter(name="*", group="Engine")(record)
@@ -92,7 +92,7 @@ SimulateFlags = _flags("SimulateFlags", (setting for setting in fields(EngineOpt
 
 
 def given(flags: Any) -> dict[str, Any]:
-    """Settings that the user gave, by name."""
+    """Return the settings that the user gave, by name."""
     settings = {name: value for name, value in vars(flags).items() if value is not None}
     for name, example in _OBJECTS.items():
         if name in settings:
@@ -101,14 +101,14 @@ def given(flags: Any) -> dict[str, Any]:
 
 
 def contexts_folder(flags: Any) -> ContextFolder:
-    """Folder of saved contexts that `--contexts-dir` names, or the default folder."""
+    """Return the folder of saved contexts: the value of `--contexts-dir`, or the default folder."""
     return ContextFolder(given(flags).get("contexts_dir"))
 
 
 @Parameter(name="*", group="Model and layout")
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Model to load, and its layout over ranks."""
+    """Options for the model to load and its layout over ranks."""
 
     model: str
     "Model to load: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
@@ -137,12 +137,12 @@ class ModelOptions:
         tell: Callable[[EngineConfig], None] | None = None,
         defaults: Mapping[str, Any] | None = None,
     ) -> LLM:
-        """Start the engine and show the progress of loading on standard error.
+        """Start the engine, and show the loading progress on standard error.
 
         Args:
             engine: engine flags of the command line.
-            tell: receives the resolved configuration. None prints its description to standard error.
-            defaults: settings for options that neither the flags nor a layout file give.
+            tell: callback that receives the resolved configuration. None prints a description to standard error.
+            defaults: values for settings that are in neither the flags nor the layout file.
         """
         model, settings = self._composed(engine)
         settings = {**(defaults or {}), **settings}
@@ -151,7 +151,7 @@ class ModelOptions:
         return llm
 
     def _composed(self, engine: EngineFlags) -> tuple["ModelOptions", dict[str, Any]]:
-        """Merge these options and the given settings with the layout file. Given values override the file."""
+        """Merge these options and the given settings with the layout file. Given values override those in the file."""
         settings = given(engine)
         if self.layout in (None, "auto"):
             return self, settings
@@ -160,7 +160,7 @@ class ModelOptions:
         return replace(self, layout=None, **left_open), read | settings
 
     def _start(self, settings: dict[str, Any]) -> LLM:
-        # Even a hidden bar would write a line end to a pipe or a file.
+        # Even a hidden progress bar would write a line end to a pipe or a file.
         with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
             bar = progress.add_task("loading weights", total=1.0)
             warm_up = progress.add_task("warming up", total=1.0, visible=False)
@@ -193,7 +193,7 @@ def parsed_object(name: str, text: str, example: str) -> dict[str, Any]:
     option = f"--{name.replace('_', '-')}"
     try:
         settings = json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number with too many digits raises a plain ValueError
+    except (ValueError, RecursionError) as error:  # numbers with too many digits raise a plain ValueError
         raise UserError(
             f"{option} is not valid JSON ({error}): give a JSON object in quotes, such as {example}"
         ) from error
@@ -276,7 +276,7 @@ class SamplingOptions:
         return None
 
     def _biases(self) -> dict[int | str, Any]:
-        """Parse --logit-bias. JSON keys are strings, so keys that are integers are converted to int."""
+        """Parse --logit-bias. Keys are strings in JSON, so keys that look like integers are converted to int."""
         if self.logit_bias is None:
             return {}
         parsed = parsed_object("logit_bias", self.logit_bias, '{"42": -100}')
@@ -286,7 +286,7 @@ class SamplingOptions:
 @Parameter(name="*", group="Answer")
 @dataclass(frozen=True, kw_only=True)
 class ChatSamplingOptions(SamplingOptions):
-    """Sampling options for a conversation, without a limit on the length of answers by default."""
+    """Sampling options for a conversation. By default, the length of answers is not limited."""
 
     max_new_tokens: Annotated[Size, Parameter(show_default=False)] = MOST_TOKENS
     "Maximum number of new tokens per answer. [default: the free rest of the context]"
@@ -298,7 +298,7 @@ def _print_described(config: EngineConfig) -> None:
 
 
 def describe(config: EngineConfig) -> list[str]:
-    """Describe the resolved configuration in two lines, in terms that operators search logs for."""
+    """Describe the resolved configuration in two lines, with terms that operators can search for in logs."""
     layout, scheduler = config.layout, config.scheduler
     tokens = held_tokens(config)
     where = "1 GPU" if config.device == "cuda" else f"{config.threads_per_rank} threads"
@@ -323,5 +323,5 @@ def describe(config: EngineConfig) -> list[str]:
 
 
 def held_tokens(config: EngineConfig) -> int:
-    """Capacity of the KV cache in tokens, over all KVP ranks."""
+    """Return the capacity of the KV cache in tokens, over all KVP ranks."""
     return config.scheduler.num_blocks * config.scheduler.block_tokens * config.layout.kvp

@@ -121,7 +121,7 @@ def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], cross
 
 
 def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) -> None:
-    """Write all files of a plan. matplotlib is imported only here."""
+    """Write all files of a plan. Only this function imports matplotlib."""
     from longhelix.plan import page, plots
 
     question = found.question
@@ -131,12 +131,12 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
     page.write_page(folder / "plan.html", found, as_object)
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))
-    for name in _BEST_LAYOUT_FILES:  # left over from an earlier plan in this folder
+    for name in _BEST_LAYOUT_FILES:  # remove files of an earlier plan in this folder
         (folder / name).unlink(missing_ok=True)
     deployment = report.best_deployment(found)
     if deployment is not None:
         (folder / "plan.yaml").write_text(report.as_yaml(found, model))
-        loaded = model if Path(model).is_dir() else "MODEL"  # other engines load folders, but not presets
+        loaded = model if Path(model).is_dir() else "MODEL"  # other engines can load a folder, but not a preset
         commands = peers.commands(deployment, loaded)
         (folder / "commands.txt").write_text("\n".join(command.as_text() for command in commands))
         for command in commands:

@@ -18,13 +18,13 @@ from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
 from longhelix.values import whole
 
-_TABLE_WIDTH = 160  # columns, if standard output is not a terminal
+_TABLE_WIDTH = 160  # number of columns if standard output is not a terminal
 
 
 @Parameter(name="*", group="Model and system")
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """Model, dtypes and system to plan for."""
+    """Options for the model, the dtypes and the system to plan for."""
 
     model: str
     "Model to plan for: a preset such as deepseek-r1, a folder with a Hugging Face config.json, or `builtin`."
@@ -40,7 +40,7 @@ class PlannedModel:
     "Dtype of attention's arithmetic. [default: --kv-dtype; with 4-bit KV fp8, or bfloat16 if the system lacks fp8]"
 
     def setting(self) -> Setting:
-        """Load model and system. Raises UserError for an unknown name, or a dtype that the system does not support."""
+        """Load the model and the system. Raises UserError for an unknown name or an unsupported dtype."""
         model, system = load_model(self.model), load_system(self.system)
         if self.expert_dtype is not None and model.moe is None:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
@@ -65,7 +65,7 @@ class PlannedModel:
 @Parameter(name="*", group="Speculative decoding")
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """Draft tokens of speculative decoding, and how many of them are accepted."""
+    """Options for speculative decoding: the number of draft tokens, and how many of them are accepted."""
 
     draft_tokens: int = 0
     "Draft tokens per request that every step verifies (speculative decoding, multi-token prediction)."
@@ -74,7 +74,7 @@ class DraftOptions:
     measure it on your model and text."""
 
     def added(self, setting: Setting) -> Setting:
-        """Return the setting with these drafts. Raises UserError if --accepted-tokens is missing or out of range."""
+        """Return `setting` with these options. Raises UserError if --accepted-tokens is missing or out of range."""
         if self.accepted_tokens is None and self.draft_tokens > 0:
             raise UserError(
                 f"--draft-tokens is {self.draft_tokens}, but --accepted-tokens is not set: set it to the average that "
@@ -86,12 +86,12 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class GroupedLayout:
-    """Layout of the planning commands, which adds groups and placement to the engine's layout."""
+    """Layout in the planning commands: the engine's layout with data-parallel groups and a placement."""
 
-    layout: Layout  # with the KVP ranks of all `dp` groups
-    dp: int  # groups with separate requests and a common FFN
-    local: bool  # whether each KVP rank holds whole requests
-    hop_b: bool  # whether HOP-B overlaps exchange and attention
+    layout: Layout  # layout with the KVP ranks of all `dp` groups
+    dp: int  # number of groups with separate requests and a common FFN
+    local: bool  # whether each KVP rank holds the KV of whole requests
+    hop_b: bool  # whether HOP-B overlaps the exchange with attention
 
     @classmethod
     def of(
@@ -107,10 +107,10 @@ class GroupedLayout:
         local: bool = False,
         hop_b: bool = True,
     ) -> "GroupedLayout":
-        """Create from degrees, with `kvp` of one group.
+        """Create a layout from degrees. `kvp` is the number of KVP ranks of one group.
 
         Raises:
-            UserError: a degree is out of range, or the degrees do not go together.
+            UserError: a degree is out of range, or the degrees are not compatible.
         """
         whole("dp", dp, 1, MOST_GPUS, code="invalid_layout")
         if not tied:
@@ -125,12 +125,12 @@ class GroupedLayout:
 
 
 def stdout() -> Console:
-    """Console on standard output, with a fixed width if that is not a terminal."""
+    """Create a console on standard output. Its width is fixed if standard output is not a terminal."""
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
 
 
 def make_folder(folder: Path) -> None:
-    """Create the folder of --out. Raises UserError if that fails."""
+    """Create the folder of --out. Raises UserError if the folder cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -140,7 +140,7 @@ def make_folder(folder: Path) -> None:
 
 
 def parse_layout(text: str) -> GroupedLayout:
-    """Parse a layout such as `kvp=8,tpa=8,tied`: degrees, and the words tied, local and no-hop-b."""
+    """Parse a layout such as `kvp=8,tpa=8,tied`: degrees, and the keywords tied, local and no-hop-b."""
     degrees: dict[str, int] = {}
     words = set()
     for entry in text.split(","):
@@ -159,5 +159,5 @@ def parse_layout(text: str) -> GroupedLayout:
 
 
 def _known(name: str, dtype: str) -> str:
-    """Name of a dtype. Raises UserError if it is unknown."""
+    """Return the name of a dtype. Raises UserError if the dtype is unknown."""
     return number_format(dtype, name).name

@@ -21,7 +21,7 @@ from longhelix.values import seconds, whole
 
 _KEY_VARIABLE = "LONGHELIX_API_KEY"
 _IMAGE_BYTES = 64_000_000  # added to the default --max-body-bytes if the model reads images
-# Defaults that suit many clients better than the defaults for a single prompt.
+# Defaults for many clients, which differ from the defaults for a single prompt.
 _DEFAULTS = {"policy": "lars", "placement": "auto", "kv_cache_tokens": "auto"}
 
 
@@ -71,8 +71,8 @@ def serve(
     max_restarts
         Restart a failed engine at most this many times per hour. Running requests continue after a restart.
     max_replays
-        Engine failures in a row that a running request survives; after one more it ends with an error. The count
-        starts again whenever the request gets a new token.
+        Engine failures in a row that a running request survives; after one more it ends with an error. Two new tokens
+        end the row.
     drain
         Time for running requests to finish after SIGTERM or Ctrl-C, such as 30s. [default: 60 s]
     reasoning_parser

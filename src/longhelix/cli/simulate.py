@@ -1,4 +1,4 @@
-"""`longhelix simulate`: runs the engine's own loop and scheduler on a workload, with predicted step times."""
+"""`longhelix simulate`: runs the engine's loop and scheduler on a workload, with predicted step times."""
 
 import json as json_module
 import sys
@@ -134,7 +134,7 @@ def simulate(
 
 
 def _write(folder: Path, runs: Sequence[VariantResult], title: str, about: str) -> None:
-    """Write the page and the JSON file. Plotly is imported only here."""
+    """Write the page and the JSON file. Only this function imports plotly."""
     from longhelix.simulate.page import write_page
 
     write_page(folder / "simulation.html", runs, title, about)
@@ -143,7 +143,7 @@ def _write(folder: Path, runs: Sequence[VariantResult], title: str, about: str) 
 
 
 def _variants(policies: str, chunks: str, placements: str) -> list[Variant]:
-    """All combinations of the comma-separated values."""
+    """Return all combinations of the comma-separated values."""
     policies_known = [one_of("policy", name.strip(), POLICIES) for name in policies.split(",")]
     sizes = [_chunk_tokens(text.strip()) for text in chunks.split(",")]
     placements_known = [one_of("placement", name.strip(), (*PLACEMENTS, "auto")) for name in placements.split(",")]
@@ -182,7 +182,7 @@ def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: V
 
 @dataclass(frozen=True)
 class _WithProgress:
-    """Workload that updates a progress bar while it is read."""
+    """Workload that updates a progress bar while the simulation reads its requests."""
 
     workload: Workload
     progress: Progress
@@ -215,7 +215,7 @@ def _run(
 
 
 def _capacity(simulated: Callable[[Workload], Outcome], workload: Workload) -> Capacity:
-    """Find the capacity by scaling the gaps between arrivals."""
+    """Find the highest sustained request rate by scaling the time between arrivals."""
     rate_rps = rate_per_s(workload)
     if not rate_rps:
         raise UserError(
@@ -225,7 +225,7 @@ def _capacity(simulated: Callable[[Workload], Outcome], workload: Workload) -> C
 
 
 def _warn(runs: Sequence[VariantResult]) -> None:
-    """Warn about requests that can never run, for the first run that has any."""
+    """Warn about requests that can never run, once, for the first variant with such requests."""
     refusing = next((run.outcome for run in runs if run.outcome.refused), None)
     if refusing is not None:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Reads text files that a user names."""
+"""Reads text files that the user specifies."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from longhelix.errors import UserError
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file unchanged, including a newline at its end. Raises UserError if it cannot be read."""
+    """Read a UTF-8 file unchanged, including a newline at its end. Raises UserError if the file cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:

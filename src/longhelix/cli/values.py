@@ -1,4 +1,4 @@
-"""Types of command-line values: sizes and times with units, flags, and the tied layout."""
+"""Parse command-line values: sizes and times with units, flags, and the tied layout."""
 
 import re
 from fractions import Fraction
@@ -19,8 +19,8 @@ def size(type_: Any, tokens: tuple[Token, ...]) -> int:
 
 
 def parse_size(text: str) -> int:
-    """Parse an integer with an optional unit. k, M, G are decimal; Ki, Mi, Gi are binary. Raises ValueError."""
-    # Fractions, because floats are not exact above 2**53. No real size has more than 18 digits.
+    """Parse an integer with an optional unit: k, M and G are decimal; Ki, Mi and Gi are binary. Raises ValueError."""
+    # Use fractions, because floats are not exact above 2**53. Valid sizes have at most 18 digits.
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)((?:[kKmMgG]i?)?)", text)
     number = Fraction(match[1]) * _SIZE_UNITS[match[2].lower()] if match else None
     if number is None or number.denominator != 1:
@@ -43,7 +43,7 @@ def seconds(type_: Any, tokens: tuple[Token, ...]) -> float:
 
 
 def tied_layout(kvp: int = 1, tpa: int = 1, tpf: int | None = None, ep: int = 1, pp: int = 1) -> Layout:
-    """Layout of --tied: TPF = TPA, and KVP copies of the FFN. Raises UserError for other degrees of the FFN."""
+    """Create the layout of --tied: TPF = TPA, and KVP copies of the FFN. Raises UserError for other FFN degrees."""
     if ep != 1 or tpf not in (None, tpa):
         raise UserError(
             f"--tied fixes tpf = tpa = {tpa} and ep = 1, but other values are set: leave out --tpf and --ep",

@@ -22,7 +22,7 @@ _READERS = {".csv": read_csv, ".jsonl": read_jsonl}
 @Parameter(name="*", group="Workload")
 @dataclass(frozen=True, kw_only=True)
 class WorkloadOptions:
-    """Requests with arrival times and service levels."""
+    """Options that define requests with arrival times and service levels."""
 
     trace: Path | None = None
     """Trace to simulate: a .csv or .jsonl file with arrival_s, prompt_tokens, output_tokens, and optionally prefix_id,
@@ -80,7 +80,7 @@ class WorkloadOptions:
 
 
 def read_trace(path: Path, service: ServiceLevel) -> list[Arrival]:
-    """Read the requests of a trace file. Raises UserError if it cannot be read."""
+    """Read the requests of a trace file. Raises UserError if the file cannot be read."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
         raise UserError(

@@ -25,7 +25,7 @@ from longhelix.errors import UserError
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import MOST_PRIORITY, SamplingParams, ServiceLevel
 
-_PART_BYTES = 2**27  # a rank writes or reads this much between two steps
+_PART_BYTES = 2**27  # bytes that a rank writes or reads between two steps
 LOWEST_PRIORITY = ServiceLevel(priority=-MOST_PRIORITY)
 
 
@@ -40,7 +40,7 @@ class NewContext:
 
     @property
     def capacity_tokens(self) -> int:
-        """Capacity of the request that computes the context: its tokens, and one more that it samples."""
+        """Capacity of the request that computes the context: the context's tokens and one sampled token."""
         return len(self.token_ids) + 1
 
 
@@ -50,7 +50,7 @@ class LoadedContext:
 
     saved: SavedContext
     token_ids: "array[int]"  # int32
-    loaded_blocks: int  # KV blocks that were read from disk; the others were cached already
+    loaded_blocks: int  # KV blocks that were read from disk; the other blocks were already cached
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class ReadContext:
     saved: SavedContext
     token_ids: "array[int]"  # int32
     cache_salt: str  # requests that use the context need the same one
-    hashes: Sequence[bytes]  # of its blocks under this salt, see `PrefixCache.hashes`
+    hashes: Sequence[bytes]  # hashes of its blocks with this salt, see `PrefixCache.hashes`
 
 
 class Contexts:
     """Saves and loads the contexts of a folder for one engine.
 
-    Contexts are saved from the prefix cache and loaded into it, where requests find them by their tokens. If a context
-    is evicted before its request runs, the request computes its KV.
+    Contexts are saved from the prefix cache and loaded into the prefix cache, where requests find them by their tokens.
+    If a loaded context is evicted before a request uses it, the request computes the context's KV.
     """
 
     def __init__(self, core: TokenCore, model: str, checkpoint: Checkpoint, folder: ContextFolder) -> None:
         """Args:
         core: the engine.
-        model: the user's name for the checkpoint, kept in each manifest.
-        checkpoint: the model's weights; a fingerprint of them ties contexts to the model.
-        folder: where contexts are saved.
+        model: the user's name for the checkpoint, which is stored in each manifest.
+        checkpoint: the model's weights. Their fingerprint identifies the model of a context.
+        folder: the folder of saved contexts.
         """
         self._core, self._model, self._checkpoint, self._folder = core, model, checkpoint, folder
         self._config = core.config
@@ -86,7 +86,7 @@ class Contexts:
         self._core = core
 
     def new(self, name: str, prompt: Sequence[int], cache_salt: str, replace: bool) -> NewContext:
-        """Return a context to be saved. Raises UserError, before anything is computed, if it cannot be saved."""
+        """Return a context to save. Raises UserError, before the context is computed, if it cannot be saved."""
         self._check_cache()
         self._folder.check_free(name, replace)
         ids = token_ids(prompt, self._config.spec.vocab_size, self._config.scheduler.max_model_len)
@@ -99,9 +99,9 @@ class Contexts:
         return NewContext(name, ids, cache_salt, replace)
 
     def writing(self, new: NewContext) -> Generator[None, None, SavedContext | None]:
-        """Write the KV of a prompt that was just computed, one part per iteration. Steps may run between two parts.
+        """Write the KV of a prompt that was just computed, one part per iteration.
 
-        If the generator is closed early, nothing stays on the disk.
+        The engine may run steps between two parts. If the generator is closed early, the partial files are removed.
 
         Returns:
             The saved context, or None if some of the KV was evicted before writing began.
@@ -129,7 +129,7 @@ class Contexts:
         return context
 
     def load(self, name: str, cache_salt: str = "") -> LoadedContext:
-        """Load a context into the prefix cache. Blocks that are cached already are not read again.
+        """Load a context into the prefix cache. Blocks that are already in the cache are not read again.
 
         Raises:
             UserError: the context is damaged, or the KV cache has no room for it now.
@@ -148,10 +148,10 @@ class Contexts:
     def before(
         self, context: ReadContext, prompt: Sequence[int], sampling: SamplingParams
     ) -> tuple["array[int]", Sequence[bytes]]:
-        """Return the token ids of a context followed by a prompt, and the block hashes that are known already.
+        """Return the token ids of a context followed by those of a prompt, and the block hashes that are already known.
 
-        The ranks load the context if the KV cache has room now and its keys are rotated by the request's angles. If
-        not, the request computes it when it runs.
+        The ranks load the context if the KV cache has room for it now and if its keys were rotated with the request's
+        RoPE frequencies. Otherwise the request computes the context when it runs.
         """
         most = self._config.scheduler.max_model_len
         given = context.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
@@ -161,7 +161,10 @@ class Contexts:
         return given, context.hashes
 
     def read(self, name: str, cache_salt: str) -> ReadContext:
-        """Read a context's manifest and token ids, and check that this engine can use it. Any thread may call it."""
+        """Read a context's manifest and token ids, and check that this engine can use the context.
+
+        Any thread may call this method.
+        """
         self._check_cache()
         saved = self._folder.manifest(name)
         saved.check(self._origin(saved.capacity_tokens - 1))
@@ -169,7 +172,7 @@ class Contexts:
         return ReadContext(saved, ids, cache_salt, self._core.hashes(ids, saved.capacity_tokens, cache_salt))
 
     def _load_missing(self, context: ReadContext) -> int | None:
-        """Load the KV blocks that are not cached. Returns their number, or None if there is no room now."""
+        """Load the KV blocks that are not cached. Returns their number, or None if the cache has no room for them."""
         if self._core.has_cached(context.hashes):
             return 0
         saved = context.saved
@@ -213,7 +216,7 @@ class Contexts:
     def _origin(self, num_rows: int) -> Origin:
         """Return everything that the KV of a request depends on.
 
-        num_rows: the largest number of the request's tokens that have keys. Some kinds of RoPE depend on it.
+        num_rows: the largest number of the request's tokens that have keys. Some kinds of RoPE depend on this number.
         """
         config = self._config
         if not self._fingerprint:
@@ -246,7 +249,7 @@ def _described(folder: Path, rank: int, config: EngineConfig) -> SavedFile:
 
 
 def _parts(blocks: tuple[Block, ...], start: int, config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:
-    """Split KV blocks from `start` on into parts, each with the index of its first block."""
+    """Split the KV blocks from index `start` into parts. Each part comes with the index of its first block."""
     block_bytes = config.kv_bytes_per_token(0) * config.scheduler.block_tokens
     count = max(_PART_BYTES // max(block_bytes, 1), 1) * config.layout.kvp
     return ((first, blocks[first : first + count]) for first in range(start, len(blocks), count))

@@ -40,7 +40,7 @@ class Counters:
 
     steps: int = 0
     rows: int = 0
-    exchanged_bytes: int = 0  # sent in exchanges by all ranks together
+    exchanged_bytes: int = 0  # bytes that all ranks together have sent in exchanges
     exchanges: ExchangeLog = field(default_factory=lambda: ExchangeLog(1))
 
     def add(self, result: StepResult) -> None:
@@ -52,14 +52,15 @@ class Counters:
 
 
 class TokenCore:
-    """Runs requests of token ids on the ranks of a layout: `add` a request, then `poll` for the events of all requests.
+    """Runs requests of token ids on the ranks of a layout.
 
-    One thread drives it. `poll` returns after its timeout at the latest, and a step costs nothing for requests that
-    get no token in it. After an error all requests are over, no process is left, and every later call raises the
-    reason.
+    Call `add` to queue a request, and call `poll` to get the events of all requests. Use the core from one thread only.
+    `poll` returns after its timeout at the latest. A step does no work for requests that are not part of it. After an
+    error, all requests have ended and all rank processes have stopped. Every later call then raises EngineError with
+    the reason.
 
     Raises:
-        UserError: a request or a setting cannot work.
+        UserError: a request or a setting is invalid.
         EngineError: a rank failed.
     """
 
@@ -76,19 +77,19 @@ class TokenCore:
 
         Args:
             config: the engine's configuration.
-            on_load: called with the fraction of the weights that is loaded, from 0 to 1.
-            on_warm_up: called with the fraction of the warm-up that is done, from 0 to 1.
+            on_load: called with the fraction of the weights that has been loaded, from 0 to 1.
+            on_warm_up: called with the fraction of the warm-up that has been completed, from 0 to 1.
             on_traced: called with a rank and its trace events of one step, if steps are traced.
             on_event: called with each scheduler event. Pass a list's `append` to record events for a replay.
-            guides: checks guides and knows the token table. Without it, requests with guides are rejected.
+            guides: checks guides and provides the token table. If None, requests with guides are rejected.
         """
         self.config = config
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
         self._failure = ""  # why the core ended; empty while it runs
         self._next_id = 0
-        # The pool has no reference back to this core, so an unused core is freed at once, without the garbage
-        # collector. The finaliser keeps the pool intact until then. Otherwise the collector could close its sockets
-        # first.
+        # The pool has no reference to this core. An unused core is therefore freed immediately, without the garbage
+        # collector. The finaliser keeps the pool intact until then. Otherwise the garbage collector could close the
+        # pool's sockets first.
         self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
         weakref.finalize(self, self._pool.close)
         layers = 0 if config.spec.vision is None else 1 + config.spec.vision.num_deepstack
@@ -120,7 +121,7 @@ class TokenCore:
         )
 
     def close(self) -> None:
-        """End all ranks. May be called more than once."""
+        """Stop the processes of all ranks. You may call this method more than once."""
         self._failure = self._failure or "it was closed"
         self._pool.close()
 
@@ -131,7 +132,7 @@ class TokenCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a step to run or to wait for."""
+        """Whether there is a step to run, or a running step to wait for."""
         return self._loop.has_work
 
     @property
@@ -157,8 +158,8 @@ class TokenCore:
         Args:
             prompt: token ids.
             sampling: how to choose tokens.
-            service: client, priority and deadlines.
-            arrival_s: when the request arrived, in seconds of the monotonic clock; now by default.
+            service: client, priority and deadlines of the request.
+            arrival_s: when the request arrived, in seconds of the monotonic clock. The default is now.
             images: the images of the prompt, in order.
 
         Raises:
@@ -176,7 +177,7 @@ class TokenCore:
         arrival_s: float | None = None,
         images: Sequence[ShownImage] = (),
     ) -> Request:
-        """Return a new request with an id of its own, as `add` queues it. Accepts the same arguments as `add`."""
+        """Create a request with a new id but do not queue it. Accepts the same arguments as `add`."""
         self.check_running()
         self.check_types(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
@@ -202,7 +203,7 @@ class TokenCore:
     def queue(self, request: Request, images: Sequence[ShownImage], hashes: Sequence[bytes] = ()) -> None:
         """Queue a new request, or the rest of a request that ran in the previous core.
 
-        The ranks learn about it with its first step. hashes: see `Scheduler.add`.
+        The ranks receive the request with its first step. hashes: see `Scheduler.add`.
         """
         self.check_running()
         if images:
@@ -214,7 +215,7 @@ class TokenCore:
             raise
 
     def follow(self, ended: "TokenCore") -> None:
-        """Continue the counters and the request ids of a core that has ended."""
+        """Continue the counters and the request ids of another core, which has ended."""
         self.counters, self._next_id = ended.counters, ended._next_id
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
@@ -247,55 +248,59 @@ class TokenCore:
             )
 
     def check_types(self, sampling: SamplingParams, service: ServiceLevel) -> None:
-        """Raise UserError for an argument of another type."""
+        """Raise UserError if an argument has the wrong type."""
         if not isinstance(sampling, SamplingParams):
             raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
         if not isinstance(service, ServiceLevel):
             raise UserError(f"service is {shown(service)}: give a ServiceLevel")
 
     def abort(self, request_id: int) -> Usage | None:
-        """End a request in any phase. Returns its usage, or None if it had already ended."""
+        """End a request, whether it is waiting or running. Returns its usage, or None if it had already ended."""
         self._images.forget(request_id)
         return self._loop.abort(request_id)
 
     @property
     def cost_factors(self) -> tuple[float, float]:
-        """Measured step time divided by predicted step time: for decode-only steps, and for steps with prefill."""
+        """Ratios of measured to predicted step time, for decode-only steps and for steps with prefill."""
         cost = self._loop.scheduler.cost
         assert cost is not None
         return cost.decode_factor, cost.chunk_factor
 
     def ran_steps(self) -> list[ObservedStep]:
-        """Return the steps that finished since the last call."""
+        """Return the steps that have finished since the last call."""
         return self._steps.take()
 
     def observe(self) -> Observation:
-        """Return the engine's present state."""
+        """Return the engine's current state."""
         return observe(self._scheduler)
 
     @property
     def still_s(self) -> float:
-        """Seconds since any rank last made progress in the running step. Any thread may read it."""
+        """Seconds since any rank last made progress in the running step. Any thread may read this property."""
         return self._pool.still_s
 
     def prefilled_tokens(self, request_id: int) -> int:
-        """Return how many of a request's prompt tokens have been sent to the ranks; 0 while it waits."""
+        """Return how many of a request's prompt tokens have been sent to the ranks. While it waits, this is 0."""
         return self._scheduler.prefilled_tokens(request_id)
 
     def has_begun(self, request_id: int) -> bool:
-        """Whether a step with this unfinished request was sent to the ranks, so it may be the cause of a failure."""
+        """Return whether a step with this unfinished request was sent to the ranks.
+
+        If so, the request may be the cause of a failure.
+        """
         return self._scheduler.has_begun(request_id)
 
     @property
     def image_bytes(self) -> int:
-        """Memory that images of waiting requests use in this process, in bytes. Any thread may read it."""
+        """Memory that images of waiting requests use in this process, in bytes. Any thread may read this property."""
         return self._images.num_bytes
 
     def poll(self, timeout_s: float = math.inf) -> list[TokenEvent]:
-        """Start every step that can start, then wait at most `timeout_s` seconds for the oldest one.
+        """Start every step that can start, then wait at most `timeout_s` seconds for the oldest step.
 
         Returns:
-            The events of that step. Empty if it takes longer or produced no token, or if there is nothing to do.
+            The events of the oldest step. The list is empty if this step takes longer than the timeout, if it produced
+            no token, or if there is nothing to run.
         """
         self.check_running()
         try:
@@ -323,11 +328,11 @@ class TokenCore:
             raise
 
     def hashes(self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> list[bytes]:
-        """Return a prompt's block hashes, see `PrefixCache.hashes`. Any thread may call it."""
+        """Return a prompt's block hashes (see `PrefixCache.hashes`). Any thread may call this method."""
         return self._scheduler.hashes(_prefilled(prompt_ids, capacity_tokens, cache_salt))
 
     def has_cached(self, hashes: Sequence[bytes]) -> bool:
-        """Return whether all blocks of a prompt are cached. If so, they become the last ones to be evicted."""
+        """Return whether all blocks of a prompt are cached. If so, they become the last blocks to be evicted."""
         pool = self._scheduler.pool
         blocks = pool.cached(hashes)
         if len(blocks) < len(hashes):
@@ -338,7 +343,7 @@ class TokenCore:
     def hold(
         self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str, hashes: Sequence[bytes]
     ) -> HeldPrefix | None:
-        """Pin the KV blocks that a prompt fills, as a request of this capacity and salt would: see `Scheduler.hold`.
+        """Pin the KV blocks that a prompt fills, as a request with this capacity and salt does (see `Scheduler.hold`).
 
         hashes: the block hashes that the method `hashes` returned for the same arguments.
         """
@@ -346,14 +351,14 @@ class TokenCore:
 
     @contextmanager
     def releasing(self, held: HeldPrefix) -> Iterator[None]:
-        """Return a context manager that releases pinned blocks at its end."""
+        """Return a context manager that releases pinned blocks when it exits."""
         try:
             yield
         finally:
             held.release(self._scheduler.pool)
 
     def publish(self, held: HeldPrefix) -> None:
-        """Let requests find pinned blocks, which the ranks have filled."""
+        """Make pinned blocks available to requests. The ranks must have filled these blocks."""
         held.publish(self._scheduler.pool)
 
     def carry(self, message: SaveBlocks | LoadBlocks) -> None:
@@ -372,9 +377,10 @@ class TokenCore:
             raise refusal
 
     def fail(self, error: BaseException) -> None:
-        """End all ranks and keep the reason.
+        """Stop all ranks and store the reason.
 
-        An error may leave a step half done, so that the ranks and the engine disagree about the state.
+        After an error, the core cannot continue. A step may be incomplete, so the engine and the ranks may have
+        different states.
         """
         if not self._failure:
             self._failure = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
@@ -383,10 +389,11 @@ class TokenCore:
     def expert_load(self) -> list[list[int]] | None:
         """Return the number of rows that each expert has processed since the start.
 
-        Each call queries the ranks; no step waits for it.
+        Each call queries the ranks. Steps do not wait for the answer.
 
         Returns:
-            Rows by layer and expert; a layer without experts has an empty list. None for a model without experts.
+            Number of rows by layer and expert. A layer without experts has an empty list. None for a model without
+            experts.
         """
         if self.config.spec.moe is None:
             return None
@@ -403,7 +410,7 @@ class TokenCore:
     def pass_report(self) -> dict[str, Any] | None:
         """Return what the sequence-parallel pass changed in the graphs of one rank of each stage.
 
-        It has the form of `longhelix.passes.SequenceParallel.report`. None without the pass.
+        The report has the form of `longhelix.passes.SequenceParallel.report`. It is None if the pass is off.
         """
         if not self.config.token_ranges.by_pass:
             return None
@@ -416,14 +423,14 @@ class TokenCore:
 
 
 class _Ranks:
-    """The loop's runner. It sends the image rows and the token table that a step needs just before the step.
+    """The loop's runner. Just before each step, it sends the image rows and the token table that the step needs.
 
-    If a rank fails on them, it fails during that step, so the failure is attributed to a running request.
+    If this data makes a rank fail, the rank fails during the step. The failure is then attributed to a running request.
     """
 
     def __init__(self, pool: WorkerPool, config: EngineConfig, images: ShownImages, guides: Guides | None) -> None:
         self._pool, self._config, self._images, self._guides = pool, config, images, guides
-        self._sent_token_table = False  # ranks need it for guides
+        self._sent_token_table = False  # ranks need the token table for guides
 
     def submit(self, step: Step) -> None:
         if not self._sent_token_table and any(new.sampling.guide is not None for new in step.new):
@@ -447,7 +454,10 @@ class _Ranks:
 
 
 def _root(config: EngineConfig) -> Callable[[Request], bytes]:
-    """Return what a request's KV depends on besides its tokens: its maximum length, for some kinds of RoPE."""
+    """Return a function that identifies what a request's KV depends on besides its tokens.
+
+    For some kinds of RoPE, the KV depends on the maximum length of the request.
+    """
     rope, size = config.spec.rope, config.spec.rotated_size
     if rope.kind not in ("dynamic", "longrope"):
         return lambda request: b""
@@ -455,7 +465,7 @@ def _root(config: EngineConfig) -> Callable[[Request], bytes]:
 
 
 def _prefilled(prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> Request:
-    """Return a request that stands for a prompt's KV. It is never queued."""
+    """Return a request that describes a prompt's KV. This request is never queued."""
     sampling = SamplingParams(max_new_tokens=capacity_tokens - len(prompt_ids))
     return Request(
         id=-1,
@@ -469,7 +479,7 @@ def _prefilled(prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) 
 
 
 def _shares(config: EngineConfig, on_load: Callable[[float], None]) -> Callable[[int], None]:
-    """Return a callback that counts the elements that ranks load and passes the fraction of all to `on_load`."""
+    """Return a callback that adds up the loaded weight elements and calls `on_load` with their fraction."""
     total = sum(config.weight_elements(rank) for rank in range(config.layout.world_size))
     loaded = 0
 

@@ -1,4 +1,4 @@
-"""Measures how exchanges overlapped attention while a request ran. Each step is counted once for all requests."""
+"""Measures how exchanges overlapped attention while a request ran. Each step is recorded once for all requests."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ from longhelix.scheduler.step import StepResult
 class HopB:
     """The exchanges of the steps that ran between a request's arrival and its end."""
 
-    parts: int = 1  # largest number of parts that a step's attention was split into; 1 is one exchange, 0 none
-    exchanges: int = 0  # per layer, over all steps; 0 with one KVP rank
-    # Seconds that a rank waited for exchanges with no attention left to compute, including waits for late peers: the
-    # largest of all ranks in each step, summed over the steps. None where it is not measured: ranks that share memory,
-    # GPUs, compiled layers, one KVP rank.
+    # Largest number of parts into which a step's attention was split. 1 means one exchange per layer, 0 means none.
+    parts: int = 1
+    exchanges: int = 0  # number of exchanges per layer, over all steps; 0 with one KVP rank
+    # Seconds that a rank waited for exchanges after it had computed all of its attention, including waits for late
+    # peers. Each step counts with the longest wait of any rank. None if the time is not measured: with ranks that share
+    # memory, on GPUs, with compiled layers, or with one KVP rank.
     exposed_s: float | None = 0.0
 
 
@@ -31,23 +32,23 @@ class Moment:
 class ExchangeLog:
     """Totals over all steps.
 
-    A request's numbers are the difference between two moments, so a step does not have to update every request.
+    The numbers of a request are the difference between two moments, so a step does not have to update every request.
     """
 
     def __init__(self, kvp: int) -> None:
         self._kvp = kvp
         self._now = Moment(0, 0, 0.0, 0)
-        # (step, parts) of the steps that had more parts than every later step, in order, so parts decrease. The first
-        # entry since a moment has the most parts since then.
+        # (step, parts) of each step that had more parts than every later step. The entries are in the order of the
+        # steps, so `parts` decreases. The first entry after a moment has the largest number of parts since then.
         self._peaks: list[tuple[int, int]] = []
 
     @property
     def now(self) -> Moment:
-        """The present totals."""
+        """The current totals."""
         return self._now
 
     def add(self, step: StepResult) -> None:
-        """Count one more step."""
+        """Add a step to the totals."""
         now = self._now
         while self._peaks and self._peaks[-1][1] <= step.parts:
             self._peaks.pop()

@@ -1,4 +1,4 @@
-"""Checks guides and makes the token table that they need."""
+"""Checks guides and builds the token table that they need."""
 
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from longhelix.spec import ModelSpec
 
 
 class Guides:
-    """Checks guides for one model and makes its token table."""
+    """Checks guides for one model and builds the model's token table."""
 
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec) -> None:
         self._tokenizer = tokenizer
@@ -18,7 +18,7 @@ class Guides:
         self._checker = GuideChecker(lambda: self.table)
 
     def check(self, guide: Guide) -> float:
-        """Check that some text of this model can follow a guide. Any thread may call it.
+        """Check that some text of this model can follow a guide. Any thread may call this method.
 
         Returns:
             Seconds of CPU time that it takes to compile the guide.
@@ -29,18 +29,22 @@ class Guides:
         return self._checker.check(guide)
 
     def knows(self, guide: Guide) -> bool:
-        """Whether `check` has already accepted the guide. Raises the UserError with which `check` rejected it."""
+        """Return whether `check` has already accepted the guide.
+
+        Raises:
+            UserError: `check` has already rejected the guide. The error is the same.
+        """
         return self._checker.knows(guide)
 
     @cached_property
     def table(self) -> TokenTable:
-        """The bytes of each of the model's tokens. Raises UserError if the model cannot have guides."""
+        """The bytes of each of the model's tokens. Raises UserError if the model does not support guides."""
         eos_ids = tuple(token_id for token_id in self._eos_ids if token_id < self._vocab_size)
         if not eos_ids:
             raise UserError("guides need a token that ends a text, but the model has none: leave the guide out")
         found = self._tokenizer.token_bytes
         special_ids = {token_id for token_id in self._tokenizer.special_ids if token_id < self._vocab_size}
-        # A special token needs some bytes to be told apart, even if it has no text.
+        # Guides distinguish tokens by their bytes, so each special token needs some bytes even if it has no text.
         tokens = [found.get(token_id, b"") for token_id in range(self._vocab_size)]
         for token_id in special_ids.union(eos_ids):
             tokens[token_id] = tokens[token_id] or b"<%d>" % token_id

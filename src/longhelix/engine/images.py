@@ -1,4 +1,4 @@
-"""Turns prompts with images into token ids. The image token is repeated once for every token of its image."""
+"""Turns prompts with images into token ids. Each image token is repeated once for every token of its image."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from longhelix.scheduler.request import ImageSpan
 from longhelix.spec import VisionSpec
 from longhelix.values import refused
 
-_MOST_IMAGES = 1024  # per prompt, because all are opened before the vision tower runs on the first
+_MOST_IMAGES = 1024  # per prompt; limited because all images are opened before the vision tower runs
 
 
 class Images:
@@ -29,7 +29,7 @@ class Images:
         self._tower: Tower | None = None
 
     def read(self, prompt: ImagePrompt, encode: Callable[[str], Sequence[int]]) -> ReadPrompt:
-        """Open a prompt's images. The vision tower runs on them later.
+        """Open a prompt's images. The vision tower runs on the images later.
 
         Args:
             prompt: the prompt.
@@ -61,7 +61,7 @@ class Images:
         return ReadPrompt(expanded, shown)
 
     def _check_length(self, num_tokens: int, images: Sequence[Any], patcher: Patcher) -> None:
-        """Raise UserError if these tokens and those of the images are too many, before any pixel is read."""
+        """Raise UserError if `num_tokens` and the images' tokens together exceed the limit. Reads no pixels."""
         most = self._config.scheduler.max_model_len
         for number, image in enumerate(images, 1):
             num_tokens += patcher.num_tokens(image)
@@ -80,7 +80,7 @@ def _items(images: object) -> Sequence[Any]:
 
 
 def _with_places(ids: list[int], num_images: int, vision: VisionSpec) -> list[int]:
-    """Return the ids of a prompt with a place for every image. If it has no places, all images come first."""
+    """Return the ids of a prompt with an image token for every image. If it has none, all images come first."""
     places = ids.count(vision.image_token_id)
     if places == num_images:
         return ids
@@ -93,7 +93,7 @@ def _with_places(ids: list[int], num_images: int, vision: VisionSpec) -> list[in
 
 
 def _expanded(ids: list[int], images: Sequence[Patches], vision: VisionSpec) -> tuple["array[int]", list[ImageSpan]]:
-    """Repeat each image token once for every token of its image. Returns the ids, int32, and where the images are."""
+    """Repeat each image token once for every token of its image. Returns the ids as int32 and the images' spans."""
     expanded = array("i")
     spans: list[ImageSpan] = []
     left = iter(images)

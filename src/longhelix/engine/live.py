@@ -1,4 +1,4 @@
-"""An unfinished request with its text so far."""
+"""An unfinished request and its text so far."""
 
 from array import array
 from collections import deque
@@ -18,7 +18,7 @@ from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 
 @dataclass
 class Live:
-    """A request between `add` and its end."""
+    """A request that has been added and has not ended."""
 
     request: Request
     tokens: TextStream  # turns its tokens into text
@@ -27,10 +27,10 @@ class Live:
     arrival: Moment
     context: str | None = None  # the saved context that its prompt begins with
     images: Sequence[ShownImage] = ()
-    # How often the engine failed while the request ran, since it last had two new tokens. Prefill produces the first
-    # token and a decode step the second, so two tokens show that it can do both.
+    # Number of engine failures while the request ran. The number is reset when the request has produced two tokens
+    # after a start. Prefill produces the first token and a decode step the second, so both have then succeeded.
     failures: int = 0
-    new_tokens: int = 0  # since it last started
+    new_tokens: int = 0  # tokens produced since the request last started
     spent: Usage | None = None  # its usage in engines that have failed
     reasoning: ReasoningSplitter | None = None
     text: str = ""
@@ -42,8 +42,12 @@ class Live:
     ending: SampledToken | None = None  # the stop token that ended it
 
     def take(self, event: TokenEvent, now_s: float) -> tuple[str, str | None, FinishReason | None]:
-        """Return the text that a token completes, the part of it that is reasoning (see `Delta`), and the finish reason
-        if the request ends."""
+        """Record a token event.
+
+        Returns:
+            The text of the answer that the event completes, the reasoning that it completes (see `Delta`), and the
+            finish reason if the request ends.
+        """
         text, stopped = "", False
         if event.sampled is not None:
             self.new_tokens += 1
@@ -77,7 +81,7 @@ class Live:
         """Record that the engine failed.
 
         Args:
-            usage: what the request used in that engine.
+            usage: usage of the request in the engine that failed.
             began: whether the request had started to run.
         """
         self.failures += began
@@ -85,12 +89,12 @@ class Live:
             self.spent = usage if self.spent is None else usage.after(self.spent)
 
     def remaining_request(self) -> Request:
-        """Return the rest of the request, after the tokens that it has produced, for a restarted engine."""
+        """Return a request for a restarted engine that continues after the tokens that were already produced."""
         self.new_tokens = 0
         if not self.token_ids:
             self.prompt_logprobs = [None]
             return self.request
-        # All prompt log-probabilities came before the first token.
+        # All prompt log-probabilities were returned before the first token.
         sampling = replace(self.request.sampling, prompt_logprobs=None)
         return replace(self.request, sampling=sampling).resumed(array("i", self.token_ids))
 

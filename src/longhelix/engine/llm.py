@@ -1,4 +1,4 @@
-"""The class `LLM`: it takes prompts and returns results. It owns the tokenizer and the token core."""
+"""The class `LLM`, which takes prompts and returns results. It owns the tokenizer and the token core."""
 
 import math
 import os
@@ -43,7 +43,7 @@ from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 from longhelix.spec.layout import Layout
 from longhelix.values import real, refused, whole
 
-# The request that computes a context has to sample a token. Nobody reads it.
+# A request that computes a context must sample one token. The engine discards this token.
 _ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
 
@@ -54,13 +54,13 @@ class LLM:
 
     Args:
         model: "builtin", a folder in Hugging Face format, or a GGUF file.
-        layout: how the ranks divide the model; one rank by default.
-        on_load: called with the fraction of the weights that is loaded, from 0 to 1.
-        on_warm_up: called with the fraction of the warm-up that is done, from 0 to 1.
-        settings: fields of `EngineOptions`.
+        layout: how the model is divided over the ranks. By default, one rank runs the whole model.
+        on_load: called with the fraction of the weights that has been loaded, from 0 to 1.
+        on_warm_up: called with the fraction of the warm-up that has been completed, from 0 to 1.
+        settings: engine settings. Each one is a field of `EngineOptions`.
 
     Raises:
-        UserError: the model, the layout or a setting cannot work.
+        UserError: the model, the layout or a setting is invalid, or they cannot be used together.
         EngineError: a rank failed.
     """
 
@@ -123,7 +123,7 @@ class LLM:
             self.close()
 
     def close(self) -> None:
-        """End all ranks. May be called more than once."""
+        """Stop the processes of all ranks. You may call this method more than once."""
         self._closed = True
         with ExitStack() as ends:  # if one callback fails, the others still run
             ends.callback(self._end)
@@ -151,15 +151,15 @@ class LLM:
         Unfinished requests continue after the last token they produced. No token is repeated or lost.
 
         Args:
-            most_failures: a request that ran during more failures than this, without two new tokens between them,
-                ends with an error.
-            on_load: as in the constructor; an exception that it raises stops the start.
-            on_warm_up: as in the constructor; an exception that it raises stops the start.
+            most_failures: a request ends with an error if it was running during more failures than this. The count of
+                a request starts again at 0 when the request has produced two tokens after a restart.
+            on_load: as in the constructor. If it raises an exception, the restart is aborted.
+            on_warm_up: as in the constructor. If it raises an exception, the restart is aborted.
 
         Raises:
             EngineError: the ranks cannot start. You may call `restart` again.
-            UserError: `most_failures` is not a non-negative integer, or whatever the constructor rejects, such as too
-                little memory. You may call `restart` again.
+            UserError: `most_failures` is not a non-negative integer, or there is another error that the constructor
+                raises too, such as too little memory. You may call `restart` again.
         """
         most_failures = whole("most_failures", most_failures, 0, MOST_TOKENS)
         _check_callbacks(on_load=on_load, on_warm_up=on_warm_up)
@@ -192,13 +192,13 @@ class LLM:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to run or to return."""
+        """Whether `step` has work to run or deltas to return."""
         lost = bool(self._lost) and not self._core.has_failed
         return lost or bool(self._deltas or self._savings) or self._core.has_work
 
     @property
     def is_saving(self) -> bool:
-        """Whether contexts are being computed or written. Any thread may read it."""
+        """Whether contexts are being computed or written. Any thread may read this property."""
         return bool(self._savings)
 
     def add(
@@ -215,13 +215,13 @@ class LLM:
 
         Args:
             prompt: text, token ids, or a prompt with images.
-            sampling: how to choose tokens; `SamplingParams()` by default.
-            service: client, priority and deadlines.
-            context: saved context that the prompt continues, by name or as `read_context` returned it.
-            arrival_s: when the request arrived, in seconds of `time.monotonic`; now by default. Its deadlines and its
-                time to first token count from then.
-            reasoning: tags of the reasoning, which is then kept apart from the answer (see
-                `Tokenizer.reasoning_tags`).
+            sampling: how to choose tokens. The default is `SamplingParams()`.
+            service: client, priority and deadlines of the request.
+            context: saved context that the prompt continues. Give its name, or the result of `read_context`.
+            arrival_s: when the request arrived, in seconds of `time.monotonic`. The default is now. Deadlines and the
+                time to first token are measured from this time.
+            reasoning: tags that the model writes around its reasoning (see `Tokenizer.reasoning_tags`). If given, the
+                reasoning is returned separately from the answer.
 
         Raises:
             UserError: the request can never run.
@@ -239,41 +239,43 @@ class LLM:
     def read(self, prompt: ImagePrompt) -> ReadPrompt:
         """Open a prompt's images and run the vision tower on them, so that `add` does not have to.
 
-        It may run on another thread, one call at a time, while the engine steps.
+        You may call this method on another thread while the engine runs steps, but not on two threads at once.
 
         Raises:
-            UserError: in the same cases as `add`.
+            UserError: `add` would reject the prompt or its images.
         """
         read = self._images.read(prompt, self._token_ids)
         return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
 
     def read_context(self, name: str, cache_salt: str = "") -> ReadContext:
-        """Read a saved context's token ids for `add`. The requests need the same cache_salt.
+        """Read the token ids of a saved context and return the context in a form that `add` accepts.
 
-        Like `read`, it may run on another thread while the engine steps. It takes about 0.1 s for a million tokens.
+        Requests that use the result must have the same cache_salt. Like `read`, you may call this method on another
+        thread while the engine runs steps. A context of a million tokens takes about 0.1 s.
 
         Raises:
-            UserError: in the same cases as `add`.
+            UserError: `add` would reject the context.
         """
         return self._contexts.read(name, cache_salt)
 
     @property
     def image_bytes(self) -> int:
-        """Memory that images of waiting requests use in this process, in bytes. Any thread may read it."""
+        """Memory that images of waiting requests use in this process, in bytes. Any thread may read this property."""
         return self._core.image_bytes
 
     def check_guide(self, guide: Guide) -> None:
         """Raise UserError if no text of this model can follow the guide.
 
-        `add` makes the same check. Results are kept, so a call on another thread beforehand makes `add` faster.
+        `add` makes the same check. The engine caches the results, so `add` is faster if you call this method
+        beforehand on another thread.
         """
         self._guides.check(guide)
 
     def knows_guide(self, guide: Guide) -> bool:
-        """Whether `check_guide` has already accepted the guide. Returns at once.
+        """Return whether `check_guide` has already accepted the guide. This method does not wait for a check.
 
         Raises:
-            UserError: `check_guide` rejected it, with the same error.
+            UserError: `check_guide` has already rejected the guide. The error is the same.
         """
         return self._guides.knows(guide)
 
@@ -286,10 +288,10 @@ class LLM:
             name: name of the context.
             prompt: text or token ids.
             service: service level of the request. The default has the lowest priority, so other requests run first.
-            replace: overwrite the context of that name.
+            replace: whether to overwrite an existing context of the same name.
 
         Raises:
-            UserError: the context cannot be saved. Nothing on the disk has changed.
+            UserError: the context cannot be saved. The files on disk have not changed.
         """
         saving = self.begin_saving(name, prompt, service, replace=replace)
         try:
@@ -303,12 +305,12 @@ class LLM:
     def begin_saving(
         self, name: str, prompt: Prompt, service: ServiceLevel = LOWEST_PRIORITY, *, replace: bool = False
     ) -> Saving:
-        """Start saving a context and return at once. `step` makes progress on it between other work.
+        """Start saving a context and return immediately. Later calls of `step` do the work.
 
         Accepts the same arguments as `save_context`.
 
         Raises:
-            UserError: the context cannot be saved, as far as that is known before anything is computed.
+            UserError: the context cannot be saved. Only errors that are known before the computation are raised here.
         """
         self._core.check_running()
         self._core.check_types(_ONE_TOKEN, service)
@@ -325,10 +327,10 @@ class LLM:
         return saving
 
     def load_context(self, name: str, cache_salt: str = "") -> LoadedContext:
-        """Load a saved context into the prefix cache. It may have been saved with any layout.
+        """Load a saved context into the prefix cache. The context may have been saved with a different layout.
 
-        Requests with the same salt that begin with its tokens reuse its KV until the cache evicts it. Blocks that are
-        cached already are not read again.
+        Requests that have the same salt and begin with the context's tokens reuse its KV until the cache evicts it.
+        Blocks that are already in the cache are not read again.
 
         Raises:
             UserError: the context is damaged or does not fit.
@@ -338,40 +340,40 @@ class LLM:
 
     @property
     def cost_factors(self) -> tuple[float, float]:
-        """Measured step time divided by predicted step time: for decode-only steps, and for steps with prefill.
+        """Ratios of measured to predicted step time, for decode-only steps and for steps with prefill.
 
-        The scheduler corrects its predictions by these factors when it chooses the size of chunks.
+        The scheduler corrects its predictions by these factors when it chooses chunk sizes.
         """
         return self._core.cost_factors
 
     def ran_steps(self) -> list[ObservedStep]:
-        """Return the steps that finished since the last call, at most the last few thousand."""
+        """Return the steps that have finished since the last call. Only the last few thousand steps are kept."""
         return self._core.ran_steps()
 
     def observe(self) -> Observation:
-        """Return the engine's present state: running requests, where their KV lies, and how full each rank is."""
+        """Return the engine's current state: running requests, where their KV is stored, and how full each rank is."""
         return self._core.observe()
 
     @property
     def still_s(self) -> float:
-        """Seconds since any rank last made progress in the running step. Any thread may read it.
+        """Seconds since any rank last made progress in the running step. Any thread may read this property.
 
-        The watchdog stops the engine when this grows too large.
+        The watchdog stops the engine when this time exceeds a limit.
         """
         return self._core.still_s
 
     def prefilled_tokens(self, request_id: int) -> int:
-        """Return how many of a request's prompt tokens have been sent to the ranks; 0 while it waits."""
+        """Return how many of a request's prompt tokens have been sent to the ranks. While it waits, this is 0."""
         return self._core.prefilled_tokens(request_id)
 
     def step(self) -> list[Delta]:
         """Run until the oldest step in flight finishes.
 
-        Returns the deltas, since the last call, of requests that were queued with `add`.
+        Returns the deltas that requests queued with `add` have produced since the last call.
 
         Raises:
-            EngineError: a rank failed. Deltas from before the failure are returned first; the error comes with the
-                next call. All requests stop until `restart`.
+            EngineError: a rank failed. Deltas from before the failure that have not been returned are kept, and the
+                next call returns them. All requests stop until you call `restart`.
         """
         if self._core.has_failed and self._deltas:
             return self._take_deltas()
@@ -384,7 +386,7 @@ class LLM:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed or was closed. No request runs until `restart`."""
+        """Whether the engine has failed or was closed. In this state, no request runs."""
         return self._core.has_failed
 
     def _take_deltas(self) -> list[Delta]:
@@ -458,12 +460,16 @@ class LLM:
     def _after(
         self, context: ReadContext, prompt: Prompt, sampling: SamplingParams
     ) -> tuple[Sequence[int], Sequence[bytes]]:
-        """Load a context into the ranks. Return its token ids followed by the prompt's, and the known block hashes."""
+        """Load a context into the ranks.
+
+        Returns:
+            The context's token ids followed by those of the prompt, and the block hashes that are already known.
+        """
         more = self.tokenizer.encode_more(prompt) if isinstance(prompt, str) else prompt
         return self._contexts.before(context, more, sampling)
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
-        """Return the next delta in a queue; at least one of its requests has not ended.
+        """Return the next delta from a queue. At least one request of the queue must not have ended.
 
         Deltas of other requests stay in their own queues.
         """
@@ -472,7 +478,7 @@ class LLM:
         return deltas.popleft()
 
     def _advance_unfinished(self) -> None:
-        """Advance while some request has not ended."""
+        """Advance once, while at least one request has not ended. Raise EngineError if there is nothing to run."""
         if not self._advance():
             raise EngineError("a request has not ended, but the engine has nothing to run: this is a bug, report it")
 
@@ -505,37 +511,38 @@ class LLM:
                 live.prompt_logprobs += map(dict, event.prompt_logprobs)
             elif live is not None:
                 live.deltas.append(self._delivered(event, now_s))
-            else:  # the call that added it was interrupted before it was recorded here
+            else:  # the call that added this request was interrupted before it recorded the request here
                 self._core.abort(event.request_id)
 
     def expert_load(self) -> list[list[int]] | None:
         """Return the number of rows that each expert has processed since the engine started.
 
-        The ranks are asked when this is called; no step waits for it.
+        Each call queries the ranks. Steps do not wait for the answer.
 
         Returns:
-            Rows by layer and expert; a layer without experts has an empty list. None for a model without experts.
+            Number of rows by layer and expert. A layer without experts has an empty list. None for a model without
+            experts.
         """
         return self._core.expert_load()
 
     def sequence_parallel_report(self) -> dict[str, Any] | None:
         """Return what the compiler pass of `enable_sp` changed in the graphs of one rank of each pipeline stage.
 
-        Each call queries the ranks. docs/guides/sequence-parallel-passes.md lists the names. A graph for
-        any number of tokens counts the bytes for the number of tokens it was traced with.
+        Each call queries the ranks. docs/guides/sequence-parallel-passes.md explains the names. For a graph that
+        accepts any number of tokens, the report has the bytes for the number of tokens with which it was traced.
 
         Returns:
             {"patterns": {name: matches}, "collectives": {"before": {kind: count}, "after": {}}, "bytes": {"before":
-            {dtype: bytes that a rank sends}, "after": {}}, "left_alone": [why a collective stayed]}. None without the
-            pass.
+            {dtype: bytes that a rank sends}, "after": {}}, "left_alone": [why a collective was not replaced]}. None if
+            the pass is off.
         """
         return self._core.pass_report()
 
     def abort(self, request_id: int) -> Result | None:
-        """End a request in any phase. Its stream ends with the same result.
+        """End a request, whether it is waiting or running. The request's stream ends with the same result.
 
         Returns:
-            Its result so far, or None if it had already ended.
+            The result so far, or None if the request had already ended.
         """
         usage = self._core.abort(request_id)
         live = self._live.pop(request_id, None)
@@ -561,19 +568,19 @@ class LLM:
         *,
         context: str | None = None,
     ) -> list[Result]:
-        """Run prompts together until all of them end.
+        """Run prompts concurrently and return when all of them have ended.
 
         Args:
             prompts: one prompt or a sequence of prompts.
-            sampling: how to choose tokens; `SamplingParams()` by default.
-            service: client, priority and deadlines.
+            sampling: how to choose tokens. The default is `SamplingParams()`.
+            service: client, priority and deadlines of the requests.
             context: name of the saved context that each prompt continues.
 
         Returns:
             One result per prompt, in order.
 
         Raises:
-            UserError: a prompt was rejected. In that case, no prompt runs.
+            UserError: a prompt was rejected. In this case, none of the prompts run.
         """
         return self._run(as_prompts(prompts), sampling, service, context)
 
@@ -608,7 +615,7 @@ class LLM:
         *,
         context: str | None = None,
     ) -> Stream:
-        """Run one prompt and yield its text as it is produced. The last delta has the result.
+        """Run one prompt and yield its text as it is produced. The last delta contains the result.
 
         Accepts the same arguments as `generate`, with a single prompt.
         """
@@ -618,7 +625,7 @@ class LLM:
         return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 
     def _delivered(self, event: TokenEvent, now_s: float) -> Delta:
-        """Return the delta that a token event produces. An error here fails this request only."""
+        """Return the delta that a token event produces. An exception in this method fails only this request."""
         live = self._live[event.request_id]
         if event.finish_reason == "error":
             assert event.sampled is not None
@@ -687,14 +694,14 @@ class LLM:
 
 
 def _with_ends(config: EngineConfig, end_ids: Sequence[int]) -> EngineConfig:
-    """Return the configuration with more tokens that end an answer."""
+    """Return the configuration with `end_ids` added to the tokens that end an answer."""
     spec = config.spec
     own = {token_id for token_id in end_ids if token_id < spec.vocab_size}.difference(spec.eos_token_ids)
     return replace(config, spec=replace(spec, eos_token_ids=(*spec.eos_token_ids, *sorted(own))))
 
 
 def _checked_arrival(arrival_s: float | None, now_s: float) -> float:
-    """Return when a request arrived. Raises UserError for a time after now, or anything but a finite number."""
+    """Return when a request arrived. Raises UserError for a time in the future or a value that is not finite."""
     if arrival_s is None:
         return now_s
     allowed = "a time in the past, as time.monotonic() returned it, or leave it out"

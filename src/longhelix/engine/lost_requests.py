@@ -10,11 +10,14 @@ from longhelix.errors import UserError
 
 
 class LostRequests:
-    """Queue of requests that continue after a restart: by priority, then those that ran before those that waited.
+    """Queue of requests that continue after a restart.
 
-    Requests that ran during a failure start again one at a time, short prompts first. The next one starts only after
-    the previous one has made progress. A request that always makes the engine fail is then the only suspect. Until it
-    is found, requests of the same or a lower priority wait here too.
+    The queue is ordered by priority. At equal priority, requests that ran during a failure come before requests that
+    were waiting.
+
+    Requests that ran during a failure start again one at a time, short prompts first. The next request starts only
+    after the previous request has made progress. If one request always makes the engine fail, it is then the only
+    suspect. Until the engine has found this request, requests of the same or a lower priority wait here too.
     """
 
     def __init__(self) -> None:
@@ -25,7 +28,7 @@ class LostRequests:
         return bool(self._lost)
 
     def pop(self, request_id: int) -> Live | None:
-        """Remove and return a request. Returns None if it is not here."""
+        """Remove a request and return it, or return None if it is not in the queue."""
         return self._lost.pop(request_id, None)
 
     def add(self, live: Iterable[Live], core: TokenCore) -> None:
@@ -38,7 +41,7 @@ class LostRequests:
         self._lost = {each.request.id: each for each in sorted(self._lost.values(), key=_sort_key)}
 
     def take(self, live: Live, running: Mapping[int, Live]) -> bool:
-        """Add a new request if it has to wait here. Returns whether it does."""
+        """Add a new request if it has to wait in this queue. Returns whether it was added."""
         if not self._lost and not self._holds(live, running):
             return False
         self._lost[live.request.id] = live
@@ -52,7 +55,7 @@ class LostRequests:
     def requeue(self, core: TokenCore, contexts: Contexts, running: Mapping[int, Live]) -> Iterable[Live]:
         """Queue the requests that may start now and yield each of them.
 
-        The caller adds each one to `running` before it asks for the next.
+        The caller must add each request to `running` before it gets the next request.
         """
         while self._lost:
             live = next(iter(self._lost.values()))
@@ -60,10 +63,11 @@ class LostRequests:
                 return
             try:
                 if live.context is not None:
-                    with suppress(UserError):  # if it cannot be loaded, the request computes it
+                    with suppress(UserError):  # if the context cannot be loaded, the request computes it
                         contexts.load(live.context, live.request.service.cache_salt)
                 core.queue(live.remaining_request(), live.images)
-            except Exception:  # this ends the engine, so count it as a failure of this request, although it never ran
+            except Exception:
+                # The exception ends the engine. Count it as a failure of this request, although the request never ran.
                 live.failures += 1
                 raise
             if live.failures:
@@ -72,12 +76,12 @@ class LostRequests:
             yield live
 
     def _holds(self, live: Live, running: Mapping[int, Live]) -> bool:
-        """Whether a request has to wait for others that may have made the engine fail."""
+        """Return whether a request has to wait for other requests that may have made the engine fail."""
         self._suspects = [each for each in self._suspects if each.failures and each.request.id in running]
         return any(each.request.service.priority >= live.request.service.priority for each in self._suspects)
 
 
 def _sort_key(live: Live) -> tuple[int, bool, int]:
-    """Return the sort key of a request. Requests that waited stay in the order of their arrival."""
+    """Return the sort key of a request. Requests that were waiting stay in the order of their arrival."""
     ran = live.failures > 0
     return -live.request.service.priority, not ran, len(live.request.prompt_token_ids) if ran else 0

@@ -30,9 +30,9 @@ class ObservedStep:
     decode_rows: int
     chunks: tuple[RanChunk, ...]
     parts: int  # see `Work`
-    predicted_s: float | None  # predicted when the step was sent; None without a cost model
-    taken_s: float  # measured
-    exposed_s: float | None  # how long ranks waited for exchanges; None where that is not measured
+    predicted_s: float | None  # predicted duration when the step was sent; None without a cost model
+    taken_s: float  # measured duration
+    exposed_s: float | None  # how long ranks waited for exchanges; None if this was not measured
     exchanged_bytes: int
 
 
@@ -48,7 +48,7 @@ class RunningRequest:
     cached_tokens: int  # prompt tokens whose KV was cached when the request was admitted
     preemptions: int
     placement: str  # name of the placement
-    kv_blocks_per_rank: tuple[int, ...]  # on each KVP rank, including shared blocks
+    kv_blocks_per_rank: tuple[int, ...]  # number of blocks on each KVP rank, including shared blocks
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class RankBlocks:
     """How the KV blocks of one KVP rank's pool are used."""
 
     total: int
-    held: int  # by requests or saved contexts
-    cached: int  # in the prefix cache and held by nobody, so they can be evicted
-    promised: int  # reserved for admitted requests, which do not hold them yet
+    held: int  # blocks that requests or saved contexts hold
+    cached: int  # blocks in the prefix cache that are not held and can be evicted
+    promised: int  # blocks that are reserved for admitted requests but not held yet
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Observation:
 
 
 def observe(scheduler: Scheduler) -> Observation:
-    """Return the engine's present state. It reads every running request, so do not call it in every step."""
+    """Return the engine's current state. This function reads every running request, so do not call it in every step."""
     return Observation(
         running=tuple(map(_running, scheduler.running)),
         num_waiting=scheduler.num_waiting,
@@ -108,7 +108,7 @@ class StepLog:
         self._ran: deque[ObservedStep] = deque(maxlen=_MOST_KEPT)
 
     def on_event(self, event: Event) -> None:
-        """Note a step that was sent or that finished."""
+        """Record a step that was sent or that finished."""
         match event:
             case Scheduled(_, Step() as step):
                 self._sent[step.id] = step, self._predict(step.work)
@@ -129,7 +129,7 @@ class StepLog:
                 )
 
     def take(self) -> list[ObservedStep]:
-        """Return the steps that finished since the last call, at most the last few thousand."""
+        """Return the steps that have finished since the last call. Only the last few thousand steps are kept."""
         ran = list(self._ran)
         self._ran.clear()
         return ran

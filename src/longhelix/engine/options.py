@@ -19,7 +19,7 @@ from longhelix.values import above_zero, flag, one_of, refused, seconds, text, w
 
 _MOST_POOL_TOKENS = 2**62  # over all ranks
 _MOST_RUNNING = 2**16
-# Largest adaptive chunk. More tokens use more memory and make no matrix product faster.
+# Largest adaptive chunk. Larger chunks use more memory but do not make matrix products faster.
 MOST_CHUNK_TOKENS = 2048
 
 
@@ -39,7 +39,7 @@ class Count:
 
     least: int = 1
     most: int = MOST_TOKENS
-    tokens: bool = True  # whether it counts tokens; the command line accepts those with a unit
+    tokens: bool = True  # whether the value counts tokens; the command line accepts token counts with a unit
 
     def __call__(self, name: str, value: object) -> int:
         return whole(name, value, self.least, self.most)
@@ -58,7 +58,7 @@ class CountOrAuto:
 
 
 def weights(name: str, value: object) -> dict[str, float]:
-    """Check the weights of clients. Returns them by client."""
+    """Check the weights of clients and return them by client."""
     if not isinstance(value, Mapping):
         raise refused(name, value, 'numbers by client, such as {"batch": 0.5}')
     return {text("a client", client): weight(f"the weight of {client!r}", each) for client, each in value.items()}
@@ -72,7 +72,10 @@ def rope_settings(name: str, value: object) -> dict[str, Any]:
 
 
 def compilation(name: str, value: object) -> dict[str, Any]:
-    """Check settings as vLLM spells them. Returns split points and the settings of the pass, in one flat mapping."""
+    """Check compilation settings in vLLM's format.
+
+    Returns the split points and the settings of the pass in one flat mapping.
+    """
     example = 'settings such as {"pass_config": {"enable_sp": true}}'
     if not isinstance(value, Mapping):
         raise refused(name, value, example)
@@ -92,7 +95,7 @@ def compilation(name: str, value: object) -> dict[str, Any]:
 
 
 def path(name: str, value: object) -> Path:
-    """Check a path."""
+    """Check a path and return it as a `Path`."""
     if not isinstance(value, str | os.PathLike):
         raise refused(name, value, "a path")
     return Path(value)
@@ -102,14 +105,14 @@ Check = Callable[[str, object], Any]
 
 
 def _setting(default: Any, check: Check, documentation: str, flag: str = "", negative: str = "") -> Any:
-    """Return the field of one setting.
+    """Return the dataclass field of one setting.
 
     Args:
-        default: its value if the user does not give one.
+        default: value of the setting if the user does not give one.
         check: validates a value and returns it as a plain Python value.
-        documentation: its help on the command line.
-        flag: its name on the command line, if that differs from the field's.
-        negative: the name of the command line flag that sets it to False.
+        documentation: help text on the command line.
+        flag: name of the setting on the command line, if it differs from the field's name.
+        negative: name of the command line flag that sets the setting to False.
     """
     metadata = {"check": check, "documentation": documentation, "flag": flag, "negative": negative}
     return field(default=default, metadata=metadata)
@@ -117,9 +120,9 @@ def _setting(default: Any, check: Check, documentation: str, flag: str = "", neg
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Settings as a user gives them. None leaves the choice to the engine.
+    """Engine settings as a user gives them. If a setting is None, the engine chooses its value.
 
-    The engine checks at its start whatever depends on the model, the layout or the machine.
+    When the engine starts, it also checks everything that depends on the model, the layout or the machine.
 
     Raises:
         UserError: a value is invalid for every engine.

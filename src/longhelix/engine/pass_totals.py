@@ -20,5 +20,5 @@ def totals(stages: Sequence[PassReport]) -> dict[str, Any]:
 def _sum(counted: Iterable[dict[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for counts in counted:
-        total.update(counts)  # unlike +, it keeps counts of 0
+        total.update(counts)  # unlike +, `update` keeps counts of 0
     return dict(total)

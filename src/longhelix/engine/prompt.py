@@ -1,4 +1,4 @@
-"""The kinds of prompt that users give, and their conversion to checked token ids."""
+"""The types of prompts that users can give, and their conversion to checked token ids."""
 
 from array import array
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from longhelix.values import shown
 class ImagePrompt:
     """A prompt with images, for vision-language models.
 
-    The model's image token, such as <|image_pad|>, marks the place of each image in the prompt. If the prompt has no
+    The model's image token, such as <|image_pad|>, marks the position of each image in the prompt. If the prompt has no
     image token, all images come first.
     """
 
     prompt: str | Sequence[int]  # text or token ids
-    images: Sequence[Any]  # file paths, the bytes of files, or Pillow images, in the order of their places
+    images: Sequence[Any]  # file paths, contents of files as bytes, or Pillow images, in the order of their tokens
 
 
 @dataclass(frozen=True)
 class ReadPrompt:
     """An `ImagePrompt` after the vision tower has run on its images. `LLM.read` returns it."""
 
-    token_ids: Sequence[int]  # the image token is repeated once for every token of its image
-    images: Sequence[ShownImage]  # in the order of their places
+    token_ids: Sequence[int]  # each image token is repeated once for every token of its image
+    images: Sequence[ShownImage]  # in the order of their positions in the prompt
 
 
 Prompt = str | Sequence[int] | ImagePrompt | ReadPrompt
@@ -51,7 +51,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]":
     """Check the token ids of a prompt against the vocabulary and return them as int32.
 
-    An array is checked in one operation. Other sequences are checked id by id, which takes many times longer.
+    An array is checked in one operation. In other sequences, each id is checked separately, which takes much longer.
 
     Args:
         prompt: integers of any integer type.
@@ -59,7 +59,7 @@ def token_ids(prompt: Sequence[int], vocab_size: int, most: int) -> "array[int]"
         most: the largest number of ids. A longer prompt is rejected before its ids are read.
 
     Raises:
-        UserError: the prompt is too long, or has something other than ids of the vocabulary.
+        UserError: the prompt is too long, or it contains values that are not ids of the vocabulary.
     """
     if not (_is_sequence(prompt) or _is_array(prompt)):
         raise UserError(f"a prompt is {shown(prompt)}: give text, or a list of token ids")
@@ -87,7 +87,7 @@ def _is_sequence(value: object) -> bool:
 
 
 def _is_array(value: object) -> bool:
-    """Whether the value is a numpy array or converts to one, as torch tensors do."""
+    """Return whether the value is a numpy array or can be converted to an array, like a torch tensor."""
     return hasattr(value, "__array__") and hasattr(value, "__len__") and getattr(value, "ndim", 0) > 0
 
 
@@ -98,7 +98,7 @@ def _holds_ids(values: Sequence[object]) -> bool:
 def _length(values: Sequence[object]) -> int:
     try:
         return len(values)
-    except Exception as error:  # a huge range, or a class of the user's own, may raise anything
+    except Exception as error:  # a huge range or a user's own class may raise any exception
         raise UserError(f"a prompt is {shown(values)}: its length cannot be read; give a shorter list") from error
 
 
@@ -110,7 +110,7 @@ def _array(values: object) -> np.ndarray:
 
 
 def _numbers(values: Sequence[object]) -> np.ndarray:
-    """Return Python or numpy integers as an int64 array. True and 2.0 are rejected."""
+    """Return Python or numpy integers as an int64 array. Other values, such as True and 2.0, are rejected."""
     wrong = next((kind for kind in set(map(type, values)) if not _is_whole(kind)), None)
     if wrong is not None:
         first = next(value for value in values if type(value) is wrong)

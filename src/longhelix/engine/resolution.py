@@ -30,12 +30,12 @@ from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, product_dt
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.values import one_of, refused
 
-# Ranks that share a core take turns, and ranks wait for each other at every exchange.
+# Limit on the ranks per core. Ranks that share a core take turns, and all ranks wait for each other at every exchange.
 _RANKS_PER_CORE = 4
-_FEW_RANKS = 64  # allowed on any machine, so that a layout can be tried out
-# Most memory for image states in the engine's process, and its largest fraction of free memory. The memory is used
-# twice: for waiting requests and for the vision tower. An image of 1,024 tokens takes 34 MB in a model of 4,096
-# channels.
+_FEW_RANKS = 64  # allowed on any machine, so that users can try out a layout
+# Limits on the memory for image states in the engine's process, in bytes and as a fraction of the free memory. They
+# apply twice: to waiting requests and to the vision tower. An image of 1,024 tokens takes 34 MB in a model with a
+# hidden size of 4,096.
 _MOST_IMAGE_BYTES, _IMAGE_SHARE = 2**29, 1 / 16
 
 
@@ -164,7 +164,7 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
 def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
     """Return the scheduler's settings, except for the size of its pools.
 
-    setting: model and machine, for the performance model that tells short requests from long ones.
+    setting: the model and the machine. The performance model uses them to distinguish short requests from long ones.
     """
     threshold_tokens = options.kvp_threshold_tokens
     placement = options.placement or ("striped" if threshold_tokens is None else "auto")
@@ -178,7 +178,7 @@ def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int,
     return SchedulerConfig(
         kvp=layout.kvp,
         pp=layout.pp,
-        # With striped placement every request is on all instances, so no instance could run a step alone.
+        # With striped placement, every request uses all instances, so no instance can run a step alone.
         own_clocks=layout.ffn_replicas > 1 and layout.pp == 1 and placement != "striped",
         num_blocks=1,
         max_model_len=max_model_len,
@@ -200,16 +200,16 @@ def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int,
 
 
 def _image_bytes(spec: ModelSpec) -> int:
-    """Return the configuration's `image_bytes`: most memory for image states; 0 without vision."""
+    """Return the configuration's `image_bytes`, the limit on memory for image states. Without vision, it is 0."""
     return 0 if spec.vision is None else min(_MOST_IMAGE_BYTES, int(_IMAGE_SHARE * host.available_bytes()))
 
 
 def _memories(
     spec: ModelSpec, layout: Layout, gpu_bytes: list[int] | None, longest_tokens: int, taken_bytes: int
 ) -> list[tuple[int, range]]:
-    """Return each memory's size in bytes and the ranks that share it.
+    """Return the size of each memory in bytes, and the ranks that share this memory.
 
-    On CPUs this is the free memory of the host less `taken_bytes`; on GPUs it is one memory for each rank.
+    On CPUs, all ranks share the free memory of the host, less `taken_bytes`. On GPUs, each rank has its own memory.
     """
     ranks = range(layout.world_size)
     if gpu_bytes is None:
@@ -235,7 +235,7 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
 
 
 def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLanguageCheckpoint) -> ModelSpec:
-    """Use the checkpoint's own head if it differs from the embedding although the config ties them.
+    """Use the checkpoint's own head if it differs from the embedding, even if the config ties the two.
 
     transformers does the same.
     """
@@ -274,7 +274,7 @@ def _warn_of_unread(config: Mapping[str, Any]) -> None:
 
 
 def _device(options: EngineOptions, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
-    """Return where the ranks run. "auto" chooses GPUs if there is one for each rank, else CPUs."""
+    """Return the device type of the ranks. "auto" selects GPUs if there is one for each rank, and CPUs otherwise."""
     device = options.device
     if device == "auto":
         device = "cuda" if num_gpus >= layout.world_size else "cpu"
@@ -294,7 +294,10 @@ def _device(options: EngineOptions, layout: Layout, num_gpus: int, weight_dtype:
 
 
 def _check_cores(layout: Layout, cores: int) -> None:
-    """Reject a layout with too many ranks for the cores, before anything is computed for each rank."""
+    """Reject a layout that has too many ranks for this number of cores.
+
+    This check comes first, because later checks do some work for each rank.
+    """
     most = max(_FEW_RANKS, _RANKS_PER_CORE * cores)
     if layout.world_size > most:
         raise UserError(
@@ -311,9 +314,9 @@ def _check_cores(layout: Layout, cores: int) -> None:
 
 
 def _layers_run(options: EngineOptions, device: str) -> tuple[bool, bool]:
-    """Return the configuration's `compile` and `replay`.
+    """Return the values of `compile` and `replay` in the configuration.
 
-    A trace records the ops of a tape, but not those of a CUDA graph. Traced layers on GPUs therefore run op by op.
+    A trace contains the ops of a tape, but not the ops of a CUDA graph. Traced layers on GPUs therefore run op by op.
     """
     if options.execution == "compiled":
         return True, device == "cuda"
@@ -339,10 +342,10 @@ def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
 
 
 def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
-    """Reject settings that are valid one by one but give no usable frequencies together.
+    """Reject settings that are valid individually but together give unusable frequencies.
 
-    The frequencies of dynamic and longrope depend on the length. They lie between those of the shortest and of the
-    longest length, so it is enough to check these two.
+    With dynamic and longrope, the frequencies depend on the length. They are always between the frequencies of the
+    shortest length and those of the longest length, so checking these two lengths is enough.
     """
     try:
         frequencies = [

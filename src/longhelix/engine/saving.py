@@ -1,4 +1,4 @@
-"""Saves a context: a request computes it, then the ranks write it to disk, one part between two steps."""
+"""Saves a context. A request computes its KV. The ranks then write the KV to disk, one part between two steps."""
 
 from collections import deque
 from collections.abc import Callable, Generator
@@ -10,14 +10,14 @@ from longhelix.engine.contexts import Contexts, NewContext
 from longhelix.engine.result import Delta
 from longhelix.errors import RequestError, UserError
 
-_MOST_ATTEMPTS = 3  # how often to compute KV that other requests evict before it is written
+_MOST_ATTEMPTS = 3  # how many times to compute the KV if other requests evict it before it is written
 
 Status = Literal["computing", "saving", "ready", "failed"]
 
 
 @dataclass(frozen=True)
 class Computing:
-    """Functions that compute a prompt as a request."""
+    """Functions that run a prompt as a request."""
 
     add: Callable[[deque[Delta]], int]  # queues the request and returns its id; its deltas go into the deque
     prefilled: Callable[[int], int]  # how many of its prompt tokens were sent to the ranks; 0 while it waits
@@ -27,8 +27,8 @@ class Computing:
 class Saving:
     """Saves one context while other requests run.
 
-    The driver of the engine calls `advance` after each step. If other requests evict the KV before it is written, it
-    is computed again.
+    The code that drives the engine calls `advance` after each step. If other requests evict the KV before it is
+    written, the KV is computed again.
     """
 
     def __init__(self, contexts: Contexts, new: NewContext, computing: Computing) -> None:
@@ -42,21 +42,21 @@ class Saving:
         self._deltas: deque[Delta] = deque()
         self._writing: Generator[None, None, SavedContext | None] | None = None
         self._failures = 0  # engine failures while the context was written
-        self._evictions = 0  # how often its KV was evicted before it was written
+        self._evictions = 0  # how many times the KV was evicted before it was written
         self._compute()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the context is saved or has failed."""
+        """Whether the context has been saved or saving it has failed."""
         return self.status in ("ready", "failed")
 
     def advance(self) -> bool:
         """Write the next part if the prompt has been computed.
 
-        An error of this context or of the disk is kept in `error` and does not stop the engine.
+        An error of this context or of the disk is stored in `error` and does not stop the engine.
 
         Returns:
-            Whether there was something to do.
+            Whether there was work to do.
         """
         if self.has_ended:
             return False
@@ -69,8 +69,8 @@ class Saving:
     def begin_again(self, most_failures: int) -> None:
         """Continue after the engine has restarted.
 
-        A request that had not ended continues by itself. A context that was being written is computed again, or fails
-        if it was being written during more than `most_failures` failures.
+        If the context was still being computed, its request continues without further action. If the context was being
+        written, it is computed again. Saving fails if this has happened more than `most_failures` times.
         """
         if self._writing is None:
             return
@@ -81,7 +81,7 @@ class Saving:
             self._compute_again()
 
     def end(self, error: Exception) -> None:
-        """Stop saving and keep the reason. Nothing stays on the disk. Does nothing if the saving has ended."""
+        """Stop saving, store the reason and remove partial files. Does nothing if saving has already ended."""
         if self.has_ended:
             return
         self.error = error

@@ -10,14 +10,15 @@ from longhelix.errors import UserError
 from longhelix.spec import ModelSpec
 from longhelix.spec.layout import Layout
 
-_DENSE_TOKENS, _EXPERT_TOKENS = 1000, 1  # default minimum of tokens per step, for dense models and with experts
+_DENSE_TOKENS, _EXPERT_TOKENS = 1000, 1  # default minimum tokens per step, for dense models and for models with experts
 
 
 def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compile: bool) -> TokenRanges:
-    """Return the token ranges that `enable_sp`, `sp_min_token_num` and `compilation_config` ask for.
+    """Return the token ranges that follow from `enable_sp`, `sp_min_token_num`, `compilation_config` and the layout.
 
-    With `enable_sp` alone, sequence parallelism begins at the model's default number of tokens. With
-    `sp_min_token_num` alone, it is on for dense models. Without either it is off.
+    If only `enable_sp` is set, sequence parallelism begins at the model's default number of tokens. If only
+    `sp_min_token_num` is set, sequence parallelism is on for dense models. `flash_comm_v1` also turns it on. If none of
+    these settings is given, sequence parallelism is off.
 
     Raises:
         UserError: the settings contradict each other.

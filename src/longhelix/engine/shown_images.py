@@ -1,4 +1,4 @@
-"""The images of unfinished requests, and the rows of them that each step needs."""
+"""The images of unfinished requests, and the image rows that each step needs."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +13,9 @@ from longhelix.scheduler.step import Step
 class ShownImage:
     """An image in a prompt."""
 
-    span: ImageSpan  # its place in the prompt
-    make: Callable[[], bytes]  # runs the vision tower: slow; returns states as in `compute.models.batch.ImageRows`
+    span: ImageSpan  # position of the image in the prompt
+    # Runs the vision tower, which is slow. Returns states in the form of `compute.models.batch.ImageRows`.
+    make: Callable[[], bytes]
     states: bytes | None = None  # the result of `make`, if it has been called
 
     def seen(self) -> "ShownImage":
@@ -29,26 +30,26 @@ class ShownImage:
 class ShownImages:
     """Keeps the images of unfinished requests and cuts out the rows that each step needs.
 
-    Ranks hold an image's rows for one step only, so waiting requests cost them nothing. This process keeps the states
-    of an image until a step has received its last row. If the states of all images exceed `most_bytes`, the rest are
-    made when a step needs them, like those of a request that starts again.
+    Ranks keep an image's rows for one step only, so waiting requests use no memory on the ranks. This process keeps the
+    states of an image until its last row has been sent for a step. If the states of all images exceed `most_bytes`, the
+    remaining states are computed when a step needs them. The same applies to the images of a request that starts again.
     """
 
     def __init__(self, layers: int, most_bytes: int) -> None:
         """Args:
-        layers: number of states of an image's token.
-        most_bytes: most memory for states.
+        layers: number of states for each token of an image.
+        most_bytes: largest number of bytes of states to keep.
         """
         self._layers, self._most_bytes = layers, most_bytes
         self._of_request: dict[int, list[ShownImage]] = {}
-        self._awaited: dict[int, set[int]] = {}  # by request: images with rows that no step has received yet
-        self._lengths: dict[int, int] = {}  # by running request: how many of its tokens steps have received
+        self._awaited: dict[int, set[int]] = {}  # by request: images with rows that were not sent yet
+        self._lengths: dict[int, int] = {}  # by running request: tokens that were part of a step so far
         self._states: dict[bytes, bytes] = {}  # by digest
-        self._wanted = Counter[bytes]()  # by digest: number of places that still need the image
-        self.num_bytes = 0  # of the states that are kept; any thread may read it
+        self._wanted = Counter[bytes]()  # by digest: number of prompt positions that still need the image
+        self.num_bytes = 0  # size of the states that are kept; any thread may read it
 
     def add(self, request_id: int, images: Sequence[ShownImage]) -> None:
-        """Add the images of a waiting request. If making their states raises an error, nothing is kept."""
+        """Add the images of a waiting request. If computing their states raises an error, no image is kept."""
         self._of_request[request_id] = [image.unseen() for image in images]
         self._awaited[request_id] = set()
         try:
@@ -67,7 +68,7 @@ class ShownImages:
         self._of_request.pop(request_id, None)
 
     def rows(self, step: Step) -> Iterator[TakeImageRows]:
-        """Yield the rows that images fill in the chunks of the next step."""
+        """Yield the image rows in the chunks of the next step."""
         for new in step.new:
             if new.id in self._of_request:
                 self._lengths[new.id] = new.cached_tokens
@@ -107,7 +108,7 @@ class ShownImages:
             self.num_bytes -= len(self._states.pop(digest, b""))
 
     def _cut(self, image: ShownImage, places: range) -> bytes:
-        """Return the states of some of the image's tokens, by their places in the prompt."""
+        """Return the states of some of the image's tokens. `places`: positions of these tokens in the prompt."""
         states = self._states.get(image.span.digest)
         states = image.make() if states is None else states
         row_bytes = len(states) // (self._layers * image.span.num_tokens)

@@ -8,10 +8,10 @@ from longhelix.engine.result import Delta
 
 
 class Stream:
-    """Iterator over the deltas of one request. The last delta has the result.
+    """Iterator over the deltas of one request. The last delta contains the result.
 
-    Several streams can be read at once, in any order. Closing or dropping a stream before its end aborts its request
-    and frees its KV.
+    You can read several streams at the same time, in any order. Closing or dropping a stream before its end aborts its
+    request and frees its KV.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Stream:
         return delta
 
     def close(self) -> None:
-        """Abort the request if it has not ended. May be called more than once."""
+        """Abort the request if it has not ended. You may call this method more than once."""
         if not self._ended:
             self._ended = True
             self._abort()

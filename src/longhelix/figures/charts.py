@@ -1,4 +1,4 @@
-"""Line charts for a matplotlib figure. Callers pass the figure, so matplotlib is not imported."""
+"""Draw line charts on a matplotlib figure. Callers pass the figure, so this module does not import matplotlib."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class Panel:
     y: str  # label of the y axis
     curves: Sequence[Curve]
     log: str = ""  # logarithmic axes: "", "x", "y" or "xy"
-    limit: tuple[str, float] | None = None  # name and level of a horizontal line, such as a target of the paper
-    every_x: bool = False  # whether every x of the curves has a tick
+    limit: tuple[str, float] | None = None  # name and y value of a horizontal line, such as a target of the paper
+    every_x: bool = False  # whether the axis has a tick at each x value of the curves
 
 
 @dataclass(frozen=True)

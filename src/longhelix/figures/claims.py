@@ -1,4 +1,4 @@
-"""Published numbers next to those of the performance model, and tables that explain the differences."""
+"""Compare published numbers with those of the performance model, and explain the differences in tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,15 +29,15 @@ _CONSTANTS = (
 class Claim:
     """One number of a paper, and the model's number for the same setting."""
 
-    figure: str  # number of the figure in the paper, "-" for a number in the text
-    what: str  # quantity
+    figure: str  # figure of the paper that contains the number, or "-" for a number in the text
+    what: str  # the quantity that the number measures
     setting: str  # model, layout and lengths
     published: float
     modelled: float
-    unit: str  # of both numbers
-    note: str = ""  # how the two compare, or which assumption makes them differ
+    unit: str  # unit of both numbers
+    note: str = ""  # comparison of the two numbers, or the assumption that makes them differ
     bound: Literal["", "<", ">"] = ""  # whether the paper gives the number itself, an upper bound or a lower bound
-    formula: bool = False  # whether the number is pure arithmetic, without fitted constants
+    formula: bool = False  # whether the model's number depends on no fitted constants
 
     @property
     def residual(self) -> float:
@@ -46,7 +46,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether the model is within TOLERANCE of the published number, or on the right side of the bound."""
+        """Whether the model is within TOLERANCE of the published number, or satisfies the published bound."""
         if self.bound == "<":
             return self.residual <= 0
         if self.bound == ">":
@@ -56,9 +56,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers and text under one title."""
+    """A table with a title, and rows of numbers and text."""
 
-    name: str  # key in JSON
+    name: str  # key of the table in JSON
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str | float, ...], ...]
@@ -71,7 +71,7 @@ class Constant:
 
     name: str
     value: float
-    source: str  # starts with "fitted" if the value is fitted to published results
+    source: str  # a text that starts with "fitted" if the value is fitted to published results
 
     @property
     def fitted(self) -> bool:
@@ -79,7 +79,7 @@ class Constant:
 
 
 def constants(system: HardwareSpec, dtype: str) -> tuple[Constant, ...]:
-    """The constants of a system that the model uses when matrix products run in `dtype`."""
+    """Return the constants of a system that the model uses when matrix products run in `dtype`."""
     rate = Constant(f"flops_per_s.{dtype}", system.rate(dtype), system.sources[f"flops_per_s.{dtype}"])
     return (rate, *(Constant(name, attrgetter(name)(system), system.sources[name]) for name in _CONSTANTS))
 
@@ -104,9 +104,9 @@ class Drawing(Protocol):
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The results of a paper, reproduced with the performance model."""
+    """The reproduction of a paper's results with the performance model."""
 
-    name: str  # of the paper on the command line
+    name: str  # name of the paper on the command line
     title: str
     system: HardwareSpec  # the paper's system
     conditions: tuple[str, ...]  # assumptions behind the claims

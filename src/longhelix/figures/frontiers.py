@@ -1,4 +1,4 @@
-"""Helix's Figures 5 to 7: frontiers of strategies, gains over the baseline, and the loss without HOP-B."""
+"""Figures 5 to 7 of Helix: frontiers of strategies, gains over the baseline, and the loss without HOP-B."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ _MOST_BATCH = 4096
 
 @dataclass(frozen=True)
 class Loss:
-    """Share of tokens/s/user that is lost at equal tokens/s/GPU, over the points of a frontier."""
+    """The lost share of tokens/s/user at equal tokens/s/GPU, over the points of a frontier."""
 
     median: float
     most: float  # maximum
@@ -36,16 +36,16 @@ class Frontiers:
     configurations: int  # number of configurations evaluated
 
     def of(self, *names: str) -> Points:
-        """The points of the named strategies."""
+        """Return the points of the named strategies."""
         return self.points.take(np.isin(self.names, names))
 
     def gain(self, baseline: tuple[str, ...]) -> Gain:
-        """Gain of Helix, with or without HOP-B, over the strategies in `baseline`."""
+        """Return the gain of Helix, with or without HOP-B, over the strategies in `baseline`."""
         ours, base = self.of(*HELIX), self.of(*baseline)
         return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, base.user_tokens_per_s, base.gpu_tokens_per_s)
 
     def loss_without_hop_b(self) -> Loss:
-        """Loss at each tokens/s/GPU of the frontier with HOP-B that is also reached without HOP-B."""
+        """Return the loss at each tokens/s/GPU of the frontier with HOP-B that layouts without HOP-B also reach."""
         exposed, hidden = self.of("helix_exposed"), best(self.of("helix"))
         wanted = hidden.gpu_tokens_per_s[hidden.gpu_tokens_per_s <= exposed.gpu_tokens_per_s.max()]
         without = at_least(exposed.gpu_tokens_per_s, exposed.user_tokens_per_s, wanted)
@@ -54,7 +54,7 @@ class Frontiers:
 
 
 def best(points: Points) -> Points:
-    """The points on the frontier."""
+    """Return the points on the frontier."""
     return points.take(frontier(points.user_tokens_per_s, points.gpu_tokens_per_s))
 
 
@@ -96,9 +96,9 @@ def headline(
     """Compute the paper's headline numbers for one model.
 
     Args:
-        baseline: strategies that Helix is compared with.
+        baseline: strategies to compare Helix with.
         coarse_gain: whether the gain uses only numbers of GPUs and batch sizes that are powers of two.
-        coarse_loss: the same for the loss without HOP-B.
+        coarse_loss: like `coarse_gain`, for the loss without HOP-B.
         seconds: function that returns the time of a decode step.
     """
     fine, coarse = (frontiers(setting, powers_of_two=powers, seconds=seconds) for powers in (False, True))
@@ -108,7 +108,7 @@ def headline(
 
 
 def normalised(points: Points, base: Points) -> tuple[Array, Array]:
-    """Tokens/s/user and tokens/s/GPU on the frontier of `points`, each relative to the best in `base`."""
+    """Return tokens/s/user and tokens/s/GPU on the frontier of `points`, relative to the best values in `base`."""
     edge = best(points)
     return (
         edge.user_tokens_per_s / base.user_tokens_per_s.max(),

@@ -1,4 +1,4 @@
-"""Helix (arXiv 2507.07120): its figures, its headline numbers, and what explains those that the model misses."""
+"""Reproduce Helix (arXiv 2507.07120): figures, headline numbers, and explanations for deviations of the model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ class Evaluated:
 
     title: str
     setting: Setting
-    baseline: tuple[str, ...]  # strategies that Helix is compared with
+    baseline: tuple[str, ...]  # strategies to compare Helix with
 
 
 def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Setting) -> Reproduction:
@@ -44,7 +44,7 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Settin
         preset: DeepSeek-R1 on the preset gb300, to compare with measurements.
     """
     models = (
-        # R1 is not compared with tied layouts: the paper considers them impossible with MLA and experts.
+        # The baseline of R1 has no tied layouts, because the paper considers them impossible with MLA and experts.
         Evaluated("DeepSeek-R1", r1, ("tp", "dp_ep", "dp_tp")),
         Evaluated("Llama-405B", dense, ("tp", "dp_tp", "tied")),
     )
@@ -140,7 +140,7 @@ def _sizes(models: tuple[Evaluated, ...]) -> Table:
 
 
 def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
-    """Compute the headline numbers under other assumptions, one at a time."""
+    """Compute the headline numbers with other assumptions. Each row of the table changes one assumption."""
     system = models[0].setting.system
     link = system.scale_up
     changes: list[tuple[str, dict[str, float], dict[str, Any]]] = [

@@ -1,4 +1,4 @@
-"""Helix's Figures 2 and 4, drawn from `Layout`: which GPU stores which keys, and what each rank does in a layer."""
+"""Draw Figures 2 and 4 of Helix from `Layout`: which GPU stores which keys, and what each rank does in a layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,14 +49,14 @@ class HeadsDrawing:
 
 @dataclass(frozen=True)
 class PhasesDrawing:
-    """One layer as a grid with a column per phase and a row per rank. Each cell shows what the rank owns there."""
+    """One layer as a grid with a column per phase and a row per rank. A cell shows what the rank computes."""
 
     name: str  # file name, without a suffix
     title: str
     heads: HeadShape
-    ffn_size: int  # columns of the FFN
-    dense: Layout  # layout of the upper grid, which has a dense FFN
-    sparse: Layout  # layout of the lower grid, which has one expert per EP rank
+    ffn_size: int  # number of columns of the FFN
+    dense: Layout  # layout of the upper grid, for a dense FFN
+    sparse: Layout  # layout of the lower grid, for an FFN with one expert per EP rank
 
     @property
     def size(self) -> tuple[float, float]:
@@ -68,7 +68,7 @@ class PhasesDrawing:
         self._draw_layer(bottom, self.sparse, f"experts, TPF {self.sparse.tpf} x EP {self.sparse.ep}")
 
     def phases(self, layout: Layout, rank: int) -> list[tuple[str, str]]:
-        """The phases of a rank in order, each with what the rank does in it. Collectives name their ranks."""
+        """Return the phases of a rank in order, each with the work of the rank. Collectives name their ranks."""
         heads, columns = self.heads, _span(layout.ffn_columns(self.ffn_size, rank))
         queries, keys = layout.query_heads(heads, rank), layout.kv_heads(heads, rank)
         tokens = piece_of(_TOKENS, layout.kvp, layout.kvp_rank(rank))

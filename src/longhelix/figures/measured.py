@@ -1,4 +1,4 @@
-"""Gains of Helix that TensorRT-LLM measured on GB300 NVL72, next to plans with the preset gb300."""
+"""Compare the gains of Helix that TensorRT-LLM measured on GB300 NVL72 with plans for the preset gb300."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,8 +15,8 @@ from longhelix.plan.space import HELIX, STRATEGIES, Space, space
 from longhelix.plan.sweep import full_sweep, sweep
 from longhelix.spec import HardwareSpec
 
-PUBLISHED = (1.8, 32.0)  # interactivity, concurrency
-_RACK = 72  # GPUs of an NVL72
+PUBLISHED = (1.8, 32.0)  # gains in interactivity and in concurrency
+_RACK = 72  # number of GPUs of an NVL72
 _MOST_BATCH = 4096
 _FITTED = ("kernel_s", "collective_s", "step_s", "part_fixed_share")
 _NAMES = np.array([strategy.name for strategy in STRATEGIES])
@@ -26,12 +26,12 @@ _NAMES = np.array([strategy.name for strategy in STRATEGIES])
 class _Case:
     """One set of assumptions."""
 
-    assumption: str  # text of the row
+    assumption: str  # description of the assumptions, for the table row
     setting: Setting
     max_gpus: int = MAX_GPUS
-    node_gpus: int | None = None  # GPUs per server, which limit the shapes of layouts; None: any shape
-    coarse: bool = False  # whether numbers of GPUs and batch sizes are only powers of two
-    ours: tuple[str, ...] = ("helix_exposed",)  # strategies that are compared with the baseline
+    node_gpus: int | None = None  # GPUs per server, which limits the shapes of layouts; None: no limit
+    coarse: bool = False  # whether to evaluate only powers of two as numbers of GPUs and batch sizes
+    ours: tuple[str, ...] = ("helix_exposed",)  # strategies to compare with the baseline
     baseline: tuple[str, ...] = field(default=tuple(name for name in _NAMES if name not in HELIX))
 
     def gain(self) -> Gain:
@@ -48,11 +48,11 @@ class _Case:
 
 
 def measured(preset: Setting, fitted: HardwareSpec) -> Table:
-    """Table of measured and planned gains of DeepSeek-R1 in FP4 at 1M tokens.
+    """Return a table of measured and planned gains for DeepSeek-R1 in FP4 at 1M tokens.
 
     Args:
         preset: DeepSeek-R1 on the preset gb300.
-        fitted: the paper's system, which gives the fixed costs of two rows.
+        fitted: the paper's system, from which two rows take the fixed costs.
     """
     rows: list[tuple[str | float, ...]] = [("measured", *PUBLISHED)]
     for case in _cases(preset, fitted):

@@ -1,4 +1,4 @@
-"""Medha (arXiv 2409.17264): the numbers of its figures, those of the model, and what explains the differences."""
+"""Reproduce Medha (arXiv 2409.17264): published and modelled numbers of its figures, and reasons for differences."""
 
 from longhelix.figures.claims import Claim, Reproduction, Table, constants
 from longhelix.figures.medha_charts import charts

@@ -1,4 +1,4 @@
-"""Medha's figures as charts, from the same deployments as the claims."""
+"""Charts of Medha's figures, computed for the same deployments as the claims."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _KVP = (1, 2, 4)
 
 
 def charts(small: Setting, large: Setting) -> list[Drawing]:
-    """Charts of all figures that the paper's text describes in enough detail."""
+    """Return charts of all figures that the paper's text describes in enough detail."""
     return [
         _figure_1(small),
         _figure_5(small),

@@ -1,4 +1,4 @@
-"""Pipeline schedules as bars over time, for Helix's Figure 3 and Medha's Figure 9."""
+"""Draw pipeline schedules as bars over time, for Figure 3 of Helix and Figure 9 of Medha."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Bars:
 
     name: str  # file name, without a suffix
     title: str
-    unit: str  # of time
+    unit: str  # unit of time
     pipelines: Sequence[SpanRows]
 
     @property
@@ -56,7 +56,7 @@ def _draw(pipeline: SpanRows, axes: Any) -> None:
 
 
 def one_by_one(tasks: Sequence[tuple[str, float]]) -> list[tuple[str, list[Span]]]:
-    """Schedule tasks, given as row and length, one after another. Returns the spans of each row."""
+    """Schedule tasks one after another. A task is a row and a length. Returns the spans of each row."""
     rows: dict[str, list[Span]] = {}
     now = 0.0
     for row, length in tasks:
@@ -66,7 +66,7 @@ def one_by_one(tasks: Sequence[tuple[str, float]]) -> list[tuple[str, list[Span]
 
 
 def overlapped(parts: int, attention: float, exchange: float) -> list[tuple[str, list[Span]]]:
-    """Schedule attention in parts, with each exchange as early as possible. Returns the spans of each row."""
+    """Schedule attention in parts, and start each exchange as early as possible. Returns the spans of each row."""
     attended = [(part * attention, attention) for part in range(parts)]
     sent: list[Span] = []
     for start, length in attended:
@@ -76,15 +76,15 @@ def overlapped(parts: int, attention: float, exchange: float) -> list[tuple[str,
 
 
 def standard_schedule(chunks_s: Sequence[float], stages: int) -> list[list[Span]]:
-    """Spans of each stage if a chunk starts when the previous one leaves the last stage.
+    """Return the spans of each stage if a chunk starts when the previous chunk leaves the last stage.
 
-    A chunk takes the same part of its time in each stage.
+    A chunk takes an equal share of its time in each stage.
     """
     return _schedule(chunks_s, stages, dense=False)
 
 
 def sequence_schedule(chunks_s: Sequence[float], stages: int) -> list[list[Span]]:
-    """Spans of each stage if a chunk starts when the previous one leaves the first stage (SPP)."""
+    """Return the spans of each stage if a chunk starts when the previous chunk leaves the first stage (SPP)."""
     return _schedule(chunks_s, stages, dense=True)
 
 

@@ -1,6 +1,6 @@
-"""Prefetch weights of the next matrix product into the L2 cache during an all-reduce.
+"""Model the prefetch of weights into the L2 cache during an all-reduce, for the next matrix product.
 
-The presets do not assume this, because no engine is known to do it.
+The presets do not assume such a prefetch, because we know of no engine that does it.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items
 
-CACHE_BYTES = 126e6  # B200's L2 cache, 126.5 MB, as the driver reports it (pytorch/ao pull request 4002)
-# The product after each all-reduce. Experts cannot be prefetched: they are known only after the router.
+CACHE_BYTES = 126e6  # L2 cache of a B200. The driver reports 126.5 MB (pytorch/ao pull request 4002)
+# The product after each all-reduce. Weights of experts cannot be prefetched before the router has chosen the experts.
 _NEXT = {"all-reduce after attention": "dense FFN", "all-reduce after FFN": "QKV"}
 
 
@@ -26,10 +26,10 @@ def prefetched_seconds(setting: Setting, layouts: Layouts, batch: float | Array,
 def prefetched(
     setting: Setting, layouts: Layouts, items: Sequence[CostItem], cache_bytes: float = CACHE_BYTES
 ) -> list[CostItem]:
-    """Shorten the products of a step after an all-reduce by the time that prefetching their weights saves.
+    """Reduce the times of products after an all-reduce by the time that the prefetch of their weights saves.
 
-    The cache size and the time of the all-reduce limit the bytes that are prefetched. Layouts with copies of the FFN
-    (Medha) prefetch nothing, as arXiv 2507.07120 says in its evaluation. Layouts with data-parallel attention have no
+    The cache size and the time of the all-reduce limit the number of prefetched bytes. Layouts with copies of the FFN
+    (Medha) do not prefetch, as arXiv 2507.07120 says in its evaluation. Layouts with data-parallel attention have no
     all-reduce.
 
     Args:
@@ -40,7 +40,7 @@ def prefetched(
     bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency * setting.share(layouts)
     waits_s = {_NEXT[item.name]: item.seconds for item in items if item.name in _NEXT}
     num_layers, model = layouts.stage_layers(setting.model.num_layers) * layouts.pp, setting.model
-    # Share of the layers that have the product.
+    # Share of the layers that contain the product.
     shares = {"QKV": 1.0, "dense FFN": model.num_dense_layers / model.num_layers}
 
     def shortened(item: CostItem) -> CostItem:
@@ -49,7 +49,7 @@ def prefetched(
         held_s = num_layers * cache_bytes / bytes_per_s
         read_s = item.hbm_bytes / bytes_per_s
         before_s = np.minimum(shares[item.name] * np.minimum(waits_s[item.name], held_s), read_s)
-        # The remaining reads or the arithmetic, whichever takes longer.
+        # The product takes the time of the remaining reads or of the arithmetic, whichever is longer.
         busy_s = item.seconds - item.fixed_s
         arithmetic_s = np.where(item.compute_bound, busy_s, 0.0)
         left_s = np.maximum(busy_s - np.where(hides, before_s, 0.0), arithmetic_s)

@@ -1,4 +1,4 @@
-"""Prefills that only Medha's figures need: adaptive chunks, and ring attention as a baseline."""
+"""Prefills that only Medha's figures need: with adaptive chunks, and with ring attention as a baseline."""
 
 from dataclasses import dataclass, replace
 
@@ -19,10 +19,10 @@ ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
 
 @dataclass(frozen=True)
 class AdaptivePrefill:
-    """A prefill with chunks that shrink as the prefix grows, for n layouts."""
+    """A prefill whose chunks become smaller as the prefix grows, for n layouts."""
 
     seconds: Array  # TTFT, (n,)
-    prefixes: Array  # tokens before the chunk at each node, (nodes,)
+    prefixes: Array  # number of tokens before the chunk at each node, (nodes,)
     chunks: Array  # chunk size at each node, (nodes, n)
     steps_s: Array  # time of the chunk's step at each node, (nodes, n)
 
@@ -30,13 +30,13 @@ class AdaptivePrefill:
 def adaptive_prefill(
     setting: Setting, layouts: Layouts, tokens: float, target_s: float, decodes: Work = NO_WORK, *, nodes: int = 64
 ) -> AdaptivePrefill:
-    """Prefill with the largest chunk at each prefix that keeps the step within a target.
+    """Prefill a prompt. At each prefix, choose the largest chunk that keeps the step within a target time.
 
-    If no chunk of ADAPTIVE_CHUNKS keeps the target, the smallest one is taken (arXiv 2409.17264, section 4.2).
+    If no chunk in ADAPTIVE_CHUNKS meets the target, choose the smallest chunk (arXiv 2409.17264, section 4.2).
 
     Args:
         tokens: length of the prompt.
-        target_s: time that a step may take.
+        target_s: maximum time of a step.
         decodes: work of the decodes in the same step.
         nodes: number of prefixes at which the chunk is chosen.
     """
@@ -44,7 +44,7 @@ def adaptive_prefill(
     chunks = np.array(ADAPTIVE_CHUNKS, dtype=np.float64)
     works = layouts.chunk(chunks[:, None, None], prefixes[:, None])
     steps_s = cycle_seconds(setting, layouts, works + decodes)  # (chunks, nodes, n)
-    # The largest chunk within the target, or the smallest of all.
+    # The largest chunk within the target. If there is none, the smallest chunk.
     largest = np.where(steps_s <= target_s, np.arange(len(chunks))[:, None, None], 0).max(axis=0)
     chosen, taken_s = chunks[largest], np.take_along_axis(steps_s, largest[None], axis=0)[0]
     total_s, longest_s = sum(taken_s / chosen, layouts.zeros) * (tokens / nodes), taken_s.max(axis=0)
@@ -53,11 +53,12 @@ def adaptive_prefill(
 
 
 def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: bool) -> Array:
-    """Prefill n tokens in one piece by ring attention: each of p KVP ranks holds n/p tokens and passes its KV on.
+    """Prefill n tokens without chunks by ring attention on p KVP ranks.
 
-    In each of p rounds a rank attends to n/p keys and receives the next ones. In plain ring order, all keys of the
-    slowest rank are before its queries. If striped, the causal mask removes half of the query-key pairs on each rank
-    (arXiv 2311.09431). Each rank runs all layers on its n/p rows, and the FFN at TP = TPA.
+    Each rank holds n/p tokens. In each of p rounds, a rank attends to n/p keys, sends them to the next rank, and
+    receives the keys of the previous rank. In plain ring order, the slowest rank attends to all keys, because all keys
+    precede its queries. If `striped`, the causal mask removes half of the query-key pairs on each rank (arXiv
+    2311.09431). Each rank computes all layers for its n/p rows, with the FFN at TP = TPA.
     """
     ranks, rows = layouts.kvp, tokens / layouts.kvp
     alone = replace(layouts, kvp=layouts.ones, tpf=layouts.tpa, ep=layouts.ones,

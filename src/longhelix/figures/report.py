@@ -8,7 +8,7 @@ from longhelix.figures.claims import TOLERANCE, Claim, Reproduction, Table
 
 
 def as_dict(found: Reproduction) -> dict[str, Any]:
-    """The reproduction as a JSON object. Its keys are stable, so scripts can rely on them."""
+    """Return the reproduction as a JSON object. The keys are stable, so scripts can rely on them."""
     return {
         "paper": found.name,
         "title": found.title,
@@ -29,7 +29,7 @@ def as_dict(found: Reproduction) -> dict[str, Any]:
 
 
 def as_markdown(found: Reproduction) -> str:
-    """The report as Markdown. It names the drawings but does not include them."""
+    """Return the report as Markdown. It names the drawings but does not include them."""
     fitted = [constant for constant in found.constants if constant.fitted]
     modelled = [claim for claim in found.claims if not claim.formula]
     outside = [claim for claim in modelled if not claim.holds]
@@ -54,7 +54,7 @@ def as_markdown(found: Reproduction) -> str:
 
 
 def claims_table(found: Reproduction) -> Table:
-    """Table with one claim per row: its published and modelled numbers, and their relative difference."""
+    """Return a table with one claim per row: the published and modelled numbers, and their relative difference."""
     rows = tuple(
         (claim.figure, claim.what, claim.setting, _number(claim.published, claim.unit, claim.bound),
          _number(claim.modelled, claim.unit), f"{claim.residual:+.1%}" + ("" if claim.holds else " (outside)"))
@@ -103,7 +103,7 @@ def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _joined(blocks: Sequence[str]) -> str:
-    """Join blocks with blank lines, except between the points of one list."""
+    """Join blocks with blank lines. Items of one list are joined without blank lines."""
     text = blocks[0]
     for before, block in pairwise(blocks):
         text += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block

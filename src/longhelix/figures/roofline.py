@@ -1,4 +1,4 @@
-"""Helix's Figure 1 by the formula of its appendix A: the time to read a layer's KV and weights, and nothing else."""
+"""Figure 1 of Helix, by the formula of its appendix A: only the time to read the KV and the weights of a layer."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -25,9 +25,10 @@ class ReadTime:
 
 
 def appendix_a(model: ModelSpec, *, tpa: int, tpf: int, kvp: int = 1, context: float = 1e6) -> ReadTime:
-    """Read times by appendix A of arXiv 2507.07120, with the batch, dtype and bandwidth of its Figure 1.
+    """Compute read times by appendix A of arXiv 2507.07120, with the batch, dtype and bandwidth of its Figure 1.
 
-    The formula reads Wo at TPA, although Helix shards it over all ranks. The planner counts what actually runs.
+    The formula assumes that Wo is split over the TPA ranks, although Helix shards it over all ranks. The planner counts
+    the bytes that the ranks actually read.
     """
     per_us = FORMATS[DTYPE].bits / 8 / MEMORY_BYTES_PER_S * 1e6
     hidden, head_size = model.hidden_size, model.head_size
@@ -40,7 +41,7 @@ def appendix_a(model: ModelSpec, *, tpa: int, tpf: int, kvp: int = 1, context: f
 
 
 def figure_1(model: ModelSpec) -> tuple[Chart, Table]:
-    """Chart and table of read times by TP width, by context at TP 8, and by KVP width at TPA 8 and TPF = 8 KVP."""
+    """Return a chart and a table of read times by TP width, by context at TP 8, and by KVP at TPA 8, TPF = 8 KVP."""
     by_tp = [appendix_a(model, tpa=tp, tpf=tp) for tp in WIDTHS]
     by_context = [appendix_a(model, tpa=_TPA, tpf=_TPA, context=context) for context in CONTEXTS]
     by_kvp = [appendix_a(model, tpa=_TPA, tpf=_TPA * kvp, kvp=kvp) for kvp in KVP_WIDTHS]

@@ -1,4 +1,4 @@
-"""Medha's table of strategies: speed-ups from the model, and what each strategy allows from the paper's text."""
+"""Medha's table of strategies: speed-ups from the model, and abilities of each strategy from the paper's text."""
 
 from longhelix.figures.claims import Table
 from longhelix.figures.tied import TiedDeployment
@@ -9,7 +9,7 @@ _CONTEXT = 4e6
 
 
 def strategies(setting: Setting) -> Table:
-    """Table of the speed-ups of prefill and decode at 4M tokens when each strategy gets more GPUs."""
+    """Return a table of the speed-ups of prefill and decode at 4M tokens if a strategy uses more GPUs."""
     one = TiedDeployment(setting)
     ring_s = TiedDeployment(setting, stages=4).striped_s(_CONTEXT)
     ring_one_s = one.striped_s(_CONTEXT)
@@ -51,7 +51,7 @@ def strategies(setting: Setting) -> Table:
 
 
 def _gains(few: TiedDeployment, many: TiedDeployment) -> tuple[float, float]:
-    """Speed-ups of prefill and decode."""
+    """Return the speed-ups of prefill and decode."""
     prefill = few.prefill_s(_CONTEXT, _CHUNK) / many.prefill_s(_CONTEXT, _CHUNK)
     return prefill, few.decode_s(_CONTEXT) / many.decode_s(_CONTEXT)
 

@@ -1,4 +1,4 @@
-"""Medha's deployments in the performance model: tied layouts, and the times of their prefills, chunks and decodes."""
+"""Medha's deployments in the performance model: tied layouts and the times of prefills, chunks and decodes."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -18,12 +18,12 @@ from longhelix.spec.weights import num_parameters
 
 SERVER = 8  # GPUs per server
 _P95 = 0.95
-_NODES = 32  # prefixes at which a prefill is evaluated
+_NODES = 32  # number of prefixes at which the model evaluates a prefill
 
 
 @dataclass(frozen=True)
 class TiedDeployment:
-    """A model on KVP groups with a full copy each, in pipeline stages of TP."""
+    """A model with a full copy on each KVP group. The copy is split into pipeline stages with TP."""
 
     setting: Setting
     stages: int = 1  # pipeline stages per KVP group
@@ -48,14 +48,14 @@ class TiedDeployment:
         return _number(decode_seconds(self.setting, self.layouts, 1.0, context))
 
     def chunk_s(self, chunk: float, prefix: float, decodes: int = 0, decode_context: float = 1000.0) -> float:
-        """Time of one step through all stages, with a chunk after `prefix` tokens and `decodes` short requests."""
+        """Time of a step through all stages with a chunk after `prefix` tokens and `decodes` short requests."""
         work = Work.chunk(chunk, prefix)
         if decodes:
             work = work + Work.decode(float(decodes), decode_context)
         return _number(step_seconds(self.setting, self.layouts, work))
 
     def p95_s(self, tokens: float, chunk: float, decodes: int = 0) -> float:
-        """P95 of a prefill's step times: steps grow with the prefix, so it is the step after 95% of the tokens."""
+        """P95 of the step times of a prefill, which is the step after 95% of the tokens, as steps grow linearly."""
         return self.chunk_s(chunk, _P95 * tokens, decodes)
 
     def longest_s(self, tokens: float, chunk: float) -> float:
@@ -63,13 +63,13 @@ class TiedDeployment:
         return self.chunk_s(chunk, tokens - chunk)
 
     def attention_s(self, tokens: float, chunk: float) -> float:
-        """Time of attention in a prefill: a mean over prefixes times the number of steps, as steps grow linearly."""
+        """Time of attention in a prefill: the mean over prefixes times the number of steps. Steps grow linearly."""
         steps = [Work.chunk(chunk, (node + 0.5) / _NODES * tokens) for node in range(_NODES)]
         found = [item for work in steps for item in step_items(self.setting, self.layouts, work)]
         return sum(_number(item.seconds) for item in found if item.name == "attention") / _NODES * tokens / chunk
 
     def adaptive(self, tokens: float, target_s: float) -> tuple[float, float]:
-        """Seconds of a prefill with steps of at most `target_s`, and of its longest step."""
+        """Return the time of a prefill with steps of at most `target_s`, and the time of its longest step."""
         found = adaptive_prefill(self.setting, self.layouts, tokens, target_s, nodes=_NODES)
         return _number(found.seconds), float(found.steps_s.max())
 
@@ -83,12 +83,12 @@ class TiedDeployment:
         return bool(needed[0] <= self.setting.system.usable_bytes)
 
     def mfu(self, tokens: float, chunk: float, *, causal: bool = False) -> float:
-        """Model FLOPs utilisation of a prefill, counted without the causal mask unless `causal`."""
+        """Model FLOPs utilisation of a prefill. Unless `causal`, it ignores the causal mask."""
         peak = self.setting.system.rate(self.setting.weight_dtype) * self.gpus
         return model_flops(self.setting.model, tokens, tokens, causal=causal) / self.prefill_s(tokens, chunk) / peak
 
     def mbu(self, context: float) -> float:
-        """Model bandwidth utilisation of a decode: bytes of all weights and KV over what the GPUs could read."""
+        """Model bandwidth utilisation of a decode: bytes of weights and KV over the bytes that the GPUs could read."""
         model = self.setting.model
         weights_bytes = self.kvp * num_parameters(model) * self.setting.weight_bytes
         read = weights_bytes + context * self.setting.kv_token_bytes
@@ -98,12 +98,12 @@ class TiedDeployment:
 
 @dataclass(frozen=True)
 class Growth:
-    """A prefill in which KVP groups join one by one. All arrays have one entry per prefix."""
+    """A prefill in which KVP groups are added one by one. Each array has one entry per prefix."""
 
-    prefixes: Array  # tokens before the chunk
-    kvp: Array  # groups that have joined
+    prefixes: Array  # number of tokens before the chunk
+    kvp: Array  # number of groups that hold KV
     steps_s: Array  # time of the chunk's step
-    alone_s: Array  # the same if the first group holds all tokens
+    alone_s: Array  # time of the step if the first group holds all tokens
 
 
 def growth(
@@ -111,7 +111,7 @@ def growth(
 ) -> Growth:
     """Prefill `tokens` tokens on a growing number of KVP groups, as with the engine's growing placement.
 
-    The next group joins when the last one holds its share of the tokens.
+    The next group is added when the last group holds its share of the tokens.
     """
     limit = tokens / most_kvp
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
@@ -125,7 +125,7 @@ def growth(
 
 
 def tokens_for(setting: Setting, seconds: float, gpus: int) -> float:
-    """Tokens of the longest prompt that `gpus` GPUs prefill in `seconds` at their peak, without the causal mask."""
+    """Return the longest prompt, in tokens, that `gpus` GPUs prefill in `seconds` at peak FLOP/s, without the mask."""
     fixed = model_flops(setting.model, 1.0, 0.0)
     square = model_flops(setting.model, 1.0, 1.0) - fixed
     work = seconds * gpus * setting.system.rate(setting.weight_dtype)
@@ -133,7 +133,7 @@ def tokens_for(setting: Setting, seconds: float, gpus: int) -> float:
 
 
 def gpus_for(setting: Setting, tokens: float, seconds: float) -> float:
-    """GPUs that prefill a prompt in `seconds` at their peak, without the causal mask."""
+    """Return the number of GPUs that prefill a prompt in `seconds` at peak FLOP/s, without the causal mask."""
     return model_flops(setting.model, tokens, tokens) / seconds / setting.system.rate(setting.weight_dtype)
 
 

@@ -1,1 +1,1 @@
-"""Measurements on separate rank processes: jobs, the worlds that run them, and timing."""
+"""Measurements in rank processes: measurement jobs, the worlds of ranks that run the jobs, and timing."""

@@ -1,4 +1,4 @@
-"""Splits the time of a step into native calls by kind, including those on tapes, and the rest: Python and torch."""
+"""Splits the time of a step into native calls by kind, including calls on tapes, and time in Python and torch."""
 
 from types import TracebackType
 from typing import Self
@@ -10,9 +10,9 @@ KINDS = ("attention_s", "products_s", "rotation_s", "collectives_s", "other_s")
 
 
 class Clock:
-    """Context manager that adds up the time of native calls in `seconds`, by each of KINDS.
+    """Context manager that adds up the time of native calls in `seconds`, for each kind in KINDS.
 
-    Needs the native kernels. A native call takes a fraction of 1 us longer inside the block.
+    It needs the native kernels. Inside the block, each native call takes a fraction of 1 us longer.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,6 @@ class Clock:
             self.seconds[f"{name}_s"] += seconds - self._before[name]
 
     def mean(self, total_s: float, runs: int) -> dict[str, float]:
-        """Mean seconds per run of each kind. `outside_s` is the rest of `total_s`, the time of all `runs` together."""
+        """Mean seconds per run, by kind. `outside_s` is the rest of `total_s`, the total time of `runs` runs."""
         kinds = {kind: seconds / runs for kind, seconds in self.seconds.items()}
         return kinds | {"outside_s": total_s / runs - sum(kinds.values())}

@@ -16,9 +16,9 @@ from longhelix.measure.timing import Timing
 from longhelix.measure.world import Row, collect
 
 DTYPE = torch.bfloat16
-# Threads of a gloo call keep running after it and slow down the next call: a shared-memory call takes 18 us after a
-# gloo call, and 5 us after another shared-memory call. So each backend makes several calls in a row, and the first ones
-# are not measured.
+# The threads of a gloo call keep running after the call and slow down the next call. A shared-memory call takes 18 us
+# after a gloo call, and 5 us after another shared-memory call. Each backend therefore makes several calls in a row, and
+# the first calls are not measured.
 BURST_CALLS = 12
 SETTLING_CALLS = 4
 
@@ -28,7 +28,7 @@ class CollectivesJob(msgspec.Struct, frozen=True):
 
     ranks: int
     bytes: tuple[int, ...]  # sizes of the whole tensor
-    repeats: int  # rounds of BURST_CALLS calls per backend
+    repeats: int  # number of rounds. A round makes BURST_CALLS calls per backend
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         native.set_num_threads(1)
@@ -76,7 +76,7 @@ def _reduce_scatter(group, whole, shard) -> Callable:
     return lambda: group._reduce_scatter_base(shard, whole)
 
 
-# Functions that create a call, which starts the collective and returns its work.
+# Functions that create a call. The call starts the collective and returns its work handle.
 COLLECTIVES = {
     "all-reduce": _all_reduce,
     "all-to-all": _all_to_all,
@@ -88,7 +88,7 @@ COLLECTIVES = {
 def measure(
     ranks: Sequence[int], sizes_bytes: tuple[int, ...], repeats: int, on_point: Callable[[Row], None]
 ) -> list[Row]:
-    """Measure with each number of ranks, one after the other.
+    """Measure the collectives with each number of ranks in turn.
 
     Returns:
         A row for each collective and size.

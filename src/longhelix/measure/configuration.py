@@ -15,7 +15,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec.layout import Layout
 from longhelix.values import whole
 
-# These make every repetition compute the same steps.
+# With these settings, every repetition computes the same steps.
 _SAME_STEPS = {"chunk_tokens": 512, "prefix_cache": False}
 
 
@@ -27,13 +27,13 @@ def configure(
     threads: int | None = None,
     **settings: Any,
 ) -> EngineConfig:
-    """Create an engine configuration for one request as long as the longest of `lengths`.
+    """Create an engine configuration for one request with the largest of `lengths` tokens.
 
     Args:
         model: path of a model, or `builtin`.
         layout: layout of the ranks.
         lengths: contexts or prompts to measure, in tokens.
-        threads: threads per rank. None divides the cores among the ranks.
+        threads: threads per rank. None divides the cores evenly among the ranks.
         settings: fields of `EngineOptions`.
 
     Raises:
@@ -44,7 +44,7 @@ def configure(
     settings = _SAME_STEPS | settings
     whole("chunk_tokens", settings["chunk_tokens"], 1, MOST_TOKENS)
     with warnings.catch_warnings():
-        # Answers are not read, and the check below rejects a KV cache that does not fit.
+        # Measurements ignore the answers, and the check below rejects a KV cache that does not fit.
         warnings.filterwarnings("ignore", message="max_model_len .* exceeds the|memory holds")
         options = EngineOptions(max_model_len=longest, device="cpu", **settings)
         config = resolve(open_checkpoint(model), layout, options)

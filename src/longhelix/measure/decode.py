@@ -17,8 +17,8 @@ class DecodeJob(msgspec.Struct, frozen=True):
     """Job of every rank: measures a decode step at each context."""
 
     config: EngineConfig
-    contexts: tuple[int, ...]  # tokens, ascending
-    repeats: int  # measured steps, after a warm-up
+    contexts: tuple[int, ...]  # numbers of tokens, ascending
+    repeats: int  # number of measured steps, after a warm-up
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         start_bytes = resident_bytes()
@@ -74,7 +74,7 @@ def conditions(config: EngineConfig) -> Row:
 
 
 def combine(ranks: list[Row]) -> Row:
-    """Combine the rows of all ranks: times of rank 0, sums of bytes, memory of the rank that uses most."""
+    """Combine the rows of all ranks: the times of rank 0, the sums of bytes, and the largest memory use of a rank."""
     total = {name: sum(row[name] for row in ranks) for name in ("read_bytes", "memory_bytes_per_s")}
     fullest = max(ranks, key=lambda row: row["peak_rss_bytes"])
     bytes_per_s = total["read_bytes"] / ranks[0]["step_s"]

@@ -1,12 +1,12 @@
-"""Counts work and traffic from shapes, independently of the code that does the work."""
+"""Computes FLOPs and bytes from shapes, independently of the measured code."""
 
 from collections.abc import Iterable
 
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.spec import FORMATS, ModelSpec
 
-_FLOAT_BYTES = 4  # size of an LSE, and of a scale
-_SCALED_NUMBERS = 64  # numbers of a row that share a scale, one byte each
+_FLOAT_BYTES = 4  # size of an LSE or a scale
+_SCALED_NUMBERS = 64  # number of 1-byte values of a row that share a scale
 
 
 def attention_flops(num_query_heads: int, key_size: int, value_size: int, num_pairs: int) -> int:
@@ -15,12 +15,12 @@ def attention_flops(num_query_heads: int, key_size: int, value_size: int, num_pa
 
 
 def causal_pairs(num_rows: int, context: int) -> int:
-    """Pairs of a row and a visible key, for the last T = `num_rows` of S = `context` tokens: S - T + 1 + ... + S."""
+    """Number of row-key pairs under the causal mask, for the last T = `num_rows` of S tokens: S - T + 1 + ... + S."""
     return num_rows * (2 * context - num_rows + 1) // 2
 
 
 def prefill_flops(spec: ModelSpec, prompt: int) -> int:
-    """FLOPs of a prompt: 2 per layer weight and token, causal attention, and one row of the output head."""
+    """FLOPs of a prefill: 2 per layer weight and token, causal attention, and one row of the output head."""
     queries, keys = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     layer_weights = spec.hidden_size * (2 * queries + 2 * keys + 3 * spec.ffn_size)
     attention = attention_flops(spec.num_query_heads, spec.head_size, spec.head_size, causal_pairs(prompt, prompt))
@@ -33,14 +33,14 @@ def linear_flops(num_rows: int, outputs: int, depth: int) -> int:
 
 
 def prefill_sent_bytes(config: EngineConfig, chunks: Iterable[int]) -> int | None:
-    """Bytes that all ranks together send for the hidden states of a prompt, without headers and token sampling.
+    """Bytes that all ranks together send for the hidden states of a prompt, excluding headers and sampling.
 
     Args:
         config: engine configuration.
-        chunks: rows of each step of the prompt.
+        chunks: number of rows of each step of the prompt.
 
     Returns:
-        The number of bytes. None for models with latents or experts, which send other tensors as well.
+        The number of bytes. None for models with latents or experts, because they also send other tensors.
     """
     if config.spec.mla is not None or config.spec.moe is not None:
         return None
@@ -59,9 +59,9 @@ def _whole_rows_bytes(config: EngineConfig, rows: int) -> int:
 def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
     """Bytes of a step on token shards.
 
-    The embedding is all-reduced as in a step on whole rows, and each block ends in a reduce-scatter. The input of a
-    block is gathered after its norm, as int8 with scales if products take int8. Hidden states are gathered at the end.
-    The compiler pass does not shard the first norm; FlashComm does.
+    As in a step on whole rows, the ranks all-reduce the embedding. Each block ends in a reduce-scatter. The ranks
+    gather the input of a block after its norm, as int8 with scales if the matrix products use int8. At the end, they
+    gather the hidden states. FlashComm shards the first norm, but the compiler pass does not.
     """
     spec, ranks = config.spec, config.layout.ffn_ranks
     blocks = 2 * spec.num_layers
@@ -80,7 +80,7 @@ def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
 
 
 def _exchange_bytes(config: EngineConfig, rows: int) -> int:
-    """Bytes of Helix's exchange: per row and query head, KVP - 1 ranks send an output and its LSE to one rank."""
+    """Bytes of Helix's exchange: for each row and query head, KVP - 1 ranks send an output and its LSE to one rank."""
     spec = config.spec
     state_bytes = spec.head_size * _number_bytes(config) + _FLOAT_BYTES
     return spec.num_layers * (config.layout.kvp - 1) * rows * spec.num_query_heads * state_bytes

@@ -1,7 +1,7 @@
-"""Link of limited rate between two ranks: a network namespace per rank, a pair of virtual devices, and `tc`.
+"""Link with a limited rate between two ranks: a network namespace per rank, a pair of virtual devices, and `tc`.
 
-Needs Linux, root, and the programs ip and tc (package iproute2). The namespaces have no names, so the kernel removes
-them and the link when the ranks exit, however they exit.
+The link needs Linux, root, and the programs ip and tc (package iproute2). The namespaces have no names. The kernel
+therefore removes the namespaces and the link when the ranks exit, even if the ranks crash.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from longhelix.values import real
 
 RANKS = (0, 1)
 LEAST_MBIT, MOST_MBIT = 0.001, 1e6
-# A burst after a pause may be as long as the rate carries in this time. With less, timers are too slow for high rates.
-# TCP must send pieces smaller than the burst: tbf splits larger ones into packets, which costs more than sending them.
+# Maximum duration of a burst after a pause. With a shorter burst, timers are too slow for high rates. TCP must send
+# pieces that are smaller than a burst, because tbf splits larger pieces into packets, which takes longer than sending.
 BURST_S = 2e-4
 _LEAST_BURST_BYTES = 4096
 _MOST_PIECE_BYTES = 65536
 _DEVICE = "link0"
-_QUEUE = "64mb"  # more than TCP has in flight, so that nothing is dropped
+_QUEUE = "64mb"  # larger than the data that TCP has in flight, so that no packet is dropped
 _CLONE_NEWNET = 0x40000000
 
 
@@ -35,15 +35,15 @@ class RankLink:
     device: str  # name of the network device in the namespace of this process
 
     def limit(self, rate_mbit: float) -> None:
-        """Limit the rate of sending. Each end limits its own direction. Raises UserError if tc fails."""
+        """Limit the rate at which this end sends. The other end has its own limit. Raises UserError if tc fails."""
         burst = burst_bytes(rate_mbit)
-        piece_bytes = min(burst * 3 // 4, _MOST_PIECE_BYTES)  # the rest is for headers and late timers
+        piece_bytes = min(burst * 3 // 4, _MOST_PIECE_BYTES)  # the rest leaves room for headers and late timers
         _command(f"tc qdisc replace dev {self.device} root tbf rate {rate_mbit:f}mbit burst {burst} limit {_QUEUE}")
         _command(f"ip link set {self.device} gso_max_size {piece_bytes}")
-        _command("ip route flush cache")  # makes open connections look up the route, and with it the new size
+        _command("ip route flush cache")  # makes open connections look up the route again and use the new size
 
     def sent_bytes(self) -> int:
-        """Bytes sent by the device, with headers and TCP retransmissions. Loopback counts all programs of this host."""
+        """Bytes sent by the device, including headers and TCP retransmissions. Loopback counts all programs."""
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         sent = {
             name.strip(): int(numbers.split()[8]) for name, _, numbers in (line.partition(":") for line in lines[2:])
@@ -61,12 +61,12 @@ def checked_rate_mbit(rate_mbit: float) -> float:
 
 
 def burst_bytes(rate_mbit: float) -> int:
-    """Size of a burst after a pause: what a link of this rate carries in BURST_S, but at least 4 KB."""
+    """Size of a burst after a pause: the bytes that a link of this rate sends in BURST_S, but at least 4 KB."""
     return max(round(rate_mbit * 1e6 / 8 * BURST_S), _LEAST_BURST_BYTES)
 
 
 def missing() -> str | None:
-    """Reason, in one clause, why this process cannot create a link. None if it can."""
+    """Reason why this process cannot create a link, as a clause. None if it can create a link."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"the program {program} is missing: install iproute2"
@@ -81,9 +81,10 @@ def missing() -> str | None:
 
 
 def join(rank: int, directory: Path) -> RankLink:
-    """Leave the host's network and join the other rank by a link, without a limit on its rate.
+    """Leave the host's network and connect to the other rank by a link without a rate limit.
 
-    Both of RANKS call this before they connect to anything. Threads that already run stay in the host's network.
+    Both ranks in RANKS must call this before they open other connections. Threads that already run stay in the network
+    of the host.
 
     Args:
         rank: this rank, one of RANKS.

@@ -1,4 +1,4 @@
-"""Peak rates of this machine for comparison with measurements: reading memory, and multiplying matrices."""
+"""Peak rates of this machine, to compare measurements with: reading memory and multiplying matrices."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from longhelix.compute.kernels import native
 from longhelix.errors import UserError
 from longhelix.measure.timing import seconds
 
-READ_BYTES = 1 << 29  # beyond the caches of all but the largest servers
+READ_BYTES = 1 << 29  # larger than the caches of most servers
 DTYPES = ("bfloat16", "float32")  # dtypes of the multiplied matrices
 SQUARE = 1024  # rows of the square matrices that measure the arithmetic peak
-SQUARES = 4  # products of one measurement
-PROBE = 256  # rows of the matrices that decide which dtype is faster
+SQUARES = 4  # number of matrix products in one measurement
+PROBE = 256  # rows of the matrices that are used to find the faster dtype
 
 
 def check_native() -> None:
@@ -32,7 +32,7 @@ def reader(num_bytes: int) -> Callable[[], object]:
 def multiplier(dtype: torch.dtype) -> Callable[[], object]:
     """Create a call that multiplies SQUARES pairs of square matrices with torch.mm.
 
-    The matrices are in `dtype`, or in float32 if that is faster, as on processors without bfloat16 arithmetic.
+    The matrices have the dtype `dtype`, or float32 if float32 is faster, as on CPUs without bfloat16 arithmetic.
     """
     fastest = min(dtype, torch.float32, key=lambda each: min(seconds(_products(each, 1, PROBE)) for _ in range(3)))
     return _products(fastest, SQUARES, SQUARE)

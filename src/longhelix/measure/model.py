@@ -1,4 +1,4 @@
-"""Model on one rank, as a worker builds it, and long requests with random KV."""
+"""Model on one rank, built in the same way as in a worker, and long requests with random KV."""
 
 from array import array
 from collections.abc import Iterator
@@ -53,9 +53,9 @@ class RankModel:
         return tuple(-(-place.local_length(rank, context) // block_tokens) for rank in range(self.config.layout.kvp))
 
     def runner(self, *contexts: int) -> ModelRunner:
-        """Create a runner with a KV pool for requests of `contexts` tokens. The contents of the pool are undefined."""
+        """Create a runner with a KV pool for requests with `contexts` tokens. The pool's contents are undefined."""
         needed = zip(*(self.blocks_per_rank(context, index) for index, context in enumerate(contexts)), strict=True)
-        # The same number on all ranks, so that their schedulers make the same decisions.
+        # The number is the same on all ranks, so that the schedulers of all ranks make the same decisions.
         pool = new_pool(self.config, self.mesh.rank, max(*map(sum, needed), 1))
         return new_runner(self.config, self.mesh, self.decoder, pool)
 
@@ -97,7 +97,7 @@ class LongRequests:
         self._step = Step(0, most_tokens=max(contexts))
 
     def step(self) -> None:
-        """Run one decode step of all requests. Undoes the previous one, so that every call runs the same step."""
+        """Run one decode step of all requests. Undo the previous step first, so that every call runs the same step."""
         for index, (length, local_length) in enumerate(self._before):
             seq = self.runner.sequences[index]
             seq.length, seq.local_length, seq.last_token = length, local_length, 1
@@ -105,7 +105,7 @@ class LongRequests:
 
 
 def fill(pool: KVPool) -> None:
-    """Fill a pool with random keys and values in its dtype. Every _FILL_BLOCKS blocks have the same contents."""
+    """Fill a pool with random keys and values in its dtype. The contents repeat after _FILL_BLOCKS blocks."""
     for name, first in pool.layers[0].items():
         _fill([layer[name] for layer in pool.layers], first.format, min(pool.num_blocks, _FILL_BLOCKS))
 
@@ -124,7 +124,7 @@ def _fill(entries: list[KVLayer], format: KVFormat, num_blocks: int) -> None:
 
 
 def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) -> Iterator[Step]:
-    """Yield the steps that prefill one prompt in chunks. The last step samples; the first ends the previous request."""
+    """Yield the steps that prefill a prompt. The first step ends the previous request, and the last step samples."""
     chunk_tokens, block_tokens = model.config.scheduler.chunk_tokens, model.config.scheduler.block_tokens
     length = len(prompt)
     new: tuple[NewSequence, ...] = (

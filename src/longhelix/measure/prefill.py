@@ -23,7 +23,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
 
     config: EngineConfig
     prompts: tuple[int, ...]  # lengths in tokens
-    repeats: int  # measured prefills, after a warm-up
+    repeats: int  # number of measured prefills, after a warm-up
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         model = RankModel.join(self.config, rank, directory)
@@ -61,7 +61,7 @@ def measure(jobs: Sequence[PrefillJob], on_point: Callable[[Row], None]) -> list
 
 
 def combine(ranks: list[Row], config: EngineConfig) -> Row:
-    """Combine the rows of all ranks: times of rank 0, and the sum of FLOP/s."""
+    """Combine the rows of all ranks: the times of rank 0, and the sum of FLOP/s over the ranks."""
     row = ranks[0] | {"matmul_flops_per_s": sum(row["matmul_flops_per_s"] for row in ranks)}
     flops_per_s = prefill_flops(config.spec, row["prompt"]) / row["prefill_s"]
     return row | {

@@ -1,10 +1,10 @@
-"""Progress lines of measurements."""
+"""Prints progress lines of measurements."""
 
 from collections.abc import Callable
 
 from longhelix.measure.world import Row
 
-# Keys of measured or counted values, which progress lines leave out.
+# Keys of measured or counted values. Progress lines do not show these values.
 _UNSHOWN = {"part", "flops", "read_bytes", "peak_rss_bytes", "formula_bytes"}
 
 

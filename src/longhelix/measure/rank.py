@@ -1,6 +1,7 @@
 """Process of one rank of a measurement: runs its job and prints one JSON line per point.
 
-The argument is the class of the job, as `module:name`. The job itself is the file job.json in the ranks' directory.
+The command-line argument is the class of the job, as `module:name`. The job is in the file job.json in the directory
+of the ranks.
 """
 
 import importlib

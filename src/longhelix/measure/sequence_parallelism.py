@@ -24,7 +24,7 @@ from longhelix.measure.world import Row, collect
 from longhelix.spec.layout import Layout
 
 _BYTES = {"weight_dtype": "int8", "activation_dtype": "int8"}
-# Settings of each variant: those that its baseline shares, and the setting that turns sequence parallelism on.
+# Settings of each variant: the settings that its baseline also has, and the setting that enables sequence parallelism.
 _SETTINGS: Mapping[str, tuple[dict[str, Any], str]] = {
     "flash-comm-v1": ({"execution": "eager"}, "flash_comm_v1"),
     "flash-comm-v1-int8": ({"execution": "eager"} | _BYTES, "flash_comm_v1"),
@@ -45,15 +45,15 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class SequenceParallelismJob(msgspec.Struct, frozen=True):
-    """Job of both ranks: measures the prefill of each prompt with all configurations in turn, at each rate of the link.
+    """Job of both ranks: measures the prefill of each prompt with all configurations in turn, at each link rate.
 
-    Each point yields a row per configuration.
+    Each point has one row per configuration.
     """
 
     pairs: dict[str, Pair]  # by name of the variant
     prompts: tuple[int, ...]  # lengths in tokens
-    rates_mbit: tuple[float, ...]  # empty for plain loopback
-    repeats: int  # measured prefills, after a warm-up
+    rates_mbit: tuple[float, ...]  # rates of the link in Mbit/s; empty for loopback without a link
+    repeats: int  # number of measured prefills, after a warm-up
 
     @property
     def configs(self) -> list[tuple[str, EngineConfig]]:
@@ -69,7 +69,7 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
         models = [RankModel(config, mesh) for _, config in self.configs]
         pool = new_pool(
             first, rank, max(models[0].blocks_per_rank(max(self.prompts)))
-        )  # shared, because the configurations run in turn
+        )  # shared by all configurations, because only one runs at a time
         prefills = [TimedPrefill(model, new_runner(model.config, mesh, model.decoder, pool), link) for model in models]
         for rate_mbit in self.rates_mbit or (None,):
             if rate_mbit is not None:
@@ -97,10 +97,10 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
 
 
 class TimedPrefill:
-    """Prefill of prompts with one configuration, which counts the bytes that this rank sends."""
+    """Prefills prompts with one configuration, and counts the bytes that this rank sends."""
 
     def __init__(self, model: RankModel, runner: ModelRunner, link: RankLink) -> None:
-        self.sent_bytes = 0  # by this rank in the last prefill, as its link counts
+        self.sent_bytes = 0  # bytes of the last prefill, from the counter of this rank's link
         self._model, self._runner, self._link = model, runner, link
         self._prompts = 0
 
@@ -115,7 +115,7 @@ class TimedPrefill:
 
 
 def link_label(rate_mbit: float | None) -> str:
-    """Label of a link in tables. Rates that differ for tc have different labels."""
+    """Label of a link in tables. Rates that are different for tc have different labels."""
     return "loopback" if rate_mbit is None else f"{rate_mbit:,.15g} Mbit/s"
 
 
@@ -137,7 +137,7 @@ def pairs(
         variants: names from VARIANTS.
         prompts: lengths of prompts in tokens.
         chunk_tokens: maximum number of prompt tokens per step.
-        sp_min_token_num: minimum number of tokens in a sequence-parallel step. None takes the default.
+        sp_min_token_num: minimum number of tokens in a sequence-parallel step. None uses the default.
         threads: threads per rank. None divides the cores among the ranks.
 
     Raises:
@@ -155,7 +155,7 @@ def pairs(
         )
     configured = partial(configure, model, layout, threads=threads, chunk_tokens=chunk_tokens)
     longest, positions = max(prompts, default=0), configured((1,)).spec.max_positions
-    if longest > positions:  # checked before memory, because no setting would help
+    if longest > positions:  # checked before the memory, because no setting can fix a prompt that is too long
         raise UserError(f"--prompts has {longest} tokens, but the model supports {positions}: give at most {positions}")
     found = {}
     for variant in variants:
@@ -180,9 +180,9 @@ def measure(job: SequenceParallelismJob, on_point: Callable[[Row], None]) -> lis
 
 
 def combine(ranks: list[Row], config: EngineConfig) -> Row:
-    """Combine the rows of both ranks: times of rank 0, and the sum of bytes, next to what the formula predicts.
+    """Combine the rows of both ranks: the times of rank 0, the sum of sent bytes, and the predicted bytes.
 
-    Over loopback the count of one rank already includes both.
+    Over loopback, the byte count of one rank already includes both ranks.
     """
     row = ranks[0]
     whole, rest = divmod(row["prompt"], config.scheduler.chunk_tokens)

@@ -1,4 +1,6 @@
-"""Timing: calls run in turn after a warm-up, so that a slow moment affects all of them. Medians and quartiles."""
+"""Times calls and computes medians and quartiles.
+
+The calls run in turn after a warm-up, so that a slowdown of the machine affects all calls."""
 
 import statistics
 import time
@@ -26,14 +28,14 @@ class Timing:
         return cls(median, (first, third))
 
     def over(self, count: int) -> "Timing":
-        """Timing of one call, if `count` calls were timed together."""
+        """Convert the timing of `count` calls to the timing of one call."""
         if self.quartiles_s is None:
             return Timing(self.median_s / count, None)
         first, third = self.quartiles_s
         return Timing(self.median_s / count, (first / count, third / count))
 
     def row(self, name: str) -> dict[str, object]:
-        """Columns of a table row: the median as `name`, the quartiles, and their distance over the median as `spread`.
+        """Columns of a table row: the median as `name`, the quartiles, and `spread`, their difference over the median.
 
         Quartiles and spread are None for a single measurement.
         """
@@ -50,8 +52,8 @@ def interleave(
 
     Args:
         calls: calls by name.
-        repeats: measured rounds.
-        warm_up: rounds before them that are not measured.
+        repeats: number of measured rounds.
+        warm_up: number of rounds before the measured rounds.
         alternate: reverse every other round (A, B, B, A, ...), so that no call always follows the same one.
     """
     samples_s: dict[str, list[float]] = {name: [] for name in calls}

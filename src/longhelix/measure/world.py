@@ -1,4 +1,4 @@
-"""Ranks of one measurement: starts processes with a job, collects their rows, and makes sure that they end."""
+"""Ranks of one measurement: starts rank processes with a job, collects their rows, and ends the processes."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from longhelix.engine.workers.ranks import Ranks
 from longhelix.engine.workers.transport import Failed
 from longhelix.errors import EngineError, UserError
 
-# Limit for one point. Filling the KV of millions of tokens takes a minute.
+# Time limit for one point. It takes a minute to fill the KV of millions of tokens.
 POINT_TIMEOUT_S = 900.0
 
 Row = dict[str, Any]
@@ -45,7 +45,7 @@ class World(Ranks):
             raise
 
     def points(self) -> Iterator[list[Row]]:
-        """Yield the rows of all ranks, in rank order, for each point. Raises UserError or EngineError if one fails."""
+        """Yield the rows of all ranks for each point, in rank order. Raises UserError or EngineError on failure."""
         while True:
             with self.watched(self._timeout_s) as watch:
                 lines = [process.stdout.readline() for process in self.processes.values()]
@@ -61,7 +61,7 @@ class World(Ranks):
             yield rows
 
     def _check_failures(self, rows: list[Row], watched: EngineError | None) -> None:
-        """Raise the first cause if ranks failed. Failures that follow from a lost peer come last."""
+        """Raise the first cause if ranks failed. Failures caused by the loss of another rank come last."""
         failed = {rank: msgspec.convert(row["failed"], Failed) for rank, row in enumerate(rows) if "failed" in row}
         for failure in failed.values():
             if failure.user_error_code:
@@ -81,10 +81,10 @@ def collect(
     """Run a job on `size` ranks and collect the rows of all points.
 
     Args:
-        job: measurement of every rank.
+        job: job that every rank runs.
         size: number of ranks.
         on_point: called with each row of rank 0 as soon as it is measured.
-        timeout_s: limit for one point.
+        timeout_s: time limit for one point, in seconds.
     """
     points = []
     with World(job, size, timeout_s) as world:

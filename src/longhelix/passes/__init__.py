@@ -1,6 +1,6 @@
 """Sequence-parallel pass for torch.compile.
 
-It works on any module that uses functional collectives, and imports nothing else from longhelix.
+The pass works on any module that uses functional collectives. This package imports nothing else from longhelix.
 """
 
 from longhelix.passes.agreement import RanksDifferError

@@ -1,6 +1,6 @@
 """Check that all ranks of a group changed their graphs in the same way.
 
-Ranks compare summaries of their graphs before a graph runs for the first time. Without this check, a rank would wait
+Ranks compare summaries of their graphs before a graph runs for the first time. Without this check, a rank could wait
 forever in a collective that another rank does not run.
 """
 
@@ -25,11 +25,11 @@ from longhelix.passes.plan import ShardingPlan
 from longhelix.passes.region import Gathered
 from longhelix.passes.rules import OwnRows, ShardOperand, ShardRows, Squeezed
 
-# A float of a module is a constant in one rank's graph and an operand in another's: torch may decide this by the
-# iteration order of a set, which differs between processes. So summaries describe both the same way.
+# A float of a module can be a constant in the graph of one rank and an operand in the graph of another rank, because
+# torch may decide this by the iteration order of a set. Summaries therefore describe both in the same way.
 _FLOAT = "a number"
 
-KIND = "graph"  # kind of the counts that record graphs; their names are the graphs' summaries
+KIND = "graph"  # kind of the counts that record graphs; the names of these counts are the summaries of the graphs
 
 
 class RanksDifferError(TorchRuntimeError):
@@ -37,7 +37,7 @@ class RanksDifferError(TorchRuntimeError):
 
 
 def summary(options: str, graph_lines: list[str], after: list[Collective]) -> str:
-    """Return what must be equal on all ranks for one graph: counts that a reader can compare, and a digest.
+    """Return the text that must be equal on all ranks for one graph: readable counts and a digest.
 
     Args:
         options: Options of the pass, in words.
@@ -72,7 +72,7 @@ def _on_shards(plan: ShardingPlan) -> set[Node]:
 
 
 def _describe(argument: Any, numbers: dict[Node, int]) -> str:
-    """Describe an argument of an op on shards. Other values are described without sizes, which differ by rank."""
+    """Describe an argument of an op on shards. Sizes of other values are left out, as they differ by rank."""
     if isinstance(argument, ShardOperand):
         return f"%{numbers.get(argument.node)}"
     if isinstance(argument, OwnRows):
@@ -99,7 +99,7 @@ class _Ranks:
 
     group: PassGroup
     store: dist.Store  # where ranks exchange summaries
-    agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # summaries equal on all, by prefix
+    agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # equal summaries, by prefix
     differ: bool = False
 
 
@@ -117,9 +117,9 @@ _compiling: dict[str, "_Compiling"] = {}  # by the prefix of a pass's counts
 
 
 def expect(prefix: str, group: PassGroup) -> None:
-    """Make ranks compare what the current compilation counts under `prefix` before its result runs."""
+    """Make ranks compare the counts of the current compilation under `prefix` before the compiled function runs."""
     context = CompileContext.try_get()
-    # A compilation that failed midway may have left its entry, so the contexts are compared too.
+    # A failed compilation may have left its entry under this prefix, so the contexts are compared too.
     if context is None or (prefix in _compiling and _compiling[prefix].context is context):
         return
     store = _get_default_store()
@@ -170,7 +170,7 @@ def _agree(ranks: _Ranks, own: list[str]) -> None:
         try:
             summaries.append(ranks.store.get(f"{where}/{rank}").decode())
         except RuntimeError as error:  # each kind of store raises its own subclass
-            ranks.store.set(f"{where}/{group.rank}", "gave up")  # so that a rank that comes later fails as well
+            ranks.store.set(f"{where}/{group.rank}", "gave up")  # so that a rank that reads this later also fails
             raise _difference(
                 ranks,
                 f"rank {rank} of {group.size} has not compiled the graph that this rank compiled: {'; '.join(own)}. "

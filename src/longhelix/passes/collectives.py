@@ -30,9 +30,9 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class PassGroup:
-    """The process group that a pass works for."""
+    """The process group whose collectives a pass changes."""
 
-    name: str  # as graphs spell it
+    name: str  # as it appears in graphs
     size: int  # number of ranks
     rank: int  # this process's rank in the group
 
@@ -43,13 +43,13 @@ class Collective:
 
     name: str
     dtype: str
-    # Bytes that a rank sends to the others, in a ring or directly, for the number of tokens that the graph was traced
-    # with.
+    # Bytes that a rank sends to other ranks, in a ring or directly. If the number of tokens varies, this is for the
+    # number that the graph was traced with.
     sent_bytes: int
 
 
 def waited(node: Node) -> Node | None:
-    """Return the collective that a node waits for, or None if the node is no wait."""
+    """Return the collective that a node waits for, or None if the node is not a wait."""
     if node.op == "call_function" and node.target is WAIT:
         collective = node.args[0]
         assert isinstance(collective, Node)
@@ -91,5 +91,5 @@ def _dtype(value: Tensor) -> str:
 
 
 def is_first_item(node: Node) -> bool:
-    """Whether a node selects the first of several results."""
+    """Whether a node selects the first result of an op with several results."""
     return node.op == "call_function" and node.target is operator.getitem and node.args[1] == 0

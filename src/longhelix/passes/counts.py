@@ -1,7 +1,7 @@
-"""Count what passes do to the graphs that they see.
+"""Count the changes that passes make to graphs.
 
-The counts live in torch's own counters. Torch stores these with a compiled graph, and adds them again when the graph
-comes from its cache.
+The counts are part of torch's own counters. Torch stores its counters with a compiled graph, and adds the stored counts
+again when it loads the graph from its cache.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ _PREFIX = "sequence_parallel/"
 
 
 class Report(TypedDict):
-    """What passes did to the graphs of a process."""
+    """The changes that passes made to the graphs of a process."""
 
     patterns: dict[str, int]  # matches by pattern name
     collectives: dict[str, dict[str, int]]  # "before" and "after" -> count by kind
@@ -25,7 +25,7 @@ class Report(TypedDict):
 
 
 class Counts:
-    """Counts of all graphs that passes with the same options have seen.
+    """Counts of all graphs that passes with the same options have processed.
 
     Args:
         options: Digest of the options.
@@ -50,7 +50,7 @@ class Counts:
 
 
 def report() -> Report:
-    """Report on all graphs that the passes of this process have seen so far. See `SequenceParallel.report`."""
+    """Report on all graphs that the passes of this process have processed so far. See `SequenceParallel.report`."""
     return _report(_PREFIX)
 
 

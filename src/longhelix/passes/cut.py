@@ -1,4 +1,4 @@
-"""Choose which values of a region to gather: the fewest bytes, as late as possible."""
+"""Choose which values of a region to gather, so that the ranks gather as few bytes as possible."""
 
 from collections.abc import Iterable
 
@@ -12,9 +12,9 @@ from longhelix.passes.tokens import row_bytes
 def cheapest_cut(region: Region, demanded: Iterable[Node]) -> set[Node]:
     """Return the nodes to gather so that every rank can compute the `demanded` nodes for all tokens.
 
-    This is a minimum cut of the region between its sources and the demanded nodes, weighted by bytes per token. Of
-    several minimum cuts it is the one nearest to the demanded nodes. Nodes between the cut and the demanded nodes are
-    computed for all tokens, from the gathered values.
+    The result is a minimum cut of the region between its sources and the demanded nodes, weighted by bytes per token.
+    If there are several minimum cuts, the result is the cut nearest to the demanded nodes. Every rank computes the
+    nodes between the cut and the demanded nodes for all tokens, from the gathered values.
 
     Raises:
         networkx.NetworkXUnbounded: No cut has a known size.
@@ -23,7 +23,7 @@ def cheapest_cut(region: Region, demanded: Iterable[Node]) -> set[Node]:
     network.add_nodes_from(("begin", "end"))
     for node, tokens in region.tokens.items():
         size = row_bytes(node, tokens)
-        # An edge without a capacity is never cut.
+        # A minimum cut never contains an edge without a capacity.
         network.add_edge((node, "in"), (node, "out"), **({} if size is None else {"capacity": size}))
         for user in region.downstream(node):
             network.add_edge((node, "out"), (user, "in"))

@@ -1,4 +1,4 @@
-"""Remove ops that do nothing from a graph, because they hide patterns from the pass."""
+"""Remove ops without an effect from a graph, because the pass cannot recognise patterns that contain such ops."""
 
 import torch
 from torch import Tensor
@@ -21,11 +21,11 @@ _CONVERTING = {prims.convert_element_type.default, aten._to_copy.default}
 
 
 def eliminate_no_ops(graph: Graph) -> int:
-    """Replace ops that do nothing, and return how many were replaced.
+    """Replace ops without an effect, and return the number of replaced ops.
 
-    These are views and slices that keep the shape, padding of zero rows, conversions that keep the dtype, and sizes
-    that are also inputs of the graph. An op on an input or before an output of the graph stays: without it, an output
-    could be an input, or share its memory.
+    Such ops are views and slices that keep the shape, padding by zero rows, conversions that keep the dtype, and sizes
+    that are also inputs of the graph. Ops on an input or before an output of the graph stay. Without them, an output
+    could be an input or share memory with an input.
     """
     sizes: list[Node] = []
     removed = 0

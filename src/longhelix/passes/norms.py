@@ -1,6 +1,6 @@
-"""Find RMSNorms in a graph, either as one op or as the ops that it decomposes into.
+"""Find RMSNorms in a graph, either as a single op or as the ops that torch decomposes it into.
 
-Their eps may be any value, including an input of the graph.
+The eps of a norm may be any value, including an input of the graph.
 """
 
 from collections.abc import Collection, Iterator
@@ -54,7 +54,7 @@ class Norm:
 
 
 def carried(node: Node) -> Node:
-    """Return the node whose value this node only reshapes or converts, or the node itself."""
+    """Return the node whose value `node` only reshapes or converts, otherwise `node` itself."""
     while node.target in _CARRIERS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node

@@ -1,4 +1,4 @@
-"""Name matches as vLLM's and vllm-ascend's pattern-based passes name them."""
+"""Count matches under the names that the pattern-based passes of vLLM and vllm-ascend use."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ _NARROW = {torch.int8: "INT8", torch.float8_e4m3fn: "FP8", torch.float8_e5m2: "F
 def count_patterns(plan: ShardingPlan, how: str | None) -> Counter[str]:
     """Count matches by name.
 
-    Each collective that is followed by a norm on a shard is one match. If the value gathered after the norm is
+    A match is a collective that is followed by a norm on a shard. If the value that is gathered after the norm is
     quantised, the name ends with StaticINT8, DynamicINT8, StaticFP8 or DynamicFP8.
 
     Args:
-        how: Ending for values that the plan quantises; None if it quantises nothing.
+        how: Suffix of the name if the plan quantises the value. None: the plan quantises no values.
     """
     found: Counter[str] = Counter()
     for source in plan.sources:
@@ -44,13 +44,13 @@ def count_patterns(plan: ShardingPlan, how: str | None) -> Counter[str]:
 
 
 def _first_norm(plan: ShardingPlan, source: Source) -> Norm | None:
-    """Return the nearest norm that a collective's value reaches on shards."""
+    """Return the nearest norm that is computed on shards from a collective's result."""
     by_node = {norm.node: norm for norm in plan.norms}
     return next((by_node[node] for node in _after(plan, source.node) if node in by_node), None)
 
 
 def _after(plan: ShardingPlan, start: Node) -> Iterator[Node]:
-    """Yield the nodes computed on shards from `start`, the nearest first."""
+    """Yield the nodes that are computed on shards from `start`, nearest first."""
     seen, pending = {start}, [start]
     while pending:
         node = pending.pop(0)
@@ -74,7 +74,7 @@ def _name(plan: ShardingPlan, source: Source, norm: Norm) -> str:
 
 
 def _terms(plan: ShardingPlan, total: Node, ends: set[Node]) -> list[Node]:
-    """Return the nodes that are added up to a value: collectives' values, residuals and other inputs."""
+    """Return the terms of a sum: results of collectives, residuals and other inputs."""
     node = carried(total)
     if node.target is not aten.add.Tensor or node not in plan.region.calls or node in plan.region.sources:
         return [node]

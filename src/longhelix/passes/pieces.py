@@ -1,8 +1,8 @@
 """Collectives that send large messages in pieces, for gloo.
 
-Gloo uses one direction of a link after the other within a collective. Pieces that start together use both directions at
-once. Each collective is one op of a graph: if start and wait were two ops, the compiler would move the wait up to the
-start.
+Within a collective, gloo uses the two directions of a link one after the other. If several pieces start together, they
+use both directions at the same time. Each collective is a single op of the graph. If starting and waiting were two ops,
+the compiler would move the wait directly after the start.
 """
 
 from itertools import pairwise
@@ -15,11 +15,11 @@ from torch._ops import OpOverload
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 _PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16
-# torch 2.13 renames this function, and the old name warns.
+# torch 2.13 renames this function, and prints a warning for the old name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _library = torch.library.Library("longhelix_passes", "FRAGMENT")
-# Like the ops of these names in `_c10d_functional`, but blocking. all_to_all sends equally many rows to each rank.
+# Blocking versions of ops in `_c10d_functional`. all_to_all sends the same number of rows to each rank.
 _library.define("all_gather(Tensor x_LX, int ranks, str group) -> Tensor")
 _library.define("all_to_all(Tensor x_TX, int ranks, str group) -> Tensor")
 
@@ -62,7 +62,7 @@ def _all_to_all(x_TX: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _pieces(x_LX: Tensor) -> list[slice]:
-    """Split the rows that one rank sends to another into the pieces that travel together."""
+    """Split the rows that one rank sends to another rank into pieces. All pieces are sent at the same time."""
     count = max(min(x_LX.nbytes // _PIECE_BYTES, len(x_LX), _MOST_PIECES), 1)
     ends = [len(x_LX) * piece // count for piece in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]
@@ -84,9 +84,9 @@ ALL_TO_ALL = torch.ops.longhelix_passes.all_to_all.default
 
 
 def _lower_as_collective(op: OpOverload) -> None:
-    """Make the compiler keep an op in order among a graph's collectives, so that all ranks run them in the same order.
+    """Make the compiler treat an op as a collective, so that all ranks run the collectives in the same order.
 
-    The compiler orders other ops by the memory that they need, which differs between ranks.
+    The compiler may reorder other ops by their memory use, which differs between ranks.
     """
     lowering.add_layout_constraint(op, lowering.constrain_to_fx_strides)
     lowering.register_lowering(op, type_promotion_kind=None)(

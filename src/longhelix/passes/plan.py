@@ -1,4 +1,4 @@
-"""Plan what the pass changes in a graph, and record why it leaves the rest."""
+"""Plan the changes of the pass to a graph, and record why the pass leaves other collectives unchanged."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What the pass changes in a graph. Values that ops need for all tokens are computed from the gathered ones."""
+    """The planned changes to a graph. Values that ops need for all tokens are computed from gathered values."""
 
     region: Region
     sharded: frozenset[Node]  # nodes computed on token shards
-    gathered: frozenset[Node]  # sharded nodes that are then gathered, for ops that need all tokens
+    gathered: frozenset[Node]  # sharded nodes that the pass gathers, for ops that need all tokens
     quantised: frozenset[Node]  # gathered nodes that the pass quantises before it sends them
     norms: tuple[Norm, ...]  # norms computed on shards
     normed: frozenset[Node]  # values that any norm of the graph normalises
-    left_alone: tuple[str, ...]  # one sentence for each collective that stays
+    left_alone: tuple[str, ...]  # one sentence for each collective that stays unchanged
 
     @property
     def sources(self) -> list[Source]:
-        """Values of collectives that stay sharded."""
+        """Results of collectives that the changed graph keeps as shards."""
         return [source for node, source in self.region.sources.items() if node in self.sharded]
 
     @property
     def chunks(self) -> list[tuple[Node, Node]]:
-        """Pairs of a node that is this rank's shard of a value, and that value."""
+        """Pairs of two nodes: this rank's shard of a value, and the value."""
         return [(chunk, node) for chunk, node in self.region.chunks.items() if self._has_shard(node)]
 
     def _has_shard(self, node: Node) -> bool:
@@ -57,10 +57,10 @@ def make_plan(
     """Plan the changes to a graph.
 
     Args:
-        rules: Which ops are token-wise.
+        rules: Rules that define which ops are token-wise.
         norm_ops: Custom ops that are RMSNorms of their first operand.
-        applies: Returns whether values of a number of tokens are kept as shards.
-        quantises: Whether gathered values are sent as narrow numbers.
+        applies: Returns whether the pass keeps values of the given number of tokens as shards.
+        quantises: Whether the pass quantises gathered values before it sends them.
         own_chunks: See `find_region`.
     """
     norms = list(find_norms(graph, norm_ops))
@@ -111,7 +111,7 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
 
 
 def _is_wide(node: Node, dims: int) -> bool:
-    """Whether quantising a node saves bytes, scales included, and only ops use the node (no output of the graph)."""
+    """Whether quantising a node saves bytes, including its scales, and the node is not an output of the graph."""
     value = node.meta["val"]
     if not value.is_floating_point() or value.dtype.itemsize == 1 or not all(map(computes, node.users)):
         return False
@@ -122,7 +122,7 @@ def _is_wide(node: Node, dims: int) -> bool:
 
 
 def _upstream(region: Region, nodes: Iterable[Node], until: Collection[Node]) -> set[Node]:
-    """Return `nodes` and the nodes of the region that they are computed from, down to `until`, which is excluded."""
+    """Return `nodes` and the nodes of the region that they depend on. The search stops before the nodes in `until`."""
     found: set[Node] = set()
     pending = [node for node in nodes if node not in until]
     while pending:
@@ -134,8 +134,10 @@ def _upstream(region: Region, nodes: Iterable[Node], until: Collection[Node]) ->
 
 
 def _without_norm(plan: ShardingPlan) -> set[Node]:
-    """Return the sources that gain nothing: no nodes on shards connect them with a norm, or with a shard that the graph
-    uses itself."""
+    """Return the sources for which sharding saves nothing.
+
+    No path of nodes on shards connects such a source with a norm, or with a shard that the graph itself uses.
+    """
     linked = nx.Graph()
     linked.add_nodes_from(plan.sharded)
     for node in plan.sharded:
@@ -149,7 +151,7 @@ def _without_norm(plan: ShardingPlan) -> set[Node]:
 
 
 def _reason(region: Region, source: Source) -> str:
-    """Say why a source stays: which ops need all of its tokens."""
+    """Say why a source stays unchanged, by the ops that need all of its tokens."""
     seen, pending, reasons = {source.node}, [source.node], []
     while pending:
         node = pending.pop(0)

@@ -1,4 +1,6 @@
-"""Find where a graph could keep token shards: after its all-reduces and all-gathers, through token-wise ops."""
+"""Find the part of a graph that could run on token shards.
+
+This part starts at the results of all-reduces and all-gathers, and continues through token-wise ops."""
 
 import operator
 from collections.abc import Collection, Mapping
@@ -27,7 +29,7 @@ _CUTTING = {aten.constant_pad_nd.default, aten.split.Tensor, aten.split_with_siz
 
 @dataclass(frozen=True)
 class Reduced:
-    """The result of an all-reduce. A reduce-scatter would return its shard."""
+    """The result of an all-reduce. With a reduce-scatter instead, each rank would get a shard of this result."""
 
     node: Node
     tokens: TokenDims
@@ -51,11 +53,11 @@ Source = Reduced | Gathered
 class Region:
     """The nodes that a rank can compute for its own tokens without another collective."""
 
-    tokens: Mapping[Node, TokenDims]  # every node of the region -> its dims that hold tokens
-    sources: Mapping[Node, Source]  # nodes that are results of collectives
-    calls: Mapping[Node, ShardedCall]  # the other nodes -> how to compute their shards from those of their operands
-    chunks: Mapping[Node, Node]  # nodes that already are a token shard -> the node that they are a shard of
-    reasons: Mapping[Node, str]  # users of the region's values outside it -> why they are outside
+    tokens: Mapping[Node, TokenDims]  # each node of the region -> the dims that hold its tokens
+    sources: Mapping[Node, Source]  # each result of a collective in the region -> that collective
+    calls: Mapping[Node, ShardedCall]  # each other node -> how to compute its shard from the shards of its operands
+    chunks: Mapping[Node, Node]  # each node that already is a token shard -> the node that it is a shard of
+    reasons: Mapping[Node, str]  # each op outside the region that uses its values -> why the op is outside
 
     def upstream(self, node: Node) -> list[Node]:
         """Return the operands of a node that are in the region."""
@@ -70,14 +72,14 @@ class Region:
         return [user for user in node.users if user not in self.calls and not self._leads_to_chunks(user, node)]
 
     def _leads_to_chunks(self, user: Node, node: Node) -> bool:
-        """Whether a user only pads or splits the node to take a token shard of it."""
+        """Whether `user` only pads or splits `node` to take a token shard of `node`."""
         if self.chunks.get(user) is node:
             return True
         return user.target in _CUTTING and all(self._leads_to_chunks(each, node) for each in user.users)
 
 
 def computes(user: Node) -> bool:
-    """Whether a node computes something, unlike the graph's output or a copy into an input of the graph."""
+    """Whether a node computes a value. The graph's output and copies into graph inputs do not."""
     if user.target is aten.copy.default:  # the functional form of a copy into an input
         return any(map(computes, user.users))
     return user.op != "output" and user.target is not aten.copy_.default
@@ -87,8 +89,8 @@ def find_region(graph: Graph, group: PassGroup, rules: Rules, own_chunks: bool, 
     """Find the region that follows the group's collectives.
 
     Args:
-        own_chunks: Whether the graph takes this rank's rows of values itself.
-        left: Sources to leave out.
+        own_chunks: Whether the graph itself selects this rank's rows of values.
+        left: Sources to leave out of the region.
     """
     known = {source.node: source for source in _sources(graph, group)}
     varying = _varying(graph, rules, known.keys())
@@ -160,7 +162,7 @@ def _sources(graph: Graph, group: PassGroup) -> list[Source]:
 
 
 def _cuts(gathered: Node, group: PassGroup) -> list[tuple[Node, TokenDims]]:
-    """Return an all-gathered value, and slices of it that drop its padding, each with its token dims."""
+    """Return an all-gathered value and the slices of the value that remove its padding, each with its token dims."""
     value = gathered.meta["val"]
     found = [(gathered, TokenDims.of(value, 1))]
     for user in gathered.users:
@@ -188,7 +190,7 @@ def _dim_of(node: Node) -> object:
 
 
 def _chunked(node: Node, tokens: Mapping[Node, TokenDims], group: PassGroup) -> Node | None:
-    """Return the node that `node` is this rank's token shard of, with or without padding; None if there is none."""
+    """If `node` is this rank's token shard of another node, with or without padding, return the other node."""
     whole = _whole(node, group)
     if whole is None:
         return None
@@ -202,7 +204,7 @@ def _chunked(node: Node, tokens: Mapping[Node, TokenDims], group: PassGroup) -> 
 
 
 def _pads_at_the_end(node: Node) -> bool:
-    """Whether a node appends rows of zeros to another and does nothing else."""
+    """Whether a node only appends rows of zeros to another node."""
     if node.target is not aten.constant_pad_nd.default:
         return False
     *others, before, _ = node.args[1]  # type: ignore[misc]
@@ -210,7 +212,7 @@ def _pads_at_the_end(node: Node) -> bool:
 
 
 def _whole(node: Node, group: PassGroup) -> Node | None:
-    """Return the value that `node` is this rank's part of, if the value is split evenly; otherwise None."""
+    """If `node` is this rank's part of an evenly split value, return that value, otherwise None."""
     if node.op != "call_function":
         return None
     source = node.args[0] if node.args else None
@@ -230,8 +232,8 @@ def _whole(node: Node, group: PassGroup) -> Node | None:
 def _varying(graph: Graph, rules: Rules, sources: Collection[Node]) -> set[Node]:
     """Return the nodes that may have different values on different ranks.
 
-    Inputs of the graph that meet summed values (norms' weights, biases, hidden states) count as the same on all ranks.
-    Products of them do not, because ranks may hold different weights.
+    Graph inputs that are combined with summed values (weights of norms, biases, hidden states) count as the same on all
+    ranks. Matrix products of these inputs may vary, because ranks may hold different weights.
     """
     found: set[Node] = set()
     for node in graph.nodes:
@@ -243,9 +245,9 @@ def _varying(graph: Graph, rules: Rules, sources: Collection[Node]) -> set[Node]
 
 
 def _summed_again(graph: Graph, group: PassGroup, region: Region) -> set[Node]:
-    """Return the nodes that mix a full value into an operand of an all-reduce.
+    """Return the nodes that combine an operand of an all-reduce with a full value.
 
-    Such a value is one rank's part of a sum, and may differ between ranks.
+    Such a full value is one rank's part of a sum, so it may differ between ranks.
     """
     summed = [
         node.args[0]

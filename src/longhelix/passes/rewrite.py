@@ -1,4 +1,4 @@
-"""Carry out a plan: first add new nodes next to the old ones, then replace the old ones, or undo everything."""
+"""Apply a plan to a graph: add new nodes next to the old nodes, then replace the old nodes or undo the change."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 class Rewrite:
     """The changes of a plan to a graph.
 
-    Call `prepare`, then look at `doubts`, then call `finish` or `abandon`.
+    Call `prepare`, then check `doubts`, then call `finish` or `abandon`.
 
     Args:
-        in_rank_order: Whether each rank itself sums its rows of all ranks' parts, in rank order.
+        in_rank_order: Whether each rank receives its rows from all ranks and sums them in rank order.
         in_pieces: Whether large messages may be sent in pieces.
         quantisation: How to send the values that the plan quantises.
     """
@@ -124,7 +124,7 @@ class Rewrite:
         return source.shard if isinstance(source, Gathered) else self._rows_of(node, source.tokens)
 
     def _rows_of(self, node: Node, tokens: TokenDims) -> Node:
-        """Return this rank's rows of a value that it has in full."""
+        """Return this rank's rows of a full value."""
         key = node, tokens.dims
         if key not in self._rows:
             parts = self._add(
@@ -134,7 +134,7 @@ class Rewrite:
         return self._rows[key]
 
     def _without_padding(self, shard: Node, node: Node) -> Node:
-        """Return a shard with zeros in its rows of padding, as the graph's own shards have them."""
+        """Return a shard with zeros in its rows of padding, like the shards that the graph itself creates."""
         count, rows, padding = self._sizes(self._plan.region.tokens[node])
         if padding == 0:
             return shard
@@ -167,7 +167,7 @@ class Rewrite:
         return self._converted(total, dtype)
 
     def doubts(self) -> list[str]:
-        """Say what is wrong with the new nodes. The list is empty if the sharding rules are right."""
+        """Describe errors in the new nodes, such as wrong shapes. The list is empty if the rules are correct."""
         found = []
         for old, new in self.replaced().items():
             before, after = old.meta["val"], new.meta["val"]
@@ -197,7 +197,7 @@ class Rewrite:
         return self._shaped(self._gathered(shard, tokens), node)
 
     def _gather_quantised(self, shard: Node, node: Node) -> Node:
-        """Gather a node's shards as narrow numbers, together with a scale for each row unless scales are static."""
+        """Gather the quantised shards of a node. Unless scales are static, also gather a scale for each row."""
         assert self._quantisation is not None
         tokens = self._plan.region.tokens[node]
         name, static = self._quantisation.name, self._quantisation.scales

@@ -1,7 +1,7 @@
-"""Sharding rules: which ops are token-wise, and how to call each on a token shard.
+"""Sharding rules: which ops are token-wise, and how to call each of these ops on a token shard.
 
-An op is token-wise if row i of its results depends only on row i of its operands. Matrix products do not count here,
-because each rank may hold a different shard of their weights.
+An op is token-wise if row i of its results depends only on row i of its operands. These rules do not treat matrix
+products as token-wise, because each rank may hold a different shard of the weights.
 """
 
 import operator
@@ -37,7 +37,7 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class Squeezed:
-    """An operand of a `ShardedCall`: a node without its leading dims of size 1, so that `dims` dims are left."""
+    """An operand of a `ShardedCall`: a node without leading dims of size 1, so that it has `dims` dims."""
 
     node: Node
     dims: int
@@ -45,7 +45,7 @@ class Squeezed:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """A size in a `ShardedCall`: L, the rows of a token shard."""
+    """A size in a `ShardedCall`: L, the number of rows of a token shard."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class ShardedCall:
 
 
 class NotTokenWiseError(Exception):
-    """An op cannot run on a token shard. The message says why."""
+    """Raised if an op cannot run on a token shard. The message says why."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules for torch's ops, and for custom ones."""
+    """The rules for torch's ops and for custom ops."""
 
     # Custom token-wise ops -> names of the operands that hold tokens in their first dim. The other operands must be the
     # same on every rank. All results hold tokens in their first dim.
@@ -102,10 +102,10 @@ class Rules:
         raise NotTokenWiseError(f"{target} is not known to be token-wise")
 
     def same_everywhere(self, node: Node) -> bool:
-        """Whether an op returns the same on all ranks if its operands are the same.
+        """Whether an op returns the same value on all ranks if its operands are the same on all ranks.
 
-        Products do not, because of their weights. Neither do ops that select a part of a value, which may be this
-        rank's own part.
+        This is False for matrix products, because ranks may hold different weights. It is also False for ops that
+        select a part of a value, because each rank may select its own part.
         """
         target = node.target
         if target is operator.getitem:
@@ -119,7 +119,7 @@ class Rules:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """Return a node's arguments by their names in the op's schema, defaults included."""
+    """Return a node's arguments by their names in the op's schema, including defaults."""
     assert isinstance(node.target, OpOverload)
     given = dict(node.kwargs)
     found: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, TokenDims]) -> Any:
-    """Return what replaces an operand that is broadcast to `result`, which holds tokens in its first `dims` dims."""
+    """Return the replacement for an operand that is broadcast to `result` (tokens in the first `dims` dims)."""
     value = first_value(argument) if isinstance(argument, Node) else None
     if value is None:
         return argument
@@ -151,7 +151,7 @@ def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Tok
         return OwnRows(argument, TokenDims.of(value, dims))
     leading = value.shape[: value.dim() - after]
     if all(same(size, 1) for size in leading):
-        # At least one dim stays: torch gives the dtype of a tensor without dims less weight in type promotion.
+        # Keep at least one dim, because type promotion in torch treats tensors without dims differently.
         return Squeezed(argument, max(after, 1))
     raise NotTokenWiseError(f"{argument.name} is repeated over some of the tokens")
 
@@ -184,7 +184,7 @@ def _pointwise(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
 
 
 def _from_end(dim: int, ndim: int, tokens: TokenDims, target: object) -> int:
-    """Count a dim from the end, where a value and its shard have the same dims."""
+    """Return the index of a dim counted from the end, which is the same for a value and for its shard."""
     dim = dim if dim >= 0 else dim + ndim
     if dim < tokens.dims:
         raise NotTokenWiseError(f"{target} works across tokens")
@@ -192,7 +192,7 @@ def _from_end(dim: int, ndim: int, tokens: TokenDims, target: object) -> int:
 
 
 def _along(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
-    """Rule for ops with an argument `dim` (one or several) that hold tokens in the same dims in all operands."""
+    """Rule for ops with an argument `dim` (one dim or several) whose operands all hold tokens in the same dims."""
     source = next(arg for arg in node.all_input_nodes if arg in tokens)
     value, found = first_value(source), _arguments(node)
     assert value is not None
@@ -210,7 +210,7 @@ def _along(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
 def _bound(
     node: Node, found: dict[str, Any], held: TokenDims, like: Tensor, tokens: Mapping[Node, TokenDims]
 ) -> ShardedCall:
-    """Return a call with the arguments `found`. Tensors among them have the sizes of `like` in the token dims."""
+    """Return a call with the arguments `found`. Tensor arguments get the sizes of `like` in the token dims."""
     assert isinstance(node.target, OpOverload)
     arguments, named = [], {}
     for parameter in node.target._schema.arguments:
@@ -245,7 +245,7 @@ def _unsqueeze(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
 
 
 def _resized(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
-    """Rule for views: some leading dims of the result must again hold exactly the tokens."""
+    """Rule for views: the leading dims of the result must again hold exactly the tokens."""
     source, result = _only(node, tokens), first_value(node)
     assert result is not None
     held = tokens[source]
@@ -331,7 +331,7 @@ _POINTWISE = {
 
 _SAME_EVERYWHERE = {
     aten.constant_pad_nd.default,
-    # A rank's shard of a vocabulary gives different rows, but they are summed before they meet other values.
+    # If each rank has a shard of the vocabulary, the rows differ, but they are summed before any other op uses them.
     aten.embedding.default,
     aten.full.default,
     aten.lift_fresh_copy.default,

@@ -1,4 +1,4 @@
-"""Quantise gathered values. A calibration run finds static scales, which are then constants of graphs."""
+"""Quantise gathered values. A calibration run can determine static scales, which become constants of the graphs."""
 
 import hashlib
 import threading
@@ -23,28 +23,28 @@ class Quantisation:
 
     name: str  # narrow type: "int8" or "fp8"
     scales: Sequence[float] | None = None  # static scales; None: each token has its own
-    noted: Sequence[str] | None = None  # places under which a calibration records the largest numbers
+    noted: Sequence[str] | None = None  # places for which a calibration records the largest numbers
 
     @property
     def how(self) -> str:
-        """Ending of pattern names, such as "StaticINT8"."""
+        """Suffix of pattern names, such as "StaticINT8"."""
         return ("Dynamic" if self.scales is None else "Static") + self.name.upper()
 
 
 _library = torch.library.Library("longhelix_passes", "FRAGMENT")
-# Captured in a CUDA graph, this op would record the first input only.
+# In a captured CUDA graph, this op would record only the first input.
 _library.define("observed(Tensor highest_LX, str place) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
 
 
 class Calibration:
-    """Finds static scales. It records the largest numbers of gathered values while a module runs on typical inputs:
+    """Determines static scales by recording the largest gathered numbers while a module runs on typical inputs:
 
         calibration = Calibration()
-        recording = SequenceParallel(group, quantize="int8", scales=calibration)  # compile with this pass, and run
+        recording = SequenceParallel(group, quantize="int8", scales=calibration)  # compile with this pass, then run
         sp = SequenceParallel(group, quantize="int8", scales=calibration.scales("int8", group))
 
-    Use one calibration for each module. A scale belongs to a place in the module's graph, for any number of tokens. The
-    graph of another module that does the same on token shards would use the same scales.
+    Use a separate calibration for each module. A scale belongs to a place in the module's graph, for any number of
+    tokens. If two modules have the same ops on token shards, they would use the same scales.
     """
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class Calibration:
         _calibrations[self.number] = self
 
     def note(self, place: str, highest: Tensor) -> None:
-        """Record the largest number at a place in one run. Any thread may call this."""
+        """Record the largest number at a place in one run. This method is thread-safe."""
         with self._lock:
             self._highest[place] = torch.maximum(self._highest.get(place, highest), highest)
 
     def scales(self, quantize: str, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Return static scales by place. They map the largest number recorded on any rank to the narrow type's largest.
+        """Return static scales by place. They map the largest number on any rank to the largest of the narrow type.
 
-        All ranks of the group must call this, after they have run the same graphs.
+        All ranks of the group must call this method, after they have run the same graphs.
 
         Raises:
             ValueError: On all ranks, if nothing was recorded, if the ranks ran different graphs, or if recorded numbers
@@ -70,7 +70,7 @@ class Calibration:
         check_quantize(quantize)
         self._check_same_places(group)
         highest = torch.stack([self._highest[place] for place in sorted(self._highest)])
-        # A maximum over ranks may lose a NaN, but not an infinity.
+        # A maximum over the ranks may drop a NaN, but keeps an infinity.
         highest = highest.where(highest.isfinite(), torch.inf)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
         if not highest.isfinite().all():
@@ -79,7 +79,7 @@ class Calibration:
         return {key_of(quantize, place): scale for place, scale in zip(sorted(self._highest), found, strict=True)}
 
     def _check_same_places(self, group: dist.ProcessGroup | None) -> None:
-        """Raise ValueError, on all ranks, unless all recorded the same places, and at least one."""
+        """Raise ValueError on all ranks unless all ranks recorded the same places, and at least one place."""
         digest = hashlib.sha256("\n".join(sorted(self._highest)).encode()).digest()
         own = int.from_bytes(digest[:7], "big")
         seen = torch.tensor([own, -own, int(not self._highest)])

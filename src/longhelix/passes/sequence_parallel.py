@@ -33,28 +33,32 @@ DEFAULT_MIN_TOKENS = 1000
 class SequenceParallel(CustomGraphPass):
     """Compiler pass that computes norms and residuals after an all-reduce on token shards.
 
-    The all-reduce becomes a reduce-scatter. Norms and residuals run on each rank's own tokens. The values that the next
-    products need are all-gathered, in quantised form where the graph quantises them.
+    The pass replaces the all-reduce with a reduce-scatter. Each rank computes norms and residuals for its own tokens
+    only. The ranks then all-gather the values that the next matrix products need. If the graph quantises these values,
+    the ranks gather them in quantised form.
 
         sp = SequenceParallel(group, min_tokens=1000)
         compiled = torch.compile(module, fullgraph=True, options={"post_grad_custom_pre_pass": sp})
 
-    All ranks must run the same code, because each rank plans by its own graph. The graphs may differ in the weights of
-    products only. The pass assumes that inputs of the graph that meet all-reduced values are the same on all ranks:
-    norms' weights and eps, biases, residuals. It leaves a graph unchanged, with a warning, if it cannot change it
-    safely.
+    All ranks must run the same code, because each rank plans the changes from its own graph. The graphs may differ only
+    in the weights of matrix products. The pass assumes that all ranks have the same values for those graph inputs that
+    are combined with all-reduced values: weights and eps of norms, biases, and residuals. If the pass cannot change a
+    graph safely, it logs a warning and leaves the graph unchanged.
 
     Args:
-        group: Ranks that run the graphs' functional collectives. None: all ranks.
+        group: Ranks that run the functional collectives of the graphs. None: all ranks.
         min_tokens: Leave graphs for fewer tokens unchanged. None: 1000.
-        quantize: "int8" or "fp8" sends gathered values as one byte per number, with a scale per token. This rounds.
-        tokens: Smallest and largest number of tokens that graphs are for. None: read it from the graphs' shapes.
+        quantize: "int8" or "fp8" sends gathered values as one byte per number, with a scale per token. This rounds the
+            values.
+        tokens: Smallest and largest number of tokens of the graphs' inputs. None: the pass reads the number from the
+            shapes in each graph.
         scales: Static scales from `Calibration.scales`, which replace the scale per token; or a `Calibration`, which
             records numbers while the module runs.
-        in_rank_order: Sum in rank order after an all-to-all, so that a token's bits do not depend on other tokens.
-            None: only if the group's backend is gloo, because its reduce-scatter sends as much as its all-reduce.
-        own_chunks: The module itself takes its rank's rows out of values, in the same way on all ranks, as experts on
-            token shards do. The pass then does not gather these values.
+        in_rank_order: Replace the reduce-scatter with an all-to-all and a sum in rank order, so that the result for a
+            token does not depend on other tokens. None: do this only if the group's backend is gloo, because the
+            reduce-scatter of gloo sends as many bytes as its all-reduce.
+        own_chunks: Whether the module itself selects the rows of its rank from values, in the same way on all ranks.
+            Experts on token shards do this. The pass then does not gather these values.
         token_wise: Custom ops, each with the names of operands that hold tokens. Row i of an op's results may depend
             only on row i of these operands.
         norms: Custom ops among `token_wise` that are RMSNorms of their first operand.
@@ -109,17 +113,17 @@ class SequenceParallel(CustomGraphPass):
             logger.warning("sequence parallelism is off: the group has one rank, and nothing to shard")
 
     def applies(self, tokens: int) -> bool:
-        """Whether graphs for at least this many tokens keep token shards."""
+        """Whether the pass uses token shards in graphs for at least this many tokens."""
         return self.group.size > 1 and tokens >= self.min_tokens
 
     def uuid(self) -> str:
-        """Identify everything that decides what the pass does, for torch's cache of compiled graphs."""
+        """Return a key for torch's cache of compiled graphs that covers everything that affects the pass."""
         self._expect_agreement()  # torch calls uuid before it runs the pass or takes a graph from its cache
         return self._options_digest() + "-left" * agreement.found_difference(self.group)
 
     @property
     def _options_in_words(self) -> str:
-        """The options that must be equal on all ranks, in words."""
+        """Describe the options that must be equal on all ranks."""
         own = f"min_tokens {self.min_tokens}, quantize {self.quantize}{self._scales_in_words}, tokens {self.tokens}"
         return f"{own}, in_rank_order {self.in_rank_order}, own_chunks {self.own_chunks}"
 
@@ -164,9 +168,9 @@ class SequenceParallel(CustomGraphPass):
         self._counts.add(agreement.KIND, agreement.summary(self._options_in_words, changed, after))
 
     def report(self) -> Report:
-        """Report on all graphs that passes with the same options have seen so far, including those from torch's cache.
+        """Report on all graphs that passes with the same options have processed, including graphs from torch's cache.
 
-        Bytes of graphs with a varying number of tokens are for the number that they were traced with.
+        If a graph accepts a varying number of tokens, its bytes are those for the number that it was traced with.
         """
         return self._counts.report()
 
@@ -179,7 +183,7 @@ class SequenceParallel(CustomGraphPass):
             agreement.expect(self._counts.prefix, self.group)
 
     def _applies(self, count: int | torch.SymInt) -> bool:
-        """Whether values of this many tokens are kept as shards."""
+        """Whether the pass keeps values of this many tokens as shards."""
         if isinstance(count, int):
             return self.applies(count)
         if self.tokens is not None:
@@ -188,7 +192,7 @@ class SequenceParallel(CustomGraphPass):
         return bool(least.is_Integer) and self.applies(int(least))
 
     def _change(self, graph: Graph) -> list[str]:
-        """Change a graph, and return its nodes on token shards in words, which must be equal on all ranks."""
+        """Change a graph. Return a description of its nodes on token shards, which must be equal on all ranks."""
         eliminate_no_ops(graph)
         plan = make_plan(
             graph,
@@ -221,7 +225,7 @@ class SequenceParallel(CustomGraphPass):
         try:
             rewrite.prepare()
             doubts = rewrite.doubts()
-        except Exception as error:  # ops on fake tensors may raise anything
+        except Exception as error:  # ops on fake tensors may raise any exception
             doubts = [f"{type(error).__name__}: {error}"]
         if doubts:
             rewrite.abandon()

@@ -1,4 +1,4 @@
-"""Decide whether the pass may change a graph: it must be the graph of a whole module, for inference."""
+"""Decide whether the pass may change a graph. It may change only the graph of a whole module, for inference."""
 
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.fx import Graph, GraphModule
@@ -8,7 +8,7 @@ _COLLECTIVES = "_c10d_functional."
 
 def refusal(graph: Graph) -> str | None:
     """Say why the graph that is being compiled must stay unchanged, or return None if the pass may change it."""
-    # Torch gives these names to the inputs of forward graphs with a backward graph, and of backward graphs.
+    # Torch uses these names for inputs of backward graphs, and of forward graphs that have a backward graph.
     if any(node.name.startswith(("primals", "tangents")) for node in graph.find_nodes(op="placeholder")):
         return "it has a backward graph, and sequence parallelism is for inference: compile under torch.no_grad()"
     translator = _translator()
@@ -26,15 +26,15 @@ def refusal(graph: Graph) -> str | None:
 
 
 def _translator() -> InstructionTranslator | None:
-    """Return the translator that is tracing a Python frame now, or None."""
+    """Return the translator that currently traces a Python frame, or None."""
     try:
         return InstructionTranslator.current_tx()
-    except AttributeError:  # no frame
+    except AttributeError:  # no frame is being traced
         return None
 
 
 def _has_collectives_in_branches(translator: InstructionTranslator) -> bool:
-    """Whether a graph nested in the traced graph has collectives. Passes see nested graphs one at a time."""
+    """Whether a graph nested in the traced graph has collectives. Torch calls passes separately for nested graphs."""
     modules = [each for each in translator.output.nn_modules.values() if isinstance(each, GraphModule)]
     return any(str(node.target).startswith(_COLLECTIVES) for module in modules for node in module.graph.nodes)
 

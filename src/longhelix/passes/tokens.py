@@ -1,8 +1,8 @@
 """How a value of a graph holds tokens, and what a token shard of it looks like.
 
-A value (B, S, H) or (T, H) holds T tokens in its leading dims. Once these are flattened, rank r of n has the rows
-[r L, (r + 1) L) with L = ceil(T / n). They are its token shard (L, H). If n does not divide T, the last rows are
-padding. A shard may be all padding.
+A value (B, S, H) or (T, H) holds T tokens in its leading dims. To shard the value over n ranks, these dims are
+flattened into T rows. The token shard (L, H) of rank r has the rows [r L, (r + 1) L) with L = ceil(T / n). If n does
+not divide T, the last rows are padding. A shard may consist of padding only.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class TokenDims:
         return len(self.sizes)
 
     def matches(self, other: "TokenDims") -> bool:
-        """Whether both hold the same number of tokens, in as many dims."""
+        """Whether both hold the same number of tokens, in the same number of dims."""
         return self.dims == other.dims and same(self.count, other.count)
 
 
@@ -51,10 +51,10 @@ def shard_rows(count: int | torch.SymInt, ranks: int) -> int | torch.SymInt:
 
 @contextlib.contextmanager
 def any_number_of_tokens(graph: Graph) -> Iterator[None]:
-    """Context in which questions about sizes hold for every number of tokens.
+    """Compare sizes inside this context so that the results are valid for every number of tokens.
 
-    Answers do not use the number of tokens that the graph was traced with (for example, whether a size is 1), and do
-    not bind the graph to that number.
+    Inside the context, a comparison (for example, whether a size is 1) does not use the number of tokens that the graph
+    was traced with, and does not restrict the graph to that number.
     """
     fake = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     env = None if fake is None else fake.shape_env
@@ -69,7 +69,7 @@ def same(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
 
 
 def first_value(node: Node) -> Tensor | None:
-    """Return the (first) tensor that a node returns, or None if it returns none."""
+    """Return the first tensor that a node returns, or None if the node returns no tensor."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = next((each for each in value if isinstance(each, Tensor)), None)
@@ -77,7 +77,7 @@ def first_value(node: Node) -> Tensor | None:
 
 
 def row_bytes(node: Node, tokens: TokenDims) -> int | None:
-    """Return the bytes of one token's row of a value, or None if they are not known at compile time."""
+    """Return the number of bytes per token of a value, or None if it is not known at compile time."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return None

@@ -1,4 +1,4 @@
-"""Answer a question: frontiers, the best layout for the targets, and how the strategies compare."""
+"""Answer a question with Pareto frontiers, the best layout for the targets, and a comparison of the strategies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,30 +26,30 @@ class UsersAtTtl:
 
     ttl_s: float
     strategy: str
-    most: Candidate | None  # the configuration with that batch; None if the strategy serves no request
+    most: Candidate | None  # configuration with the largest batch; None if the strategy cannot serve a request
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer to a question. Frontiers and gains are decode only, as papers compare them."""
+    """The answer to a question. As in published comparisons, frontiers and gains cover decode only."""
 
     question: Question
-    configurations: int  # how many were looked at
+    configurations: int  # number of evaluated configurations
     sweep: Sweep
-    frontier: list[Candidate]  # of all strategies together
-    baseline: list[Candidate]  # frontier of all strategies but Helix
+    frontier: list[Candidate]  # frontier over all strategies
+    baseline: list[Candidate]  # frontier over all strategies except Helix
     strategies: dict[str, list[Candidate]]  # frontier of each strategy, by name
-    headline: Gain | None  # Helix over the baseline; None if one of them is empty
-    at_ttl: AtSpeed | None  # Helix and the baseline at the target TTL; None without that target
-    best: Choice | None  # meets all targets; None if nothing does
-    nearest: list[Choice]  # the closest to the targets; empty if `best` is set
+    headline: Gain | None  # gain of Helix over the baseline; None if either frontier is empty
+    at_ttl: AtSpeed | None  # Helix and the baseline at the TTL target; None without a TTL target
+    best: Choice | None  # best choice that meets all targets; None if no configuration does
+    nearest: list[Choice]  # choices closest to the targets; empty if `best` is set
     disaggregated: Disaggregated | None  # None if impossible, or without a demand
     users_at_ttl: list[UsersAtTtl]
     latencies: Latencies | None  # TTFT against TTL; None without a TTFT target
 
 
 def answer(question: Question) -> Plan:
-    """Search all layouts.
+    """Search all layouts for the answer to a question.
 
     Raises:
         UserError: no configuration fits in memory.
@@ -104,7 +104,7 @@ def _at_ttl(points: Points, helix: Mask, ttl_s: float) -> AtSpeed:
 
 
 def _balanced(chooser: Chooser, points: Points) -> Choice | None:
-    """Without targets: the largest product of tokens/s/user and tokens/s/GPU that leaves room for a chunk."""
+    """Return the choice without targets: the largest tokens/s/user times tokens/s/GPU that leaves room for a chunk."""
     order = np.argsort(-points.user_tokens_per_s * points.gpu_tokens_per_s, kind="stable")
     choices = (chooser.at(int(points.layout[best]), float(points.batch[best])) for best in order)
     return next((choice for choice in choices if choice is not None), None)
@@ -113,7 +113,7 @@ def _balanced(chooser: Chooser, points: Points) -> Choice | None:
 def _users_at_ttl(
     budgets_s: Sequence[float], searched: Sweep, strategy: np.ndarray[tuple[int], np.dtype[np.intp]]
 ) -> list[UsersAtTtl]:
-    """The largest batch of each strategy within each TTL budget (the Helix paper's batch scalability)."""
+    """Return each strategy's largest batch within each TTL budget (the Helix paper calls this batch scalability)."""
     points, found = searched.points, []
     for budget_s in budgets_s:
         for index, each in enumerate(STRATEGIES):

@@ -1,4 +1,4 @@
-"""One configuration of a plan, and layouts in words."""
+"""Candidate configurations of a plan, and descriptions of layouts in words."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ _DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with a batch, and its predicted decode speed."""
+    """A layout with a batch size, and the predicted decode speed."""
 
     strategy: str
-    layout: dict[str, int | str]  # as `degrees` returns it
+    layout: dict[str, int | str]  # layout as returned by `degrees`
     gpus: int
-    batch: int  # requests on all GPUs together
+    batch: int  # number of requests on all GPUs together
     tokens_per_s_per_user: float
     tokens_per_s_per_gpu: float
-    memory_bytes_per_gpu: int  # on the fullest GPU
+    memory_bytes_per_gpu: int  # memory use of the fullest GPU
 
     @property
     def ttl_s(self) -> float:
@@ -46,10 +46,10 @@ def _candidates(space: Space, points: Points) -> Iterator[Candidate]:
 
 
 def degrees(layouts: Layouts, index: int) -> dict[str, int | str]:
-    """The degrees of each of a layout's `dp` groups, by the names of `Layout`, and the placement of KV.
+    """Return the parallel degrees of one of a layout's `dp` groups, under the names of `Layout`, and the KV placement.
 
-    Each group serves its own requests. Groups of one KVP rank are returned the way `Layout` describes them: as KVP
-    ranks with placement "local".
+    Each group serves its own requests. If each group has one KVP rank, the result follows the convention of `Layout`:
+    the groups are KVP ranks with placement "local".
     """
     found: dict[str, int | str] = {name: int(getattr(layouts, name)[index]) for name in _DEGREES}
     local = found["dp"] != 1 and found["kvp"] == 1
@@ -59,7 +59,7 @@ def degrees(layouts: Layouts, index: int) -> dict[str, int | str]:
 
 
 def as_layouts(layout: Mapping[str, int | str], *, hop_b: bool) -> Layouts:
-    """The inverse of `degrees`: one layout, as `Layouts` of length 1."""
+    """Convert the result of `degrees` back to `Layouts` of length 1."""
     dp, kvp, tpa, tpf, ep, pp, ffn_replicas = (int(layout[name]) for name in _DEGREES)
     one = Layout(kvp=dp * kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp, ffn_replicas=ffn_replicas)
     return Layouts.of([one], dp=dp, local=layout["placement"] == "local", hop_b=hop_b)
@@ -71,7 +71,7 @@ def drafts_in_words(draft_tokens: int, accepted_tokens: float) -> str:
 
 
 def in_words(layout: Mapping[str, int | str]) -> str:
-    """A layout in words, such as "KVP 8 x TPA 8, TPF 64"; leaves out DP, EP, copies and PP of 1."""
+    """Describe a layout in words, such as "KVP 8 x TPA 8, TPF 64". Omits DP, EP, copies and PP if they are 1."""
     attention = f"KVP {layout['kvp']} x TPA {layout['tpa']}"
     if layout["placement"] == "local":
         attention = f"DP {layout['kvp']} x TPA {layout['tpa']}"

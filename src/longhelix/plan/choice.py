@@ -14,48 +14,48 @@ from longhelix.plan.service import CHUNKS, Service, ServiceLoad, mixed_seconds, 
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import MOST_BATCH, largest, units
 
-_BLOCK = 64  # layouts per round of the search
-_STEP = 2**0.25  # ratio of successive batches to try for a demand
+_BLOCK = 64  # number of layouts per round of the search
+_STEP = 2**0.25  # ratio between successive batch sizes that the search tries for a demand
 _NEAREST = 3
 _Index = NDArray[np.intp]
-_Keeps = Callable[[Layouts, Array, Array], Mask]  # layouts, batches, chunk sizes
+_Keeps = Callable[[Layouts, Array, Array], Mask]  # arguments: layouts, batches, chunk sizes
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration and its predicted service. All values hold at the same time."""
+    """A configuration and its predicted service. All values apply at the same time."""
 
     strategy: str
     layout: dict[str, int | str]  # as in `Candidate`
     replicas: int
-    gpus: int  # of all replicas
-    batch: int  # requests that decode together in one replica
-    users: int  # requests that all replicas serve at the same time
-    chunk_tokens: int  # of a prompt in one step, in addition to the batch
-    ttl_s: float  # mean
-    ttl_p95_s: float  # in a step that also computes a chunk of a prompt
-    ttft_s: float  # of the longest prompt
+    gpus: int  # total over all replicas
+    batch: int  # number of requests that decode together in one replica
+    users: int  # number of requests that all replicas serve at the same time
+    chunk_tokens: int  # prompt tokens in one step, in addition to the batch
+    ttl_s: float  # mean TTL
+    ttl_p95_s: float  # TTL in a step that also computes a chunk of a prompt
+    ttft_s: float  # TTFT of the longest prompt
     rate_per_s: float | None  # requests per second; None without a demand
     tokens_per_s_per_user: float
     tokens_per_s_per_gpu: float
-    memory_bytes_per_gpu: int  # on the fullest GPU
-    headroom_bytes: int  # free on the fullest GPU
-    cost_per_million_tokens: float | None  # of answers; None without the price of a GPU
-    draft_tokens: int  # per request and step, as in `Setting`
-    accepted_tokens: float  # per request and step, as in `Setting`; all times include it
-    violates: tuple[str, ...]  # the targets that it misses, in words
+    memory_bytes_per_gpu: int  # memory use of the fullest GPU
+    headroom_bytes: int  # free memory on the fullest GPU
+    cost_per_million_tokens: float | None  # cost of answer tokens; None without a GPU price
+    draft_tokens: int  # draft tokens per request and step, as in `Setting`
+    accepted_tokens: float  # accepted tokens per request and step, as in `Setting`; all times include their effect
+    violates: tuple[str, ...]  # descriptions of the missed targets
 
 
 @dataclass(frozen=True)
 class _Tried:
     """Configurations, arrays (n,)."""
 
-    layout: _Index  # index in the space
+    layout: _Index  # index of the layout in the space
     batch: Array
-    chunk: Array  # tokens
-    given: Service  # of one replica
+    chunk: Array  # chunk size in tokens
+    given: Service  # service of one replica
     replicas: Array
-    gpus: Array  # of all replicas
+    gpus: Array  # total over all replicas
 
     def take(self, index: _Index) -> "_Tried":
         given = self.given.take(index)
@@ -83,9 +83,11 @@ class _Tried:
 class Chooser:
     """Finds the best configuration of a space.
 
-    For a layout and a chunk size, steps take longer as the batch grows, so bisection finds the largest batch within the
-    TTL. The search takes layouts in the order of an optimistic bound: prefill with the smallest chunk that is fast
-    enough, at no other cost. It ends when no remaining layout can beat the best one found.
+    For a given layout and chunk size, steps take longer as the batch grows. Bisection therefore finds the largest batch
+    within the TTL.
+
+    The search tries layouts in the order of an optimistic bound. The bound uses the smallest chunk that is fast enough
+    and otherwise assumes that prefill is free. The search ends when no remaining layout can beat the best one so far.
     """
 
     def __init__(self, question: Question, space: Space) -> None:
@@ -95,9 +97,9 @@ class Chooser:
         self._unit = units(space.layouts)
 
     def best(self) -> Choice | None:
-        """The configuration with the max tokens/s/GPU, or with the fewest GPUs, that meets all targets.
+        """Return the configuration with the most tokens/s/GPU, or with the fewest GPUs, that meets all targets.
 
-        None if no configuration meets them.
+        Returns None if no configuration meets the targets.
         """
         bound = self._bounds()
         order = np.argsort(bound, kind="stable")
@@ -119,9 +121,9 @@ class Chooser:
         return self._choice(found)
 
     def at(self, layout: int, batch: float) -> Choice | None:
-        """A layout with a batch, or with the largest smaller batch that leaves room for a chunk.
+        """Return the choice for a layout and a batch, or for the largest smaller batch that leaves room for a chunk.
 
-        Takes the chunk size with the shortest TTFT. Returns None if no request fits in memory with any chunk.
+        Selects the chunk size with the shortest TTFT. Returns None if no request fits in memory with any chunk size.
         """
         every = np.full(len(self._chunks), layout)
         held = np.minimum(self._largest(every, self._chunks, self._fits), batch)
@@ -132,7 +134,7 @@ class Chooser:
         return self._choice(tried.take(np.argsort(tried.given.ttft_s, kind="stable")[:1]))
 
     def nearest(self) -> list[Choice]:
-        """The _NEAREST configurations that come closest to the targets, each with a different layout."""
+        """Return the _NEAREST configurations that are closest to the targets, each with a different layout."""
         index, chunk = self._with_chunks(np.arange(len(self._space)))
         wanted = np.ceil(self._question.users / np.floor(self._question.max_gpus / self._gpus(index)))
         batch = np.ceil(wanted / self._unit[index]) * self._unit[index]
@@ -144,7 +146,7 @@ class Chooser:
         return [self._choice(tried.take(order[[position]])) for position in np.sort(first)[:_NEAREST]]
 
     def _bounds(self) -> Array:
-        """A lower bound of each layout's `_value`; infinite for layouts that cannot meet the targets."""
+        """Return a lower bound of each layout's `_value`. It is infinite for layouts that cannot meet the targets."""
         index, ttft_s = np.arange(len(self._space)), self._question.ttft_s
         chunk = np.full(len(index), self._chunks[0])
         if ttft_s is not None:
@@ -162,7 +164,7 @@ class Chooser:
         return bound
 
     def _worth(self, users: Array, tokens_per_s: Array, gpus: Array) -> Array:
-        """The value to minimise: GPUs of all required replicas, or negative tokens/s/GPU."""
+        """Return the value to minimise: the GPUs of all required replicas, or the negative tokens/s/GPU."""
         question = self._question
         if question.rate_per_s is not None:
             assert question.demand is not None
@@ -172,7 +174,7 @@ class Chooser:
         return -tokens_per_s / gpus
 
     def _value(self, tried: _Tried) -> Array:
-        """The value to minimise, of configurations; comparable with `_bounds`."""
+        """Return the value to minimise for each configuration. It is comparable with `_bounds`."""
         if self._question.rate_per_s is not None or self._question.fewest_gpus:
             return tried.gpus
         return -tried.tokens_per_s_per_gpu
@@ -181,7 +183,10 @@ class Chooser:
         return tried.take(np.lexsort((tried.given.ttft_s, tried.given.ttl_s, self._value(tried)))[:1])
 
     def _tried(self, layouts: _Index) -> _Tried:
-        """All layouts with all chunk sizes and the largest batch within the targets; for a demand, smaller ones too."""
+        """Return these layouts with all chunk sizes and the largest batch within the targets.
+
+        With a demand, the result also contains smaller batches.
+        """
         index, chunk = self._with_chunks(layouts)
         batch = self._largest(index, chunk, self._within_ttl)
         if self._question.demand is not None:
@@ -195,14 +200,14 @@ class Chooser:
             slow = np.flatnonzero(batch > 0)
             slow = slow[~self._in_time(self._space.layouts.take(index[slow]), batch[slow], chunk[slow])]
             batch[slow] = self._largest(index[slow], chunk[slow], self._within_both)
-        # A batch of whole units may have faster steps.
+        # A batch that is a multiple of the unit may have faster steps.
         index, chunk = np.tile(index, 2), np.tile(chunk, 2)
         batch = np.concatenate([batch, batch // self._unit[index[: len(batch)]] * self._unit[index[: len(batch)]]])
         held = batch > 0
         return self._given(index[held], batch[held], chunk[held])
 
     def _refined(self, found: _Tried) -> _Tried:
-        """Try the batches between those that were tried, with the same layout and chunk size."""
+        """Try more batch sizes around the best one, with the same layout and chunk size, and return the best result."""
         unit = self._unit[found.layout[0]]
         count = found.batch[0] / unit
         batch = np.unique(np.ceil(np.linspace(count / _STEP, count * _STEP, _BLOCK))) * unit
@@ -212,7 +217,7 @@ class Chooser:
         return self._first(_joined(found, tried.take(np.flatnonzero(self._meets(tried)))))
 
     def _with_chunks(self, layouts: _Index) -> tuple[_Index, Array]:
-        """All pairs of these layouts and the chunk sizes."""
+        """Return all pairs of these layouts and the chunk sizes."""
         return np.repeat(layouts, len(self._chunks)), np.tile(self._chunks, len(layouts))
 
     def _given(self, index: _Index, batch: Array, chunk: Array) -> _Tried:
@@ -226,11 +231,11 @@ class Chooser:
         )
 
     def _gpus(self, index: _Index) -> Array:
-        """GPUs of one replica."""
+        """Return the number of GPUs of one replica."""
         return self._space.layouts.world_size[index]
 
     def _largest(self, index: _Index, chunk: Array, keeps: _Keeps) -> Array:
-        """The largest batch of each layout and chunk size up to which `keeps` holds; 0 if it never does."""
+        """Return the largest batch of each layout and chunk size for which `keeps` is true; 0 if it is never true."""
         layouts = self._space.layouts.take(index)
         return largest(lambda batch: keeps(layouts, batch, chunk), np.full(len(index), float(MOST_BATCH)))
 
@@ -256,7 +261,7 @@ class Chooser:
         return self._within_ttl(layouts, batch, chunk) & self._in_time(layouts, batch, chunk)
 
     def _limits(self, tried: _Tried) -> list[tuple[str, str, Array, float]]:
-        """Each target that is set: its name, its unit, the values of the configurations, and the limit."""
+        """Return the name, the unit, the values of the configurations and the limit of each target that is set."""
         question, found = self._question, []
         if question.ttl_s is not None:
             found.append(("TTL during a prefill", "ms", 1e3 * tried.given.ttl_p95_s, 1e3 * question.ttl_s))
@@ -269,12 +274,12 @@ class Chooser:
         return meets
 
     def _missed(self, tried: _Tried) -> Array:
-        """The sum of the logarithms of the factors by which configurations miss their targets."""
+        """Return the sum of the logarithms of the factors by which each configuration misses the targets."""
         missed: Array = np.sum([np.log(np.maximum(has / most, 1.0)) for _, _, has, most in self._limits(tried)], axis=0)
         return missed
 
     def _choice(self, found: _Tried) -> Choice:
-        """The choice for one configuration."""
+        """Return the choice for one configuration."""
         layouts, given = self._space.layouts.take(found.layout), found.given
         needed = float(self._use.memory_bytes(layouts, found.batch, found.chunk)[0])
         rate = float(given.rate_per_s[0] * found.replicas[0])

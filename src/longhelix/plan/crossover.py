@@ -18,24 +18,24 @@ BATCHES = (1, 8, 64, 512)
 class Crossover:
     """The best TTL with Helix and with the other strategies, at one context and batch size."""
 
-    gpus: int  # number of GPUs of each layout compared
+    gpus: int  # number of GPUs of each compared layout
     context: int  # tokens per request
-    batch: int  # requests
+    batch: int  # number of requests
     helix_s: float | None  # best TTL with Helix, in seconds; None if no layout fits
     others_s: float | None  # best TTL with the other strategies, in seconds; None if no layout fits
     kvp: int | None  # KVP of Helix's best layout; None if no layout fits
 
     @property
     def pays(self) -> bool:
-        """Whether Helix is faster than all other strategies, or the only one that fits."""
+        """Whether Helix is faster than all other strategies, or is the only strategy that fits."""
         return self.helix_s is not None and (self.others_s is None or self.helix_s < self.others_s)
 
 
 def crossovers(question: Question, searched: Space, max_gpus: int) -> list[Crossover]:
     """Compare the best TTL of Helix and of the other strategies at each context and batch size.
 
-    All compared layouts have the same number of GPUs: that of the largest layout of up to `max_gpus` GPUs. It can be
-    less than `max_gpus`. For example, no layout has 3 GPUs if sizes are powers of two.
+    All compared layouts have the same number of GPUs, which is the largest possible number up to `max_gpus`. This
+    number can be less than `max_gpus`. For example, no layout has 3 GPUs if sizes are powers of two.
     """
     sizes = searched.layouts.world_size
     gpus = sizes[sizes <= max_gpus].max()

@@ -1,4 +1,4 @@
-"""The demand that a plan has to serve: lengths and rate of requests."""
+"""The demand that a plan must serve: the lengths and the rate of requests."""
 
 import math
 from collections.abc import Sequence
@@ -11,21 +11,21 @@ from longhelix.errors import UserError
 class Kind:
     """Requests of one length."""
 
-    share: float  # of all requests
-    input_tokens: int  # of the prompt
-    output_tokens: int  # of the answer
+    share: float  # fraction of all requests
+    input_tokens: int  # length of the prompt
+    output_tokens: int  # length of the answer
 
 
 @dataclass(frozen=True)
 class Demand:
     """Kinds of requests and their rate.
 
-    Means are over time: each request counts in proportion to the time that its answer takes.
+    Means are taken over time: the weight of a request is proportional to the time that its answer takes.
     """
 
     kinds: tuple[Kind, ...]  # their shares add up to 1
-    rate_per_s: float | None = None  # requests of all kinds per second; None: as many as can be served
-    prefix_hit: float = 0.0  # share of every prompt with KV that is already cached
+    rate_per_s: float | None = None  # requests of all kinds per second; None for as many as possible
+    prefix_hit: float = 0.0  # fraction of every prompt whose KV is already cached
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
@@ -39,9 +39,10 @@ class Demand:
 
     @classmethod
     def of(cls, lengths: Sequence[tuple[int, int]], rate_per_s: float | None, prefix_hit: float) -> "Demand":
-        """Group requests into kinds: prompts between two powers of four become one kind with their mean lengths.
+        """Group requests into kinds.
 
-        The longest requests are added as kinds with share 0: they cost nothing on average, but must meet the targets.
+        Requests whose prompt lengths are between the same two powers of four form one kind with their mean lengths. The
+        longest requests are added as kinds with share 0. They do not affect averages, but must meet the targets.
 
         Args:
             lengths: tokens of the prompt and of the answer, for each request.

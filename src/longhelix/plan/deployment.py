@@ -1,4 +1,4 @@
-"""A plan's answer as a deployment, and the engine settings that run it or the closest that this version can run."""
+"""Turn a plan's answer into a deployment, and a deployment into the closest engine settings."""
 
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -15,33 +15,33 @@ from longhelix.spec.weights import Dim, Split, WeightDtype, layer_weights
 from longhelix.values import one_of, refused, whole
 
 _DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
-_MOST_USERS = 2**16  # the engine's own limit of running requests
-_LANES = 16  # of the native CPU kernels: channels, and inputs of products without scales, come in multiples of it
-_FEW_RANKS = 64  # the engine refuses more ranks on the CPUs of one host, unless it has a core for every four
+_MOST_USERS = 2**16  # the engine's limit on running requests
+_LANES = 16  # native CPU kernels need multiples of this for channels and for inputs of unscaled products
+_FEW_RANKS = 64  # with more CPU ranks on one host, the engine requires one core per four ranks
 _ONE_HOST_GPUS = 8
 _WIDTH = 118
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A model in a layout, with the requests that it has to serve.
+    """A model in a layout, with the requests that it must serve.
 
     Raises:
         UserError: the layout is impossible, or a number is out of range.
     """
 
     model: ModelSpec
-    layout: Mapping[str, int | str]  # as in `Candidate`: degrees of each of "dp" groups that share the FFN; "placement"
+    layout: Mapping[str, int | str]  # as in `Candidate`: degrees of each "dp" group, and "placement"
     weight_dtype: str  # name of a number format
     kv_dtype: str  # name of a number format
-    device: str  # "cpu" or "cuda": what the plan was made for
+    device: str  # device of the plan: "cpu" or "cuda"
     context: int  # tokens of the longest request
-    users: int  # requests that run at the same time
-    chunk_tokens: int | None = None  # tokens of a prompt in one step; None: not chosen
-    hop_b: bool = True  # whether one part of a batch is exchanged while the next part attends
-    other_tokens: int | None = None  # tokens of all requests but the longest one; None: `context`
+    users: int  # number of requests that run at the same time
+    chunk_tokens: int | None = None  # prompt tokens in one step; None if not chosen
+    hop_b: bool = True  # whether the exchange of one part of a batch overlaps with attention of the next part
+    other_tokens: int | None = None  # tokens of each request except the longest; None for `context`
     accepted_tokens: float = 1.0  # new tokens per step and request, with speculative decoding
-    expert_dtype: str | None = None  # number format of experts; None: `weight_dtype`
+    expert_dtype: str | None = None  # number format of experts; None for `weight_dtype`
 
     def __post_init__(self) -> None:
         number_format(self.weight_dtype, "weight_dtype")
@@ -76,7 +76,7 @@ class Deployment:
 
     @cached_property
     def degrees(self) -> Layout:
-        """The degrees of all groups merged into one."""
+        """Parallel degrees of all groups merged into one layout."""
         missing = [name for name in _DEGREES if name not in self.layout]
         if missing:
             raise UserError(f"the layout has no {missing[0]}: give a number for each of {', '.join(_DEGREES)}")
@@ -89,7 +89,7 @@ class Deployment:
 
     @cached_property
     def product_inputs(self) -> frozenset[int]:
-        """Input sizes of all weight matrices, over all ranks."""
+        """Input sizes of the weight matrices of all ranks."""
         kinds = {self.model.has_experts(layer) for layer in (0, self.model.num_layers - 1)}
         weights = [weight for kind in kinds for weight in layer_weights(self.model, with_experts=kind)]
         columns = {weight.columns for weight in weights if weight.columns and weight.stored is WeightDtype.PRODUCT}
@@ -101,12 +101,12 @@ class Deployment:
 
     @property
     def groups(self) -> int:
-        """Number of groups of ranks with their own requests. All groups share the FFN."""
+        """Number of groups of ranks that each serve their own requests. All groups share the FFN."""
         return self.degrees.kvp if self.layout["placement"] == "local" else int(self.layout["dp"])
 
     @property
     def kvp(self) -> int:
-        """KVP ranks per group: they share the KV of each of the group's requests."""
+        """Number of KVP ranks per group. They share the KV of each request of the group."""
         return self.degrees.kvp // self.groups
 
     @property
@@ -120,7 +120,7 @@ class Deployment:
 
     @property
     def local(self) -> bool:
-        """Whether there are several KVP ranks and each request is on one of them."""
+        """Whether there are several KVP ranks, but each request is on only one of them."""
         return self.grouped and not self.sharded
 
     @property
@@ -135,12 +135,12 @@ class Deployment:
 
     @property
     def users_of_a_group(self) -> int:
-        """Requests per group, rounded up."""
+        """Number of requests per group, rounded up."""
         return -(-self.users // self.groups)
 
 
 def check_experts(model: ModelSpec, ep: int) -> None:
-    """Raise UserError if `ep` exceeds the experts of a layer; a dense FFN counts as one expert."""
+    """Raise UserError if `ep` exceeds the number of experts per layer. A dense FFN counts as one expert."""
     most = 1 if model.moe is None else model.moe.num_experts
     if ep > most:
         raise refused("ep", ep, f"at most {most}, the model's experts", "invalid_layout")
@@ -150,12 +150,12 @@ def check_experts(model: ModelSpec, ep: int) -> None:
 class Runnable:
     """Engine settings that run a deployment, and how they differ from the plan."""
 
-    settings: Mapping[str, int | str | bool]  # by name, as `--layout FILE` accepts them
-    missing: tuple[str, ...]  # each difference from the plan, in a sentence
+    settings: Mapping[str, int | str | bool]  # settings by name, as in a file for `--layout`
+    missing: tuple[str, ...]  # one sentence for each difference from the plan
 
 
 def runnable(deployment: Deployment) -> Runnable:
-    """The engine settings of a deployment, with the closest number formats that this version has."""
+    """Return the engine settings of a deployment, with the closest number formats that the engine supports."""
     degrees = deployment.degrees
     formats, missing = _formats(deployment)
     window = deployment.model.sliding_window
@@ -176,7 +176,7 @@ def runnable(deployment: Deployment) -> Runnable:
 
 
 def as_yaml(found: Runnable) -> str:
-    """The text of a layout file: the differences from the plan as comments, then one setting per line."""
+    """Return the text of a layout file: the differences from the plan as comments, then one setting per line."""
     lines = [line for sentence in found.missing for line in comment(f"Not as planned: {sentence}")]
     for name, value in found.settings.items():
         lines.append(f"{name}: {str(value).lower() if isinstance(value, bool) else value}")
@@ -184,15 +184,15 @@ def as_yaml(found: Runnable) -> str:
 
 
 def comment(sentence: str) -> list[str]:
-    """A sentence as comment lines for YAML files and shell scripts."""
+    """Format a sentence as comment lines for YAML files and shell scripts."""
     lines = textwrap.wrap(sentence, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return [f"# {line}" if position == 0 else f"#   {line}" for position, line in enumerate(lines)]
 
 
 def _pool_tokens(deployment: Deployment, tokens: int) -> int:
-    """KV tokens over all KVP ranks that hold all requests.
+    """Return the KV capacity in tokens, over all KVP ranks, that all requests need.
 
-    Each request takes whole KV blocks on every rank that has a part of it. With local placement, every rank has room
+    A request occupies whole KV blocks on every rank that stores a part of it. With local placement, every rank has room
     for the longest request.
     """
     kvp, block_tokens = deployment.degrees.kvp, SchedulerConfig.block_tokens
@@ -209,7 +209,7 @@ def _rounded_up(tokens: int, unit: int) -> int:
 
 
 def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterable[str]:
-    """What the engine refuses or cannot do yet, apart from number formats."""
+    """Describe what the engine refuses or does not support yet, except for number formats."""
     ranks = deployment.degrees.world_size
     if deployment.grouped and deployment.sharded:
         yield (
@@ -235,11 +235,11 @@ def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterabl
 
 
 def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[str]]:
-    """The settings of number formats, and how they differ from the planned formats."""
+    """Return the settings of the number formats and descriptions of the differences from the planned formats."""
     weights, kv = FORMATS[deployment.weight_dtype], FORMATS[deployment.kv_dtype]
     device = deployment.device
     if not (_keeps_weights(deployment, weights, device) and _keeps_kv(deployment.model, kv, device)):
-        device = "cpu"  # which keeps more formats
+        device = "cpu"  # CPUs support more formats
     own_weights, own_kv = _nearest_weights(deployment, weights, device), _nearest_kv(deployment.model, kv, device)
     missing = []
     if own_weights is not weights:
@@ -255,13 +255,13 @@ def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[
     other = "cpu" if device == "cuda" else "cuda"
     if not (_keeps_weights(deployment, own_weights, other) and _keeps_kv(deployment.model, own_kv, other)):
         if device == "cpu":
-            found["device"] = "cpu"  # "auto" would take GPUs that are there, and refuse the formats
+            found["device"] = "cpu"  # "auto" would select available GPUs and then refuse the formats
         missing += _elsewhere(deployment, other) if device == "cuda" or deployment.device == "cuda" else []
     return found | _weight_settings(own_weights) | {"kv_dtype": own_kv.name}, missing
 
 
 def _elsewhere(deployment: Deployment, device: str) -> list[str]:
-    """A sentence with the formats that would run on the other device."""
+    """Return a sentence with the formats that run on the other device."""
     weights = _nearest_weights(deployment, FORMATS[deployment.weight_dtype], device)
     kv = _nearest_kv(deployment.model, FORMATS[deployment.kv_dtype], device)
     settings = _weight_settings(weights) | {"kv_dtype": kv.name, "device": device}
@@ -285,7 +285,7 @@ def _kv_reason(kv: NumberFormat, device: str) -> str:
 def _weight_settings(weights: NumberFormat) -> dict[str, int | str | bool]:
     if weights.rounds_inputs:
         return {"weight_dtype": "int8", "activation_dtype": "int8"}
-    # Weights as wide as activations are in the activations' dtype, which else is the checkpoint's.
+    # If activations can have this format, they use it too. Otherwise they keep the checkpoint's dtype.
     own: dict[str, int | str | bool] = {"dtype": weights.name} if weights.activation else {}
     return own | {"weight_dtype": weights.name}
 
@@ -304,12 +304,12 @@ def _nearest_kv(model: ModelSpec, planned: NumberFormat, device: str) -> NumberF
 
 
 def _narrowest(kept: Iterable[NumberFormat], planned: NumberFormat) -> NumberFormat:
-    """The narrowest format with at least as many bits as planned; bfloat16 before other formats of the same width."""
+    """Return the narrowest format with at least as many bits as planned. At equal width, prefer bfloat16."""
     return min((each for each in kept if each.bits >= planned.bits), key=lambda each: (each.bits, each.name))
 
 
 def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -> bool:
-    """Whether ranks can store their weights in this format (plain formats on any device, packed ones on CPUs)."""
+    """Whether ranks can store weights in this format. All devices support plain formats, and CPUs packed formats."""
     if "plain" in weights.weights:
         return True
     if not weights.weights or device == "cuda":
@@ -321,7 +321,8 @@ def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -
 def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
     """Whether ranks can store the model's KV in this format.
 
-    GPUs store rows. CPUs store rows or tiles; narrow formats there need tiles, which have a separate key and value.
+    GPUs store rows. CPUs store rows or tiles. On CPUs, narrow formats need tiles, which require separate keys and
+    values.
     """
     if device == "cuda" or "tiles" not in kv.kv or not kv.kv["tiles"].bits:
         return "rows" in kv.kv
@@ -330,7 +331,7 @@ def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
 
 
 def _held(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> int:
-    """How many items of a dimension a rank has."""
+    """Return how many items of a dimension a rank has."""
     match dim.split:
         case Split.OUTPUT_HEADS:
             return len(layout.output_heads(heads, rank))

@@ -1,4 +1,4 @@
-"""Disaggregated serving: prefill and decode on separate instances, with a link that carries the KV."""
+"""Disaggregated serving: prefill and decode run on separate instances, and a link transfers the KV."""
 
 from dataclasses import dataclass
 
@@ -14,41 +14,41 @@ from longhelix.plan.space import Space
 from longhelix.plan.sweep import MOST_BATCH, largest
 from longhelix.spec.layout import Layout
 
-_BEST = 24  # layouts for prefill and for decode to combine, in every possible number of instances
+_BEST = 24  # maximum number of layouts for prefill and for decode that the search combines
 
 
 @dataclass(frozen=True)
 class Disaggregated:
-    """Instances that only prefill, instances that only decode, and what they serve together."""
+    """Instances that only prefill, instances that only decode, and their combined service."""
 
     prefill_layout: dict[str, int | str]
-    prefills: int  # instances
-    chunk_tokens: int  # of a prompt in one step
+    prefills: int  # number of prefill instances
+    chunk_tokens: int  # prompt tokens in one step
     decode_layout: dict[str, int | str]
-    decodes: int  # instances
-    batch: int  # requests per decode instance
-    gpus: int  # of all instances
+    decodes: int  # number of decode instances
+    batch: int  # number of requests per decode instance
+    gpus: int  # total over all instances
     users: int
     rate_per_s: float  # requests per second
     ttl_s: float
     ttft_s: float  # includes `transfer_s`
-    transfer_s: float  # to send the longest prompt's KV
+    transfer_s: float  # time to send the KV of the longest prompt
     tokens_per_s_per_gpu: float
-    cost_per_million_tokens: float | None  # None without the price of a GPU
+    cost_per_million_tokens: float | None  # None without a GPU price
 
 
 @dataclass(frozen=True)
 class _Side:
     """Candidates for the prefill or the decode instances, arrays (n,)."""
 
-    layout: NDArray[np.intp]  # index in the space
+    layout: NDArray[np.intp]  # index of the layout in the space
     size: Array  # chunk size of prefill, or batch of decode
     rate_per_s: Array  # requests per second and instance
-    gpus: Array  # per instance
+    gpus: Array  # number of GPUs per instance
     seconds: Array  # TTFT of prefill, or TTL of decode
 
     def best(self) -> "_Side":
-        """At most _BEST candidates with the highest rate per GPU, one per number of GPUs."""
+        """Return the _BEST candidates with the highest rate per GPU, at most one for each number of GPUs."""
         order = np.lexsort((self.seconds, -self.rate_per_s, self.gpus))
         _, first = np.unique(self.gpus[order], return_index=True)
         first = order[first]
@@ -61,9 +61,9 @@ class _Side:
 
 
 def disaggregated(question: Question, space: Space) -> Disaggregated | None:
-    """Find the instances with the max tokens/s/GPU, or with the fewest GPUs that serve the demand's rate.
+    """Find the instances with the most tokens/s/GPU, or the fewest GPUs that serve the rate of the demand.
 
-    Returns None if nothing meets the targets, or if the question has no demand.
+    Returns None if no instances meet the targets, or if the question has no demand.
     """
     demand = question.demand
     if demand is None:
@@ -108,11 +108,11 @@ def disaggregated(question: Question, space: Space) -> Disaggregated | None:
 def _numbers(
     question: Question, first: _Side, prefill: int, second: _Side, decode: int
 ) -> tuple[float, int, int, int, int] | None:
-    """The best numbers of instances of one prefill and one decode candidate.
+    """Find the best numbers of instances for one prefill candidate and one decode candidate.
 
     Returns:
-        (sort key, prefill instances, decode instances, prefill index, decode index); None if no numbers meet the
-        targets.
+        The tuple (sort key, prefill instances, decode instances, prefill index, decode index), or None if no numbers of
+        instances meet the targets.
     """
     demand = question.demand
     assert demand is not None
@@ -132,7 +132,7 @@ def _numbers(
 
 
 def _prefills(use: ServiceLoad, space: Space, ttft_s: float | None) -> _Side:
-    """All layouts with all chunk sizes, each as busy as the TTFT target allows."""
+    """Return all layouts with all chunk sizes, each with the highest load that the TTFT target allows."""
     index = np.repeat(np.arange(len(space)), len(CHUNKS))
     chunk = np.tile(np.array(CHUNKS, dtype=np.float64), len(space))
     layouts = space.layouts.take(index)
@@ -147,7 +147,7 @@ def _prefills(use: ServiceLoad, space: Space, ttft_s: float | None) -> _Side:
 
 
 def _decodes(question: Question, use: ServiceLoad, space: Space) -> _Side:
-    """All layouts, each with the largest batch that fits in memory and within the TTL target."""
+    """Return all layouts, each with the largest batch that fits in memory and meets the TTL target."""
     layouts = space.layouts
 
     def keeps(batch: Array) -> Mask:
@@ -171,9 +171,9 @@ def _decodes(question: Question, use: ServiceLoad, space: Space) -> _Side:
 
 
 def _transfer_seconds(use: ServiceLoad) -> float:
-    """Seconds to send the longest prompt's KV and states of linear attention from one GPU to another.
+    """Return the seconds to send the longest prompt's KV and linear attention states from one GPU to another.
 
-    Uses the link of one GPU beyond its scale-up domain.
+    The transfer uses the link of one GPU to outside its scale-up domain.
     """
     setting, link = use.setting, use.setting.system.scale_out
     kept = use.longest_prompt * setting.kv_token_bytes

@@ -25,12 +25,12 @@ class EstimatedItem:
     flops: float
     hbm_bytes: float
     net_bytes: float
-    source: str  # of the seconds: a constant, or the limit of the roofline
+    source: str  # origin of the seconds: a constant, or the limit of the roofline
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The predicted costs of one replica. Fields with the names of `Choice` mean the same."""
+    """The predicted costs of one replica. Fields that `Choice` also has mean the same."""
 
     layout: dict[str, int | str]
     gpus: int
@@ -38,15 +38,15 @@ class Estimate:
     chunk_tokens: int
     draft_tokens: int
     accepted_tokens: float
-    step_s: float  # a step in which the batch decodes: the sum of `items`; TTL = step_s / accepted_tokens
+    step_s: float  # time of a decode step: the sum of `items`. TTL = step_s / accepted_tokens.
     ttl_s: float
     ttl_p95_s: float
     ttft_s: float
     tokens_per_s_per_user: float
     tokens_per_s_per_gpu: float
-    mfu: float  # share of all GPUs' peak FLOPS in the weights' or the experts' dtype, whichever is faster
-    mbu: float  # share of one GPU's peak memory bandwidth
-    memory_bytes_per_gpu: int  # this and all other bytes: on the fullest GPU
+    mfu: float  # fraction of all GPUs' peak FLOPS, in the faster of the weight and expert dtypes
+    mbu: float  # fraction of one GPU's peak memory bandwidth
+    memory_bytes_per_gpu: int  # this field and the other bytes are for the fullest GPU
     weights_bytes_per_gpu: int
     kv_bytes_per_gpu: int
     headroom_bytes: int
@@ -65,13 +65,13 @@ def estimate(
     local: bool = False,
     hop_b: bool = True,
 ) -> Estimate:
-    """Cost one decode step of a batch, and the prefill of one more request at the same time.
+    """Estimate one decode step of a batch, and the prefill of one more request at the same time.
 
     Args:
         layout: all `dp` groups as one layout.
         context: tokens of each request.
-        batch: requests that decode.
-        chunk: tokens of a prompt in one step.
+        batch: number of decoding requests.
+        chunk: prompt tokens in one step.
         local: whether each KVP rank is a group with its own requests.
 
     Raises:

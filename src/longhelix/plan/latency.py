@@ -15,17 +15,17 @@ from longhelix.plan.space import Space
 class Latencies:
     """TTFT and TTL of L layouts with C chunk sizes. Both are infinite if the users do not fit in memory."""
 
-    ttft_s: Array  # (L, C): of one of the longest prompts
-    tbt_s: Array  # (L, C): TTL of the other users during its prefill
+    ttft_s: Array  # (L, C): TTFT of one of the longest prompts
+    tbt_s: Array  # (L, C): TTL of the other users during the prefill of this prompt
     gpus: Array  # (L,)
 
     def best_s(self, tbt_s: float | None) -> Array:
-        """Each layout's best TTFT with a chunk size that keeps the TTL, (L,)."""
+        """Return each layout's best TTFT with a chunk size that meets the TTL target, (L,)."""
         kept = self.ttft_s if tbt_s is None else np.where(self.tbt_s <= tbt_s, self.ttft_s, np.inf)
         return np.asarray(kept.min(axis=1))
 
     def frontier(self) -> NDArray[np.intp]:
-        """Flat indices of the Pareto frontier of TTFT and TTL, in ascending order of TTL."""
+        """Return flat indices of the Pareto frontier of TTFT and TTL, in ascending order of TTL."""
         ttft_s, tbt_s = self.ttft_s.ravel(), self.tbt_s.ravel()
         order = np.lexsort((np.broadcast_to(self.gpus[:, None], self.ttft_s.shape).ravel(), ttft_s, tbt_s))
         order = order[np.isfinite(ttft_s[order])]
@@ -34,9 +34,9 @@ class Latencies:
         return np.asarray(order[falls])
 
     def fewest_gpus(self, ttft_s: float, tbt_s: float) -> int | None:
-        """Flat index of the configuration with the fewest GPUs that keeps both targets; None if there is none.
+        """Return the flat index of the configuration with the fewest GPUs that meets both targets; None if none does.
 
-        The shortest TTFT decides between equal numbers of GPUs.
+        Among configurations with equal numbers of GPUs, the shortest TTFT wins.
         """
         keeps = (self.ttft_s <= ttft_s) & (self.tbt_s <= tbt_s)
         if not keeps.any():
@@ -46,7 +46,10 @@ class Latencies:
 
 
 def latencies(use: ServiceLoad, space: Space, users: int) -> Latencies:
-    """Cost all layouts and chunk sizes for one of the longest prompts while `users` - 1 other requests decode."""
+    """Estimate the prefill of one of the longest prompts for all layouts and chunk sizes.
+
+    Meanwhile, `users` - 1 other requests decode.
+    """
     layouts, setting = space.layouts, use.setting
     shape = (len(layouts), len(CHUNKS))
     ttft_s, tbt_s = np.full(shape, np.inf), np.full(shape, np.inf)

@@ -1,7 +1,7 @@
 """Data of the planner's page: the best configurations for each length, pair of dtypes and number of GPUs.
 
-A point is a layout with a batch size and the cost of its step. A configuration is a point with a chunk size and the
-service that it gives. The page itself finds the configurations that meet the targets, and the best one of them.
+A point is a layout with a batch size and the cost of a step. A configuration is a point with a chunk size and the
+resulting service. The page itself finds the configurations that meet the targets and selects the best one.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,18 +26,18 @@ from longhelix.plan.sweep import MOST_BATCH, Points, Sweep, unit_sweep, units
 from longhelix.spec import ModelSpec
 from longhelix.spec.layout import HeadShape, Layout
 
-# Lengths on the page, relative to those of the plan.
+# Request lengths on the page, relative to the lengths of the plan.
 LENGTHS = (1 / 16, 1 / 4, 1.0, 4.0)
-# More dtypes of weights and KV on the page: the first _MORE_DTYPES pairs that the system has arithmetic for.
+# Additional pairs of weight and KV dtypes on the page: the first _MORE_DTYPES pairs that the system can compute in.
 DTYPES = (("fp4", "fp8"), ("fp8", "fp8"), ("bfloat16", "bfloat16"))
 _MORE_DTYPES = 2
-MOST_POINTS, MOST_PLAN_POINTS = 12, 24  # points of a frontier: in other tables, and in the table of the plan
-MOST_DRAWN = 144  # ranks of a stage that the page draws
+MOST_POINTS, MOST_PLAN_POINTS = 12, 24  # maximum points per frontier: in other tables, in the plan's table
+MOST_DRAWN = 144  # maximum number of ranks of a stage that the page draws
 _COARSE, _FINE = 1, 4  # batch sizes per octave
 _PREFILL_CHUNKS = (128.0, 8192.0)
-_PREFILL_OCTAVES = 2  # octaves between the batch sizes of layouts that are selected for their prefill
-_SOME_CHUNKS = CHUNKS[1::3]  # chunk sizes of the tables other than that of the plan
-_MOST_LAYOUTS = 1000  # layouts that a coarse sweep evaluates; in a larger space, only those of round sizes
+_PREFILL_OCTAVES = 2  # octaves between batch sizes of layouts selected for their fast prefill
+_SOME_CHUNKS = CHUNKS[1::3]  # chunk sizes of all tables except the plan's table
+_MOST_LAYOUTS = 1000  # in larger spaces, a coarse sweep evaluates only layouts of round sizes
 _STAGE = ("dp", "kvp", "tpa", "tpf", "ep", "ffn_replicas")
 _POINT = ("layout", "batch", "ttl_s")
 _MEMORY = ("weights_bytes", "kv_bytes")
@@ -45,7 +45,7 @@ _COSTS = ("seconds", "flops", "hbm_bytes", "net_bytes")
 _CONFIGURATION = ("point", "chunk", "activations_bytes", "ttl_p95_s", "longest_s")
 _PROMPTS = ("busy_s", "wait_s", "step_s")
 _OWNERS = ("kvp_rank", "tpa_rank", "tpf_rank", "ep_rank", "kv_heads", "query_heads", "merged_query_heads", "experts")
-# Bits that are kept of float32's 23-bit mantissa. The error is 1 in 4096, and the compressed data has half the size.
+# Number of bits to keep of float32's 23-bit mantissa. The error is 1 in 4096, and the compressed data is half as large.
 _KEPT_BITS = 11
 _KINDS = {
     "attention": (
@@ -69,17 +69,17 @@ class PageData:
     """The data that the page loads."""
 
     document: dict[str, Any]  # JSON
-    numbers: NDArray[np.float32]  # the matrices of all tables, one after another and flattened
+    numbers: NDArray[np.float32]  # flattened and concatenated matrices of all tables
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """The points of a sweep that the page shows."""
+    """Points of a sweep that the page shows."""
 
     points: Points  # `layout` is an index into the whole space
-    frontiers: list[list[list[int]]]  # positions in `points` of each frontier, by cap and strategy
-    short_bytes: list[float]  # memory that the layout nearest to fitting lacks for one request, by cap
-    configurations: int  # number of configurations evaluated
+    frontiers: list[list[list[int]]]  # positions of each frontier in `points`, by cap and strategy
+    short_bytes: list[float]  # missing memory for one request, in the layout that needs least more, by cap
+    configurations: int  # number of evaluated configurations
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _Table:
 
 
 def page_data(plan: Plan, model_name: str, answer: dict[str, Any]) -> PageData:
-    """Collect the page's data for a plan and for the lengths and dtypes around it.
+    """Collect the page's data for a plan and for other lengths and dtypes.
 
     Args:
         answer: the part of the plan's JSON that another page compares with its own plan.
@@ -129,12 +129,12 @@ def page_data(plan: Plan, model_name: str, answer: dict[str, Any]) -> PageData:
 
 
 def gpu_caps(max_gpus: int) -> list[int]:
-    """The numbers of GPUs on the page: powers of two below `max_gpus`, and `max_gpus`."""
+    """Return the numbers of GPUs on the page: the powers of two below `max_gpus`, and `max_gpus`."""
     return [2**power for power in range(max_gpus.bit_length()) if 2**power < max_gpus] + [max_gpus]
 
 
 def kind_of(item_name: str) -> str | None:
-    """The kind of work of a cost item; None if the page does not know the item."""
+    """Return the kind of work of a cost item; None if the page does not know the item."""
     return next((kind for kind, names in _KINDS.items() if item_name in names), None)
 
 
@@ -150,7 +150,7 @@ def _model(setting: Setting) -> dict[str, Any]:
 
 
 def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, Any]:
-    """The lengths, dtypes and numbers of GPUs that the page offers."""
+    """Return the lengths, dtypes and numbers of GPUs that the page offers."""
     return {
         "lengths": [each.context for each in questions],
         "dtypes": [[setting.weight_dtype, setting.kv_dtype] for setting in settings],
@@ -160,7 +160,7 @@ def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, An
 
 
 def _initial(question: Question, questions: list[Question]) -> dict[str, Any]:
-    """The initial inputs of the page. It also starts with the first pair of dtypes and the largest number of GPUs."""
+    """Return the page's initial inputs, except the dtypes (the first pair) and the GPUs (the largest number)."""
     return {
         "length": questions.index(question),
         "ttl_s": question.ttl_s,
@@ -173,7 +173,7 @@ def _initial(question: Question, questions: list[Question]) -> dict[str, Any]:
 
 
 def _outline(table: _Table) -> dict[str, Any]:
-    """A table's sizes and frontiers, without its numbers."""
+    """Return the sizes and frontiers of a table, without its numbers."""
     return {
         "points": table.points.shape[1],
         "configurations": table.configurations.shape[1],
@@ -183,7 +183,7 @@ def _outline(table: _Table) -> dict[str, Any]:
 
 
 def _tables(plan: Plan, settings: list[Setting], questions: list[Question]) -> list[_Table]:
-    """One table for each pair of dtypes and each length, ordered by pair, then by length."""
+    """Return one table for each pair of dtypes and each length, ordered by pair and then by length."""
     searched, caps = plan.sweep.space, gpu_caps(plan.question.max_gpus)
     quick = _fastest_prefills(_service_load(plan.question.setting, plan.question), searched, caps)
     tables = []
@@ -198,20 +198,23 @@ def _tables(plan: Plan, settings: list[Setting], questions: list[Question]) -> l
 
 
 def _settings(setting: Setting) -> list[Setting]:
-    """The plan's setting, and the same with other dtypes that the system has arithmetic for."""
+    """Return the plan's setting, and the same setting with other dtypes that the system can compute in."""
     pairs = [pair for pair in DTYPES if pair != (setting.weight_dtype, setting.kv_dtype)]
     known = [pair for pair in pairs if all(dtype in setting.system.flops_per_s for dtype in pair)]
     return [setting, *(_in_dtypes(setting, weights, kv) for weights, kv in known[:_MORE_DTYPES])]
 
 
 def _in_dtypes(setting: Setting, weights: str, kv: str) -> Setting:
-    """The setting with other dtypes. Experts keep a dtype of their own only if the weights keep theirs."""
+    """Return the setting with other dtypes. A separate expert dtype is kept only if the weight dtype stays the same."""
     experts = setting.expert_dtype if weights == setting.weight_dtype else None
     return replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts)
 
 
 def _questions(question: Question) -> list[Question]:
-    """The plan's question, and the same with shorter and longer requests. Only the prompts of a demand change."""
+    """Return the plan's question and the same question with shorter and longer requests.
+
+    With a demand, only the prompts change.
+    """
     found = {each.context: each for each in (_scaled(question, times) for times in LENGTHS)}
     return [scaled for _, scaled in sorted((found | {question.context: question}).items())]
 
@@ -232,9 +235,9 @@ def _service_load(setting: Setting, question: Question) -> ServiceLoad:
 
 
 def _fastest_prefills(load: ServiceLoad, searched: Space, caps: list[int]) -> _Index:
-    """For each cap and strategy, the layouts that prefill the longest prompt fastest, in small and in large chunks.
+    """Return the layouts that prefill the longest prompt fastest, for each chunk size, cap and strategy.
 
-    They are not always on a frontier, because frontiers compare decodes.
+    These layouts are not always on a frontier, because frontiers compare decode.
     """
     layouts, found = searched.layouts, []
     for chunk in _PREFILL_CHUNKS:
@@ -248,7 +251,7 @@ def _fastest_prefills(load: ServiceLoad, searched: Space, caps: list[int]) -> _I
 
 
 def _plan_table(load: ServiceLoad, plan: Plan, caps: list[int], quick: _Index) -> _Table:
-    """The table of the plan: its frontiers, its recommended and nearest choices, and the fastest prefills."""
+    """Return the plan's table: its frontiers, its recommended and nearest choices, and the fastest prefills."""
     searched = plan.sweep.space
     named = [*([] if plan.best is None else [plan.best]), *plan.nearest]
     selection = _select(
@@ -260,10 +263,10 @@ def _plan_table(load: ServiceLoad, plan: Plan, caps: list[int], quick: _Index) -
 
 
 def _selection_around(load: ServiceLoad, searched: Space, caps: list[int], quick: _Index) -> _Selection:
-    """Select the points of a table other than that of the plan.
+    """Select the points of a table that is not the plan's table.
 
-    A coarse sweep finds the layouts on a frontier. A fine one evaluates more batch sizes of these and of the layouts
-    that prefill fastest.
+    A coarse sweep finds the layouts on a frontier. A fine sweep then evaluates more batch sizes for these layouts and
+    for the layouts with the fastest prefill.
     """
     some = np.arange(len(searched)) if len(searched) <= _MOST_LAYOUTS else _round_sizes(searched)
     coarse = unit_sweep(load, _subspace(searched, some), _batches(_COARSE))
@@ -281,9 +284,10 @@ def _subspace(searched: Space, index: _Index) -> Space:
 
 
 def _round_sizes(searched: Space) -> _Index:
-    """Layouts of round sizes.
+    """Return the layouts of round sizes.
 
-    Stages and ranks per stage must be a power of two or three times one. The largest number of ranks also counts.
+    The number of stages and the number of ranks per stage must be a power of two, or three times a power of two. The
+    largest number of ranks per stage is also allowed.
     """
     round_numbers = [times * 2.0**power for times in (1, 3) for power in range(12)]
     ranks, stages = searched.layouts.num_ranks, searched.layouts.pp
@@ -295,10 +299,10 @@ def _batches(per_octave: int) -> Array:
 
 
 def _prefill_points(searched: Space, found: Sweep, index: _Index, quick: _Index) -> Points:
-    """The points of the layouts `quick` with 1, 4, 16 and so on requests per unit.
+    """Return the points of the layouts `quick` with 1, 4, 16 and so on requests per unit.
 
     Args:
-        index: index in the whole space of each layout of the sweep.
+        index: index of each layout of the sweep in the whole space.
     """
     layout = index[found.points.layout]
     octave = np.log2(found.points.batch / units(searched.layouts)[layout])
@@ -307,7 +311,7 @@ def _prefill_points(searched: Space, found: Sweep, index: _Index, quick: _Index)
 
 
 def _point_of(load: ServiceLoad, searched: Space, choice: Choice) -> Points:
-    """The point with the layout and batch size of a choice."""
+    """Return the point with the layout and batch size of a choice."""
     strategies = [strategy.name for strategy in STRATEGIES]
     alike = np.flatnonzero(searched.strategy == strategies.index(choice.strategy))
     index = np.array([next(each for each in alike if degrees(searched.layouts, int(each)) == choice.layout)])
@@ -325,10 +329,10 @@ def _select(found: Sweep, index: _Index, caps: list[int], most: int | None, ttl_
     """Select the points of each frontier.
 
     Args:
-        index: index in the whole space of each layout of the sweep.
-        caps: numbers of GPUs.
+        index: index of each layout of the sweep in the whole space.
+        caps: maximum numbers of GPUs, in ascending order.
         most: maximum number of points per frontier; None selects all.
-        ttl_s: TTL target. The best point that keeps it is selected in addition.
+        ttl_s: TTL target. The best point that meets the target is also selected.
     """
     strategies = found.space.strategy[found.points.layout]
     frontiers = [
@@ -353,7 +357,7 @@ def _select(found: Sweep, index: _Index, caps: list[int], most: int | None, ttl_
 def _frontiers_by_cap(
     points: Points, members: _Index, caps: list[int], most: int | None, ttl_s: float | None
 ) -> Iterator[_Index]:
-    """The frontier of the points `members` under each cap. Each is computed from the one of the previous cap."""
+    """Yield the frontier of the points `members` for each cap, computed from the frontier for the previous cap."""
     user, gpu, gpus = points.user_tokens_per_s, points.gpu_tokens_per_s, points.gpus[members]
     best, below = np.zeros(0, dtype=np.intp), 0
     for cap in caps:
@@ -364,9 +368,9 @@ def _frontiers_by_cap(
 
 
 def _thinned(ascending: Array, most: int, ttl_s: float | None) -> _Index:
-    """Positions of at most `most` numbers, evenly spread on a logarithmic axis and with both ends.
+    """Return positions of at most `most` numbers, evenly spread on a logarithmic axis and including both ends.
 
-    The first number that keeps the TTL is added.
+    The position of the first number that meets the TTL target is added.
     """
     if len(ascending) <= most:
         return np.arange(len(ascending))
@@ -377,7 +381,7 @@ def _thinned(ascending: Array, most: int, ttl_s: float | None) -> _Index:
 
 
 def _with_points(selection: _Selection, more: Iterable[Points]) -> _Selection:
-    """The selection with more points, which are on no frontier."""
+    """Return the selection with additional points, which are not on any frontier."""
     parts = [selection.points, *more]
     names = ("layout", "batch", "gpus", "ttl_s", "memory_bytes")
     return replace(
@@ -389,7 +393,7 @@ def _table(load: ServiceLoad, selection: _Selection, searched: Space, chunks: tu
     points = selection.points
     layouts = searched.layouts.take(points.layout)
     held = load.memory(layouts, points.batch, 0.0)
-    # Costs per token: a step gives several tokens if drafts are accepted.
+    # Costs are per token. A step produces several tokens if drafts are accepted.
     share = 1 / load.setting.accepted_tokens
     items = [item.times(share) for item in decode_items(load.setting, layouts, points.batch, load.kv_tokens)]
     exact = np.array([points.layout, points.batch, points.ttl_s], dtype=np.float32)
@@ -400,7 +404,7 @@ def _table(load: ServiceLoad, selection: _Selection, searched: Space, chunks: tu
 
 
 def _configurations(load: ServiceLoad, points: Points, searched: Space, chunks: tuple[int, ...]) -> NDArray[np.float32]:
-    """Each point with each chunk size that fits in memory: (rows, configurations)."""
+    """Return each point with each chunk size that fits in memory: (rows, configurations)."""
     point, chunk = np.repeat(np.arange(len(points)), len(chunks)), np.tile(np.array(chunks, dtype=float), len(points))
     layouts, batch = searched.layouts.take(points.layout[point]), points.batch[point]
     held = load.memory(layouts, batch, chunk)
@@ -416,7 +420,7 @@ def _configurations(load: ServiceLoad, points: Points, searched: Space, chunks: 
 
 
 def _rounded(numbers: Array) -> NDArray[np.float32]:
-    """Round to float32 numbers with zeros in their last bits, which compress better."""
+    """Round to float32 numbers whose last bits are zero, which compress better."""
     dropped = np.uint32(23 - _KEPT_BITS)
     bits = numbers.astype(np.float32).view(np.uint32) + (np.uint32(1) << (dropped - np.uint32(1)))
     return (bits >> dropped << dropped).view(np.float32)
@@ -434,12 +438,12 @@ def _layout(searched: Space, index: int) -> dict[str, Any]:
 
 
 def _stage(searched: Space, index: int) -> str:
-    """The degrees that decide what each rank owns, as a key of `_owners`."""
+    """Return the degrees that determine what each rank owns, as a key of `_owners`."""
     return " ".join(str(int(getattr(searched.layouts, name)[index])) for name in _STAGE)
 
 
 def _owners(model: ModelSpec, searched: Space, used: _Index) -> dict[str, list[list[Any]]]:
-    """What each rank owns, for each stage that the page can draw. Keys are the stage's degrees."""
+    """Return what each rank owns, for each stage that the page can draw. Keys are the degrees of the stage."""
     heads = HeadShape(model.num_query_heads, model.num_kv_heads)
     num_experts = model.moe.num_experts if model.moe else 1
     drawn = used[searched.layouts.num_ranks[used] <= MOST_DRAWN]
@@ -448,7 +452,7 @@ def _owners(model: ModelSpec, searched: Space, used: _Index) -> dict[str, list[l
 
 
 def _stage_owners(layouts: Layouts, heads: HeadShape, num_experts: int) -> list[list[Any]]:
-    """What each rank owns, in the order of _OWNERS. Ranges are pairs of first and last."""
+    """Return what each rank owns, in the order of _OWNERS. Ranges are pairs of first and last."""
     dp, kvp, tpa, tpf, ep, ffn_replicas = (int(getattr(layouts, name)[0]) for name in _STAGE)
     layout, group = Layout(dp * kvp, tpa, tpf, ep, ffn_replicas=ffn_replicas), Layout(kvp, tpa)
     return [

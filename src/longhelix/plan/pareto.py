@@ -1,4 +1,4 @@
-"""Pareto frontiers of tokens/s/GPU against tokens/s/user, and the gain of one over another."""
+"""Pareto frontiers of tokens/s/GPU against tokens/s/user, and the gain of one frontier over another."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array
 
-# Frontiers by title, each as arrays (tokens/s/user, tokens/s/GPU).
+# Frontiers by title. Each frontier is a pair of arrays (tokens/s/user, tokens/s/GPU).
 Series = Mapping[str, tuple[Array, Array]]
 
 
 def frontier(user_tokens_per_s: Array, gpu_tokens_per_s: Array) -> NDArray[np.intp]:
-    """Indices of the points that no other point dominates, in ascending order of tokens/s/user.
+    """Return the indices of the points that no other point dominates, in ascending order of tokens/s/user.
 
-    Keeps one of several equal points.
+    If several points are equal, only one is kept.
     """
     order = np.lexsort((-gpu_tokens_per_s, -user_tokens_per_s))
     best = np.maximum.accumulate(gpu_tokens_per_s[order])
@@ -24,7 +24,7 @@ def frontier(user_tokens_per_s: Array, gpu_tokens_per_s: Array) -> NDArray[np.in
 
 
 def at_least(user_tokens_per_s: Array, gpu_tokens_per_s: Array, wanted: Array) -> Array:
-    """The max tokens/s/GPU of the points with at least `wanted` tokens/s/user; 0 if there are none."""
+    """Return the maximum tokens/s/GPU of the points with at least `wanted` tokens/s/user; 0 without such points."""
     order = np.argsort(-user_tokens_per_s, kind="stable")
     best = np.maximum.accumulate(gpu_tokens_per_s[order])
     reach = np.searchsorted(-user_tokens_per_s[order], -wanted, side="right")
@@ -35,18 +35,18 @@ def at_least(user_tokens_per_s: Array, gpu_tokens_per_s: Array, wanted: Array) -
 class Gain:
     """The gain of a set of points over a baseline."""
 
-    interactivity: float  # ratio of the max tokens/s/user
-    throughput: float  # the largest ratio of tokens/s/GPU at equal tokens/s/user
-    at_user_tokens_per_s: float  # where `throughput` is reached
+    interactivity: float  # ratio of the maximum tokens/s/user
+    throughput: float  # largest ratio of tokens/s/GPU at equal tokens/s/user
+    at_user_tokens_per_s: float  # speed at which `throughput` is reached
 
 
 @dataclass(frozen=True)
 class AtSpeed:
-    """The max tokens/s/GPU of two sets of points at a given speed per user."""
+    """The maximum tokens/s/GPU of two sets of points at a given speed per user."""
 
-    user_tokens_per_s: float  # the minimum speed
-    gpu_tokens_per_s: float  # 0 if no point is as fast
-    base_gpu_tokens_per_s: float  # of the baseline; 0 if no point is as fast
+    user_tokens_per_s: float  # minimum speed
+    gpu_tokens_per_s: float  # 0 if no point reaches the speed
+    base_gpu_tokens_per_s: float  # value of the baseline; 0 if no point reaches the speed
 
     @property
     def ratio(self) -> float | None:
@@ -55,7 +55,7 @@ class AtSpeed:
 
 
 def gain(user: Array, gpu: Array, base_user: Array, base_gpu: Array) -> Gain:
-    """Compare points (tokens/s/user, tokens/s/GPU) with those of a baseline. Neither may be empty."""
+    """Compare points (tokens/s/user, tokens/s/GPU) with the points of a baseline. Neither set may be empty."""
     both = min(user.max(), base_user.max())
     wanted = np.unique(np.concatenate([user, base_user]))
     wanted = wanted[wanted <= both]

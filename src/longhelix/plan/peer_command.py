@@ -1,4 +1,4 @@
-"""The command that starts another engine: its documented options, the command line and its settings file."""
+"""The command that starts another engine: the engine's documented options, the command line and the settings file."""
 
 import json
 import shlex
@@ -16,9 +16,9 @@ Setting = int | str | bool | None
 class Option:
     """An option on a command line, in a settings file or in the environment."""
 
-    name: str  # with dashes on a command line; with its sections before it and dots between in a file
-    takes: str | tuple[str, ...]  # COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (no value), or the allowed words
-    source: str  # file of the engine's repository that documents it, and the commit at which it was read
+    name: str  # with leading dashes on a command line; as section.name in a file
+    takes: str | tuple[str, ...]  # COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (no value), or words
+    source: str  # file in the engine's repository that documents the option, and the commit
 
     def allows(self, value: Setting) -> bool:
         match self.takes:
@@ -35,23 +35,23 @@ class Option:
 
 @dataclass(frozen=True)
 class PeerCommand:
-    """The command that starts an engine, or the reasons why it cannot run the deployment."""
+    """The command that starts an engine, or the reasons why the engine cannot run the deployment."""
 
     engine: str
     argv: tuple[str, ...] = ()
-    environment: tuple[str, ...] = ()  # assignments before the command
-    config: Mapping[str, Any] = field(default_factory=dict)  # content of the settings file that the command names
-    notes: tuple[str, ...] = ()  # sentences on what else it needs
-    sources: tuple[str, ...] = ()  # of the options used
-    cannot: tuple[str, ...] = ()  # sentences on why it cannot run
+    environment: tuple[str, ...] = ()  # assignments of environment variables before the command
+    config: Mapping[str, Any] = field(default_factory=dict)  # content of the settings file
+    notes: tuple[str, ...] = ()  # sentences about other requirements
+    sources: tuple[str, ...] = ()  # sources of the used options
+    cannot: tuple[str, ...] = ()  # reasons why the engine cannot run the deployment
 
     @property
     def line(self) -> str:
-        """The command as one line for a shell."""
+        """Return the command as a single line for a shell."""
         return " ".join((*self.environment, shlex.join(self.argv)))
 
     def as_text(self) -> str:
-        """Text for a shell script: the command below its notes, or the reasons against it as comments."""
+        """Return text for a shell script: the notes and the command, or the reasons against it as comments."""
         lines = [f"# {self.engine}"]
         for sentence in (*(f"cannot: {reason}" for reason in self.cannot), *self.notes):
             lines += comment(sentence)
@@ -61,7 +61,7 @@ class PeerCommand:
         return "\n".join(lines) + "\n"
 
     def config_yaml(self) -> str:
-        """The text of the settings file; empty if the command needs none."""
+        """Return the text of the settings file; empty if the command needs no settings file."""
         return "".join(f"{line}\n" for line in _yaml(self.config, ""))
 
 
@@ -71,21 +71,21 @@ def _yaml(section: Mapping[str, Any], indent: str) -> Iterator[str]:
             yield f"{indent}{name}:"
             yield from _yaml(value, indent + "  ")
         else:
-            # JSON's scalars are YAML's.
+            # JSON scalars are also YAML scalars.
             yield f"{indent}{name}: {json.dumps(value)}"
 
 
 class Options:
-    """An engine's options by name, which write settings and check that each value is allowed.
+    """An engine's options by name. The methods format settings and check that the option allows each value.
 
-    Settings with the value None are left out.
+    Settings with the value None are omitted.
     """
 
     def __init__(self, options: Iterable[Option]) -> None:
         self.known = {option.name: option for option in options}
 
     def arguments(self, settings: Mapping[str, Setting]) -> tuple[str, ...]:
-        """Settings as command line arguments, in order. Switches that are off are left out."""
+        """Return settings as command line arguments, in order. Switches that are off are omitted."""
         words: list[str] = []
         for name, value in self._given(settings):
             if value is not False:
@@ -93,7 +93,7 @@ class Options:
         return tuple(words)
 
     def sections(self, settings: Mapping[str, Setting]) -> dict[str, Any]:
-        """Settings with dots in their names as nested sections of a file."""
+        """Return settings as nested sections of a file. Dots in the names separate the sections."""
         root: dict[str, Any] = {}
         for name, value in self._given(settings):
             *sections, key = name.split(".")
@@ -104,11 +104,11 @@ class Options:
         return root
 
     def assignments(self, settings: Mapping[str, Setting]) -> tuple[str, ...]:
-        """Settings as assignments of environment variables."""
+        """Return settings as assignments of environment variables."""
         return tuple(f"{name}={value}" for name, value in self._given(settings))
 
     def sources(self, *settings: Mapping[str, Setting]) -> tuple[str, ...]:
-        """The sources of the settings' options, each once."""
+        """Return the sources of the options that the settings use, without duplicates."""
         return tuple(dict.fromkeys(self.known[name].source for each in settings for name, _ in self._given(each)))
 
     def _given(self, settings: Mapping[str, Setting]) -> Iterator[tuple[str, Setting]]:

@@ -1,4 +1,4 @@
-"""Limits and notes that several other engines share: each in a sentence, with the engine's own option names."""
+"""Limits and notes that several other engines share. Each is one sentence with the engine's own option names."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,14 @@ from longhelix.plan.deployment import Deployment
 from longhelix.spec import FORMATS
 
 GPUS_OF_A_SERVER = 8
-_FP8_BLOCK = 128  # DeepSeek-V3's checkpoints, arXiv 2412.19437 section 3.3.2, and Qwen3's in FP8
+_FP8_BLOCK = 128  # block size of FP8 scales in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3
 
 
 def activation_dtype(deployment: Deployment) -> str | None:
-    """The activation format: that of the weights or the KV if activations can have it; None: the checkpoint's own."""
+    """Return the activation format: the format of the weights or of the KV, if activations can have it.
+
+    None means the format of the checkpoint.
+    """
     names = (deployment.weight_dtype, deployment.kv_dtype)
     return next((name for name in names if FORMATS[name].activation), None)
 
@@ -25,7 +28,11 @@ def mixed_formats(deployment: Deployment) -> Iterator[str]:
 
 
 def uneven_heads(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
-    """Limits of heads that do not divide evenly over `parts` ranks; `name`: the engine's option for these ranks."""
+    """Yield the limits of heads that do not divide evenly over `parts` ranks.
+
+    Args:
+        name: the engine's option for the number of ranks.
+    """
     query_heads, kv_heads = deployment.heads.num_query_heads, deployment.heads.num_kv_heads
     if query_heads % parts:
         yield f"{name} {parts} must divide the {query_heads} query heads"
@@ -34,7 +41,7 @@ def uneven_heads(deployment: Deployment, parts: int, name: str) -> Iterator[str]
 
 
 def uneven_ffn(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
-    """Limits of dense FFNs and shared experts whose columns do not divide evenly over `parts` ranks."""
+    """Yield the limits of dense FFNs and shared experts whose columns do not divide evenly over `parts` ranks."""
     model = deployment.model
     if model.num_dense_layers and model.ffn_size % parts:
         yield f"{name} {parts} must divide the {model.ffn_size} columns of the FFN"
@@ -43,11 +50,11 @@ def uneven_ffn(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
 
 
 def uneven_experts(deployment: Deployment, tensor: str, expert: str | None) -> Iterator[str]:
-    """Limits of experts that do not divide evenly over TPF by columns, or over EP as a whole.
+    """Yield the limits of experts whose columns do not divide evenly over TPF, or whose number does not divide by EP.
 
     Args:
         tensor: the engine's option for TPF.
-        expert: the engine's option for EP; None if its ranks may have different numbers of experts.
+        expert: the engine's option for EP; None if the ranks may have different numbers of experts.
     """
     moe, degrees = deployment.model.moe, deployment.degrees
     if moe is None:
@@ -59,7 +66,11 @@ def uneven_experts(deployment: Deployment, tensor: str, expert: str | None) -> I
 
 
 def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str]:
-    """Notes on the checkpoint's formats; `makes`: formats into which the command's own options convert wider ones."""
+    """Yield notes on the formats of the checkpoint.
+
+    Args:
+        makes: formats to which the command's options can convert wider weights.
+    """
     weights = FORMATS[deployment.weight_dtype]
     if not weights.activation and weights.name not in makes:
         yield f"the checkpoint must already have its weights in {weights.name}: no option here converts them"

@@ -1,4 +1,4 @@
-"""Commands that run a deployment with another engine, or the engine's limits that forbid it."""
+"""Commands that run a deployment with other engines, or the limits that prevent an engine from running it."""
 
 from collections.abc import Mapping
 
@@ -7,16 +7,16 @@ from longhelix.plan.deployment import Deployment
 from longhelix.plan.peer_command import Options, PeerCommand
 from longhelix.values import refused, text
 
-# The options of each engine that the commands here use.
+# The options that the commands in this package use, by engine.
 OPTIONS: Mapping[str, Options] = {peer.NAME: peer.OPTIONS for peer in (vllm, tensorrt_llm, sglang)}
 CONFIG_FILE = tensorrt_llm.CONFIG_FILE
 
 
 def commands(deployment: Deployment, model_name: str) -> tuple[PeerCommand, ...]:
-    """Each engine's command.
+    """Return the command of each engine.
 
     Args:
-        model_name: what the engines load: a folder or a name in a hub.
+        model_name: folder of the model, or its name on a model hub.
 
     Raises:
         UserError: the name is empty or starts with a dash.

@@ -4,9 +4,9 @@ from longhelix.spec import ModelSpec
 
 
 def beyond_positions(model: ModelSpec, context: int) -> str | None:
-    """A warning if the context has more tokens than the model has positions; otherwise None.
+    """Return a warning if the context has more tokens than the model has positions; otherwise None.
 
-    The costs are the same there, but answers may be meaningless.
+    Beyond these positions, the costs are the same, but answers may be meaningless.
     """
     if context <= model.scaled_positions:
         return None

@@ -1,4 +1,4 @@
-"""Explain the seconds of a cost item: the constant that decides them, and how its value is known."""
+"""Explain the seconds of a cost item: the constant that determines them, and the origin of the constant's value."""
 
 from longhelix.perf.cost_item import CostItem
 from longhelix.perf.step import WAIT
@@ -8,13 +8,13 @@ _KINDS = ("measured", "fitted", "assumed")
 
 
 def kind(system: HardwareSpec, constant: str) -> str:
-    """How a constant's value is known, by its source: measured, fitted, assumed, or else published."""
+    """Return the origin of a constant's value according to its source: measured, fitted, assumed or published."""
     first = system.sources[constant].split(":")[0].split(",")[0].strip().lower()
     return first if first in _KINDS else "published"
 
 
 def source(system: HardwareSpec, item: CostItem, position: int, dtype: str) -> str:
-    """What decides the seconds of a cost item: memory, arithmetic, the network or fixed costs.
+    """Describe what determines the seconds of a cost item: memory, arithmetic, the network or fixed costs.
 
     Args:
         position: index of the layout in the item's arrays.

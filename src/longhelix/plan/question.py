@@ -10,18 +10,18 @@ from longhelix.plan.demand import Demand
 
 @dataclass(frozen=True)
 class Question:
-    """A model on a system, its requests, and targets that must hold at the same time."""
+    """A model on a system, its requests, and targets that must all be met at the same time."""
 
     setting: Setting
     context: int  # tokens of the longest request
     max_gpus: int
-    ttl_s: float | None = None  # max time between tokens, also in steps that compute a chunk of a prompt
-    ttft_s: float | None = None  # max time to first token
-    users: int = 1  # min number of requests that run at the same time
+    ttl_s: float | None = None  # maximum time between tokens, including steps that compute a chunk of a prompt
+    ttft_s: float | None = None  # maximum time to first token
+    users: int = 1  # minimum number of requests that run at the same time
     fewest_gpus: bool = False  # minimise GPUs instead of maximising tokens/s/GPU
-    demand: Demand | None = None  # lengths and rate of requests; None: requests stay for ever
-    gpu_hour: float | None = None  # price of a GPU for an hour, in any currency
-    any_shape: bool = False  # also allow numbers of GPUs and degrees that clusters and engines do not have
+    demand: Demand | None = None  # lengths and rate of requests; None for requests that never end
+    gpu_hour: float | None = None  # price of one GPU per hour, in any currency
+    any_shape: bool = False  # also allow numbers of GPUs and degrees that are unusual for clusters and engines
 
     @property
     def has_targets(self) -> bool:
@@ -33,7 +33,7 @@ class Question:
 
     @property
     def node_gpus(self) -> int | None:
-        """GPUs of one server, which limit the shapes of layouts; None: any shape is allowed."""
+        """GPUs per server, which limits the shapes of layouts; None if any shape is allowed."""
         return None if self.any_shape else self.setting.system.node_ranks
 
     @property

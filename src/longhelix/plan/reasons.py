@@ -1,4 +1,4 @@
-"""Why the neighbours of a layout are slower, and why layouts were rejected, with bytes and seconds."""
+"""Explain with bytes and seconds why the neighbours of a layout are slower and why layouts were rejected."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,24 +22,24 @@ from longhelix.plan.sweep import Sweep
 class Neighbour:
     """A layout that differs from the best one in a single decision, with the same GPUs, batch and chunk size."""
 
-    change: str  # what differs
-    layout: str  # in words
-    ttl_s: float | None  # mean, as in `Choice`; None if the layout does not fit
-    reason: str  # the cost items of a decode step that grow, or the memory that is missing
+    change: str  # description of the difference
+    layout: str  # description of the layout
+    ttl_s: float | None  # mean TTL, as in `Choice`; None if the layout does not fit
+    reason: str  # cost items of a decode step that grow, or the missing memory
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """The layouts of one strategy that cannot hold one request."""
+    """The layouts of one strategy that have too little memory for one request."""
 
     strategy: str
-    rejected: int  # layouts that cannot hold one request
-    layouts: int  # all layouts of the strategy
-    reason: str  # the layout that lacks least, and how much it lacks
+    rejected: int  # number of layouts with too little memory
+    layouts: int  # number of layouts of the strategy
+    reason: str  # the layout that lacks the least memory, and the missing amount
 
 
 def neighbours(question: Question, best: Choice) -> list[Neighbour]:
-    """The neighbours of the best layout: each changes one decision."""
+    """Return the neighbours of the best layout. Each neighbour changes one decision."""
     use = ServiceLoad(question.setting, question.context, question.demand, question.ttft_s)
     own_items = _decode_items(use, as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED), best)
     found = []
@@ -58,7 +58,10 @@ def neighbours(question: Question, best: Choice) -> list[Neighbour]:
 
 
 def rejections(question: Question, searched: Sweep) -> list[Rejection]:
-    """For each strategy, the layouts that cannot hold one request; strategies without such layouts are left out."""
+    """Return, for each strategy, the layouts with too little memory for one request.
+
+    Strategies without such layouts are omitted.
+    """
     found = []
     for index, strategy in enumerate(STRATEGIES):
         layouts = np.flatnonzero(searched.space.strategy == index)
@@ -74,7 +77,7 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
 
 
 def _decode_items(use: ServiceLoad, layouts: Layouts, best: Choice) -> list[CostItem]:
-    """The cost items of one decoded token: those of a step divided by the accepted tokens per step."""
+    """Return the cost items of one decoded token: the items of a step divided by the accepted tokens per step."""
     items = decode_items(use.setting, layouts, float(best.batch), use.kv_tokens)
     return [item.times(1 / use.setting.accepted_tokens) for item in items]
 
@@ -111,7 +114,7 @@ def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, in
 
 
 def _short(setting: Setting, layouts: Layouts, needed: Memory) -> str:
-    """How much memory the fullest GPU lacks, in words; empty if everything fits."""
+    """Describe how much memory the fullest GPU lacks. The result is empty if everything fits."""
     total, held = float(needed.total_bytes[0]), float(setting.capacity_bytes(layouts)[0])
     if total <= held:
         return ""
@@ -123,7 +126,7 @@ def _short(setting: Setting, layouts: Layouts, needed: Memory) -> str:
 
 
 def _difference(own: list[CostItem], other: list[CostItem]) -> str:
-    """The two cost items that grow most compared with our layout, and the bytes that they read or send in addition."""
+    """Describe the two cost items that grow most compared with the best layout, and their additional bytes."""
     ours = {item.name: item for item in own}
     longer = sorted(other, key=lambda item: -_more(item, ours))[:2]
     words = [_compared(item, ours.get(item.name)) for item in longer if _more(item, ours) > 0]

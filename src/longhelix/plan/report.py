@@ -1,4 +1,4 @@
-"""A plan as JSON, CSV, tables for a terminal, and the YAML that runs it."""
+"""Format a plan as JSON, as CSV, as tables for a terminal, and as a YAML layout file."""
 
 import csv
 import io
@@ -31,7 +31,7 @@ _Row = TypeVar("_Row")
 def as_json(
     plan: Plan, seconds: float, neighbours: list[Neighbour], rejections: list[Rejection], crossovers: list[Crossover]
 ) -> dict[str, object]:
-    """The document that `longhelix plan --json` prints."""
+    """Return the JSON document that `longhelix plan --json` prints."""
     question, headline = plan.question, plan.headline
     return {
         "model_parameters": num_parameters(question.setting.model),
@@ -76,7 +76,7 @@ def as_json(
 
 
 def setting_as_json(setting: Setting) -> dict[str, object]:
-    """The system, the dtypes and the draft tokens of a setting, as JSON."""
+    """Return the system, the dtypes and the draft tokens of a setting as JSON."""
     return {
         "system": setting.system.name,
         "weight_dtype": setting.weight_dtype,
@@ -89,7 +89,7 @@ def setting_as_json(setting: Setting) -> dict[str, object]:
 
 
 def _latencies(plan: Plan) -> dict[str, object] | None:
-    """The frontier of TTFT against TTL and, if both targets are set, the fewest GPUs that meet them."""
+    """Return the frontier of TTFT against TTL. If both targets are set, add the fewest GPUs that meet them."""
     found, question = plan.latencies, plan.question
     if found is None:
         return None
@@ -115,7 +115,7 @@ def _latency(plan: Plan, flat: int) -> dict[str, object]:
 
 
 def as_csv(plan: Plan) -> str:
-    """The frontiers of all strategies, one configuration per line."""
+    """Return the frontiers of all strategies as CSV, with one configuration per line."""
     text = io.StringIO()
     names = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas", "placement")
     writer = csv.writer(text, lineterminator="\n")
@@ -129,7 +129,7 @@ def as_csv(plan: Plan) -> str:
 
 
 def best_deployment(plan: Plan) -> Deployment | None:
-    """One replica of the best layout, ready to run; None if nothing meets the targets."""
+    """Return one replica of the best layout as a deployment; None if no configuration meets the targets."""
     best, question = plan.best, plan.question
     if best is None:
         return None
@@ -151,7 +151,10 @@ def best_deployment(plan: Plan) -> Deployment | None:
 
 
 def as_yaml(plan: Plan, model_name: str) -> str:
-    """The best layout as a file for `--layout` of `serve` and `generate`; empty if nothing meets the targets."""
+    """Return the text of a layout file for `serve --layout` and `generate --layout`.
+
+    The text is empty if no configuration meets the targets.
+    """
     best, found, question = plan.best, best_deployment(plan), plan.question
     if best is None or found is None:
         return ""
@@ -165,7 +168,7 @@ def as_yaml(plan: Plan, model_name: str) -> str:
 
 
 def frontier_table(plan: Plan) -> Table:
-    """The frontier of all strategies together, at most _MOST_ROWS rows."""
+    """Return a table with the frontier over all strategies, with at most _MOST_ROWS rows."""
     table = _table(f"frontier of {plan.configurations:,} configurations", "strategy", "layout")
     for name in ("GPUs", "batch", "tokens/s/user", "tokens/s/GPU", "GB/GPU"):
         table.add_column(name, justify="right")
@@ -175,7 +178,7 @@ def frontier_table(plan: Plan) -> Table:
 
 
 def strategy_table(plan: Plan) -> Table:
-    """Each strategy's best tokens/s/user and best tokens/s/GPU."""
+    """Return a table with the best tokens/s/user and the best tokens/s/GPU of each strategy."""
     table = _table("strategies", "strategy")
     for name in ("max tokens/s/user", "at batch", "max tokens/s/GPU", "at tokens/s/user"):
         table.add_column(name, justify="right")
@@ -193,7 +196,7 @@ def strategy_table(plan: Plan) -> Table:
 
 
 def users_table(plan: Plan) -> Table:
-    """The most users that each strategy serves within each TTL."""
+    """Return a table with the maximum number of users that each strategy serves within each TTL."""
     budgets_s = list(dict.fromkeys(each.ttl_s for each in plan.users_at_ttl))
     table = _table("users served within a TTL", "strategy")
     for budget_s in budgets_s:
@@ -206,7 +209,7 @@ def users_table(plan: Plan) -> Table:
 
 
 def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
-    """The best layout's neighbours: the TTL of each, and the cost items that grow."""
+    """Return a table of the best layout's neighbours, with the TTL of each neighbour and the cost items that grow."""
     table = _table(f"alternatives to {in_words(best.layout)}, batch {best.batch}", "change", "layout")
     table.add_column("TTL, ms", justify="right")
     table.add_column("why")
@@ -217,7 +220,7 @@ def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
 
 
 def rejections_table(found: Iterable[Rejection]) -> Table:
-    """How many layouts of each strategy cannot hold one request, and by how much the closest one misses."""
+    """Return a table of the layouts with too little memory: their number and the smallest lack, by strategy."""
     table = _table("layouts in which one request does not fit", "strategy")
     table.add_column("layouts", justify="right")
     table.add_column("why")
@@ -227,7 +230,7 @@ def rejections_table(found: Iterable[Rejection]) -> Table:
 
 
 def crossover_table(found: list[Crossover]) -> Table:
-    """Helix's best TTL relative to that of all other strategies, by context and batch."""
+    """Return a table of Helix's best TTL relative to the best TTL of all other strategies, by context and batch."""
     batches = list(dict.fromkeys(each.batch for each in found))
     title = f"best TTL of Helix / best TTL of others, {found[0].gpus} GPUs: below 1, KVP pays"
     table = _table(title, "context")
@@ -239,7 +242,7 @@ def crossover_table(found: list[Crossover]) -> Table:
 
 
 def latency_table(plan: Plan) -> Table:
-    """TTFT against TTL during a prefill, at most _MOST_ROWS rows."""
+    """Return a table of TTFT against TTL during a prefill, with at most _MOST_ROWS rows."""
     assert plan.latencies is not None
     table = _table(f"TTFT against TTL during a prefill, {plan.question.users} users", "strategy", "layout")
     for name in ("GPUs", "chunk", "TTFT, s", "TTL, ms"):
@@ -259,7 +262,7 @@ def latency_table(plan: Plan) -> Table:
 
 
 def series(plan: Plan) -> dict[str, tuple[Array, Array]]:
-    """Each strategy's frontier as arrays (tokens/s/user, tokens/s/GPU), by title, for plots."""
+    """Return each strategy's frontier as arrays (tokens/s/user, tokens/s/GPU), by title, for plots."""
     return {
         _TITLES[name]: (
             np.array([candidate.tokens_per_s_per_user for candidate in found]),
@@ -271,7 +274,7 @@ def series(plan: Plan) -> dict[str, tuple[Array, Array]]:
 
 
 def sentence(plan: Plan) -> str:
-    """The best layout in words, or the closest ones with the targets that each misses."""
+    """Describe the best layout, or the closest layouts with the targets that each of them misses."""
     if plan.best is not None:
         return f"Best: {_said(plan, plan.best)}."
     found = "".join(f"\n  {_said(plan, choice)}; misses {', '.join(choice.violates)}" for choice in plan.nearest)
@@ -279,7 +282,7 @@ def sentence(plan: Plan) -> str:
 
 
 def disaggregated_sentence(plan: Plan) -> str:
-    """Disaggregated prefill and decode, compared with the best layout that does both; empty if the plan has none."""
+    """Compare disaggregated prefill and decode with the best layout that does both; empty if the plan has none."""
     found, best = plan.disaggregated, plan.best
     if found is None:
         return ""
@@ -314,9 +317,9 @@ def _said(plan: Plan, choice: Choice) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Helix's gain over the baseline in decode: first at the target TTL, then the largest one.
+    """Describe Helix's gain over the baseline in decode: first the gain at the TTL target, then the largest gain.
 
-    Empty if either of the two has no configuration.
+    The text is empty if Helix or the baseline has no configuration.
     """
     gain = plan.headline
     if gain is None:
@@ -339,7 +342,7 @@ def _at_ttl(plan: Plan) -> str:
 
 
 def _thinned(found: list[_Row]) -> list[_Row]:
-    """At most _MOST_ROWS of them, including the first and the last."""
+    """Return at most _MOST_ROWS of the rows, including the first and the last row."""
     if len(found) <= _MOST_ROWS:
         return found
     return [found[round(position * (len(found) - 1) / (_MOST_ROWS - 1))] for position in range(_MOST_ROWS)]

@@ -1,4 +1,4 @@
-"""Predict the service of configurations: TTFT, time between tokens, users and rate, all at the same time."""
+"""Predict the service of configurations: the TTFT, time between tokens, users and rate that apply at the same time."""
 
 from dataclasses import dataclass, fields
 
@@ -14,22 +14,22 @@ from longhelix.plan.demand import Demand, Kind
 from longhelix.scheduler.work import NO_WORK, Work
 
 CHUNKS = tuple(2**power for power in range(5, 14))
-_LATE = 0.05  # share of requests that may wait longer: reported waits are 95th percentiles
-_MOST_BUSY = 0.95  # max share of a stage's time for prefill; above it, waits grow without bound
+_LATE = 0.05  # fraction of requests that may wait longer, because reported waits are 95th percentiles
+_MOST_BUSY = 0.95  # maximum fraction of a stage's time for prefill; waits would grow without bound near 1
 _HALVINGS = 40
-_NODES = 4  # chunks of a prompt to cost; step times are nearly linear in between
+_NODES = 4  # number of chunks per prompt to evaluate; step times are nearly linear in between
 
 
 @dataclass(frozen=True)
 class Service:
-    """The service of one instance of each configuration; arrays of one shape."""
+    """The service of one instance of each configuration. All arrays have the same shape."""
 
     ttl_s: Array  # mean time between tokens
-    ttl_p95_s: Array  # the same in the longest step, with the last chunk of the longest prompt
-    ttft_s: Array  # of the longest prompt: 95th percentile with a demand, and without any wait otherwise
-    users: Array  # requests that decode at the same time
+    ttl_p95_s: Array  # time between tokens in the longest step: with the last chunk of the longest prompt
+    ttft_s: Array  # TTFT of the longest prompt: the 95th percentile with a demand, otherwise without a wait
+    users: Array  # number of requests that decode at the same time
     rate_per_s: Array  # requests per second; nan without a demand
-    replicas: Array  # instances that the demand's rate needs; 1 without a rate
+    replicas: Array  # number of instances that the demand's rate needs; 1 without a rate
 
     @property
     def tokens_per_s(self) -> Array:
@@ -41,12 +41,12 @@ class Service:
 
 @dataclass(frozen=True)
 class ServiceLoad:
-    """The load on configurations: the requests of a demand, or endless requests and one prompt at a time."""
+    """The load on configurations: the requests of a demand, or requests that never end and one prompt at a time."""
 
     setting: Setting
     context: int  # tokens of the longest request
-    demand: Demand | None = None  # None: requests stay for ever
-    ttft_s: float | None = None  # TTFT target, which limits the rate of requests; None: no target
+    demand: Demand | None = None  # None for requests that never end
+    ttft_s: float | None = None  # TTFT target, which limits the request rate; None for no target
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -54,7 +54,7 @@ class ServiceLoad:
 
     @property
     def kv_tokens(self) -> float:
-        """Mean KV tokens of a decoding request."""
+        """Mean number of KV tokens of a decoding request."""
         return float(self.context) if self.demand is None else self.demand.kv_tokens
 
     @property
@@ -66,11 +66,14 @@ class ServiceLoad:
         return max(kind.input_tokens for kind in self.kinds)
 
     def new_tokens(self, kind: Kind) -> float:
-        """Tokens of a prompt that are not in the prefix cache."""
+        """Return the number of tokens of a prompt that are not in the prefix cache."""
         return kind.input_tokens * (1 - self.prefix_hit)
 
     def memory(self, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Memory:
-        """Memory of the fullest rank when `batch` requests, including one of the longest, have their full length."""
+        """Return the memory of the fullest rank when `batch` requests have their full length.
+
+        The batch includes one of the longest requests.
+        """
         held = float(self.context) if self.demand is None else self.demand.held_tokens
         longest = float(self.context) if self.demand is None else float(self.demand.longest)
         context = held + (longest - held) / np.maximum(batch, 1.0)
@@ -80,16 +83,16 @@ class ServiceLoad:
         return self.memory(layouts, batch, chunk).total_bytes
 
     def decodes(self, layouts: Layouts, batch: float | Array) -> Work:
-        """The decode work of one stage in one step."""
+        """Return the decode work of one stage in one step."""
         return layouts.decode(np.ceil(batch / layouts.pp), self.kv_tokens)
 
     def token_seconds(self, layouts: Layouts, batch: Array) -> Array:
-        """Time between tokens when `batch` requests decode and no prompt is computed, in seconds."""
+        """Return the time between tokens, in seconds, when `batch` requests decode and no prompt is computed."""
         return token_seconds(self.setting, layouts, batch, self.kv_tokens)
 
 
 def mixed_seconds(use: ServiceLoad, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
-    """Time between tokens of `batch` requests in a step with the last chunk of the longest prompt, in seconds."""
+    """Return the seconds between tokens of `batch` requests in a step with the longest prompt's last chunk."""
     rows = np.minimum(chunk, use.longest_prompt * (1 - use.prefix_hit))
     last = layouts.chunk(rows, use.longest_prompt - rows)
     return cycle_seconds(use.setting, layouts, last + use.decodes(layouts, batch)) / use.setting.accepted_tokens
@@ -97,26 +100,26 @@ def mixed_seconds(use: ServiceLoad, layouts: Layouts, batch: float | Array, chun
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prefill times of one instance of each configuration; arrays of one shape."""
+    """Prefill times of one instance of each configuration. All arrays have the same shape."""
 
-    longest_s: Array  # from the longest prompt's first chunk to its first new token
-    busy_s: Array  # time that a mean prompt occupies a stage
-    chunks: Array  # number of chunks of a mean prompt
+    longest_s: Array  # time from the longest prompt's first chunk to its first new token
+    busy_s: Array  # mean time that a prompt occupies a stage
+    chunks: Array  # mean number of chunks per prompt
     wait_s: Array  # mean wait for the prompt in progress: E[busy^2] / (2 E[busy])
 
     def ttft_s(self, busy: Array) -> Array:
-        """95th percentile of the longest prompt's TTFT, in seconds.
+        """Return the 95th percentile of the longest prompt's TTFT, in seconds.
 
-        It is the prompt's own time plus the 95th percentile of the wait, where P(wait > t) is
-        busy * exp(-t (1 - busy) / wait_s).
+        The result is the prompt's own time plus the 95th percentile of the wait, with
+        P(wait > t) = busy * exp(-t (1 - busy) / wait_s).
 
         Args:
-            busy: share of the time that prompts take.
+            busy: fraction of the time that is spent on prompts.
         """
         return self.longest_s + self.wait_s / (1 - busy) * np.log(np.maximum(busy, _LATE) / _LATE)
 
     def most_busy(self, ttft_s: float | None, most: Array) -> Array:
-        """The largest share of time for prompts, up to `most`, that keeps the TTFT within `ttft_s`."""
+        """Return the largest fraction of time for prompts, up to `most`, that keeps the TTFT within `ttft_s`."""
         most = np.minimum(most, _MOST_BUSY)
         if ttft_s is None:
             return most
@@ -129,7 +132,7 @@ class Prompts:
 
 
 def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, decodes: Work = NO_WORK) -> Prompts:
-    """Prefill times of layouts.
+    """Return the prefill times of layouts.
 
     Args:
         chunk: chunk size of each layout, in tokens, (n,).
@@ -154,10 +157,11 @@ def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, decodes: Work = NO
 
 
 def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> Service:
-    """The service of layouts, each with a batch and a chunk size, (n,).
+    """Return the service of layouts, each with a batch and a chunk size, (n,).
 
-    Prompts are computed one at a time in the order of arrival (M/G/1). During that share of the time, every step has a
-    chunk. A demand with a rate gets the number of instances that it needs, each with an equal part of the rate.
+    Prompts are computed one at a time, in the order of arrival (M/G/1). While prompts are computed, every step contains
+    a chunk. If the demand has a rate, the result includes the number of instances that the rate needs. Each instance
+    receives an equal part of the rate.
     """
     decodes = use.decodes(layouts, batch)
     alone_s, mixed_s = use.token_seconds(layouts, batch), mixed_seconds(use, layouts, batch, chunk)
@@ -174,12 +178,12 @@ def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> S
         )
     beside_s = layouts.pp * found.busy_s / found.chunks / use.setting.accepted_tokens
     output_tokens = use.demand.output_tokens
-    # At full load, each user decodes `output_tokens` tokens, some of them in slower steps with a chunk.
+    # At full load, each user decodes `output_tokens` tokens. Some of these are in slower steps that contain a chunk.
     needed = batch * found.busy_s / output_tokens
     busy = found.most_busy(use.ttft_s, needed / alone_s / (1 + needed * (1 / alone_s - 1 / beside_s)))
     replicas = layouts.ones
     if use.demand.rate_per_s is not None:
-        # If the TTFT is too long even without a wait, one instance with rate 0.
+        # If the TTFT is too long even without a wait, return one instance with rate 0.
         replicas = np.maximum(np.ceil(use.demand.rate_per_s * found.busy_s / np.where(busy > 0, busy, np.inf)), 1.0)
         busy = np.minimum(use.demand.rate_per_s * found.busy_s / replicas, busy)
     ttl_s = 1 / ((1 - busy) / alone_s + busy / beside_s)

@@ -1,6 +1,6 @@
 """SGLang commands.
 
-Decode context parallelism stripes latents within the tensor parallel group. The whole group shares one FFN.
+Decode context parallelism stripes latents over the tensor parallel group. The entire group shares one FFN.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ OPTIONS = Options(
     )
 )
 
-# float16 and float32 have no names of their own: "auto" is the format of activations.
+# SGLang has no names for float16 and float32. "auto" means the format of activations.
 _KV_WORDS = {
     "float32": "auto",
     "float16": "auto",
@@ -67,12 +67,12 @@ _KV_WORDS = {
     "fp4": "nvfp4",
     "nvfp4": "nvfp4",
 }
-# Families that the help of --enable-dp-attention lists: DeepSeek-V2, Qwen 2 and 3 with experts.
+# Model families in the help of --enable-dp-attention: DeepSeek-V2, and Qwen 2 and 3 with experts.
 _DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "qwen2_moe", "qwen3_moe")
 
 
 def command(deployment: Deployment, model_name: str) -> PeerCommand:
-    """The `python3 -m sglang.launch_server` command, or why SGLang cannot run the deployment."""
+    """Return the `python3 -m sglang.launch_server` command, or the reasons why SGLang cannot run the deployment."""
     cannot = tuple(_cannot(deployment))
     if cannot:
         return PeerCommand(NAME, cannot=cannot)
@@ -105,8 +105,9 @@ def _settings(deployment: Deployment, model_name: str) -> dict[str, Setting]:
         "--quantization": "fp8" if deployment.weight_dtype == "fp8" and deployment.expert_dtype is None else None,
         "--kv-cache-dtype": _KV_WORDS[deployment.kv_dtype],
         "--context-length": deployment.context,
-        # Both count all groups together, which share them evenly (python/sglang/srt/arg_groups/hooks/parallel_hook.py
-        # at 008b79d2358b, and the scheduler's max_running_requests // dp_size).
+        # This option and --max-running-requests are totals over all groups, which SGLang divides evenly
+        # (python/sglang/srt/arg_groups/hooks/parallel_hook.py at 008b79d2358b, and the scheduler's
+        # max_running_requests // dp_size).
         "--chunked-prefill-size": None if chunk_tokens is None else chunk_tokens * groups,
         "--max-running-requests": deployment.users_of_a_group * groups,
     }
@@ -136,7 +137,7 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 
 
 def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
-    """Limits of decode context parallelism."""
+    """Yield the limits of decode context parallelism."""
     model, degrees = deployment.model, deployment.degrees
     if model.mla is None:
         yield (

@@ -13,8 +13,8 @@ from longhelix.spec import ModelSpec
 class Strategy:
     """A way to lay out one stage."""
 
-    name: str  # in JSON
-    title: str  # for users
+    name: str  # name in JSON
+    title: str  # name that users see
 
 
 STRATEGIES = (
@@ -27,27 +27,27 @@ STRATEGIES = (
     Strategy("helix_dp", "DP x KVP"),
 )
 HELIX = ("helix_exposed", "helix", "helix_dp")
-OVERLAPPED = ("helix", "helix_dp")  # with HOP-B
+OVERLAPPED = ("helix", "helix_dp")  # strategies with HOP-B
 _Degrees = tuple[int, int, int, int, int, int]  # dp, kvp, tpa, tpf, ep, ffn_replicas
 
 
 @dataclass(frozen=True)
 class Space:
-    """Layouts, each with its strategy."""
+    """Layouts and the strategy of each layout."""
 
     layouts: Layouts
-    strategy: np.ndarray[tuple[int], np.dtype[np.intp]]  # index in STRATEGIES of each layout
+    strategy: np.ndarray[tuple[int], np.dtype[np.intp]]  # index of each layout's strategy in STRATEGIES
 
     def __len__(self) -> int:
         return len(self.layouts)
 
 
 def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Space:
-    """All layouts with up to `max_gpus` GPUs over all stages that the model's heads and experts allow.
+    """Return all layouts with up to `max_gpus` GPUs, over all stages, that the model's heads and experts allow.
 
     Args:
-        node_gpus: GPUs per server. Limits layouts to powers of two or whole servers, and to degrees that divide heads,
-            columns and experts evenly. None allows any shape.
+        node_gpus: GPUs per server. A number limits layouts to powers of two or whole servers, and to degrees that
+            divide heads, columns and experts evenly. None allows any shape.
     """
     rows = [
         (*degrees, pp, name in OVERLAPPED, index)
@@ -98,7 +98,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """All pairs (TPF, EP). A dense FFN counts as one expert."""
+    """Yield all pairs (TPF, EP). A dense FFN counts as one expert."""
     num_experts = model.moe.num_experts if model.moe else 1
     for ep in _divisors(num_ranks):
         if ep <= num_experts:
@@ -106,7 +106,10 @@ def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
 
 
 def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """All pairs (KVP ranks or groups, TPA) with at least two KVP ranks or groups, and each KV head on one TPA rank."""
+    """Yield all pairs (KVP ranks or groups, TPA) with at least two KVP ranks or groups.
+
+    Each KV head is on one TPA rank.
+    """
     for tpa in _divisors(num_ranks):
         if tpa <= model.num_kv_heads and tpa < num_ranks:
             yield num_ranks // tpa, tpa
@@ -141,7 +144,7 @@ def _helix(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
 
 
 def _helix_dp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
-    """Several groups with their own requests, each with several KVP ranks."""
+    """Yield layouts of several groups with their own requests. Each group has several KVP ranks."""
     for dp in _divisors(num_ranks)[1:]:
         for kvp, tpa in _attention_grids(model, num_ranks // dp):
             for tpf, ep in _ffn_grids(model, num_ranks):

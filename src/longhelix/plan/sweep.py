@@ -1,4 +1,4 @@
-"""Cost decoding for all layouts and all batch sizes that fit in memory, in blocks that fit in the CPU's cache."""
+"""Estimate decoding for all layouts and batch sizes that fit in memory, in blocks that fit in the CPU cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -21,11 +21,11 @@ DecodeSeconds = Callable[[Setting, Layouts, Array, float], Array]  # arguments: 
 class Points:
     """Configurations that fit in memory, arrays (n,)."""
 
-    layout: NDArray[np.intp]  # index in the space
-    batch: Array  # requests on all GPUs together
+    layout: NDArray[np.intp]  # index of the layout in the space
+    batch: Array  # number of requests on all GPUs together
     gpus: Array
     ttl_s: Array
-    memory_bytes: Array  # on the fullest GPU
+    memory_bytes: Array  # memory use of the fullest GPU
 
     @property
     def user_tokens_per_s(self) -> Array:
@@ -48,21 +48,21 @@ class Sweep:
 
     space: Space
     points: Points  # all configurations that fit
-    configurations: int  # how many were looked at
-    short_bytes: Array  # memory that each layout of the space lacks for one request; 0 if it fits
+    configurations: int  # number of evaluated configurations
+    short_bytes: Array  # memory that each layout lacks for one request; 0 if the request fits
 
 
 def units(layouts: Layouts) -> Array:
-    """The number of requests that gives one to every stage and to every group that has its own requests.
+    """Return the number of requests with which every stage, in every group with its own requests, has one request.
 
-    A batch takes about as long as the next multiple of this: exactly for stages, while for groups the attention does
-    and the FFN takes slightly less.
+    A batch takes about as long as a batch that is rounded up to a multiple of this number. For stages, the times are
+    equal. For groups, attention takes equally long and the FFN slightly less.
     """
     return layouts.pp * layouts.dp
 
 
 def batches(most: int = MOST_BATCH) -> Array:
-    """Batch sizes up to `most`: all up to 32, then in steps of 1/16."""
+    """Return batch sizes up to `most`: all sizes up to 32, then in steps of 1/16."""
     sizes = list(range(1, 33))
     while sizes[-1] < most:
         sizes.append(sizes[-1] + sizes[-1] // 16)
@@ -72,12 +72,12 @@ def batches(most: int = MOST_BATCH) -> Array:
 def sweep(
     setting: Setting, space: Space, context: float, batch_sizes: Array, seconds: DecodeSeconds = token_seconds
 ) -> Sweep:
-    """Cost all layouts at all batch sizes that fit in memory.
+    """Estimate all layouts with all batch sizes that fit in memory.
 
     Args:
         context: tokens of each request.
-        batch_sizes: requests on all GPUs together.
-        seconds: the time of a decoded token.
+        batch_sizes: numbers of requests on all GPUs together.
+        seconds: returns the time of a decoded token.
     """
     return _sweep(
         ServiceLoad(setting, int(context)),
@@ -90,15 +90,15 @@ def sweep(
 
 
 def unit_sweep(use: ServiceLoad, space: Space, batch_sizes: Array) -> Sweep:
-    """Cost all layouts at `units` times each of the sizes, if they fit in memory."""
+    """Estimate all layouts with `units` times each of the batch sizes, if they fit in memory."""
     return _sweep(use, space=space, sizes=batch_sizes, units=units(space.layouts), budgets_s=[])
 
 
 def full_sweep(use: ServiceLoad, space: Space, budgets_s: Sequence[float]) -> Sweep:
-    """Cost all layouts at all batch sizes that matter.
+    """Estimate all layouts with all relevant batch sizes.
 
-    These are `units` times each of `batches`, the largest batch that fits in memory, and the largest one within each
-    TTL of `budgets_s`.
+    The batch sizes are `units` times each of `batches`, the largest batch that fits in memory, and the largest batch
+    within each TTL of `budgets_s`.
     """
     return _sweep(use, space=space, sizes=batches(), units=units(space.layouts), budgets_s=[np.inf, *budgets_s])
 
@@ -122,19 +122,19 @@ def _sweep(
 
 
 def _blocks(num_layouts: int, num_sizes: int) -> list[NDArray[np.intp]]:
-    """Indices of layouts, in blocks of about _BLOCK configurations each."""
+    """Return indices of layouts in blocks of about _BLOCK configurations."""
     return np.array_split(np.arange(num_layouts), max(1, num_layouts * num_sizes // _BLOCK))
 
 
 def _block(
     use: ServiceLoad, layouts: Layouts, index: NDArray[np.intp], sizes: Array, units: Array, seconds: DecodeSeconds
 ) -> Points:
-    """The configurations that fit, of some layouts (rows) with all batch sizes (columns)."""
+    """Return the configurations of some layouts (rows) and all batch sizes (columns) that fit in memory."""
     block = layouts.take(index).as_column()
     sizes = np.multiply.outer(units[index], sizes)
     needed = use.memory_bytes(block, sizes, 0.0)
     fits = needed <= use.setting.capacity_bytes(block)
-    # Memory grows with the batch, so the columns that fit in no layout are the last ones.
+    # Memory grows with the batch, so batch sizes that fit in no layout are in the last columns.
     held = int(fits.any(axis=0).sum())
     ttl_s = seconds(use.setting, block, sizes[:, :held], use.kv_tokens)
     rows, columns = np.nonzero(fits[:, :held])
@@ -148,9 +148,9 @@ def _block(
 
 
 def _fullest(use: ServiceLoad, layouts: Layouts, budget_s: float) -> Points:
-    """Each layout with the largest batch that fits in memory and within the TTL, and with the largest in whole units.
+    """Return each layout with two batches: the largest within memory and the TTL, and the largest multiple of its unit.
 
-    Leaves out layouts that serve no request.
+    Layouts that cannot serve a request are omitted.
     """
 
     def keeps(batch: Array) -> Mask:
@@ -171,10 +171,10 @@ def _fullest(use: ServiceLoad, layouts: Layouts, budget_s: float) -> Points:
 
 
 def largest(keeps: Callable[[Array], Mask], most: Array) -> Array:
-    """The largest integers up to `most` for which `keeps` holds, by bisection; 0 if it never holds.
+    """Find the largest integers up to `most` for which `keeps` is true, by bisection; 0 if it is never true.
 
     Args:
-        keeps: if it holds for a number, it must hold for all smaller ones.
+        keeps: condition. If it is true for a number, it must be true for all smaller numbers.
     """
     least = np.zeros_like(most)
     while (least < most).any():

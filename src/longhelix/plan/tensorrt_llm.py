@@ -1,6 +1,6 @@
 """TensorRT-LLM commands.
 
-TensorRT-LLM's name for KVP is Helix. Generation servers run it; context servers compute prompts.
+TensorRT-LLM calls KVP Helix. Generation servers run Helix, and context servers compute prompts.
 """
 
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ _BLOCK_TOKENS = 32
 
 
 def command(deployment: Deployment, model_name: str) -> PeerCommand:
-    """The `trtllm-serve` command with its CONFIG_FILE, or why TensorRT-LLM cannot run the deployment."""
+    """Return the `trtllm-serve` command and its CONFIG_FILE, or the reasons why TensorRT-LLM cannot run it."""
     cannot = tuple(_cannot(deployment))
     if cannot:
         return PeerCommand(NAME, cannot=cannot)
@@ -96,7 +96,7 @@ def command(deployment: Deployment, model_name: str) -> PeerCommand:
 def _settings(deployment: Deployment) -> dict[str, Setting]:
     degrees, sharded = deployment.degrees, deployment.sharded
     experts = deployment.model.moe is not None
-    # Generation servers do not compute prompts: context servers do, in chunks.
+    # With Helix, context servers compute the prompts in chunks, and generation servers do not.
     chunk_tokens = None if sharded else deployment.chunk_tokens
     users = deployment.users_of_a_group
     return {
@@ -116,7 +116,7 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
         "enable_chunked_prefill": False if sharded else chunk_tokens is not None or None,
         "kv_cache_config.dtype": _KV_WORDS[deployment.kv_dtype],
         "kv_cache_config.tokens_per_block": _BLOCK_TOKENS if sharded else None,
-        # As its own test of Helix has it (tests/integration/defs/accuracy/test_disaggregated_serving.py).
+        # TensorRT-LLM's test of Helix does the same (tests/integration/defs/accuracy/test_disaggregated_serving.py).
         "kv_cache_config.enable_block_reuse": False if sharded else None,
         "cache_transceiver_config.backend": "DEFAULT" if sharded else None,
     }
@@ -152,7 +152,10 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 
 
 def _cannot_be_grouped(deployment: Deployment) -> Iterator[str]:
-    """Limits of data parallel attention. Each group is one tensor parallel rank with its context parallel ranks."""
+    """Yield the limits of data parallel attention.
+
+    Each group is one tensor parallel rank with its context parallel ranks.
+    """
     if deployment.degrees.tpa > 1:
         yield (
             f"data parallel attention over groups of {deployment.degrees.tpa} GPUs that share heads: "
@@ -171,7 +174,7 @@ def _cannot_be_grouped(deployment: Deployment) -> Iterator[str]:
 
 
 def _cannot_keep(deployment: Deployment) -> Iterator[str]:
-    """Number formats that it lacks."""
+    """Yield the number formats that TensorRT-LLM does not support."""
     latent = deployment.model.mla is not None
     if deployment.weight_dtype in ("int8", "w8a8"):
         yield f"weights in {deployment.weight_dtype}: its weight formats do not include INT8 ({_QUANTISATION})"

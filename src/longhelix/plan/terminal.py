@@ -32,11 +32,11 @@ class _Axis:
         self._cells = cells
 
     def cell(self, number: float) -> int:
-        """The cell of a number; numbers outside the axis give a cell below 0 or past the last one."""
+        """Return the cell of a number. Numbers outside the axis have a cell below 0 or past the last cell."""
         return round((math.log10(number) - self._least) / self._span * (self._cells - 1))
 
     def ticks(self) -> dict[int, str]:
-        """Labels of the round numbers on the axis, by cell."""
+        """Return the labels of the round numbers on the axis, by cell."""
         first, last = math.floor(self._least), math.ceil(self._least + self._span)
         leading = (1, 2, 5) if self._span > 1 else range(1, 10)
         numbers = [times * 10.0**power for power in range(first, last + 1) for times in leading]
@@ -46,7 +46,7 @@ class _Axis:
 def draw_frontier(series: Series, *, ttl_s: float | None = None, width: int = 100, height: int = 25) -> Text:
     """Draw tokens/s/GPU against tokens/s/user in `width` x `height` characters.
 
-    Where lines cross, the mark of the later strategy wins.
+    In cells where lines cross, only the mark of the later strategy is visible.
 
     Args:
         series: the frontier of each strategy, by title.
@@ -80,7 +80,7 @@ def draw_frontier(series: Series, *, ttl_s: float | None = None, width: int = 10
 
 
 def _joined(xs: list[int], ys: list[int]) -> Iterator[tuple[int, int]]:
-    """The cells (x, y) of a line through all points."""
+    """Yield the cells (x, y) of a line through all points."""
     yield xs[0], ys[0]
     for x, y, next_x, next_y in zip(xs, ys, xs[1:], ys[1:], strict=False):
         steps = max(abs(next_x - x), abs(next_y - y))
@@ -89,7 +89,7 @@ def _joined(xs: list[int], ys: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _bottom(axis: _Axis, columns: int) -> str:
-    """The x axis and its labels. A label starts below its tick, or further left if it would not fit."""
+    """Return the x axis and its labels. A label starts below its tick, or further left if it would not fit."""
     line, numbers = ["─"] * columns, [" "] * columns
     for cell, number in axis.ticks().items():
         start = min(cell, columns - len(number))

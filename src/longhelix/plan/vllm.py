@@ -1,4 +1,4 @@
-"""vLLM commands. Decode context parallel (KVP) ranks are part of the tensor parallel group, which shares the FFN."""
+"""vLLM commands. Decode context parallel (KVP) ranks belong to the tensor parallel group, which shares the FFN."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ _CONTEXT_PARALLEL = "docs/serving/context_parallel_deployment.md at 020505c2af90
 _FP8 = "docs/features/quantization/fp8.md at 024460769793"
 _ENVIRONMENT = "vllm/envs.py at f218f9c24d22"
 
-# On the command line, the fields of its configs have dashes: docs/configuration/engine_args.md at 124053c51d33.
+# On the command line, the fields of vLLM's configs have dashes (docs/configuration/engine_args.md at 124053c51d33).
 OPTIONS = Options(
     (
         Option("--tensor-parallel-size", COUNT, _PARALLEL),
@@ -58,7 +58,7 @@ OPTIONS = Options(
     )
 )
 
-# float32 has no name of its own: "auto" is the format of activations.
+# vLLM has no name for float32. "auto" means the format of activations.
 _KV_WORDS = {
     "float32": "auto",
     "bfloat16": "bfloat16",
@@ -69,11 +69,11 @@ _KV_WORDS = {
     "fp4": "nvfp4",
     "nvfp4": "nvfp4",
 }
-_FEWEST_BATCHED_TOKENS = 2048  # its default, which may not be below max-num-seqs (vllm/config/scheduler.py)
+_FEWEST_BATCHED_TOKENS = 2048  # default; must be at least max-num-seqs (vllm/config/scheduler.py)
 
 
 def command(deployment: Deployment, model_name: str) -> PeerCommand:
-    """The `vllm serve` command, or why vLLM cannot run the deployment."""
+    """Return the `vllm serve` command, or the reasons why vLLM cannot run the deployment."""
     cannot = tuple(_cannot(deployment))
     if cannot:
         return PeerCommand(NAME, cannot=cannot)
@@ -94,9 +94,9 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
     users, chunk_tokens = deployment.users_of_a_group, deployment.chunk_tokens
     batched_tokens = users if users > _FEWEST_BATCHED_TOKENS else None
     if chunk_tokens is not None:
-        batched_tokens = chunk_tokens + users  # a chunk beside a token of every other request
+        batched_tokens = chunk_tokens + users  # a chunk, and one token of every other request
     return {
-        # DCP ranks are among the tensor parallel ones; data parallel ranks have such a group each.
+        # DCP ranks are part of the tensor parallel group. Each data parallel rank has its own tensor parallel group.
         "--tensor-parallel-size": deployment.group_ranks,
         "--pipeline-parallel-size": degrees.pp if degrees.pp > 1 else None,
         "--data-parallel-size": deployment.groups if deployment.grouped else None,
@@ -132,7 +132,8 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
         )
     yield from uneven_heads(deployment, tensor_parallel, "tensor parallel size")
     yield from uneven_ffn(deployment, tensor_parallel, "tensor parallel size")
-    # Experts may be uneven: vllm/model_executor/layers/fused_moe/expert_map_manager.py at 54f88b20607e.
+    # Ranks may have different numbers of experts (vllm/model_executor/layers/fused_moe/expert_map_manager.py at
+    # 54f88b20607e).
     yield from uneven_experts(deployment, "tensor x data parallel size", None)
     if deployment.sharded:
         yield from _cannot_share_kv(deployment, tensor_parallel)
@@ -141,7 +142,7 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 
 
 def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[str]:
-    """Limits of decode context parallelism. Latent attention has no limit on heads."""
+    """Yield the limits of decode context parallelism. Latent attention has no limit on heads."""
     model, kvp, heads = deployment.model, deployment.kvp, deployment.heads
     if model.sliding_window is not None:
         yield (
@@ -169,7 +170,7 @@ def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[s
 
 
 def _cannot_keep(deployment: Deployment) -> Iterator[str]:
-    """KV and activation formats that the kernels lack, in general or with latent attention or KVP."""
+    """Yield the KV and activation formats that the kernels do not support, some only with latent attention or KVP."""
     if deployment.kv_dtype not in _KV_WORDS:
         yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype does not offer it ({_CACHE})"
     lacking = [

@@ -1,1 +1,1 @@
-"""The server: HTTP in OpenAI's form over the engine."""
+"""HTTP server that gives access to the engine through OpenAI's API."""

@@ -1,4 +1,4 @@
-"""How endpoints write answers: as one JSON document, or as server-sent events."""
+"""Base class that writes an endpoint's answers as one JSON document or as server-sent events."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ _Value = TypeVar("_Value")
 Events = Iterator[Mapping[str, Any]]
 
 
-# Some clients split lines at these characters too, although server-sent events do not.
+# Some clients also split lines at these characters, although the standard for server-sent events does not.
 _ENDS_OF_LINES = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 
 
@@ -41,14 +41,14 @@ class AnswerFormat:
     Args:
         serving: the server.
         body: the request body.
-        requests: the requests for the engine that it became.
-        keeps_prompts: keep the token ids of the prompts until the answer ends, because it shows them.
+        requests: the engine requests made from the body.
+        keeps_prompts: keep the token ids of the prompts until the answer ends, because the answer shows them.
     """
 
-    prefix: str  # of the answer's id
-    kind: str  # `object` of the events
-    end = "data: [DONE]\n\n"  # last text of a stream
-    is_long = False  # whether an answer may be long, such as an echoed prompt; it is written on a thread of its own
+    prefix: str  # prefix of the answer's id
+    kind: str  # value of `object` in the events
+    end = "data: [DONE]\n\n"  # the last line of a stream
+    is_long = False  # whether the answer may be long, for example with an echoed prompt
 
     def __init__(
         self, serving: Serving, body: SampledBody, requests: Sequence[EngineRequest], keeps_prompts: bool = False
@@ -69,15 +69,18 @@ class AnswerFormat:
         self._results: dict[int, Result] = {}
 
     def whole(self, results: list[Result]) -> BaseModel:
-        """Return the whole answer."""
+        """Return the complete answer."""
         raise NotImplementedError
 
     def pieces(self, results: list[Result]) -> Iterator[bytes]:
-        """Yield the JSON of the whole answer in pieces."""
+        """Yield the JSON of the complete answer in pieces."""
         yield self.whole(results).model_dump_json().encode()
 
     async def run(self, do: Callable[..., _Value], *given: object) -> _Value:
-        """Call `do(*given)` off the event loop and return its result. Raises OverloadedError."""
+        """Call `do(*given)` on a thread and return its result. Raises OverloadedError.
+
+        Long answers share one thread.
+        """
         if self.is_long:
             return await self.long_answers.run(do, *given)
         return await asyncio.to_thread(do, *given)
@@ -91,7 +94,7 @@ class AnswerFormat:
 
         Args:
             place: index of the request.
-            delta: its new token, text or result.
+            delta: the request's new token, text or result.
         """
         self._completion_tokens += delta.token_id is not None
         if delta.result is not None:
@@ -115,14 +118,14 @@ class AnswerFormat:
         return f"data: {one_line(bytes(response_for(error).body).decode())}\n\n"
 
     def choices(self, place: int, delta: Delta) -> Iterator[Mapping[str, Any]]:
-        """Yield the `choices` of the events of a delta."""
+        """Yield the `choices` entry of each event of a delta."""
         raise NotImplementedError
 
     def event(self, choices: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Return an event with the fields that all events have."""
         found = self.head | {"object": self.kind, "choices": choices}
         if self.body.asks_for("include_usage"):
-            found["usage"] = None  # OpenAI sends null in all events but the last
+            found["usage"] = None  # OpenAI sends null in every event except the last
         if self.body.asks_for("continuous_usage_stats"):
             found["usage"] = {
                 "prompt_tokens": self.prompt_tokens,

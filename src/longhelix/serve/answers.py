@@ -1,4 +1,4 @@
-"""Response bodies, in OpenAI's form."""
+"""Response bodies, in OpenAI's format."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -63,7 +63,8 @@ class PromptToken(Answer):
     decoded_token: str
 
 
-# For each prompt token: the likeliest tokens and the token itself, by id. Null for the first token.
+# For each prompt token, the entries of the likeliest tokens and of the prompt token itself, by token id. The first
+# token has null.
 PromptLogprobs = list[dict[int, PromptToken] | None]
 
 

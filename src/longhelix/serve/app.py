@@ -14,7 +14,7 @@ from longhelix.serve.serving import Serving
 
 
 def build(serving: Serving, admission: AccessControl) -> ASGIApp:
-    """Build the application. It starts the engine when it starts, and stops the engine when it stops."""
+    """Build the application. Its startup starts the engine, and its shutdown stops the engine."""
 
     @asynccontextmanager
     async def lifetime(app: FastAPI) -> AsyncIterator[None]:
@@ -28,7 +28,7 @@ def build(serving: Serving, admission: AccessControl) -> ASGIApp:
         title="longhelix",
         version=importlib.metadata.version("longhelix"),
         lifespan=lifetime,
-        docs_url=None,  # these pages load scripts from other sites
+        docs_url=None,  # FastAPI's documentation pages load scripts from other sites
         redoc_url=None,
     )
     errors.install(app)
@@ -43,7 +43,7 @@ def build(serving: Serving, admission: AccessControl) -> ASGIApp:
 
 
 def _without_unused_status(app: FastAPI) -> None:
-    """Remove status 422 from the schema. FastAPI documents it for invalid requests, but `errors` returns 400."""
+    """Remove status 422 from the schema. FastAPI adds it for invalid requests, but `errors` answers them with 400."""
     for path in app.openapi()["paths"].values():
         for route in path.values():
             if "HTTPValidationError" in str(route["responses"].get("422")):

@@ -1,4 +1,4 @@
-"""One HTTP request from its first byte to its last: its id, its requests for the engine, its log line."""
+"""Tracks each HTTP request from arrival to end: its id, its engine requests and its log line."""
 
 import secrets
 import time
@@ -17,15 +17,15 @@ _ID_HEADER = b"x-request-id"
 
 
 class EngineCall:
-    """One HTTP request and the progress of its requests for the engine. It is their `RequestObserver`."""
+    """One HTTP request and the progress of its engine requests. It is also their `RequestObserver`."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.id = secrets.token_hex(12)  # chosen by the server; an id that the client sends has no effect
+        self.id = secrets.token_hex(12)  # the server chooses the id and ignores any id that the client sends
         self.arrival_s = time.monotonic()
-        self.status = 500  # until a response begins
+        self.status = 500  # this value applies until a response begins
         self.code = ""  # error code of the response
         self.requests: list[RequestProgress] = []
-        self.cleanups: list[Callable[[], None]] = []  # called when the HTTP request is over
+        self.cleanups: list[Callable[[], None]] = []  # called when the HTTP request has ended
         self._metrics = metrics
 
     def on_queued(self, progress: RequestProgress) -> None:
@@ -45,18 +45,18 @@ _CURRENT: ContextVar[EngineCall | None] = ContextVar("call", default=None)
 
 
 def current() -> EngineCall | None:
-    """Return the HTTP request that the running task serves, or None outside of one."""
+    """Return the HTTP request that the running task serves, or None if it serves none."""
     return _CURRENT.get()
 
 
 class CallMiddleware:
-    """Gives each HTTP request its `EngineCall` and answers with its id, before anything else sees it.
+    """Outermost middleware. It creates the `EngineCall` of each HTTP request and adds the call's id to the response.
 
-    It counts refusals, and writes a log line for each request that went to the engine or was refused, and a span if
-    traces are on.
+    It also counts error responses. For each request that went to the engine or failed, it writes a log line. For each
+    request that went to the engine, it also records a span if tracing is enabled.
 
     Args:
-        paths: the paths that log lines may name. Clients cannot add to them.
+        paths: the paths that log lines may name. All other paths are logged as `other`.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class CallMiddleware:
     def _facts(self, scope: Scope, call: EngineCall) -> dict[str, str | int | float | None]:
         """Return the fields of the log line.
 
-        Token counts are sums over all requests of the call. Times count from the call's arrival; the queue time and the
-        TTFT are those of the request that was first.
+        Token counts are sums over all engine requests of the call. Times are measured from the call's arrival. The
+        queue time ends with the first step of any of these requests, and the TTFT ends with the first token of any.
         """
         route = getattr(scope.get("route"), "path_format", scope["path"])
         facts: dict[str, str | int | float | None] = {
@@ -126,5 +126,5 @@ class CallMiddleware:
 
 
 def _first_after(times_s: Iterable[float | None], arrival_s: float) -> float | None:
-    """Return the time from the arrival to the earliest of `times_s`, or None if all are None."""
+    """Return the time from the arrival to the earliest of `times_s`, or None if every entry is None."""
     return min((time_s - arrival_s for time_s in times_s if time_s is not None), default=None)

@@ -48,7 +48,7 @@ async def _submit(serving: Serving, body: ChatBody) -> tuple[RequestGroup, "_For
         raise ClientError(NO_TOOLS, "tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if body.offered_functions else None
     field = body.guide_field or "tools"
-    guide = await serving.guide(lambda: _guide(body, calls), field)  # before the images, which take longer
+    guide = await serving.guide(lambda: _guide(body, calls), field)  # before the images, which are slower
     prompt = await serving.conversation(body, body.messages, body.rendering(serving.chat_template_kwargs), tools)
     reasoning = await serving.reasoning(body, prompt)
     guide = await serving.guide_after(reasoning, guide, field)
@@ -86,7 +86,7 @@ class _Format(AnswerFormat):
         super().__init__(serving, body, requests)
         self.is_long = body.prompt_logprobs is not None
         self._form_of_calls = calls
-        self._calls: dict[int, ToolCalls] = {}  # in events, by index of the request
+        self._calls: dict[int, ToolCalls] = {}  # parsers for streamed answers, by index of the request
 
     def whole(self, results: list[Result]) -> forms.ChatCompletion:
         choices = []
@@ -131,12 +131,12 @@ class _Format(AnswerFormat):
             told = [{"content": ""} if reasoning is None else _reasoned("")]
         for one in told:
             yield _choice(place, one, of_token)
-            of_token = {}  # only the first event has these
+            of_token = {}  # only the first event of a token has its id and log-probabilities
         if delta.result is not None:
             yield _choice(place, {}, self._of_ending(delta.result), _reason(delta.result, calls))
 
     def _of_ending(self, result: Result) -> dict[str, Any]:
-        """Return the fields of the last event about the token that ended the answer."""
+        """Return the fields about the token that ended the answer. The last event contains them."""
         if not self.body.return_token_ids or result.ending_token_id is None:
             return {}
         found: dict[str, Any] = {"token_ids": [result.ending_token_id]}
@@ -154,7 +154,7 @@ class _Format(AnswerFormat):
         return self._calls[place]
 
     def _new_calls(self) -> ToolCalls | None:
-        """Return the parser of tool calls, or None if the answer cannot have any."""
+        """Return a parser of tool calls, or None if the answer cannot contain tool calls."""
         if self._form_of_calls is None:
             return None
         names = {function.name for function in self.body.offered_functions}

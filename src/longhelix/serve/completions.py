@@ -19,7 +19,7 @@ from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 from longhelix.serve.token_logprobs import completion_logprobs, fewer_best, prompt_logprobs
 
-_DEFAULT_TOKENS = 16  # as OpenAI has it
+_DEFAULT_TOKENS = 16  # OpenAI's default
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -63,7 +63,7 @@ def routes(serving: Serving) -> APIRouter:
 
 
 async def _echoed(serving: Serving, body: CompletionBody, prompts: "Sequence[array[int]]") -> list[str]:
-    """Return the text of each prompt if answers begin with it, otherwise an empty list.
+    """Return the text of each prompt if answers begin with the prompt, otherwise an empty list.
 
     Raises:
         ClientError: a token id is outside the vocabulary.
@@ -81,7 +81,7 @@ async def _echoed(serving: Serving, body: CompletionBody, prompts: "Sequence[arr
 
 
 async def _token_texts(serving: Serving, body: CompletionBody) -> list[list[str]]:
-    """Return the text that each token of each prompt adds, if the answer has the prompt's log-probabilities."""
+    """Return the text that each prompt token adds, if the answer shows log-probabilities of an echoed prompt."""
     return [await serving.token_texts(given) for given in body.prompt if body.echoes and body.logprobs is not None]
 
 
@@ -91,9 +91,9 @@ class _Format(AnswerFormat):
     Args:
         serving: the server.
         body: the request body.
-        requests: its requests for the engine.
-        echoed: text of each prompt if choices begin with it, otherwise empty.
-        token_texts: text that each token of each prompt adds, if the answer has their log-probabilities.
+        requests: the engine requests made from the body.
+        echoed: text of each prompt if choices begin with their prompt, otherwise empty.
+        token_texts: text that each prompt token adds, if the answer shows log-probabilities of prompt tokens.
     """
 
     prefix, kind = "cmpl-", "text_completion"
@@ -112,7 +112,7 @@ class _Format(AnswerFormat):
         body.prompt.clear()
         self._echoed, self._token_texts = echoed, token_texts
         self.is_long = bool(echoed) or body.logprobs is not None or body.prompt_logprobs is not None
-        self._written: dict[int, int] = {}  # characters of token texts in events, by index of the request
+        self._written: dict[int, int] = {}  # characters of token text sent so far, by index of the request
 
     def first(self) -> Events:
         if self._echoed:
@@ -198,7 +198,7 @@ class _Format(AnswerFormat):
 
 
 class _Echo(_Format):
-    """Writes completions that only echo their prompts, without the engine."""
+    """Writes completions that only echo their prompts. The engine is not used."""
 
     def pieces(self, results: list[Result]) -> Iterator[bytes]:
         return self._answer((choice.model_dump() for choice in self._choices()), self._usage)

@@ -10,15 +10,15 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-BACKLOG = 256  # connections that the kernel may accept before the server can refuse any
-_RESERVE = BACKLOG + 256  # file descriptors kept free for the backlog, for restarting ranks, and for files
-_HEAD_S = 30.0  # time limit for the head of a request
-_READ_S = 60.0  # a client must read some of the waiting bytes within this time
+BACKLOG = 256  # connections that the kernel may accept before the server can refuse them
+_RESERVE = BACKLOG + 256  # file descriptors that stay free for the backlog, for restarting ranks, and for files
+_HEAD_S = 30.0  # time limit for receiving the request line and the headers
+_READ_S = 60.0  # a client must read some of the unread bytes within this time
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 def most_connections() -> int:
-    """Return the most connections that the limit on open files allows. The server keeps at most half of the limit."""
+    """Return the maximum number of connections. The server reserves at most half of the limit on open files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**31 if limit == resource.RLIM_INFINITY else max(limit - _RESERVE, limit // 2)
 
@@ -41,19 +41,20 @@ class _Counted:
 class Connection(H11Protocol):
     """HTTP connection with time limits.
 
-    It is closed if too many connections are open, if the head of a request takes too long, or if a client does not read
-    its response, which aborts the request. `Gate` limits the time for bodies, and uvicorn the time between requests.
+    The server closes a connection in three cases: too many connections are open, the headers of a request take too long
+    to arrive, or the client does not read its response. In the last case the request is aborted. `Gate` limits the time
+    for request bodies, and uvicorn limits the time between requests.
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
-        self._read_bytes = 0  # bytes that the client had read when that timer started
+        self._read_bytes = 0  # bytes that the client had read when `_unread` started
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn does
         self._counted = _Counted(transport)
-        super().connection_made(self._counted)  # type: ignore[arg-type]  # it is one in all but its name
+        super().connection_made(self._counted)  # type: ignore[arg-type]  # it acts as a transport
         if len(self.connections) > most_connections():
             transport.write(_FULL)
             transport.close()
@@ -67,7 +68,7 @@ class Connection(H11Protocol):
         else:
             self._stop_waiting()
         if self._unread is not None:
-            self._watch()  # the next response adds to the waiting bytes
+            self._watch()  # the next response adds to the unread bytes
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -87,7 +88,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        """Start the timer for the head of a request, unless it is running."""
+        """Start the timer for the headers of a request, unless it is running."""
         if self._timer is None:
             self._timer = self.loop.call_later(_HEAD_S, self.timeout_keep_alive_handler)
 
@@ -97,7 +98,7 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _watch(self) -> None:
-        """Restart the timer for unread bytes, if any are waiting."""
+        """Restart the timer for unread bytes, if the client has not read all bytes."""
         self._forget_unread()
         if self.transport.get_write_buffer_size():
             self._read_bytes = self._taken_bytes()
@@ -110,8 +111,11 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _taken_bytes(self) -> int:
-        """Return the bytes that the client's machine has acknowledged: written, minus those in our buffers and in the
-        socket's, which holds megabytes."""
+        """Return the number of bytes that the client's machine has acknowledged.
+
+        These are the written bytes, minus the bytes in the transport's buffer and in the socket's buffer, which can
+        contain megabytes.
+        """
         held = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         waiting = self.transport.get_write_buffer_size() + int.from_bytes(held, sys.byteorder)
         return self._counted.written - waiting

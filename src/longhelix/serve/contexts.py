@@ -1,4 +1,4 @@
-"""/v1/contexts: saved contexts. Their KV is computed while other requests run, and kept on the server's disk."""
+"""/v1/contexts: saved contexts. The engine computes their KV while other requests run and stores it on disk."""
 
 import asyncio
 from functools import partial
@@ -15,8 +15,8 @@ from longhelix.serve.reading import BodyRoute
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.serving import Serving
 
-_MOST_AT_A_TIME = 4  # contexts that are being saved: each may fill the model's context
-_MOST_FAILED = 64  # failed contexts that are remembered with their error
+_MOST_AT_A_TIME = 4  # contexts being saved at a time. Each may be as long as the model's context.
+_MOST_FAILED = 64  # failed contexts whose errors are kept
 
 
 def routes(serving: Serving) -> APIRouter:
@@ -48,11 +48,11 @@ def routes(serving: Serving) -> APIRouter:
 
 
 class _Contexts:
-    """Contexts on the disk and those that are being saved. A new context hides the one that it replaces."""
+    """Contexts on disk and contexts that are being saved. While a context is replaced, only the new one is visible."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving, self._folder = serving, serving.llm.contexts_folder
-        self._found: dict[str, Saving] = {}  # by name: being saved, or failed
+        self._found: dict[str, Saving] = {}  # contexts that are being saved or have failed, by name
         self._beginning = asyncio.Lock()
 
     async def begin(self, body: ContextBody) -> forms.Context:
@@ -78,7 +78,7 @@ class _Contexts:
                 "context_length_exceeded",
             )
         async with self._beginning:
-            self._check_room(body.id)  # another request may have been faster
+            self._check_room(body.id)  # another request may have started saving in the meantime
             begin = partial(serving.llm.begin_saving, body.id, token_ids, replace=bool(body.replace))
             saving = await serving.driver.call(begin)
             self._found.pop(body.id, None)
@@ -86,7 +86,7 @@ class _Contexts:
         return _of_saving(saving)
 
     def _check_room(self, name: str) -> None:
-        """Raise ClientError if a context of that name is being saved, OverloadedError if too many contexts are."""
+        """Raise ClientError if this context is already being saved, or OverloadedError if too many contexts are."""
         names = self._names_being_saved()
         if name in names:
             raise ClientError(f"context {name!r} is being saved: wait, or delete it", "id", "context_exists")
@@ -96,20 +96,20 @@ class _Contexts:
     async def all(self) -> list[forms.Context]:
         """Return all contexts, sorted by name."""
         self._names_being_saved()
-        # Collect these before reading the disk: those that become ready meanwhile are then on the disk too.
+        # Collect these before reading the disk, so that a context that becomes ready in between is not missed.
         being_saved = {name: _of_saving(saving) for name, saving in self._found.items()}
         found = await asyncio.to_thread(self._on_disk) | being_saved
         return [found[name] for name in sorted(found)]
 
     async def one(self, name: str) -> forms.Context:
-        """Return a context by its name. Raises ClientError if there is none."""
+        """Return a context by its name. Raises ClientError if no context has this name."""
         self._names_being_saved()
         if name in self._found:
             return _of_saving(self._found[name])
         return await asyncio.to_thread(self._saved, name)
 
     async def delete(self, name: str) -> None:
-        """Delete a context. Raises UserError if there is none."""
+        """Delete a context. Raises UserError if no context has this name."""
         saving = self._found.get(name)
         if saving is not None and not saving.has_ended:
             await self._serving.driver.call(partial(saving.end, UserError("it was deleted")))
@@ -122,7 +122,7 @@ class _Contexts:
     def _names_being_saved(self) -> list[str]:
         """Return the names of the contexts that are being saved.
 
-        Drops the records of those that are ready, which the disk has, and of all but the latest failures.
+        Also drops the records of ready contexts, which are on disk, and the records of all but the latest failures.
         """
         self._found = {name: saving for name, saving in self._found.items() if saving.status != "ready"}
         failed = [name for name, saving in self._found.items() if saving.has_ended]
@@ -134,7 +134,7 @@ class _Contexts:
         return {name: _of_saved(name, found) for name, found in self._folder.manifests().items()}
 
     def _saved(self, name: str) -> forms.Context:
-        """Return a context on the disk, which may be damaged. Raises ClientError if there is none."""
+        """Return a context on disk, which may be damaged. Raises ClientError if no context has this name."""
         try:
             return _of_saved(name, self._folder.manifest(name))
         except UserError as error:
@@ -158,11 +158,11 @@ def _of_saving(saving: Saving) -> forms.Context:
 
 
 def _of_saved(name: str, saved: SavedContext | UserError) -> forms.Context:
-    """Return a context on the disk.
+    """Return the description of a context on disk.
 
     Args:
         name: its name.
-        saved: its manifest, or the error of a damaged one.
+        saved: its manifest, or the error if the context is damaged.
     """
     if isinstance(saved, UserError):
         return forms.Context(id=name, status="failed", prefilled_tokens=0, num_tokens=0, error=reason(saved))

@@ -1,4 +1,4 @@
-"""The engine for callers on an event loop: requests go in, updates come out."""
+"""Asynchronous interface to the engine: submits requests and delivers their updates on an event loop."""
 
 import asyncio
 import time
@@ -34,15 +34,15 @@ class Limits:
     """Limits on the requests that wait for their first token."""
 
     requests: int
-    prompt_tokens: int  # of all waiting requests together
+    prompt_tokens: int  # total over all waiting requests
 
 
 class RequestGroup:
-    """The requests of one HTTP request, and an asynchronous iterator over their updates.
+    """The engine requests of one HTTP request, and an asynchronous iterator over their updates.
 
-    It yields pairs of a request's index and its update until all requests have their results, and `(0, IdleNotice())`
-    after `notify_idle`. It raises the error of the first request that fails. Leaving the `async with` aborts the
-    requests that have not ended.
+    The iterator yields pairs (index of the request, update) until all requests have their results. It also yields
+    `(0, IdleNotice())` after each call of `notify_idle`. It raises the error of the first request that fails. Leaving
+    the `async with` block aborts the requests that have not ended.
 
     Args:
         driver: the engine.
@@ -57,7 +57,7 @@ class RequestGroup:
         self._has_idle_notice = False
 
     async def submit(self, requests: Sequence[EngineRequest]) -> None:
-        """Queue all requests or none, and wait until the engine has accepted them.
+        """Queue all requests or none of them, and wait until the engine has accepted them.
 
         Raises:
             OverloadedError: too many requests are waiting.
@@ -96,11 +96,11 @@ class RequestGroup:
 
     @property
     def is_open(self) -> bool:
-        """Whether updates are still to come or to be read."""
+        """Whether a request has not ended, or an update has not been read."""
         return bool(self._open)
 
     def notify_idle(self) -> None:
-        """Add an `IdleNotice` to the updates, unless an unread one is there."""
+        """Add an `IdleNotice` to the updates, unless an earlier notice has not been read yet."""
         if not self._has_idle_notice:
             self._has_idle_notice = True
             self._updates.put_nowait((0, IdleNotice()))
@@ -137,17 +137,17 @@ class Driver:
 
     Only that thread calls the LLM. All methods and callbacks run on the event loop that calls `start`.
 
-    A failed engine restarts and its requests continue. An engine that fails too often, or does not restart, ends all
-    requests with the reason and accepts no more.
+    If the engine fails, the driver restarts it and its requests continue. If it fails too often or cannot be restarted,
+    the driver ends all requests with the reason and refuses new ones.
     """
 
     def __init__(self, llm: LLM, limits: Limits, recovery: Recovery = _RECOVERY) -> None:
-        self.failure = ""  # why the engine has failed for good; empty while it has not
-        self.restarting = ""  # why the engine is restarting; empty while it is not
+        self.failure = ""  # why the engine has failed for good; empty if it has not
+        self.restarting = ""  # why the engine is restarting; empty if it is not
         self.restarts = 0
-        # Called with the new deltas and the steps that have completed.
+        # Each is called with the new deltas and the completed steps.
         self.listeners: list[Listener] = []
-        # Called with the reason when the engine restarts, and when it has failed for good.
+        # Called with the reason, when the engine restarts or when it has failed for good.
         self.restart_listener: Callable[[str], None] = lambda reason: None
         self.failure_listener: Callable[[str], None] = lambda reason: None
         self.steps = 0
@@ -155,14 +155,14 @@ class Driver:
         self._llm, self._limits = llm, limits
         self._engine = EngineThread(llm, recovery, self)
         self._accepted: dict[int, PendingRequest] = {}
-        self._calls: set[asyncio.Future[Any]] = set()  # results that `call` waits for
-        self._queued: set[PendingRequest] = set()  # the engine has not accepted these yet
+        self._calls: set[asyncio.Future[Any]] = set()  # pending results of `call`
+        self._queued: set[PendingRequest] = set()  # requests that the engine has not accepted yet
 
     def start(self) -> None:
         self._engine.start()
 
     async def observe(self) -> Observation:
-        """Return the state of the engine between two steps. Raises EngineError if the engine fails before."""
+        """Return the state of the engine between two steps. Raises EngineError if the engine fails before that."""
         return await self.call(self._llm.observe)
 
     async def call(self, function: Callable[[], _Value]) -> _Value:
@@ -200,22 +200,22 @@ class Driver:
 
     @property
     def still_s(self) -> float:
-        """Seconds without progress on any rank in the running step."""
+        """Seconds since any rank last made progress in the running step."""
         return self._llm.still_s
 
     @property
     def most_requests(self) -> int:
-        """Most requests that may wait."""
+        """Maximum number of waiting requests."""
         return self._limits.requests
 
     @property
     def request_ids(self) -> Set[int]:
-        """Ids of the accepted requests. Contexts that are being saved are not among them."""
+        """Ids of the accepted requests. They do not include contexts that are being saved."""
         return self._accepted.keys()
 
     @property
     def running(self) -> int:
-        """Number of requests that have their first token."""
+        """Number of requests that have received their first token."""
         return sum(not pending.is_waiting for pending in self._accepted.values())
 
     @property
@@ -224,13 +224,13 @@ class Driver:
         return [pending.request for pending in (*self._queued, *self._accepted.values()) if pending.is_waiting]
 
     def check_room(self, lengths: Sequence[int]) -> None:
-        """Check whether more requests may wait. A single request may have any length if no other is waiting.
+        """Check whether more requests may wait. If no request is waiting, a single new one may have any length.
 
         Args:
             lengths: prompt tokens of each new request.
 
         Raises:
-            OverloadedError: they would exceed the limits.
+            OverloadedError: the new requests would exceed the limits.
             RestartingError: the engine is restarting.
             EngineError: the engine has failed.
         """
@@ -262,9 +262,9 @@ class Driver:
     # Callbacks of the engine thread (see `EngineObserver`).
 
     def on_accepted(self, pending: PendingRequest, request_id: int) -> None:
-        if pending in self._queued:  # otherwise `end_all` was faster
+        if pending in self._queued:  # otherwise `end_all` has already removed it
             self._queued.remove(pending)
-            pending.request = replace(pending.request, prompt=(), context=None)  # the engine keeps them
+            pending.request = replace(pending.request, prompt=(), context=None)  # the engine has its own copies
             self._accepted[request_id] = pending
             settle(pending.accepted, None)
 
@@ -285,7 +285,7 @@ class Driver:
         for listener in self.listeners:
             listener(deltas, ran)
         for request_id, update in progress.items():
-            if request_id in self._accepted:  # otherwise it was aborted meanwhile
+            if request_id in self._accepted:  # otherwise the request has been aborted
                 self._accepted[request_id].on_update(update)
         for delta in deltas:
             pending = self._accepted.get(delta.request_id)

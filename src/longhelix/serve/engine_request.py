@@ -1,4 +1,4 @@
-"""A request for the engine and the updates that it gets."""
+"""Requests for the engine and the updates that they receive."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,14 +29,14 @@ class IdleNotice:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One request for the engine: one choice for one prompt of an HTTP request."""
+    """Request for the engine: one choice for one prompt of an HTTP request."""
 
     prompt: Prompt
-    num_tokens: int  # of the prompt and of the saved context before it
+    num_tokens: int  # in the prompt and in the saved context before it
     sampling: SamplingParams
     service: ServiceLevel
     arrival_s: float  # when the HTTP request arrived, on the monotonic clock
-    wants_progress: bool = False  # whether the client gets `PrefillProgress` before the first token
+    wants_progress: bool = False  # whether the client receives `PrefillProgress` before the first token
     context: str | ReadContext | None = None  # saved context that the prompt continues
     reasoning: ReasoningTags | None = None  # tags around text that is returned separately from the content
 
@@ -51,14 +51,15 @@ class PendingRequest:
 
     def __init__(self, request: EngineRequest, on_update: Callable[["RequestUpdate"], None]) -> None:
         self.request, self.on_update = request, on_update
-        self.is_waiting = True  # until its first token
+        self.is_waiting = True  # True until the first token
         self.progress = RequestProgress(request.num_tokens, request.sampling.max_new_tokens, request.arrival_s)
-        # Done once the engine has accepted the request, or failed with the reason why it did not.
+        # Completes when the engine accepts the request. Fails with the reason if the engine refuses it.
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Only the first refusal of a call is reported. Without this, asyncio logs the others as never retrieved.
+        # Only the first refusal of a call is reported. Without this callback, asyncio would log that nobody retrieved
+        # the other exceptions.
         self.accepted.add_done_callback(lambda accepted: accepted.cancelled() or accepted.exception())
         self.aborted = False  # set by the event loop, read by the engine thread
-        # Only the engine thread uses these.
+        # Only the engine thread uses the following attributes.
         self.request_id: int | None = None
         self.failures = 0  # engine failures while the request was being added
 
@@ -71,12 +72,12 @@ RequestUpdate = Delta | PrefillProgress | Exception
 
 
 def settle(future: "asyncio.Future[_Value]", value: _Value) -> None:
-    """Set the result of a future, unless it is done or cancelled."""
+    """Set the result of a future, unless the future is done or cancelled."""
     if not future.done():
         future.set_result(value)
 
 
 def fail(future: "asyncio.Future[_Value]", error: Exception) -> None:
-    """Set the error of a future, unless it is done or cancelled."""
+    """Set the error of a future, unless the future is done or cancelled."""
     if not future.done():
         future.set_exception(error)

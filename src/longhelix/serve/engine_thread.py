@@ -19,22 +19,23 @@ from longhelix.serve.refusals import ShuttingDownError
 
 _Value = TypeVar("_Value")
 _HOUR_S = 3600
-_WATCH_S = 0.25  # between two health checks of idle ranks
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # before another attempt to start the ranks; each pause is twice the last
-_COMMANDS_S = 0.05  # for commands between two steps: all running requests wait for them
+_WATCH_S = 0.25  # interval between health checks of idle ranks
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # pause before another attempt to start the ranks; the pause doubles
+_COMMANDS_S = 0.05  # time limit for commands between two steps, because all running requests wait for them
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What happens when the engine fails."""
+    """How often the server recovers from engine failures."""
 
-    restarts: int = 3  # most restarts within an hour
-    # Engine failures that a request survives without a new token in between. It ends with the next one.
+    restarts: int = 3  # maximum number of restarts within an hour
+    # Number of consecutive engine failures that a request survives without a new token in between. The next failure
+    # ends the request.
     failures: int = 1
 
 
 class EngineObserver(Protocol):
-    """Callbacks for what the engine thread does. They run on the event loop, in the thread's order."""
+    """Callbacks for events of the engine thread. They run on the event loop, in the order of the events."""
 
     def on_accepted(self, pending: PendingRequest, request_id: int) -> None:
         """The engine has accepted the request."""
@@ -53,7 +54,7 @@ class EngineObserver(Protocol):
 
         Args:
             deltas: new tokens and results.
-            progress: prefill progress by request id, of the requests that want it.
+            progress: prefill progress by request id, for the requests that want it.
             ran: the steps that have completed.
         """
 
@@ -68,18 +69,18 @@ class EngineObserver(Protocol):
 
 
 class EngineThread:
-    """Runs steps and, between two steps, the commands of the event loop. Restarts an engine that fails."""
+    """Runs steps and, between two steps, commands from the event loop. Restarts an engine that fails."""
 
     def __init__(self, llm: LLM, recovery: Recovery, observer: EngineObserver) -> None:
         self._llm, self._recovery, self._observer = llm, recovery, observer
-        self._failed_s: list[float] = []  # times of the failures after which it has restarted
+        self._failed_s: list[float] = []  # times of the recent failures after which the engine was restarted
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._aborted: deque[PendingRequest] = deque()
-        self._prefilled: dict[int, int] = {}  # prompt tokens on the ranks, by id of the requests that want progress
+        self._prefilled: dict[int, int] = {}  # prompt tokens on the ranks, for requests that want progress
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # Called on the event loop.
+    # The event loop calls the following methods.
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -98,14 +99,14 @@ class EngineThread:
 
     def abort(self, pending: PendingRequest) -> None:
         """Abort a request in any phase, before the next step and before all other commands."""
-        pending.aborted = True  # at once: the thread must not start work for a client that has gone
+        pending.aborted = True  # set it now, so that the thread does not start work for a client that has disconnected
         self._aborted.append(pending)
 
     def call(self, function: Callable[[], _Value], result: "asyncio.Future[_Value]") -> None:
-        """Call a function between two steps. Its return value or its error goes to `result`."""
+        """Call a function between two steps. `result` receives its return value or its error."""
         self._commands.put(lambda: self._call(function, result))
 
-    # Called on the thread.
+    # The engine thread calls the following methods.
 
     def _run(self) -> None:
         try:
@@ -114,7 +115,7 @@ class EngineThread:
                     self._serve()
                 except Exception as error:
                     self._recover(error)
-        except BaseException as error:  # clients must be told, whatever ends this thread
+        except BaseException as error:  # clients must be notified, whatever ends this thread
             reason = _reason(error)
             try:
                 self._llm.close()
@@ -134,7 +135,7 @@ class EngineThread:
                 self._notify(self._observer.on_step, deltas, progress, ran)
 
     def _recover(self, error: Exception) -> None:
-        """Restart a failed engine, or raise the error if no restart is left."""
+        """Restart a failed engine, or raise the error if no more restarts are allowed."""
         first, pause_s = _reason(error), 0.0
         while True:
             now_s = time.monotonic()
@@ -150,7 +151,7 @@ class EngineThread:
                 self._llm.restart(self._recovery.failures, on_load=self._check_open, on_warm_up=self._check_open)
             except ShuttingDownError:
                 return
-            except Exception as again:  # memory or file descriptors may not be free yet
+            except Exception as again:  # try again, because memory or file descriptors may not be free yet
                 error = EngineError(f"{first}; and the ranks did not start again: {_reason(again)}")
                 pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
             else:
@@ -158,7 +159,7 @@ class EngineThread:
                 return
 
     def _check_open(self, share: float) -> None:
-        """Raise ShuttingDownError if the thread is closing, so that nobody waits for ranks to start."""
+        """Raise ShuttingDownError if the thread is closing, so that the shutdown does not wait for ranks to start."""
         if self._closing.is_set():
             raise ShuttingDownError
 
@@ -168,12 +169,15 @@ class EngineThread:
             self._prefilled.pop(delta.request_id, None)
         before = self._prefilled
         now = {request_id: self._llm.prefilled_tokens(request_id) for request_id in before}
-        # A preempted prompt starts from zero, but progress that was reported does not go back.
+        # A preempted prompt starts from zero, but the reported progress never decreases.
         self._prefilled = {request_id: max(count, before[request_id]) for request_id, count in now.items()}
         return {request_id: PrefillProgress(count) for request_id, count in now.items() if count > before[request_id]}
 
     def _run_commands(self) -> None:
-        """Run commands in order for a limited time: the rest run after the next step. An idle engine waits for one."""
+        """Run commands in order, for a limited time. The remaining commands run after the next step.
+
+        If the engine is idle, wait for a command.
+        """
         self._end_aborted()
         wait_s = 0.0
         if not self._llm.has_work:
@@ -184,10 +188,10 @@ class EngineThread:
         while command is not None:
             command()
             command = self._next() if time.monotonic() < until_s else None
-        self._end_aborted()  # more requests may have been aborted meanwhile
+        self._end_aborted()  # more requests may have been aborted in the meantime
 
     def _next(self, wait_s: float = 0.0) -> Callable[[], None] | None:
-        """Return the next command, or None if none comes within `wait_s`."""
+        """Return the next command, or None if no command arrives within `wait_s`."""
         try:
             return self._commands.get(timeout=wait_s)
         except queue.Empty:

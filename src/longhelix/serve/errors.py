@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's form: a sentence, and a code that never changes."""
+"""Error responses in OpenAI's format: a message for people and a stable error code for programs."""
 
 import logging
 import re
@@ -34,8 +34,8 @@ _CODES = {
     413: "body_too_large",
     429: "overloaded",
 }
-_LONGEST_QUOTE = 200  # characters of a client's text in a message
-_STATUSES = {  # by code; 400 for other codes
+_LONGEST_QUOTE = 200  # maximum number of characters of a client's text that a message quotes
+_STATUSES = {  # HTTP status by error code; all other codes use 400
     "model_not_found": 404,
     "unknown_context": 404,
     "context_exists": 409,
@@ -44,8 +44,8 @@ _STATUSES = {  # by code; 400 for other codes
     "disk_error": 500,
     "disk_full": 507,
 }
-# Messages for clients, with the request field that each is about. They replace messages for operators, which name
-# options, packages or files of the server.
+# Messages for clients, by error code, with the request field that each message is about. They replace the messages for
+# operators, which name the server's options, packages or files.
 _IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
     "context_length_exceeded": (
         "the prompt, its images and the new tokens are more than the model's context has: give fewer or smaller "
@@ -79,7 +79,7 @@ _IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
     "disk_error": ("the server's disk does not serve: whoever runs the server can say why", None),
 }
 NO_TOOLS = "the model's chat template takes no tools, or in a form that is not known"
-# First words of the engine's other messages, and the request field that each is about.
+# The first words of other engine messages, and the request field that each message is about.
 _BEGINNINGS = {
     "max_new_tokens": "max_tokens",
     "stop token": "stop_token_ids",
@@ -89,8 +89,8 @@ _BEGINNINGS = {
     "prompt token": "prompt",
     "every token": "stop_token_ids",
 } | {name: name for name in (*ScoredBody.model_fields, *PromptEndingBody.model_fields)}
-_ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # start of a message about one field
-_AT = re.compile(r"(messages|input)\[\d+\][\w.\[\]]*: ")  # start of a message about a part of a message
+_ABOUT = re.compile("([a-z_]+) (?:is|has) ")  # start of a message about a single field
+_AT = re.compile(r"(messages|input)\[\d+\][\w.\[\]]*: ")  # start of an error about one part of a conversation message
 logger = logging.getLogger(__name__)
 
 
@@ -102,7 +102,7 @@ class ClientError(UserError):
     """Error in a request, with a message for the client.
 
     Args:
-        message: what is wrong and what to do.
+        message: what is wrong and how to correct it.
         param: the request field that is wrong.
         code: error code.
     """
@@ -145,12 +145,12 @@ def refusal(status: int, message: str, code: str = "", param: str | None = None)
 
     Args:
         status: HTTP status.
-        message: what is wrong and what to do.
-        code: error code; by default the one of the status.
+        message: what is wrong and how to correct it.
+        code: error code; the default depends on the status.
         param: the request field that is wrong.
     """
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    # A quoted half of a surrogate pair cannot be encoded as UTF-8.
+    # The message may quote an unpaired surrogate, which UTF-8 cannot encode.
     message = message.encode(errors="replace").decode()
     problem = ErrorDetail(message=message, type=kind, param=param, code=code or _CODES.get(status, "invalid_argument"))
     call = current()
@@ -167,13 +167,13 @@ def response_for(error: Exception) -> JSONResponse:
 
 
 def reason(error: Exception) -> FailureReason:
-    """Return the message and the code of an error, for an object that reports why it failed."""
+    """Return the message and the code of an error, for a response object that reports its own failure."""
     _, message, code, _ = _described(error)
     return FailureReason(message=message.encode(errors="replace").decode(), code=code)
 
 
 def _described(error: Exception) -> tuple[int, str, str, str | None]:
-    """Return status, message, code and request field of an error."""
+    """Return the HTTP status, message, code and request field of an error."""
     match error:
         case UserError():
             return _STATUSES.get(error.code, 400), *_in_clients_words(error)
@@ -184,14 +184,14 @@ def _described(error: Exception) -> tuple[int, str, str, str | None]:
         case RestartingError():
             return 503, str(error), "restarting", None
         case EngineError():
-            # The message may name paths and processes. It is for the operator, in the log.
+            # The message may name paths and processes, so only the log shows it.
             return 503, "the engine has failed: see the server's log for the reason", error.code, None
         case DisconnectedError():
             return 499, "the client has disconnected", "disconnected", None
         case PassingError():
             return 503, f"{error}: try again later", error.code, None
         case RequestError():
-            # Clients retry after 500, and this request would make the ranks fail each time.
+            # Clients retry after a 500, and this request would make the ranks fail each time.
             return 422, str(error), error.code, None
         case _:
             logger.error("a request failed", exc_info=error)
@@ -199,7 +199,7 @@ def _described(error: Exception) -> tuple[int, str, str, str | None]:
 
 
 def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
-    """Return message, code and request field of an error, without words that only operators understand."""
+    """Return the message, code and request field of an error, in terms that a client understands."""
     if isinstance(error, ClientError):
         return str(error), error.code, error.param
     if error.code in _IN_CLIENTS_WORDS:
@@ -222,14 +222,14 @@ def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
 
 
 def statuses(*more: int) -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of a route for OpenAPI: those of every route, and `more`."""
+    """Return the error responses of a route for OpenAPI: the statuses that every route has, plus `more`."""
     return {status: {"model": ErrorAnswer} for status in (400, 401, 403, 405, 408, 413, *more)}
 
 
 def event_stream(data: dict[str, Any]) -> dict[str, Any]:
     """Return the content type of server-sent events for OpenAPI.
 
-    OpenAPI 3.1 cannot describe a single event; `itemSchema` comes from OpenAPI 3.2, which FastAPI also writes.
+    OpenAPI 3.1 cannot describe a single event. `itemSchema` comes from OpenAPI 3.2, and FastAPI writes it too.
 
     Args:
         data: schema of the `data` field, in addition to its type.
@@ -286,8 +286,8 @@ def _allowed(app: FastAPI, request: Request, of_route: str) -> str:
 
     Args:
         app: the application.
-        request: the request with a wrong method.
-        of_route: methods of the first route with this path. Each method has a route of its own.
+        request: the request with the wrong method.
+        of_route: methods of the first route with this path. Each method has a separate route.
     """
     path = getattr(request.scope.get("route"), "path_format", "")
     documented = {method.upper() for method in app.openapi()["paths"].get(path, ())}
@@ -295,10 +295,10 @@ def _allowed(app: FastAPI, request: Request, of_route: str) -> str:
 
 
 def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
-    """Return message, code and request field of the first error.
+    """Return the message, code and request field of the first error.
 
-    A field that allows several forms has an error for each of them; the most helpful is the one of the form that the
-    client meant.
+    If a field allows several types, pydantic reports an error for each type. This function chooses the error for the
+    type that the client most likely meant.
     """
     of_field = [each for each in error.errors() if each["loc"][:2] == error.errors()[0]["loc"][:2]]
     found = max(of_field, key=lambda each: _meant(error.body, each))
@@ -310,26 +310,26 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
         _path(error.body, found["loc"][1:], found["type"] == "missing"),
         found["msg"].removeprefix("Value error, "),
     )
-    if not path and (about := _ABOUT.match(said)):  # of the body as a whole
+    if not path and (about := _ABOUT.match(said)):  # the error is about the body as a whole
         return said[:_LONGEST_QUOTE], "invalid_argument", about.group(1)
     return f"{path or 'the body'}: {said[:_LONGEST_QUOTE]}", "invalid_argument", re.split(r"[.\[]", path)[0] or None
 
 
 def _meant(body: object, found: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return a sort key that is largest for the form that the client meant.
+    """Return a sort key that is largest for the error about the type that the client most likely meant.
 
-    Its type is right, or the error is about a part of it.
+    For that type, the value has the right type, or the error is about an item inside the value.
     """
     return not found["type"].endswith("_type"), _path(body, found["loc"][1:], False).count("[")
 
 
 def _path(body: object, location: Sequence[int | str], is_missing: bool) -> str:
-    """Return a place in a body, such as messages[0].content.
+    """Return the path of a value in a body, such as messages[0].content.
 
     Args:
         body: the parsed body.
-        location: pydantic's location. It also holds names that are not in the body, such as those of union members.
-        is_missing: whether the field at that place is missing.
+        location: pydantic's location. It also contains names that are not in the body, such as names of union members.
+        is_missing: whether the field at that path is missing.
     """
     path, inside = "", body
     for left, name in zip(range(len(location) - 1, -1, -1), location, strict=True):

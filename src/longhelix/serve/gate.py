@@ -1,4 +1,4 @@
-"""First check of every request: API key, origin, and the size and speed of its body."""
+"""Middleware that first checks every request: API key, origin, and the size and speed of its body."""
 
 import asyncio
 import hmac
@@ -14,11 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longhelix.serve import page_files
 from longhelix.serve.errors import refusal
 
-_OPEN = frozenset({"/health", *page_files.PATHS})  # paths that need no key, spelled exactly like this
+_OPEN = frozenset({"/health", *page_files.PATHS})  # paths that need no key; they must match exactly
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
-_BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # time limit for a body, which grows with the bytes that have arrived
-_MOST_BODIES = 16  # bodies of the largest size in memory at a time: parsing one takes several times its size
-_RELEASE = "longhelix.release_body"  # key in a request's scope
+_BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # base time limit for a body, extended by 1 s per 8192 received bytes
+_MOST_BODIES = 16  # bodies of maximum size in memory at a time, because parsing a body takes several times its size
+_RELEASE = "longhelix.release_body"  # key in the scope of a request
 _FULL = "so much of other requests is being read that no more is taken now: try again later"
 
 
@@ -27,25 +27,27 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class AccessControl:
-    """Who may use the server, and how much they may send."""
+    """Rules for who may use the server and how much they may send."""
 
-    keys: tuple[str, ...]  # valid API keys, sent as `Authorization: Bearer KEY`; empty: no key is needed
-    most_body_bytes: int  # of one request
-    # Whether the server listens on a loopback address. Without keys it then refuses requests from pages of other sites,
-    # even under a host name that resolves to this machine (DNS rebinding).
+    keys: tuple[str, ...]  # valid API keys, sent as `Authorization: Bearer KEY`; empty if no key is needed
+    most_body_bytes: int  # maximum size of one request's body
+    # Whether the server listens on a loopback address. If it also has no keys, it refuses requests from pages of other
+    # sites, even if a host name of that site resolves to this machine (DNS rebinding).
     is_loopback: bool = False
 
 
 class Gate:
-    """Middleware that refuses requests without a key or from pages of other sites, and bodies that are too large, too
-    slow or too many."""
+    """Middleware that refuses requests without a valid key or from pages of other sites.
+
+    It also refuses bodies that are too large or arrive too slowly, and new bodies while too many are in memory.
+    """
 
     def __init__(self, app: ASGIApp, admission: AccessControl) -> None:
         self._app = app
         self._keys = [key.encode() for key in admission.keys]
         self._only_here = admission.is_loopback and not admission.keys
         self._most_bytes = admission.most_body_bytes
-        self._held_bytes = 0  # bytes of all bodies in memory
+        self._held_bytes = 0  # total size of all bodies in memory
         self._too_large = f"the body is larger than {self._most_bytes} bytes: send less, or start with more allowed"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,10 +71,10 @@ class Gate:
         held, is_kept = 0, True
 
         async def bounded() -> Message:
-            """Receive the next message and check the body's size and speed: Content-Length may be missing or wrong."""
+            """Receive the next message and check the body's size and speed. Content-Length may be missing or wrong."""
             nonlocal received, is_whole, held
             if is_whole:
-                return await receive()  # the disconnect
+                return await receive()  # the next message is the disconnect
             try:
                 async with asyncio.timeout_at(begun_s + _BODY_S + received / _BODY_BYTES_PER_S):
                     message = await receive()
@@ -127,7 +129,7 @@ class Gate:
 
 
 def release_body(scope: Scope) -> None:
-    """Stop counting a request's body, which is no longer in memory while the response may still run."""
+    """Stop counting a request's body: it is no longer in memory, even if the response has not ended yet."""
     scope.get(_RELEASE, lambda: None)()
 
 

@@ -1,7 +1,7 @@
 """Images in messages, as data URLs.
 
-The server never fetches a URL: clients could use it to reach its own network. Size, pixels and scans of an image are
-checked before its pixels are decoded.
+The server never fetches a URL, because clients could use it to reach the server's network. It checks the size, pixels
+and scans of an image before it decodes the pixels.
 """
 
 import base64
@@ -14,23 +14,23 @@ from longhelix.engine.vision.patches import missing_extra
 from longhelix.serve.errors import ClientError
 from longhelix.values import shown
 
-MOST_IMAGES = 64  # of one request
-MOST_BYTES = 20 * 2**20  # of an image's file
-MOST_PIXELS = 2**25  # of an image: 8K video has less
-MOST_PIXELS_TOGETHER = 2**27  # of one request
-MOST_SCANS = 256  # of a JPEG: decoding a scan touches all pixels; encoders write about ten
-_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"  # first bytes of a file and of a scan
+MOST_IMAGES = 64  # per request
+MOST_BYTES = 20 * 2**20  # per image file
+MOST_PIXELS = 2**25  # per image; slightly more than a frame of 8K video has
+MOST_PIXELS_TOGETHER = 2**27  # per request, over all images
+MOST_SCANS = 256  # per JPEG. Encoders write about ten, and decoding each scan touches all pixels.
+_JPEG, _SCAN = b"\xff\xd8", b"\xff\xda"  # first bytes of a JPEG file and of a scan
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MEDIA_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp")
 _WANTED = "send the image itself, as data:image/png;base64,... (or image/jpeg, image/webp)"
 
 
 def read_images(urls: Sequence[str], field: str) -> list[bytes]:
-    """Decode the image files in data URLs and check their limits by their headers.
+    """Decode the data URLs into image files, and check the files against the limits without decoding their pixels.
 
     Args:
         urls: data URLs of one request.
-        field: request field that holds them, for errors.
+        field: request field that contains the URLs, for error messages.
 
     Raises:
         ClientError: a URL is not a data URL of an image, or an image exceeds a limit.
@@ -74,10 +74,10 @@ def _num_pixels(file: bytes, name: str, field: str) -> int:
         raise missing_extra() from error
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # see MOST_PIXELS
+            warnings.simplefilter("ignore", PIL.Image.DecompressionBombWarning)  # MOST_PIXELS is checked instead
             with PIL.Image.open(BytesIO(file), formats=_FORMATS) as image:
                 pixels = image.width * image.height
-    except PIL.Image.DecompressionBombError as error:  # Pillow has a limit of its own
+    except PIL.Image.DecompressionBombError as error:  # Pillow has its own limit
         raise _too_many_pixels(name, field) from error
     except Exception as error:  # Pillow's readers raise errors of many types
         raise _refused(f"{name} cannot be read as PNG, JPEG or WebP: give another", field) from error

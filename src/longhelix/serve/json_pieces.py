@@ -1,4 +1,4 @@
-"""Encodes JSON in small pieces, so that a long answer is never in memory as a whole."""
+"""Encodes JSON in small pieces, so that memory never contains the complete text of a long answer."""
 
 from array import array
 from collections.abc import Iterator, Mapping
@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-_PART = 1 << 16  # most characters of a string in a piece
-_FEW = 1 << 10  # most items of a list in a piece
+_PART = 1 << 16  # maximum number of characters of a string in a piece
+_FEW = 1 << 10  # maximum number of items of a list in a piece
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -15,7 +15,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
     Args:
         value: anything that msgspec encodes. An iterator becomes a list, one item at a time. Long strings must be
-            values of a mapping or items of an iterator: only these are split.
+            values of a mapping or items of an iterator, because only these are split.
     """
     if isinstance(value, Mapping):
         yield b"{"

@@ -1,25 +1,25 @@
 """Parses JSON from clients, within limits on depth and number of values.
 
-The standard library's C parser holds the interpreter lock until it has parsed a whole text, which takes seconds for
-megabytes of small values. This parser lets other threads run between two values.
+The standard library's C parser holds the interpreter lock until it has parsed the entire text. For megabytes of small
+values, this takes seconds. The parser in this module lets other threads run between two values.
 """
 
 import json
 import re
 from json import scanner
-from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]  # the stubs leave them out
+from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]  # missing from the stubs
 from typing import Any
 
-LONG_TEXT = 1 << 15  # characters. The C parser is ten times as fast and takes at most 2 ms for shorter texts.
-DEEPEST = 100  # levels. Schemas of guides have at most 64; the code that reads bodies works up to 255.
-# Values in one text. A Python object takes 50 to 250 bytes and about a microsecond. Lists of token ids do not count: a
-# prompt may have millions of them.
+LONG_TEXT = 1 << 15  # characters. Shorter texts use the C parser, which is ten times as fast and takes at most 2 ms.
+DEEPEST = 100  # levels. Schemas of guides have at most 64 levels. The code that reads bodies supports up to 255.
+# Maximum number of values in one text. Each value takes 50 to 250 bytes and about a microsecond. Lists of token ids do
+# not count, because a prompt may have millions of tokens.
 MOST_VALUES = 1 << 18
 _NUMBERS = re.compile(r"[ \t\n\r]{0,256}[0-9][0-9, \t\n\r]{1,65536}")  # part of a list of integers
 
 
 class JsonBoundsError(ValueError):
-    """JSON that is nested too deep or has too many values. The message is written to follow the name of the text."""
+    """JSON that is nested too deep or has too many values. Callers put the name of the text before the message."""
 
 
 def read_json(text: str) -> Any:
@@ -27,7 +27,7 @@ def read_json(text: str) -> Any:
 
     Raises:
         json.JSONDecodeError: the text is not JSON.
-        JsonBoundsError: it exceeds a limit.
+        JsonBoundsError: the text exceeds a limit.
     """
     return JsonReader().read(text)
 
@@ -39,7 +39,7 @@ class JsonReader:
         self._num_values = 0
 
     def read(self, text: str) -> Any:
-        """Parse the next text. Raises like `read_json`."""
+        """Parse the next text. Raises the same errors as `read_json`."""
         if len(text) > LONG_TEXT:
             reader = _Reader(self._num_values)
             found = reader.decode(text)
@@ -56,13 +56,13 @@ class JsonReader:
 
 
 class _Reader(json.JSONDecoder):
-    """Parses one text with the standard library's parser in Python, which calls these methods for each value."""
+    """Parses one text with the standard library's pure Python parser, which calls these methods for each value."""
 
     def __init__(self, num_values: int) -> None:
         super().__init__()
-        self.num_values = num_values  # including those of earlier texts
+        self.num_values = num_values  # includes the values of earlier texts
         self._depth = self._objects = 0
-        self._keys: dict[str, str] = {}  # so that equal keys share one string
+        self._keys: dict[str, str] = {}  # makes equal keys share one string
         self.parse_object = self._object
         self.parse_array = self._array
         self._scan = scanner.py_make_scanner(self)
@@ -91,14 +91,14 @@ class _Reader(json.JSONDecoder):
         return (numbers + values if numbers else values), end
 
     def _numbers(self, text: str, start: int) -> tuple[list[int], int]:
-        """Return the integers at the start of a list, except the last one, and the position of that one."""
+        """Return the integers at the start of a list, except the last integer, and the position of the last integer."""
         numbers: list[int] = []
         while (part := _NUMBERS.match(text, start)) and (comma := part.group().rfind(",")) > 0:
             try:
                 found = json.loads(f"[{part.group()[:comma]}]")
-            except json.JSONDecodeError:  # parsing value by value reports the position
+            except json.JSONDecodeError:  # the parser of single values then reports the position
                 break
-            if self._objects > 1:  # nested this deep they are not the tokens of a prompt
+            if self._objects > 1:  # token ids of prompts are not nested this deep
                 self._add(len(found))
             numbers += found
             start += comma + 1
@@ -124,7 +124,7 @@ def _too_many() -> JsonBoundsError:
 
 
 def _num_values(found: Any) -> int:
-    """Count the values. Raises JsonBoundsError if they are nested too deep."""
+    """Count the values of parsed JSON. Raises JsonBoundsError if they are nested too deep."""
     count, level = 1, [found] if isinstance(found, (dict, list)) else []
     for _ in range(DEEPEST):
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]

@@ -26,9 +26,9 @@ from longhelix.serve.serving import Serving
 from longhelix.serve.streams import KEEP_ALIVE_S, EventStream
 
 MOST_WATCHERS = 16
-_POLL_S = 0.25  # between two observations of the engine, shared by all watchers
-_MOST_STEPS = 256  # in one event
-_WINDOW_S, _MOST_TIMES = 120.0, 4096  # percentiles cover this period, and at most this many times
+_POLL_S = 0.25  # interval between observations of the engine, which all watchers share
+_MOST_STEPS = 256  # maximum number of steps in one event
+_WINDOW_S, _MOST_TIMES = 120.0, 4096  # period and maximum number of the times that percentiles cover
 
 
 class LiveRank(Answer):
@@ -94,16 +94,16 @@ class LiveEvent(RootModel[LiveServer | LiveState | ErrorAnswer]):
 
 @dataclass(eq=False)
 class Watcher:
-    """What has happened since the last event that a client got."""
+    """State that has not been sent to one client: everything since the client's last event."""
 
-    news: asyncio.Event = field(default_factory=asyncio.Event)  # set if there is something to send
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # set if there is an event to send
     steps: deque[ObservedStep] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
     ran_steps: int = 0
     new_tokens: int = 0
     error: Exception | None = None  # why the stream ends
 
     def take(self) -> tuple[list[ObservedStep], int, int]:
-        """Return and reset the steps, the number of steps that were dropped, and the number of new tokens."""
+        """Return the steps, the number of dropped steps and the number of new tokens, and reset all three."""
         taken = list(self.steps), self.ran_steps - len(self.steps), self.new_tokens
         self.steps.clear()
         self.ran_steps = self.new_tokens = 0
@@ -111,7 +111,7 @@ class Watcher:
 
 
 class RecentTimes:
-    """Durations of the last minutes, at most a few thousand."""
+    """Durations of the last two minutes, at most 4096 of them."""
 
     def __init__(self) -> None:
         self._times: deque[tuple[float, float]] = deque(maxlen=_MOST_TIMES)
@@ -130,9 +130,9 @@ class RecentTimes:
 
 
 class EngineView:
-    """Observes the engine for all watchers, while there are any.
+    """Observes the engine for all watchers, as long as there is at least one.
 
-    Each watcher holds at most one event's worth of unsent steps.
+    Each watcher keeps at most as many unsent steps as fit in one event.
     """
 
     def __init__(self, serving: Serving) -> None:
@@ -141,7 +141,7 @@ class EngineView:
         self._watchers: set[Watcher] = set()
         self._seen: Observation | None = None
         self._ttft, self._tbt = RecentTimes(), RecentTimes()
-        self._last_token_s: dict[int, float] = {}  # by request
+        self._last_token_s: dict[int, float] = {}  # time of each request's last token, by request id
 
     def join(self) -> Watcher:
         """Add a watcher.
@@ -178,7 +178,7 @@ class EngineView:
                 self._end()
 
     async def states(self, watcher: Watcher) -> AsyncIterator[LiveState | None]:
-        """Yield states as they change, and None after a while without a change.
+        """Yield each new state, and None after `KEEP_ALIVE_S` without a change.
 
         Raises the error that ends the stream, such as EngineError or ShuttingDownError.
         """
@@ -209,7 +209,7 @@ class EngineView:
         )
 
     async def _poll(self) -> None:
-        """Observe the engine again and again. Each observation waits for the one before, since steps may be long."""
+        """Observe the engine repeatedly. Each observation waits for the previous one, because steps may be long."""
         try:
             while True:
                 if self._serving.is_draining and self._driver.is_idle:
@@ -229,7 +229,7 @@ class EngineView:
             self._end()
 
     def _forget(self, now_s: float) -> None:
-        """Forget requests without a recent token: they may have been aborted."""
+        """Forget requests without a recent token, because they may have been aborted."""
         self._last_token_s = {key: last_s for key, last_s in self._last_token_s.items() if last_s > now_s - _WINDOW_S}
 
     def _end(self) -> None:

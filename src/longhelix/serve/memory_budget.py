@@ -1,4 +1,4 @@
-"""Limit on the memory that the long answers of all calls take together."""
+"""Limit on the memory that the long answers of all calls may use together."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ from longhelix.serve.refusals import OverloadedError
 
 
 class MemoryBudget:
-    """Number of bytes that callers share.
+    """Memory limit that callers share.
 
     Args:
-        most_bytes: most bytes of all callers together. A single caller may exceed it.
+        most_bytes: maximum number of bytes over all callers. A caller may exceed it if no other bytes are reserved.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -23,7 +23,7 @@ class MemoryBudget:
             The function that releases them. Call it once.
 
         Raises:
-            OverloadedError: other callers leave too few.
+            OverloadedError: other callers leave too few bytes.
         """
         if self.held_bytes and self.held_bytes + num_bytes > self._most_bytes:
             raise OverloadedError("too many long answers are in progress: try again later")

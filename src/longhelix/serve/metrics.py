@@ -1,6 +1,6 @@
-"""The server's Prometheus metrics, under vLLM's names where vLLM has the same metric.
+"""Prometheus metrics of the server. A metric that vLLM also has uses vLLM's name.
 
-Label values never come from clients, so that no client can create series.
+Label values never come from clients, so clients cannot create series.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ from longhelix.serve.request_progress import RequestProgress
 PREFIX = "longhelix"
 REASONS = ("stop", "length", "abort", "error")
 _BLOCK_STATES = ("held", "cached", "promised", "free")
-_LOOK_S = 0.5  # longest wait of a scrape for the running step
-_BATCH = 64  # steps, or tokens, that are counted together
+_LOOK_S = 0.5  # maximum time that a scrape waits for the running step
+_BATCH = 64  # number of steps or tokens that are counted together
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -50,18 +50,18 @@ _TOKENS = tuple(float(digit * 10**power) for power, digit in product(range(8), (
 _DOUBLED = tuple(float(2**power) for power in range(17))
 _RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
 
-# These series would only repeat the start time of the server for each counter and histogram.
+# These series would only repeat the server's start time for each counter and histogram.
 disable_created_metrics()
 
 
 class Metrics:
-    """Metrics of one server, in a registry of their own. All methods are called on the event loop.
+    """Metrics of one server, in a separate registry. All methods must be called on the event loop.
 
     Args:
         driver: the engine.
-        config: its configuration.
+        config: configuration of the engine.
         model: value of the label `model_name`.
-        prefix: prefix of all names.
+        prefix: prefix of all metric names.
 
     Raises:
         UserError: Prometheus does not allow the prefix.
@@ -76,8 +76,8 @@ class Metrics:
         self._seen: Observation | None = None
         self._seen_s = time.monotonic()
         self._look: asyncio.Task[None] | None = None
-        self._ran: list[ObservedStep] = []  # steps that are not counted yet
-        self._between_s: list[float] = []  # times between tokens that are not counted yet
+        self._ran: list[ObservedStep] = []  # steps that have not been counted yet
+        self._between_s: list[float] = []  # times between tokens that have not been counted yet
 
         self._running = self._gauge("num_requests_running", "Requests that are running.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
@@ -108,7 +108,7 @@ class Metrics:
         )
         self._between_tokens = [
             self._histogram(name, "Time between two tokens of a request.", _TOKEN_S)
-            for name in ("inter_token_latency_seconds", "time_per_output_token_seconds")  # vLLM's new name, and its old
+            for name in ("inter_token_latency_seconds", "time_per_output_token_seconds")  # vLLM's new and old name
         ]
         self._whole = self._histogram(
             "e2e_request_latency_seconds", "Time from the arrival of a request to its end.", _REQUEST_S
@@ -220,7 +220,7 @@ class Metrics:
     async def text(self) -> bytes:
         """Return all metrics in the Prometheus text format.
 
-        Waits at most half a second for the engine. If the running step takes longer, the last observation is used.
+        Waits at most half a second for the engine. If the running step takes longer, uses the last observation.
         """
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._observe())
@@ -233,14 +233,14 @@ class Metrics:
         try:
             self._seen = await self._driver.observe()
         except (EngineError, RestartingError):
-            self._seen = None  # no blocks are held
+            self._seen = None  # a failed engine holds no blocks
         except ShuttingDownError:
             return
         self._seen_s = time.monotonic()
 
     def _set_now(self, now_s: float) -> None:
         driver, seen = self._driver, self._seen
-        # The observation may be old, and contexts that are being saved are not requests.
+        # The observation may be out of date, and it includes contexts that are being saved, which are not requests.
         admitted = sum(each.id in driver.request_ids for each in seen.running) if seen is not None else 0
         running = max(driver.running, admitted)
         self._running.set(running)
@@ -260,7 +260,7 @@ class Metrics:
         self._still.set(driver.still_s)
 
     def _on_step(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
-        """Collect steps and count them in batches: the model evicts these counters from the CPU caches in between."""
+        """Collect steps and count them in batches, because the model evicts these counters from the CPU caches."""
         self._ran += ran
         if len(self._ran) >= _BATCH or len(self._between_s) >= _BATCH:
             self._count()
@@ -290,7 +290,7 @@ class Metrics:
         self._ran.clear()
 
     def _count_prompt(self, progress: RequestProgress) -> None:
-        """Count the prompt of a request that has its first token."""
+        """Count the prompt of a request that has received its first token."""
         self._prompt_tokens.inc(progress.prompt_tokens)
         self._request_prompt.observe(progress.prompt_tokens)
 
@@ -298,7 +298,7 @@ class Metrics:
         assert progress.ended_s is not None
         self._ended[progress.reason].inc()
         if progress.first_token_s is None and progress.reason in ("stop", "length"):
-            self._count_prompt(progress)  # it has no new token: it only scored its prompt, or the context was full
+            self._count_prompt(progress)  # without a new token, it only scored its prompt or filled the context
         self._request_new.observe(progress.new_tokens)
         self._whole.observe(progress.ended_s - progress.arrival_s)
         if progress.first_step_s is not None:

@@ -1,4 +1,4 @@
-"""Serves the page at /: the files in `page`, each at a fixed path."""
+"""Serves the web page at /. Each file in `page` has a fixed path."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from fastapi.responses import Response
 _FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
-    # Load nothing from other sites, run no inline scripts, and make no script from text.
+    # Load nothing from other sites, do not run inline scripts, and do not evaluate text as a script.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",
@@ -25,7 +25,7 @@ def _path(file: Path) -> str:
 
 
 _FILES = {_path(file): file for file in sorted(_FOLDER.iterdir()) if file.suffix in _TYPES}
-PATHS = tuple(_FILES)  # after percent-decoding
+PATHS = tuple(_FILES)  # paths after percent-decoding
 
 
 def routes() -> APIRouter:

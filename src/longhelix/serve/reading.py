@@ -1,4 +1,4 @@
-"""Routes that read request bodies within limits and release them early."""
+"""Routes that limit request bodies and release their memory before the response ends."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -16,13 +16,13 @@ from longhelix.serve.json_reader import LONG_TEXT, JsonBoundsError, read_json
 from longhelix.serve.streams import disconnected
 from longhelix.serve.work_queue import WorkQueue
 
-_MOST_LONG_BODIES = 1024  # that may wait for the thread that reads them; `Gate` limits their bytes
+_MOST_LONG_BODIES = 1024  # long bodies that may wait for the thread that parses them; `Gate` limits their bytes
 
 
 class BodyRoute(APIRoute):
-    """Route that refuses bodies that are nested too deep, and releases the body once the response begins.
+    """Route that refuses bodies that are nested too deep, and releases the body when the response begins.
 
-    A response may take long, and bodies with images are large.
+    Bodies with images are large, and a response may take a long time.
     """
 
     reading: ClassVar[WorkQueue] = WorkQueue("long bodies", _MOST_LONG_BODIES)
@@ -33,8 +33,8 @@ class BodyRoute(APIRoute):
         form = None if field is None else TypeAdapter(field.field_info.annotation)
 
         async def handler(request: Request) -> Response:
-            # FastAPI keeps the request that it gets until the response has ended, so give it one that does not hold
-            # the body.
+            # FastAPI keeps `request` until the response has ended. Only the separate `_Read` object contains the
+            # body, and it is released earlier.
             try:
                 return await handle(_Read(request.scope, request.receive, form, self.reading))
             finally:
@@ -44,9 +44,9 @@ class BodyRoute(APIRoute):
 
 
 class AnswerRoute(BodyRoute):
-    """Route that stops all work for a client that disconnects before its response begins."""
+    """Route that stops all work for a request if the client disconnects before the response begins."""
 
-    # Called before the body is read. Raises the error for all requests while the server accepts none.
+    # Called before the body is read. If the server accepts no requests, this function raises the error.
 
     check: ClassVar[Callable[[], None]] = staticmethod(lambda: None)
 
@@ -82,20 +82,20 @@ class AnswerRoute(BodyRoute):
             finally:
                 working.cancel()
                 leaving.cancel()
-                await asyncio.wait((working, leaving))  # the cancelled task must end before the request does
+                await asyncio.wait((working, leaving))  # the cancelled task must end before the request ends
 
         return handler
 
 
 class _Read(Request):
-    """Request that reads its JSON body. Long bodies are parsed and validated on a thread, so that streams go on."""
+    """Request with a JSON body. A thread parses and validates long bodies, so that streams are not interrupted."""
 
     def __init__(self, scope: Scope, receive: Receive, form: TypeAdapter[Any] | None, reading: WorkQueue) -> None:
         super().__init__(scope, receive)
         self._form, self._reading = form, reading
 
     async def json(self) -> Any:
-        """Return the parsed body: plain JSON values, or for a long body the validated object.
+        """Return the parsed body: plain JSON values for a short body, or the validated object for a long body.
 
         Raises:
             HTTPException: the body cannot be read.

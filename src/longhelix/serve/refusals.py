@@ -2,7 +2,7 @@
 
 
 class OverloadedError(RuntimeError):
-    """Too many requests are waiting."""
+    """The server is overloaded, for example because too many requests are waiting."""
 
 
 class RestartingError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Times and token counts of one request, and who observes them."""
+"""Times and token counts of one request, and the interface for observing requests."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,19 +8,19 @@ from longhelix.engine.result import Delta, Result
 
 @dataclass
 class RequestProgress:
-    """Times and token counts of one request. Times are of the event loop, on the monotonic clock."""
+    """Times and token counts of one request. The event loop records the times, on the monotonic clock."""
 
     prompt_tokens: int
     max_new_tokens: int
     arrival_s: float  # when the HTTP request arrived
-    first_step_s: float | None = None  # when its first step began
+    first_step_s: float | None = None  # when the request's first step began
     first_token_s: float | None = None
-    last_token_s: float | None = None  # latest token so far
+    last_token_s: float | None = None  # when the latest token arrived
     ended_s: float | None = None
     new_tokens: int = 0
     result: Result | None = None
-    # Why it ended; empty until then. The finish reason of its result, "abort" if the client left or the server is
-    # shutting down, "error" if the engine failed.
+    # Why the request ended; empty until it ends. The value is the finish reason of the result, "abort" if the client
+    # disconnected or the server is shutting down, or "error" if the engine failed.
     reason: str = ""
 
     @property
@@ -28,7 +28,7 @@ class RequestProgress:
         return self.reason != ""
 
     def on_step(self, at_s: float) -> None:
-        """Record when a step that has a part of the request began. The first one counts, even after a preemption."""
+        """Record when a step with a part of the request began. Only the first step counts, even after a preemption."""
         if self.first_step_s is None:
             self.first_step_s = at_s
 
@@ -47,13 +47,13 @@ class RequestProgress:
 
 
 class RequestObserver(Protocol):
-    """Callbacks for the events of requests. They are called on the event loop."""
+    """Callbacks for events of requests. They run on the event loop."""
 
     def on_queued(self, progress: RequestProgress) -> None:
         """The request is queued for the engine."""
 
     def on_accepted(self, progress: RequestProgress) -> None:
-        """The engine has accepted the request and all others of its HTTP request."""
+        """The engine has accepted this request and all other requests of the same HTTP request."""
 
     def on_delta(self, progress: RequestProgress, delta: Delta) -> None:
         """The request has a new token or its result."""

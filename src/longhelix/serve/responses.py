@@ -1,4 +1,4 @@
-"""/v1/responses: an answer to text or messages in the form of OpenAI's Responses API. The server stores none."""
+"""/v1/responses: answers text or messages in the format of OpenAI's Responses API. The server stores no response."""
 
 import asyncio
 import secrets
@@ -18,7 +18,7 @@ from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 
 _PLAIN: dict[str, Any] = {"format": {"type": "text"}}
-# By kind of item: the prefix of its id, and the name of its text in events.
+# By type of item: the prefix of the item's id, and the type of the item's text in events.
 _PREFIXES = {"reasoning": "rs", "message": "msg"}
 _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 
@@ -40,7 +40,7 @@ def routes(serving: Serving) -> APIRouter:
 async def _submit(serving: Serving, body: ResponseBody) -> tuple[RequestGroup, "_Format"]:
     before = await serving.context_tokens(body.context)
     field = body.guide_field or "input"
-    guide = await serving.guide(body.guide, field)  # before the images, which take longer
+    guide = await serving.guide(body.guide, field)  # before the images, which are slower
     messages = await asyncio.to_thread(body.take_messages)
     prompt = await serving.conversation(body, messages, body.rendering(serving.chat_template_kwargs))
     reasoning = await serving.reasoning(body, prompt)
@@ -59,7 +59,7 @@ async def _submit(serving: Serving, body: ResponseBody) -> tuple[RequestGroup, "
 
 
 class _Format(AnswerFormat):
-    """Writes responses: the reasoning, if there is any, and one message with one text."""
+    """Writes responses. A response has the reasoning, if any, and one message with one text."""
 
     prefix, kind, end = "resp_", "response", ""
 
@@ -68,7 +68,7 @@ class _Format(AnswerFormat):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._ids = {kind: f"{prefix}_{secrets.token_hex(12)}" for kind, prefix in _PREFIXES.items()}
-        self._texts: dict[str, str] = {}  # texts of the items that have begun, in order
+        self._texts: dict[str, str] = {}  # text so far of each item that has begun, in order
         self._sent = 0
 
     def whole(self, results: list[Result]) -> forms.ResponseObject:
@@ -103,7 +103,7 @@ class _Format(AnswerFormat):
             yield from self._ending(delta.result)
 
     def _more(self, kind: str, text: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the events of a piece of text. An item begins with its first piece."""
+        """Yield the events for a piece of text. The first piece of an item also begins the item."""
         if kind not in self._texts:
             yield from self._end("completed")
             yield from self._begin(kind)
@@ -118,7 +118,7 @@ class _Format(AnswerFormat):
         yield self._event("response.content_part.added", **place, part=_part(kind, "").model_dump())
 
     def _end(self, status: str) -> Iterator[Mapping[str, Any]]:
-        """Yield the events that end the last item, if there is one."""
+        """Yield the events that end the last item, if there is an item."""
         if not self._texts:
             return
         kind, text = list(self._texts.items())[-1]
@@ -158,8 +158,8 @@ class _Format(AnswerFormat):
         """Return the items with these texts.
 
         Args:
-            texts: texts by kind of item, in order.
-            status: status of the last item. The others are completed.
+            texts: texts by type of item, in order.
+            status: status of the last item. All other items are completed.
         """
         last = len(texts) - 1
         return [

@@ -1,4 +1,4 @@
-"""Runs the server: listens, reports the URL, and shuts down on a signal."""
+"""Runs the server: listens on an address, reports the URL, and shuts down on a signal."""
 
 import asyncio
 import gc
@@ -16,17 +16,17 @@ from longhelix.serve.gate import AccessControl, is_loopback
 from longhelix.serve.refusals import ShuttingDownError
 from longhelix.serve.serving import Serving
 
-_KEEP_ALIVE_S = 75  # between two requests of a client
-_POLL_S = 0.05  # between two checks whether all requests have ended
-_FLUSH_S = 5  # for the last events of requests that were ended
+_KEEP_ALIVE_S = 75  # maximum time between two requests of a connection
+_POLL_S = 0.05  # interval between checks whether all requests have ended
+_FLUSH_S = 5  # time limit for sending the last events of ended requests
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen, and how to stop."""
+    """Address to listen on, and time limit for the shutdown."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free port
+    port: int = 8000  # 0 selects any free port
     drain_s: float = 60.0  # how long running requests may continue during shutdown
 
     @property
@@ -34,7 +34,7 @@ class Address:
         return is_loopback(self.host)
 
     def check(self, has_keys: bool, without_key: bool) -> None:
-        """Raise UserError if the address is not loopback and clients neither need a key nor may come without one."""
+        """Raise UserError if the address is not loopback and neither `has_keys` nor `without_key` is set."""
         if has_keys or without_key or self.is_loopback:
             return
         raise UserError(
@@ -44,12 +44,12 @@ class Address:
 
 
 def run(serving: Serving, admission: AccessControl, address: Address, on_ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then refuse new requests and let running ones end.
+    """Serve until SIGINT or SIGTERM, then refuse new requests and wait for running requests.
 
     Args:
         serving: the server.
-        admission: who may use it.
-        address: where to listen.
+        admission: rules for who may use the server.
+        address: address to listen on.
         on_ready: called with the URL once the server accepts requests.
 
     Raises:
@@ -63,7 +63,7 @@ def run(serving: Serving, admission: AccessControl, address: Address, on_ready: 
             ws="none",
             backlog=BACKLOG,
             lifespan="on",
-            log_config=None,  # `ServerLog` captures its lines
+            log_config=None,  # `ServerLog` captures uvicorn's log messages
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -74,7 +74,7 @@ def run(serving: Serving, admission: AccessControl, address: Address, on_ready: 
         shown = f"[{host}]" if ":" in host else host
         server = _Server(config, serving, address.drain_s, lambda: on_ready(f"http://{shown}:{port}"))
         gc.collect()
-        gc.freeze()  # otherwise each full collection walks all these objects and stops the event loop meanwhile
+        gc.freeze()  # otherwise each full collection scans all these objects and blocks the event loop
         try:
             server.run(sockets=[listening])
         finally:
@@ -101,7 +101,7 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(_POLL_S)
         driver.end_all(ShuttingDownError())
         await super().shutdown(sockets)
-        if self.force_exit:  # after a second signal uvicorn skips this, but the driver must be closed
+        if self.force_exit:  # uvicorn skips this after a second signal, but the driver must be closed
             await self.lifespan.shutdown()
         self._captured_signals.clear()  # otherwise uvicorn raises the signal again
 
@@ -109,8 +109,8 @@ class _Server(uvicorn.Server):
 def _listen(address: Address) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        # asyncio sets TCP_NODELAY only if the protocol is given. Without it each small piece waits for the last one's
-        # acknowledgement, 40 ms or more.
+        # asyncio sets TCP_NODELAY only if the protocol is given. Without TCP_NODELAY, each small write waits until the
+        # previous write is acknowledged, which takes 40 ms or more.
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address.host, address.port))

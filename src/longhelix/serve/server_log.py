@@ -1,6 +1,6 @@
 """The server's log: lines on standard error, as text or JSON.
 
-Each event is one line: control characters are written as escapes. A thread writes the lines, so that a blocked standard
+Each event is one line, because control characters are escaped. A thread writes the lines, so that a blocked standard
 error never blocks the server. Lines that do not fit in the queue are dropped and counted.
 """
 
@@ -19,9 +19,9 @@ from typing import Any
 
 from longhelix.values import escaped
 
-_MOST_WAITING = 4096  # lines that are not written yet
+_MOST_WAITING = 4096  # maximum number of lines that have not been written yet
 _FLUSH_S = 10.0
-_PLAIN = re.compile(r"[A-Za-z0-9_./:,+\-]+")  # values that need no quotes
+_PLAIN = re.compile(r"[A-Za-z0-9_./:,+\-]+")  # matches values that need no quotes
 
 
 class ServerLog:
@@ -43,8 +43,8 @@ class ServerLog:
 
         Args:
             event: name of the event.
-            message: the event in words. The text form shows it instead of the facts; the JSON form shows both.
-            facts: fields of the line. Those that are None are left out.
+            message: description of the event. Text lines show the message instead of the facts. JSON lines show both.
+            facts: fields of the line. Fields that are None are left out.
         """
         facts = {name: _rounded(fact) for name, fact in facts.items() if fact is not None}
         if self.as_json:
@@ -57,14 +57,14 @@ class ServerLog:
             self._put(" ".join([event, *(f"{name}={_shown(fact)}" for name, fact in facts.items())]))
 
     def close(self) -> None:
-        """Wait up to ten seconds until all lines are written."""
+        """Wait until all lines are written, but at most ten seconds."""
         with contextlib.suppress(queue.Full):
             self._lines.put(None, timeout=_FLUSH_S)
             self._thread.join(_FLUSH_S)
 
     @contextlib.contextmanager
     def captures_logs(self) -> Iterator[None]:
-        """Return a context in which messages of `logging` and `warnings` are written to this log."""
+        """Return a context manager that redirects messages of `logging` and `warnings` to this log."""
         handler, warn = _Handler(self), warnings.showwarning
         logging.getLogger().addHandler(handler)
         warnings.showwarning = lambda message, *where: self.write("warning", f"warning: {message}")
@@ -87,12 +87,12 @@ class ServerLog:
                 print(line, file=sys.stderr, flush=True)
                 if lost:
                     self.write("lost", lines=lost)
-            except (OSError, ValueError):  # standard error is closed; the server keeps running
+            except (OSError, ValueError):  # standard error is closed, but the server must continue
                 pass
 
 
 class _Handler(logging.Handler):
-    """Handler of `logging` that writes to a server log."""
+    """Logging handler that writes to a server log."""
 
     def __init__(self, log: ServerLog) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the model's name, and the conversion of HTTP requests to engine requests."""
+"""State that all routes share, such as the engine, and the conversion of HTTP requests to engine requests."""
 
 import asyncio
 from array import array
@@ -29,19 +29,19 @@ from longhelix.serve.traces import Traces
 from longhelix.serve.work_queue import WorkQueue
 from longhelix.values import one_of
 
-_MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that may wait for their guide or their images
+_MOST_GUIDES, _MOST_WITH_IMAGES = 64, 16  # requests that may wait for a guide, or for images
 _TEXT_THREADS = 4
-_LONG = 1 << 18  # characters or tokens. Longer texts are tokenized one at a time: this takes much memory.
-_ANSWERS_BYTES = 64 << 20  # of the texts and tokens that answers repeat from their requests
-_FEW = 1 << 10  # tokens. The text of so few is short.
-_PART = 1 << 16  # items of a list that are converted at a time: other threads wait meanwhile
-_MOST_LOGPROBS = 2**22  # of one answer: each takes about 100 bytes, in memory and as JSON
-_MOST_ECHOED = 2**20  # tokens of one answer: a token may have a hundred characters, and there are several copies
+_LONG = 1 << 18  # characters or tokens. Longer texts are tokenized one at a time, because this takes much memory.
+_ANSWERS_BYTES = 64 << 20  # limit for all texts and tokens that answers repeat from their requests
+_FEW = 1 << 10  # tokens. Converting fewer tokens to text needs no memory reservation.
+_PART = 1 << 16  # items of a list that are converted at a time, while other threads wait
+_MOST_LOGPROBS = 2**22  # log-probabilities per answer. Each takes about 100 bytes, both in memory and as JSON.
+_MOST_ECHOED = 2**20  # tokens per answer. A token may have 100 characters, and memory contains several copies.
 
 
 @dataclass
 class Serving:
-    """The server: the engine and everything that the routes share.
+    """The engine and all other state that the routes share.
 
     Raises:
         UserError: `metrics_prefix` or `reasoning_parser` is invalid.
@@ -49,24 +49,24 @@ class Serving:
 
     llm: LLM
     driver: Driver
-    model: str  # the name that clients use
+    model: str  # the model name that clients use
     created_s: int  # when the server started, on the wall clock
-    is_draining: bool = False  # whether it is shutting down
+    is_draining: bool = False  # whether the server is shutting down
     metrics_prefix: str = PREFIX
     log: ServerLog = field(default_factory=ServerLog)
     traces: Traces | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # template variables; requests may override
     reasoning_parser: str = "auto"  # one of `PARSERS`
     metrics: Metrics = field(init=False)
-    # Queues for tokenization, with threads that do nothing else.
+    # Queues for tokenization, with dedicated threads.
     _text_queue: WorkQueue = field(init=False)
     _long_text_queue: WorkQueue = field(init=False)
-    # Encodes long answers on a thread of its own; `answer_memory` limits their memory.
+    # Encodes long answers on a dedicated thread. `answer_memory` limits their memory.
     long_answers: WorkQueue = field(init=False)
     answer_memory: MemoryBudget = field(default_factory=lambda: MemoryBudget(_ANSWERS_BYTES), init=False)
-    # Compiles guides on a thread of its own, so that a slow one delays only other guides.
+    # Compiles guides on a dedicated thread, so that a slow guide delays only other guides.
     _guide_queue: WorkQueue = field(default_factory=lambda: WorkQueue("guides", _MOST_GUIDES), init=False)
-    # Decodes images one request at a time: an image in memory is large.
+    # Decodes the images of one request at a time, because decoded images are large.
     _image_queue: WorkQueue = field(default_factory=lambda: WorkQueue("images", _MOST_WITH_IMAGES), init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Serving:
         most_calls = self.driver.most_requests + _TEXT_THREADS
         self._text_queue = WorkQueue("texts", most_calls, _TEXT_THREADS)
         self._long_text_queue = WorkQueue("long texts", most_calls)
-        self.long_answers = WorkQueue("long answers", 2**31)  # `answer_memory` has already admitted each
+        self.long_answers = WorkQueue("long answers", 2**31)  # `answer_memory` is the limit
         self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
         self.driver.restart_listener, self.driver.failure_listener = self._on_restart, self._on_failure
 
@@ -96,7 +96,7 @@ class Serving:
         return self.llm.config.scheduler.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        """Raise ClientError if a request names another model."""
+        """Raise ClientError if the name is not the name of this server's model. None is accepted."""
         if name is not None and name != self.model:
             raise ClientError(f"there is no model {name[:200]!r} here: use {self.model!r}", "model", "model_not_found")
 
@@ -107,12 +107,12 @@ class Serving:
         return await self._queue(len(given)).run(texts, given)
 
     async def text(self, token_ids: "array[int]", field: str = "tokens", begins: bool = True) -> str:
-        """Return the text of tokens, including special ones, for the answer of the call.
+        """Return the text of tokens, including special tokens, for the answer of the call.
 
         Args:
             token_ids: the tokens.
-            field: request field that holds them, for errors.
-            begins: whether they start a text, rather than continue one.
+            field: request field that contains the tokens, for error messages.
+            begins: whether the tokens start a text rather than continue one.
 
         Raises:
             ClientError: there are too many tokens, or an id is outside the vocabulary.
@@ -130,23 +130,23 @@ class Serving:
         return await self._queue(len(token_ids)).run(self.llm.tokenizer.spell, token_ids, begins)
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve memory for the text that the answer repeats from its request, until the call has ended.
+        """Reserve memory for text that the answer repeats from its request, until the call has ended.
 
         Raises:
-            OverloadedError: the answers of other calls leave too little.
+            OverloadedError: the answers of other calls leave too little memory.
         """
         self.call.cleanups.append(self.answer_memory.reserve(num_bytes))
 
     def _queue(self, length: int) -> WorkQueue:
-        """Return the queue for a text with this many characters or tokens."""
+        """Return the queue for a text of `length` characters or tokens."""
         return self._text_queue if length <= _LONG else self._long_text_queue
 
     async def guide(self, make: Callable[[], Guide | None], field: str | None) -> Guide | None:
-        """Make and check a guide off the event loop.
+        """Make and check a guide on a thread.
 
         Args:
-            make: returns the guide, or None for an answer without one.
-            field: request field that describes the guide, for errors.
+            make: returns the guide, or None for an answer without a guide.
+            field: request field that describes the guide, for error messages.
 
         Raises:
             ClientError: the guide is invalid, or no answer can follow it.
@@ -174,13 +174,13 @@ class Serving:
         return await asyncio.to_thread(find, form, token_ids, bool(body.continue_final_message))
 
     async def guide_after(self, reasoning: ReasoningTags | None, guide: Guide | None, field: str) -> Guide | None:
-        """Return a guide that applies only after the reasoning. Raises like `guide`."""
+        """Return a guide that applies only after the reasoning. Raises the same errors as `guide`."""
         if guide is None or reasoning is None:
             return guide
         return await self.guide(lambda: replace(guide, reasoning=reasoning), field)
 
     def check_open(self) -> None:
-        """Check whether the server accepts a request of one token, before anything is read or tokenized.
+        """Check whether the server accepts a request of one token, before the body is read or tokenized.
 
         Raises:
             ShuttingDownError: the server is shutting down.
@@ -191,7 +191,7 @@ class Serving:
         self.driver.check_room([1])
 
     async def submit(self, requests: Sequence[EngineRequest]) -> RequestGroup:
-        """Submit the requests of one call to the engine: all of them, or none.
+        """Submit the requests of one call to the engine: all of them or none of them.
 
         Raises:
             ShuttingDownError: the server is shutting down.
@@ -204,12 +204,12 @@ class Serving:
         if requests[0].context is not None:
             requests = await asyncio.to_thread(self._with_context, requests)
         group = RequestGroup(self.driver, call)
-        call.cleanups.append(group.end)  # the task may be cancelled before anything iterates over the group
+        call.cleanups.append(group.end)  # the task may be cancelled before it iterates over the group
         await group.submit(requests)
         return group
 
     def _with_context(self, requests: Sequence[EngineRequest]) -> Sequence[EngineRequest]:
-        """Read the saved context of the requests of one call. All have the same one."""
+        """Read the saved context of the requests of one call. All of them have the same context."""
         name = requests[0].context
         assert isinstance(name, str)
         context = self.llm.read_context(name, requests[0].service.cache_salt)
@@ -218,7 +218,7 @@ class Serving:
     async def prompts(
         self, given: "Sequence[str | array[int]]", encode: Callable[[str], list[int]]
     ) -> "list[array[int]]":
-        """Return the token ids of each prompt, int32. Texts are tokenized off the event loop.
+        """Return the token ids of each prompt as int32. Threads tokenize the texts.
 
         Raises:
             ClientError: a text is too long.
@@ -233,12 +233,12 @@ class Serving:
         field: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int]":
-        """Return the token ids of a text or a conversation, int32, tokenized off the event loop.
+        """Return the token ids of a text or a conversation as int32. A thread does the tokenization.
 
         Args:
             encode: converts the text or the messages to token ids.
             given: the text or the messages.
-            field: request field that holds them, for errors.
+            field: request field that contains the text or the messages, for error messages.
             tools: functions that the conversation offers.
 
         Raises:
@@ -275,7 +275,7 @@ class Serving:
         no_images: str,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> "array[int]":
-        """Return the token ids of a body that holds either `prompt` or `messages`, int32.
+        """Return the token ids of a body that has either `prompt` or `messages`, as int32.
 
         Args:
             body: the request body.
@@ -285,7 +285,7 @@ class Serving:
             tools: functions that the conversation offers.
 
         Raises:
-            ClientError: the body has both or neither, or messages with images.
+            ClientError: the body has both fields or neither field, or its messages contain images.
         """
         if (body.prompt is None) == (body.messages is None):
             raise ClientError("give either prompt or messages", "prompt")
@@ -307,8 +307,8 @@ class Serving:
     ) -> "array[int] | ReadPrompt":
         """Render messages into a prompt with the chat template.
 
-        The content of the messages is released: an answer may take long, and images are large. `BodyRoute` releases the
-        body's text.
+        This method releases the content of the messages, because an answer may take a long time and images are large.
+        `BodyRoute` releases the text of the body.
 
         Args:
             body: the request body.
@@ -317,7 +317,7 @@ class Serving:
             tools: functions that the conversation offers.
 
         Returns:
-            Token ids, int32, or a prompt with images.
+            Token ids as int32, or a prompt with images.
 
         Raises:
             UserError: the conversation is invalid for this model.
@@ -346,7 +346,7 @@ class Serving:
         return await self._image_queue.run(self._read, token_ids, urls, field)
 
     def _read(self, token_ids: "array[int]", urls: list[str], field: str) -> ReadPrompt:
-        # Accept no more at half of the limit: images that were read already still have to fit.
+        # Refuse more images at half of the limit, because images that have already been read must still fit.
         if self.llm.image_bytes > self.llm.config.image_bytes // 2:
             raise OverloadedError(
                 f"the images of waiting requests take {self.llm.image_bytes} bytes already: try again later"
@@ -354,7 +354,7 @@ class Serving:
         return self.llm.read(ImagePrompt(token_ids, read_images(urls, field)))
 
     async def context_tokens(self, name: str | None) -> int:
-        """Return the number of tokens of a saved context, or 0 for None. Raises UserError if it does not exist."""
+        """Return the number of tokens of a saved context, or 0 for None. Raises UserError for an unknown context."""
         return 0 if name is None else (await asyncio.to_thread(self.llm.contexts_folder.manifest, name)).num_tokens
 
     def requests(
@@ -367,14 +367,14 @@ class Serving:
         guide: Guide | None = None,
         reasoning: ReasoningTags | None = None,
     ) -> list[EngineRequest]:
-        """Return the engine requests of a call: one for each choice of each prompt, in order.
+        """Return the engine requests of a call: one request for each choice of each prompt, in order.
 
         Args:
             body: the request body.
             prompts: token ids or prompts with images.
-            most_tokens: most new tokens of an answer; None for all that the model's context leaves.
+            most_tokens: maximum number of new tokens of an answer; None for as many as fit in the model's context.
             logprobs: number of likeliest tokens at each new token; None for no log-probabilities.
-            context_tokens: tokens of the saved context before each prompt.
+            context_tokens: number of tokens of the saved context before each prompt.
             guide: guide of each answer.
             reasoning: tags around text that is returned separately from the content.
 
@@ -390,7 +390,7 @@ class Serving:
         requests, service, arrival_s = [], body.service(), self.call.arrival_s
         wants_progress = body.asks_for("include_progress")
         samplings: dict[int, list[SamplingParams]] = {}
-        scored, entries = 0, 0  # tokens with log-probabilities, and log-probabilities
+        scored, entries = 0, 0  # number of tokens with log-probabilities, and of log-probabilities
         for prompt in prompts:
             given = _num_tokens(prompt) + context_tokens
             left = self.max_model_len - given
@@ -449,7 +449,7 @@ def _check_echo(num_tokens: int, choices: int, most: int) -> None:
 
 
 def _packed(token_ids: list[int]) -> "array[int]":
-    """Convert to int32 in parts, so that other threads run in between."""
+    """Convert token ids to int32 in parts, so that other threads can run in between."""
     found = array("i")
     for start in range(0, len(token_ids), _PART):
         found.fromlist(token_ids[start : start + _PART])

@@ -1,4 +1,4 @@
-"""Endpoints about the server and its model, and conversion between text and token ids."""
+"""Endpoints that describe the server and its model, and endpoints that convert between text and token ids."""
 
 import importlib.metadata
 import time

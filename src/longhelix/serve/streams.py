@@ -1,4 +1,4 @@
-"""Responses with answers: one JSON document, or server-sent events token by token."""
+"""Responses that send answers as one JSON document, or token by token as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -16,7 +16,7 @@ from longhelix.serve.engine_request import IdleNotice, PrefillProgress
 from longhelix.serve.errors import DisconnectedError
 
 KEEP_ALIVE_S = 10.0
-_PART_BYTES = 1 << 18  # of a long answer that is sent at a time
+_PART_BYTES = 1 << 18  # minimum size of each part of a long answer
 Run = Callable[..., Awaitable[Any]]
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
@@ -25,7 +25,7 @@ class EventStream(StreamingResponse):
     """Response of server-sent events.
 
     Args:
-        resources: closed when the response ends in any way, even before it has begun.
+        resources: closed when the response ends for any reason, even if it has not begun.
         lines: text of the events.
     """
 
@@ -39,10 +39,10 @@ class EventStream(StreamingResponse):
 
 
 class LongJson(Response):
-    """JSON response that is encoded in pieces while it is sent, so that a long one is never in memory as a whole.
+    """JSON response that is encoded in pieces while it is sent, so that memory never contains all of a long response.
 
     Args:
-        pieces: the JSON.
+        pieces: pieces of the JSON, in order.
         run: calls a function off the event loop.
     """
 
@@ -54,7 +54,7 @@ class LongJson(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         first = await self._run(_next_part, self._pieces)
-        if len(first) < _PART_BYTES:  # this is all of it
+        if len(first) < _PART_BYTES:  # the first part is the complete response
             await Response(first, media_type=self.media_type)(scope, receive, send)
         else:
             await StreamingResponse(self._parts(first), media_type=self.media_type)(scope, receive, send)
@@ -67,7 +67,7 @@ class LongJson(Response):
 
 
 def _next_part(pieces: Iterator[bytes]) -> bytes:
-    """Join pieces until they have at least 256 KiB. Only the last part is shorter."""
+    """Return the next part: pieces joined until they have at least 256 KiB. The last part may be shorter."""
     part = bytearray()
     for piece in pieces:
         part += piece
@@ -77,7 +77,7 @@ def _next_part(pieces: Iterator[bytes]) -> bytes:
 
 
 class _Whole(Response):
-    """Response with the whole answer. Its JSON may be large and is encoded off the event loop."""
+    """Response with the complete answer. The JSON may be large, so a thread encodes it."""
 
     def __init__(self, group: RequestGroup, form: AnswerFormat) -> None:
         super().__init__()
@@ -89,18 +89,19 @@ class _Whole(Response):
 
 
 def answer(group: RequestGroup, form: AnswerFormat) -> Response:
-    """Return the response that the request body asks for: streamed or whole.
+    """Return a streamed or a complete response, as specified by the request body.
 
-    It waits for the engine while it is sent: by then the request's body is no longer in memory (see `BodyRoute`).
+    The response waits for the engine while it is sent. At that time, the body is no longer in memory (see `BodyRoute`).
     """
     return stream(group, form) if form.body.stream else _Whole(group, form)
 
 
 def stream(group: RequestGroup, form: AnswerFormat) -> StreamingResponse:
-    """Return the streamed response.
+    """Return a streamed response.
 
-    An error becomes the last event. Comments keep the connection alive while nothing else is sent. Requests that want
-    progress get events with the prefill progress. A client that disconnects aborts all requests.
+    The last event reports the error, if there is one. Comments keep the connection alive while there are no events.
+    Clients that request progress receive events with the prefill progress. If the client disconnects, all requests are
+    aborted.
     """
 
     async def lines() -> AsyncIterator[str]:
@@ -139,9 +140,9 @@ async def _first(form: AnswerFormat) -> AsyncIterator[str]:
 
 
 class _IdleTimer:
-    """Notifies a request group each time that nothing has been sent for `KEEP_ALIVE_S`, until its requests end.
+    """Notifies a request group whenever no line has been sent for `KEEP_ALIVE_S`, until its requests end.
 
-    `restart` only records the time, because hundreds of lines may be sent in a second; a single timer checks it.
+    Hundreds of lines may be sent per second, so `restart` only records the time. A single timer checks this time.
     """
 
     def __init__(self, group: RequestGroup) -> None:
@@ -171,7 +172,7 @@ class _IdleTimer:
 
 
 def _lines(form: AnswerFormat, place: int, update: Delta | PrefillProgress | IdleNotice) -> list[str]:
-    """Return the text of the events of an update. Raises RequestError for a request that failed."""
+    """Return the text of the events for an update. Raises RequestError if the request failed."""
     if isinstance(update, IdleNotice):
         return [": the answer is under way\n\n"]
     if isinstance(update, PrefillProgress):
@@ -185,8 +186,8 @@ async def collect(group: RequestGroup, receive: Receive) -> list[Result]:
     """Wait for all requests and return their results in order.
 
     Raises:
-        DisconnectedError: the client has disconnected.
-        RequestError: a request failed. Either error aborts the other requests.
+        DisconnectedError: the client has disconnected. All requests are aborted.
+        RequestError: a request failed. The other requests are aborted.
     """
     results: dict[int, Result] = {}
 
@@ -210,12 +211,12 @@ async def collect(group: RequestGroup, receive: Receive) -> list[Result]:
 
 
 def check(result: Result | None) -> None:
-    """Raise RequestError for a request that failed."""
+    """Raise RequestError if the result reports an error."""
     if result is not None and result.finish_reason == "error":
         raise RequestError(f"the request failed: {result.error}")
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client disconnects. Call it after the body has been read."""
+    """Wait until the client disconnects. Call this function after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

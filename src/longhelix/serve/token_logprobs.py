@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens in the forms of OpenAI's two endpoints, and of prompts in vLLM's form."""
+"""Log-probabilities of new tokens in the formats of OpenAI's two endpoints, and of prompts in vLLM's format."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ from longhelix.serve.answers import (
     PromptToken,
 )
 
-_LEAST_LOGPROB = -9999.0  # stands for minus infinity, as in vLLM
+_LEAST_LOGPROB = -9999.0  # replaces minus infinity, as in vLLM
 
 
 def chat_logprobs(
@@ -25,7 +25,7 @@ def chat_logprobs(
     Args:
         tokenizer: the tokenizer.
         token_ids: the new tokens.
-        logprobs: for each token, log-probabilities of the likeliest tokens and of itself.
+        logprobs: for each token, log-probabilities of the likeliest tokens and of the token itself.
         num_best: number of likeliest tokens to show at each token.
     """
     known = bytes_of_tokens(tokenizer)
@@ -56,8 +56,8 @@ def completion_logprobs(
         tokenizer: the tokenizer.
         token_ids: the tokens.
         texts: text that each token adds.
-        logprobs: for each token, log-probabilities of the likeliest tokens and of itself; None for the first prompt
-            token.
+        logprobs: for each token, log-probabilities of the likeliest tokens and of the token itself; None for the first
+            prompt token.
         offset: position of the first token's text in the choice's text, in characters.
     """
     return CompletionLogprobs(
@@ -77,12 +77,13 @@ def completion_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, logprobs: Sequence[dict[int, float] | None], num_best: int | None
 ) -> PromptLogprobs | None:
-    """Return the `prompt_logprobs` of a choice in vLLM's form.
+    """Return the `prompt_logprobs` of a choice in vLLM's format.
 
     Args:
         tokenizer: the tokenizer.
-        logprobs: for each prompt token, log-probabilities of the likeliest tokens and of itself; None for the first.
-        num_best: number of likeliest tokens that the request asked for; None if it did not ask.
+        logprobs: for each prompt token, log-probabilities of the likeliest tokens and of the token itself; None for the
+            first token.
+        num_best: number of likeliest tokens to show at each token; None if the request does not set `prompt_logprobs`.
     """
     if num_best is None:
         return None
@@ -103,7 +104,7 @@ def _ranked(tokenizer: Tokenizer, found: Mapping[int, float], num_best: int) -> 
 def fewer_best(
     logprobs: Sequence[dict[int, float] | None], token_ids: Sequence[int], num_best: int
 ) -> list[dict[int, float] | None]:
-    """Reduce log-probabilities to the `num_best` likeliest tokens and the actual token at each position."""
+    """Keep only the log-probabilities of the `num_best` likeliest tokens and of the actual token at each position."""
     return [
         None if found is None else dict(_best(found, num_best)) | {token_id: found[token_id]}
         for token_id, found in zip(token_ids, logprobs, strict=True)
@@ -111,7 +112,7 @@ def fewer_best(
 
 
 def _finite(logprob: float) -> float:
-    """Replace minus infinity, which JSON does not have."""
+    """Replace minus infinity, because JSON cannot represent it."""
     return max(logprob, _LEAST_LOGPROB)
 
 
@@ -120,12 +121,12 @@ def _best(found: Mapping[int, float], count: int) -> list[tuple[int, float]]:
 
 
 def _by_text(tokenizer: Tokenizer, best: Sequence[tuple[int, float]], chosen: Mapping[int, str]) -> dict[str, float]:
-    """Return log-probabilities by text. If several tokens have the same text, the likeliest one counts.
+    """Return log-probabilities by text. If several tokens have the same text, the likeliest token is used.
 
     Args:
         tokenizer: the tokenizer.
-        best: token ids and log-probabilities, the likeliest first.
-        chosen: the actual token and the text that it adds in its context.
+        best: token ids and log-probabilities, in descending order of probability.
+        chosen: id of the actual token and the text that this token adds after the previous tokens.
     """
     found: dict[str, float] = {}
     for token_id, logprob in best:

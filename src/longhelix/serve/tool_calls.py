@@ -1,4 +1,4 @@
-"""Tool calls in answers, in OpenAI's form, whole or as events."""
+"""Tool calls in answers, in OpenAI's format, for complete answers and for streams."""
 
 import secrets
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def message(calls: ToolCalls, text: str) -> forms.AssistantMessage | forms.ToolC
 
 
 def deltas(pieces: list[Piece]) -> Iterator[dict[str, Any]]:
-    """Yield the `delta` objects of events for pieces of an answer."""
+    """Yield the `delta` objects of the events for these pieces of an answer."""
     for piece in pieces:
         match piece:
             case ContentDelta(text):

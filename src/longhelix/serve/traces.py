@@ -1,5 +1,7 @@
-"""OpenTelemetry spans: one for each HTTP request that reached the engine, with children for the queue, prefill and
-decode time of each of its requests."""
+"""OpenTelemetry spans for HTTP requests that reached the engine.
+
+Each HTTP request has one span. Its child spans show the queue, prefill and decode time of each engine request.
+"""
 
 import time
 from collections.abc import Mapping
@@ -14,11 +16,11 @@ _FLUSH_MS = 5000
 class Traces:
     """Sends spans to an OpenTelemetry collector.
 
-    A thread sends them. Spans are lost while the collector does not accept them.
+    A thread sends the spans. If the collector does not accept a span, the span is lost.
 
     Args:
         endpoint: URL of the collector's HTTP endpoint for traces.
-        model: name of the model, an attribute of each span.
+        model: name of the model, which is an attribute of each span.
 
     Raises:
         UserError: the OpenTelemetry packages are missing, or the endpoint is not a URL.
@@ -45,7 +47,7 @@ class Traces:
         self._server_kind, self._model = trace.SpanKind.SERVER, model
         self._epoch_ns = time.time_ns() - round(time.monotonic() * 1e9)
         resource = Resource.create({"service.name": "longhelix"})
-        # Sample every request: a client's `traceparent` must not hide requests from the operator.
+        # Sample every request, because a client's `traceparent` must not hide requests from the operator.
         self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=2)))
         self._tracer = self._provider.get_tracer("longhelix")
@@ -56,10 +58,10 @@ class Traces:
         """Record an HTTP request that has just ended.
 
         Args:
-            headers: headers of the request. `traceparent` names the parent span.
+            headers: headers of the HTTP request. `traceparent` names the parent span.
             facts: attributes of the span.
-            requests: its requests for the engine.
-            arrival_s: when it arrived, on the monotonic clock.
+            requests: engine requests of the HTTP request.
+            arrival_s: when the HTTP request arrived, on the monotonic clock.
         """
         context = self._extract({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
         span = self._tracer.start_span(
@@ -80,17 +82,17 @@ class Traces:
         span.end()
 
     def close(self) -> None:
-        """Send the remaining spans, which takes at most a few seconds."""
+        """Send the remaining spans. This takes at most a few seconds."""
         self._provider.force_flush(_FLUSH_MS)
         self._provider.shutdown()
 
     def _at(self, monotonic_s: float) -> int:
-        """Return the wall-clock time in nanoseconds of a time on the monotonic clock."""
+        """Convert a time on the monotonic clock to wall-clock time in nanoseconds."""
         return self._epoch_ns + round(monotonic_s * 1e9)
 
 
 def _phases(progress: RequestProgress) -> list[tuple[str, float, float]]:
-    """Return the name, begin and end of each phase that a request reached."""
+    """Return the name, start time and end time of each phase that a request reached."""
     times_s = [progress.arrival_s, progress.first_step_s, progress.first_token_s, progress.ended_s]
     over_s = progress.ended_s if progress.ended_s is not None else time.monotonic()
     phases = []

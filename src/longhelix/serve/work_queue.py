@@ -1,4 +1,4 @@
-"""Bounded queue of work for a few threads."""
+"""Bounded queue of function calls for a few threads."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,14 +12,14 @@ _Value = TypeVar("_Value")
 
 
 class WorkQueue:
-    """Bounded first-in, first-out queue of function calls that run on threads of their own.
+    """Bounded first-in, first-out queue of function calls that run on dedicated threads.
 
-    All methods are called on one event loop.
+    All methods must be called on the same event loop.
 
     Args:
-        what: what the waiting requests have, in the plural, for names and errors, such as "images".
-        most: most calls that may run or wait at a time.
-        threads: number of threads. With one, calls run one after the other.
+        what: plural noun for the data that the calls process, such as "images", for thread names and errors.
+        most: maximum number of calls that may run or wait at a time.
+        threads: number of threads. With one thread, calls run one after the other.
     """
 
     def __init__(self, what: str, most: int, threads: int = 1) -> None:
@@ -40,5 +40,5 @@ class WorkQueue:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: wanted.pop()())
         finally:
-            wanted.clear()  # a caller that has gone must not keep its arguments alive in a long queue
+            wanted.clear()  # release the arguments of a cancelled call that is still in the queue
             self._length -= 1

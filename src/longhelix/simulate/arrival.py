@@ -13,21 +13,24 @@ from longhelix.scheduler.request import ANY_SERVICE, Request, SamplingParams, Se
 class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A request of a workload.
 
-    Prompts with equal pieces have equal tokens there. The tokens after the pieces are unique to each prompt. A session
-    has one request at a time: each is sent `think_s` after the end of the previous one, and not before `arrival_s`.
+    A prompt starts with pieces. Pieces with the same id have the same tokens. The tokens after the pieces are unique to
+    each prompt.
+
+    A session has one request at a time. Each request is sent `think_s` after the end of the session's previous request,
+    but not before `arrival_s`.
     """
 
-    arrival_s: float  # seconds after the clock's zero
+    arrival_s: float  # seconds since the start of the clock
     prompt_tokens: int
     output_tokens: int
     service: ServiceLevel = ANY_SERVICE
     pieces: tuple[int, ...] = ()  # ids of the pieces at the start of the prompt; from 0 to 2^31 - 1 (32-bit token ids)
     piece_tokens: int = 1  # tokens per piece
-    session: str = ""  # empty: no session
-    think_s: float = 0.0  # seconds after the end of the session's previous request
+    session: str = ""  # empty if the request belongs to no session
+    think_s: float = 0.0  # seconds between the end of the session's previous request and this one
 
     def request(self, id: int) -> Request:
-        """The scheduler's request. Its answer never ends before `output_tokens`."""
+        """Return the request for the scheduler. Its answer never ends before `output_tokens`."""
         prompt = Prompt(self, 2 * id + 1)
         sampling = SamplingParams(max_new_tokens=self.output_tokens, ignore_eos=True)
         return Request(
@@ -41,12 +44,12 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
         )
 
     def scaled(self, factor: float) -> "Arrival":
-        """The same request when the arrival rate is multiplied by `factor`."""
+        """Return the same request for an arrival rate multiplied by `factor`."""
         return msgspec.structs.replace(self, arrival_s=self.arrival_s / factor, think_s=self.think_s / factor)
 
 
 class Workload(Protocol):
-    """Requests in the order of their arrival. It can be iterated repeatedly."""
+    """Requests in the order of their arrival. A workload can be iterated repeatedly."""
 
     def __iter__(self) -> Iterator[Arrival]: ...
 
@@ -69,13 +72,13 @@ class ScaledWorkload:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The token ids of an arrival's prompt, made on demand.
+    """The token ids of an arrival's prompt, generated on demand.
 
     All tokens of a piece have the same negative id. Tokens of answers have id 0.
     """
 
     arrival: Arrival
-    own_id: int  # id of all tokens after the pieces: above 0, and unique to this prompt
+    own_id: int  # id of all tokens after the pieces; positive and unique to this prompt
     generated: "array[int]" = field(default_factory=lambda: array("i"))  # answer tokens before a preemption
 
     def __len__(self) -> int:
@@ -103,7 +106,7 @@ class Prompt:
 
 
 def rate_per_s(arrivals: Iterable[Arrival]) -> float:
-    """Requests per second from the first arrival to the last; 0 if all arrive at once."""
+    """Return the requests per second from the first arrival to the last; 0 if all requests arrive at once."""
     times = [arrival.arrival_s for arrival in arrivals]
     span_s = times[-1] - times[0] if times else 0.0
     return (len(times) - 1) / span_s if span_s else 0.0

@@ -1,4 +1,4 @@
-"""Release the requests of a workload: at their arrival, and not before the previous one of their session has ended."""
+"""Release the requests of a workload at their arrival time, but only one request per session at a time."""
 
 import heapq
 import math
@@ -10,27 +10,27 @@ from longhelix.simulate.arrival import Arrival, Workload
 
 
 class Arrivals:
-    """Queue of a workload's requests, which holds back a session's next request until the previous one has ended."""
+    """Queue of a workload's requests. It delays a session's next request until its previous request has ended."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = iter(workload)
         self._next = next(self._workload, None)
         self._order = 0
-        self._due: list[tuple[float, int, Arrival]] = []  # heap of (arrival, order, request) of sessions, released
-        self._held: defaultdict[str, deque[Arrival]] = defaultdict(deque)  # held back, by session
+        self._due: list[tuple[float, int, Arrival]] = []  # released session requests: heap of (arrival, order, request)
+        self._held: defaultdict[str, deque[Arrival]] = defaultdict(deque)  # delayed requests, by session
         self._busy: set[str] = set()  # sessions with a released request that has not ended
         self._ended_s: dict[str, float] = {}  # when the last request of each session ended
 
     @property
     def next_s(self) -> float | None:
-        """When `take` may have the next request; None if there is none until another one ends."""
+        """Arrival time of the next request; None if no request arrives until another request has ended."""
         times_s = [self._due[0][0]] if self._due else []
         if self._next is not None:
             times_s.append(self._next.arrival_s)
         return min(times_s, default=None)
 
     def take(self, now_s: float) -> Arrival | None:
-        """Remove and return a request that has arrived by `now_s`; None if there is none."""
+        """Remove and return a request that has arrived by `now_s`; None if no request has arrived."""
         while self._next is not None and self._next.arrival_s <= now_s:
             arrival, self._next = self._next, next(self._workload, None)
             if not arrival.session:
@@ -40,14 +40,14 @@ class Arrivals:
         return heapq.heappop(self._due)[2] if self._due and self._due[0][0] <= now_s else None
 
     def ended(self, arrival: Arrival, now_s: float) -> None:
-        """Note that a request from `take` has ended."""
+        """Record that a request from `take` has ended."""
         if arrival.session:
             self._busy.remove(arrival.session)
             self._ended_s[arrival.session] = now_s
             self._release(arrival.session)
 
     def _release(self, session: str) -> None:
-        """Release a session's next request, if it has one and the previous one has ended."""
+        """Release a session's next request, if there is one and the previous request has ended."""
         if session in self._busy or not self._held[session]:
             return
         arrival = self._held[session].popleft()

@@ -13,7 +13,7 @@ class Trial:
     """One simulation at a request rate."""
 
     rate_rps: float
-    slo_attainment: float  # share of the requests that met their service level
+    slo_attainment: float  # fraction of the requests that met their service level
 
     @property
     def is_met(self) -> bool:
@@ -24,16 +24,16 @@ class Trial:
 class Capacity:
     """The highest rate that meets the service level, with a relative precision of _PRECISION."""
 
-    rate_rps: float | None  # None if no rate meets it
-    is_bounded: bool  # whether a rate was found that misses it
-    trials: tuple[Trial, ...]  # in the order of the search
+    rate_rps: float | None  # None if no rate meets the service level
+    is_bounded: bool  # whether the search found a rate that misses the service level
+    trials: tuple[Trial, ...]  # trials in the order of the search
 
 
 def find_capacity(attainment: Callable[[float], float], start_rps: float) -> Capacity:
     """Double or halve the rate until the capacity is bracketed, then bisect.
 
     Args:
-        attainment: simulates at a rate and returns the share of requests within their service level.
+        attainment: simulates a rate and returns the fraction of requests that meet their service level.
         start_rps: the first rate to try.
     """
     trials: list[Trial] = []

@@ -13,7 +13,7 @@ _STEPS, _REQUESTS = 0, 1  # process ids in the file
 class ChromeTrace(Observer):
     """Writes every step that has rows, and the waiting, prefill and decode times of every request.
 
-    Close it at the end.
+    Call `close` at the end of the simulation.
     """
 
     def __init__(self, path: Path) -> None:

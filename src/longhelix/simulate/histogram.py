@@ -34,11 +34,11 @@ class Histogram:
             self.most_s = seconds
 
     def percentile(self, percent: float) -> float | None:
-        """The percentile by nearest rank, in seconds; None if the histogram is empty."""
+        """Return the nearest-rank percentile in seconds; None if the histogram is empty."""
         return self.percentiles([percent])[0]
 
     def percentiles(self, percents: Sequence[float]) -> list[float | None]:
-        """Several percentiles. `percents` must be ascending."""
+        """Return several percentiles. `percents` must be in ascending order."""
         if not self.count:
             return [None] * len(percents)
         found: list[float | None] = []
@@ -52,14 +52,14 @@ class Histogram:
         return found
 
     def curve(self, points: int) -> list[tuple[float, float]]:
-        """Cumulative distribution as (seconds, percent) at `points` percentages. Empty if there are no values."""
+        """Return the cumulative distribution as (seconds, percent) at `points` percentages; empty without values."""
         shares = [100 * (point + 1) / points for point in range(points)]
         found = self.percentiles(shares)
         return [(seconds, share) for seconds, share in zip(found, shares, strict=True) if seconds is not None]
 
 
 def rank(percent: float, count: int) -> int:
-    """The nearest rank of a percentile, from 1 to `count`."""
+    """Return the nearest rank of a percentile, from 1 to `count`."""
     return min(max(math.ceil(percent / 100 * count - 1e-9), 1), count)
 
 

@@ -1,4 +1,4 @@
-"""The page of a simulation: one self-contained HTML file with one line per run in each plot."""
+"""The results page of a simulation: one self-contained HTML file. Each plot has one line per run."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _POINTS = 200
 
 
 def write_page(path: Path, runs: Sequence[VariantResult], title: str, about: str) -> None:
-    """Write the page of one or several runs.
+    """Write the results page of one or several runs.
 
     Args:
         title: heading of the page.

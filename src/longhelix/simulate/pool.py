@@ -10,14 +10,14 @@ from longhelix.spec.layout import Layout
 def num_blocks(
     setting: Setting, layout: Layout, *, block_tokens: int, rows: int, requests: int, asked_tokens: int | None = None
 ) -> int:
-    """KV blocks of each KVP rank.
+    """Return the number of KV blocks of each KVP rank.
 
     Args:
         block_tokens: tokens per block.
         rows: rows of the largest step.
-        requests: requests with states of linear attention.
-        asked_tokens: tokens over all KVP ranks; None: all that the fullest rank's memory holds in addition to its
-            weights, the states and one step, as in `longhelix estimate`.
+        requests: number of requests with linear attention states.
+        asked_tokens: capacity in tokens over all KVP ranks. None uses all memory of the fullest rank that is left
+            after its weights, the states and one step, as in `longhelix estimate`.
 
     Raises:
         UserError: the weights leave no room for one block, or `asked_tokens` do not fit.
@@ -26,7 +26,7 @@ def num_blocks(
     held = memory(setting, layouts=layouts, batch=0.0, context=0.0, chunk=float(rows)).total_bytes
     held = held + kv_bytes(setting, layouts, float(requests), 0.0)
     free_bytes = float((setting.capacity_bytes(layouts) - held)[0])
-    # A request of one token for each KVP rank leaves one token on each.
+    # A request with as many tokens as there are KVP ranks has one token on each rank.
     one_bytes = float(token_bytes(setting, layouts, 1.0, float(layout.kvp))[0])
     affordable = int(free_bytes / one_bytes) // block_tokens
     if affordable < 1:

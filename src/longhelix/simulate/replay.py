@@ -12,7 +12,7 @@ from longhelix.simulate.simulation import Simulation
 
 
 class MeasuredRunner(SimulatedRunner):
-    """Returns the recorded results in their order. Its clock shows the recorded time of each scheduling decision."""
+    """Returns the recorded results in order. The clock shows the recorded time of each scheduling decision."""
 
     def __init__(self, events: Iterable[Event], clocks: int) -> None:
         super().__init__(clocks=clocks)
@@ -22,11 +22,11 @@ class MeasuredRunner(SimulatedRunner):
 
     @property
     def next(self) -> Event | None:
-        """The next recorded event; None at the end."""
+        """Return the next recorded event; None at the end."""
         return self._events[0] if self._events else None
 
     def advance(self) -> None:
-        """Move on: the next event was replayed."""
+        """Advance to the following event, because the next event has been replayed."""
         self._events.popleft()
         self._tell_time()
 
@@ -42,15 +42,15 @@ class MeasuredRunner(SimulatedRunner):
         return [ran.step.id for ran in self._in_flight].index(self.next.result.step_id)
 
     def collect(self, timeout_s: float) -> StepResult | None:
-        """The recorded result; None if the live loop did not wait for a result here."""
+        """Return the recorded result; None if the live loop did not wait for a result at this point."""
         return super().collect(math.inf) if isinstance(self.next, Completed) else None
 
 
 class Replay(Simulation):
-    """Runs a recording through a scheduler that starts in the same state as the live one.
+    """Runs a recording through a scheduler that starts in the same state as the live scheduler.
 
-    `events` holds the replayed events. They differ from the recording if the scheduler decides differently. The
-    recording must start and end without steps in flight.
+    `events` contains the replayed events. They differ from the recorded events if the scheduler decides differently.
+    The recording must start and end without steps in flight.
     """
 
     def __init__(self, scheduler: Scheduler, events: Iterable[Event]) -> None:
@@ -65,7 +65,7 @@ class Replay(Simulation):
         self._measured.advance()
 
     def _arrive(self) -> None:
-        """Add and abort the requests that the recording adds and aborts at this point."""
+        """Add and abort the same requests as the recording at this point."""
         while isinstance(event := self._measured.next, Added | Aborted):
             if isinstance(event, Added):
                 request = event.request
@@ -85,5 +85,5 @@ class Replay(Simulation):
         return True
 
     def _wait(self) -> bool:
-        """Do nothing: the recording moves the clock."""
+        """Do nothing, because the recording advances the clock."""
         return True

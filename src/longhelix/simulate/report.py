@@ -1,4 +1,4 @@
-"""The results of simulations as JSON and as a table for a terminal."""
+"""Format the results of simulations as JSON and as a terminal table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ _PERCENTS = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings that a simulation can compare."""
+    """Combination of settings that simulations can compare."""
 
-    policy: str  # of the scheduler
-    chunk_tokens: int | None  # None is automatic
-    placement: str  # of KV
+    policy: str  # scheduling policy
+    chunk_tokens: int | None  # None selects it automatically
+    placement: str  # placement of KV
 
     @property
     def name(self) -> str:
@@ -29,16 +29,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """One simulated variant and its results."""
+    """A simulated variant and its results."""
 
     variant: Variant
     outcome: Outcome
-    wall_s: float  # how long the simulation took
-    capacity: Capacity | None = None  # None if it was not searched for
+    wall_s: float  # run time of the simulation itself
+    capacity: Capacity | None = None  # None without a search for the capacity
 
 
 def as_json(runs: Sequence[VariantResult]) -> dict[str, Any]:
-    """The document that `longhelix simulate --json` prints: one run, or several under "compared"."""
+    """Return the JSON document of `longhelix simulate --json`: one run, or several runs under "compared"."""
     objects = [_object(run) for run in runs]
     return objects[0] if len(objects) == 1 else {"compared": objects}
 
@@ -88,7 +88,7 @@ def percentiles(histogram: Histogram) -> dict[str, float | None]:
 
 
 def table(runs: Sequence[VariantResult]) -> Table:
-    """A table with one column per run."""
+    """Return a table with one column per run."""
     shown = Table(title="simulated", title_justify="left")
     shown.add_column("")
     for run in runs:
@@ -99,7 +99,7 @@ def table(runs: Sequence[VariantResult]) -> Table:
 
 
 def rows(runs: Sequence[VariantResult]) -> list[tuple[str, list[str]]]:
-    """The rows of the table: a name, and one cell per run."""
+    """Return the rows of the table. Each row has a name and one cell per run."""
     outcomes = [run.outcome for run in runs]
     times = {
         "TTFT": [outcome.ttft for outcome in outcomes],

@@ -1,4 +1,4 @@
-"""Measure simulated requests: TTFT, time between tokens, waits, and which requests met their service level."""
+"""Measure simulated requests: TTFT, time between tokens, waiting time, and whether the service level was met."""
 
 from array import array
 from collections.abc import Sequence
@@ -35,40 +35,42 @@ class RequestRecord:
         self.arrival_s = arrival_s
         self.prompt_tokens = prompt_tokens
         self.service = service
-        self.begin_s: float | None = None  # start of the step with its first chunk
-        self.first_s: float | None = None  # its first token
-        self.end_s: float | None = None  # its last token so far, while it gets none
-        self.output = 0  # tokens before `since`
-        self.since = 0  # first step of the current series, with a token in every step
+        self.begin_s: float | None = None  # start of the step with the request's first chunk
+        self.first_s: float | None = None  # time of the first token
+        self.end_s: float | None = None  # time of the last token before an interruption or the end
+        self.output = 0  # number of tokens before `since`
+        self.since = 0  # first step of the current uninterrupted series of tokens
         self.gaps: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []  # times between tokens before `since`
-        self.met = False  # whether it met its service level
+        self.met = False  # whether the request met its service level
 
 
 class RequestTracker:
     """Follows every request from its arrival to its end.
 
-    Memory grows with the unfinished requests and with the steps since the oldest of them began to decode, not with the
-    length of the simulation. Times between tokens need no work per token: all sequences with a token in the last step
-    and in this one waited for the same time.
+    Memory grows with the number of unfinished requests and with the number of steps since the oldest of them began to
+    decode. It does not grow with the length of the simulation.
+
+    The time between tokens needs no work per token. It is the same for all sequences that have a token both in the
+    previous step and in the current step.
     """
 
     def __init__(self) -> None:
         self.ttft, self.tbt, self.wait = Histogram(), Histogram(), Histogram()
         self.requests = self.finished = self.met = self.tokens = 0
         self._records: dict[int, RequestRecord] = {}
-        self._streaming: dict[int, RequestRecord] = {}  # requests with a token in the last step, oldest first
-        self._beginning: list[int] = []  # requests with a token in this step, but not in the last one
-        self._sampled: tuple[SampledToken, ...] | None = None  # tokens of the last step
-        self._ends_s = array("d")  # ends of the latest steps that gave tokens
-        self._forgotten = 0  # number of such steps before those in `_ends_s`
+        self._streaming: dict[int, RequestRecord] = {}  # requests with a token in the previous step, oldest first
+        self._beginning: list[int] = []  # requests with a token in this step but not in the previous step
+        self._sampled: tuple[SampledToken, ...] | None = None  # tokens of the previous step
+        self._ends_s = array("d")  # end times of the latest steps that produced tokens
+        self._forgotten = 0  # number of steps with tokens that were removed from `_ends_s`
 
     def open(self, id: int, arrival_s: float, prompt_tokens: int, service: ServiceLevel) -> None:
-        """Note the arrival of a request."""
+        """Record the arrival of a request."""
         self.requests += 1
         self._records[id] = RequestRecord(arrival_s, prompt_tokens, service)
 
     def drop(self, id: int) -> None:
-        """Forget a request that ended before its last token; does nothing if it has already ended."""
+        """Remove a request that was aborted. Does nothing if the request has already ended."""
         self._records.pop(id, None)
 
     def refuse(self) -> None:
@@ -76,7 +78,7 @@ class RequestTracker:
         self.requests += 1
 
     def add(self, ran: SimulatedStep, events: Sequence[TokenEvent]) -> list[tuple[int, RequestRecord]]:
-        """Note the end of a step. Returns the requests that ended with it."""
+        """Record the end of a step. Returns the requests that ended with this step."""
         for chunk in ran.step.chunks:
             record = self._records.get(chunk.id)
             if record is not None and record.begin_s is None:
@@ -85,7 +87,7 @@ class RequestTracker:
         if not events:
             return []
         sampled = ran.result.sampled
-        # A runner gives the same tuple again while the same sequences decode.
+        # A runner returns the same tuple as long as the same sequences decode.
         if sampled is not self._sampled or len(events) != len(sampled):
             self._change({event.request_id for event in events})
             self._sampled = sampled if len(events) == len(sampled) else None
@@ -93,13 +95,13 @@ class RequestTracker:
         return [(event.request_id, self._close(event, ran.end_s)) for event in events if event.finish_reason]
 
     def _change(self, ids: set[int]) -> None:
-        """Prepare for a step whose tokens go to other sequences than in the last step."""
+        """Prepare for a step whose tokens belong to different sequences than those of the previous step."""
         for id in [id for id in self._streaming if id not in ids]:
             self._interrupt(id)
         self._beginning = sorted(ids - self._streaming.keys())
 
     def _add_tokens(self, now_s: float) -> None:
-        """Count one token for each sequence that continues or begins in this step."""
+        """Count one token for each sequence that continues or begins decoding in this step."""
         if self._streaming:
             self.tbt.add(now_s - self._ends_s[-1], len(self._streaming))
         self._forget()
@@ -110,7 +112,7 @@ class RequestTracker:
         self.tokens += len(self._streaming)
 
     def _begin(self, id: int, now_s: float) -> None:
-        """Note a sequence's first token, or the first one after an interruption."""
+        """Record a sequence's first token, or its first token after an interruption."""
         record = self._streaming[id] = self._records[id]
         record.since = self._forgotten + len(self._ends_s) - 1
         if record.first_s is None:
@@ -122,7 +124,7 @@ class RequestTracker:
             record.gaps.append(np.array([now_s - record.end_s]))
 
     def _interrupt(self, id: int) -> None:
-        """Note that a sequence gets no token in this step."""
+        """Record that a sequence has no token in this step."""
         record = self._streaming.pop(id)
         record.end_s = self._ends_s[-1]
         times_s = np.array(self._ends_s[record.since - self._forgotten :])
@@ -139,7 +141,7 @@ class RequestTracker:
         return record
 
     def _has_met(self, record: RequestRecord) -> bool:
-        """Whether a request's first token and TBT_PERCENT% of its times between tokens were within its SLOs."""
+        """Whether the TTFT and TBT_PERCENT% of the times between tokens of a request were within its SLOs."""
         service, first_s = record.service, record.first_s
         assert first_s is not None
         if service.ttft_slo_s is not None and first_s - record.arrival_s > service.ttft_slo_s:
@@ -151,7 +153,7 @@ class RequestTracker:
         return bool(np.partition(gaps, nearest)[nearest] <= service.tbt_slo_s)
 
     def _forget(self) -> None:
-        """Drop the steps before the oldest sequence's first one, once there are many."""
+        """If `_ends_s` has many steps before the first step of the oldest sequence, remove them."""
         oldest = next(iter(self._streaming.values())).since if self._streaming else self._forgotten + len(self._ends_s)
         unused = oldest - self._forgotten
         if unused > _SPARE and 2 * unused > len(self._ends_s):

@@ -1,4 +1,4 @@
-"""Runners that compute nothing: each step takes a predicted or recorded time, which moves a clock."""
+"""Runners that do not run a model. Each step takes a predicted or recorded time, which advances a clock."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -12,7 +12,7 @@ from longhelix.scheduler.work import Cost
 
 
 class SimulatedStep(NamedTuple):
-    """A step with its start and end, in seconds of the runner's clock."""
+    """A step with its start and end time, in seconds on the runner's clock."""
 
     step: Step
     result: StepResult
@@ -21,26 +21,29 @@ class SimulatedStep(NamedTuple):
 
 
 class SimulatedRunner(ABC):
-    """A `Runner` with its own clock, which results and `wait_until` move.
+    """A `Runner` with its own clock. `collect` and `wait_until` advance the clock.
 
-    A step passes through `stages` pipeline stages and takes an even share of its seconds in each. It enters the first
-    stage when two conditions hold. The previous step has left that stage; with KVP instances that have their own
-    clocks, this means the previous step of each instance of the step. And the last tokens of its decodes are known:
-    the previous step of their microbatch and the last chunks of newly decoding prompts have ended.
+    A step passes through `stages` pipeline stages and spends an equal part of its time in each stage. It enters the
+    first stage when both of these conditions are met:
+
+    - The previous step has left the first stage. If KVP instances have their own clocks, this applies to the previous
+      step of each instance that takes part in the step.
+    - The last token of every decoding sequence is known. This means that the previous step of the microbatch has ended,
+      and so have the last chunks of prompts that now start to decode.
     """
 
     def __init__(self, stages: int = 1, clocks: int = 1) -> None:
         self.now_s = 0.0
         self.stages = stages
-        self._left_s = [[0.0] * stages for _ in range(clocks)]  # when the last step of each clock left each stage
+        self._left_s = [[0.0] * stages for _ in range(clocks)]  # when the last step on each clock left each stage
         self._decoded_s: dict[int, float] = {}  # when the last step of each microbatch ended
-        self._prompt_s: dict[int, float] = {}  # and that of each prompt's last chunk, until it decodes
+        self._prompt_s: dict[int, float] = {}  # when each prompt's last chunk ended, until the prompt decodes
         self._in_flight: list[SimulatedStep] = []
         self.last: SimulatedStep | None = None
 
     @abstractmethod
     def _result(self, step: Step) -> StepResult:
-        """The result of a step, with its time."""
+        """Return the result of a step, including the time that the step takes."""
 
     def submit(self, step: Step) -> None:
         result = self._result(step)
@@ -58,12 +61,12 @@ class SimulatedRunner(ABC):
         self._in_flight.append(SimulatedStep(step, result, begin_s, end_s))
 
     def _tokens_s(self, step: Step) -> float:
-        """The time at which the last tokens of a step's decodes are known."""
+        """Return the time at which the last tokens of all decoding sequences of a step are known."""
         joining_s = (self._prompt_s.pop(id, 0.0) for id in step.joining)
         return max([self._decoded_s.get(step.microbatch, 0.0), *joining_s])
 
     def _note_tokens(self, step: Step, end_s: float) -> None:
-        """Note that a step's tokens are known at `end_s`."""
+        """Record that a step's tokens are known at `end_s`."""
         if step.work.decode_rows:
             self._decoded_s[step.microbatch] = end_s
         for chunk in step.chunks:
@@ -73,9 +76,9 @@ class SimulatedRunner(ABC):
             self._prompt_s.pop(id, None)
 
     def collect(self, timeout_s: float) -> StepResult | None:
-        """Move the clock to the end of the step that ends first, and return its result.
+        """Advance the clock to the end of the step that ends first, and return the result of this step.
 
-        Returns None if that takes longer than `timeout_s`. The clock then stays: only `wait_until` moves it.
+        Returns None if the step ends later than `timeout_s` from now. The clock does not change in this case.
         """
         next_one = self._next()
         if self._in_flight[next_one].end_s > self.now_s + timeout_s:
@@ -85,28 +88,29 @@ class SimulatedRunner(ABC):
         return self.last.result
 
     def _next(self) -> int:
-        """Index of the step in flight that ends first; the one submitted first if several end at the same time."""
+        """Return the index of the step in flight that ends first. On a tie, choose the first submitted step."""
         return min(range(len(self._in_flight)), key=lambda at: self._in_flight[at].end_s)
 
     @property
     def runs(self) -> bool:
-        """Whether there is a step in flight."""
+        """Whether a step is in flight."""
         return bool(self._in_flight)
 
     def wait_until(self, time_s: float) -> None:
-        """Move the clock to `time_s`; no step may end before."""
+        """Advance the clock to `time_s`. No step may end before this time."""
         self.now_s = max(self.now_s, time_s)
 
 
 class PredictedRunner(SimulatedRunner):
-    """Steps take the predicted time of their work, plus the time of swaps and moves in each stage.
+    """Runner that predicts the time of each step: the time of its work, plus swaps and moves of blocks in each stage.
 
-    A step without rows takes no time for work. Every token of a sequence has the same id.
+    A step without rows takes no time for work. All sampled tokens have the same id.
 
     Args of the constructor:
         cost: predicts the time of a step's work.
-        swap_s: seconds to swap one KV block out and in again; all KVP ranks swap at the same time.
-        move_s: seconds to move KV blocks between KVP ranks, from the most blocks that one rank sends and receives.
+        swap_s: seconds to swap one KV block out and in again. All KVP ranks swap at the same time.
+        move_s: returns the seconds to move KV blocks between KVP ranks. Its arguments are the maximum number of blocks
+            that one rank sends and the maximum number that one rank receives.
     """
 
     def __init__(
@@ -123,8 +127,8 @@ class PredictedRunner(SimulatedRunner):
         self._move_s = move_s
         self._tokens: dict[int, SampledToken] = {}
         self._leads: dict[int, int] = {}  # the instance that samples a sequence's tokens
-        self._decoding: dict[int, dict[int, SampledToken]] = {}  # by microbatch, or by instance
-        self._decoded: dict[int, tuple[SampledToken, ...]] = {}  # those that have not changed
+        self._decoding: dict[int, dict[int, SampledToken]] = {}  # decoding sequences, by microbatch or by instance
+        self._decoded: dict[int, tuple[SampledToken, ...]] = {}  # cached tuples of `_decoding` that have not changed
 
     def _result(self, step: Step) -> StepResult:
         sampled, work = self._sampled(step), step.work
@@ -146,7 +150,7 @@ class PredictedRunner(SimulatedRunner):
         )
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
-        """Apply the step's changes, and return a token for each decoding sequence and then for each finished prompt."""
+        """Apply the step's changes. Return a token per decoding sequence, followed by a token per finished prompt."""
         for id in step.ended:
             self._tokens.pop(id, None)
             self._leads.pop(id, None)
@@ -167,7 +171,7 @@ class PredictedRunner(SimulatedRunner):
         return decoded + ending if ending else decoded
 
     def _decoded_at(self, at: int) -> tuple[SampledToken, ...]:
-        """The tokens of the sequences of one microbatch, or of those that one instance leads."""
+        """Return the tokens of the sequences of one microbatch, or of the sequences that one instance leads."""
         decoded = self._decoded.get(at)
         if decoded is None:
             decoded = self._decoded[at] = tuple(self._decoding.get(at, {}).values())
@@ -175,5 +179,5 @@ class PredictedRunner(SimulatedRunner):
 
 
 def _most(blocks: Iterable[Block]) -> int:
-    """The largest number of these blocks on one KVP rank."""
+    """Return the largest number of these blocks on a single KVP rank."""
     return max(Counter(block.owner for block in blocks).values())

@@ -1,4 +1,4 @@
-"""Run a simulation: the engine's loop and scheduler with a runner that computes nothing."""
+"""Run a simulation: the engine's loop and scheduler with a runner that does not run a model."""
 
 import math
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from longhelix.spec.layout import Layout
 
 @dataclass(frozen=True)
 class Server:
-    """The simulated server: a layout of a model on a system, with scheduler settings."""
+    """Configuration of the simulated server: a layout of a model on a system, and scheduler settings."""
 
     setting: Setting
     layout: Layout
@@ -64,10 +64,10 @@ class Observer:
     """Observer of a simulation that ignores every event."""
 
     def ran(self, step: SimulatedStep) -> None:
-        """Called when a step has ended."""
+        """A step has ended."""
 
     def ended(self, id: int, record: RequestRecord) -> None:
-        """Called when a request has ended."""
+        """A request has ended."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,17 @@ class Outcome:
 
     requests: int
     finished: int
-    refused: int  # requests that can never run
+    refused: int  # number of requests that can never run
     refusal: str  # why the first refused request cannot run; empty if none was refused
-    met: int  # requests that finished within their service level
-    steps: int  # steps that take time
+    met: int  # number of requests that finished and met their service level
+    steps: int  # number of steps that took time
     tokens: int
-    duration_s: float  # from the first arrival to the end of the last step
-    busy_s: float  # while a step ran; averaged over KVP instances that have their own clocks
+    duration_s: float  # time from the first arrival to the end of the last step
+    busy_s: float  # time with a step running; mean over KVP instances if these have their own clocks
     gpu_s: float  # busy_s times the number of GPUs
     ttft: Histogram = field(repr=False)
     tbt: Histogram = field(repr=False)
-    wait: Histogram = field(repr=False)  # from arrival to the start of the first chunk
+    wait: Histogram = field(repr=False)  # time from arrival to the start of the first chunk
     timeline: tuple[Sample, ...] = field(repr=False)
 
     @property
@@ -99,19 +99,19 @@ class Outcome:
 
     @property
     def slo_attainment(self) -> float:
-        """Share of all arrived requests that met their service level."""
+        """Fraction of all arrived requests that met their service level."""
         return self.met / self.requests if self.requests else 0.0
 
 
 def simulate(server: Server, workload: Workload, observer: Observer | None = None) -> Outcome:
-    """Simulate a server until all requests of a workload have ended."""
+    """Simulate a server with a workload until all requests have ended."""
     simulation = Simulation(server.make_scheduler(), server.make_runner(), workload, observer)
     simulation.run()
     return simulation.outcome(server.layout.world_size)
 
 
 class Simulation:
-    """One workload on one scheduler, step by step, with the engine's number of steps in flight."""
+    """Runs one workload on one scheduler, step by step. It has as many steps in flight as the engine."""
 
     def __init__(
         self, scheduler: Scheduler, runner: SimulatedRunner, workload: Workload, observer: Observer | None = None
@@ -138,7 +138,7 @@ class Simulation:
             pass
 
     def step(self) -> bool:
-        """Queue arrived requests and run until the next step ends; returns False when everything has ended."""
+        """Queue arrived requests and run until the next step ends. Returns False when all requests have ended."""
         self._arrive()
         stepped = self._loop.step(self._patience_s)
         if stepped is not None:
@@ -148,12 +148,12 @@ class Simulation:
 
     @property
     def _patience_s(self) -> float:
-        """How long to wait for a result: if instances have their own clocks, an idle one may take the next request."""
+        """Maximum wait for a result. With one clock per instance, an idle instance may take the next request."""
         next_s = self._arrivals.next_s if len(self._busy_s) > 1 else None
         return math.inf if next_s is None else next_s - self._runner.now_s
 
     def _wait(self) -> bool:
-        """Move the clock to the next arrival, possibly with steps in flight; returns False if no request arrives."""
+        """Advance the clock to the next arrival, even with steps in flight. Returns False if no request arrives."""
         assert self._runner.runs or not self._loop.has_work, "requests wait, but nothing runs"
         next_s = self._arrivals.next_s
         if next_s is None:
@@ -183,7 +183,7 @@ class Simulation:
         )
 
     def _arrive(self) -> None:
-        """Queue the requests that have arrived by now."""
+        """Queue the requests that have arrived."""
         while (arrival := self._arrivals.take(self._runner.now_s)) is not None:
             self._add(arrival)
 

@@ -1,4 +1,4 @@
-"""Synthetic requests: arrivals from a random process, and lengths from a mix of request kinds."""
+"""Synthetic requests: a random process determines the arrivals, and a mix of request kinds the lengths."""
 
 import re
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from longhelix.simulate.arrival import Arrival
 from longhelix.values import one_of, real, whole
 
 PROCESSES = ("poisson", "gamma")
-# Assumed: medians of prompts and answers near those of Azure's trace of conversations (2023), and a log-normal spread.
+# Assumption: log-normal lengths of prompts and answers, with medians near those of Azure's conversation trace (2023).
 _CHAT_MEDIANS, _CHAT_SIGMA = (1020, 129), 1.0
 _CHAT_MOST = 32_768
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens from `least` to `most`, log-normal around `median` if it is set, else log-uniform."""
+    """Distribution of token counts from `least` to `most`: log-normal with `median` if set, otherwise log-uniform."""
 
     least: int
     most: int
@@ -39,7 +39,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Component:
-    """A kind of request, and its weight in the mix."""
+    """A kind of request and its weight in the mix."""
 
     weight: float
     prompt: Lengths
@@ -50,7 +50,7 @@ class Component:
 
 
 def chat(weight: float) -> Component:
-    """Requests with lengths typical of a chat."""
+    """Return requests with typical lengths of a chat."""
     prompt, output = (Lengths(1, _CHAT_MOST, median) for median in _CHAT_MEDIANS)
     return Component(weight, prompt, output)
 
@@ -58,7 +58,7 @@ def chat(weight: float) -> Component:
 def parse_mix(text: str) -> tuple[Component, ...]:
     """Parse a mix such as `95%:chat,5%:1M-2M:100-500`: the weight, prompt lengths and answer lengths of each kind.
 
-    `chat` alone means that all requests are chats. Raises UserError for any other form.
+    The mix `chat` means that all requests are chats. Raises UserError for an invalid mix.
     """
     return tuple(_component(entry.strip()) for entry in text.split(","))
 
@@ -93,10 +93,10 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Workload of `num_requests` random requests at `rate_per_s`. Each iteration draws the same ones from `seed`.
+    """Workload of `num_requests` random requests at `rate_per_s`. Each iteration yields the same requests for a `seed`.
 
     Gaps between arrivals are exponential if `process` is poisson, or gamma-distributed with the coefficient of
-    variation `burstiness`. A burstiness of 1 equals poisson; requests arrive in bursts above 1.
+    variation `burstiness`. A burstiness of 1 is equivalent to poisson. With larger values, requests arrive in bursts.
     """
 
     num_requests: int

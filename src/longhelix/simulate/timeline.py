@@ -13,17 +13,18 @@ class Sample(NamedTuple):
     """The state at one moment."""
 
     time_s: float
-    running: int  # requests
-    waiting: int  # requests
-    kv_tokens: int  # capacity of the KV blocks that running requests hold
+    running: int  # number of running requests
+    waiting: int  # number of waiting requests
+    kv_tokens: int  # capacity of the KV blocks of running requests, in tokens
     kvp_mean: float  # mean number of KVP ranks per request with KV
-    kvp_most: int  # max number of KVP ranks per request
+    kvp_most: int  # maximum number of KVP ranks per request with KV
 
 
 class Timeline:
-    """At most _MOST_SAMPLES samples, about evenly spaced, at least _LEAST_INTERVAL_S apart.
+    """Records at most _MOST_SAMPLES samples, about evenly spaced and at least _LEAST_INTERVAL_S apart.
 
-    When it is full, it drops every other sample and doubles the interval. `next_s` is the time of the next sample.
+    When the timeline is full, it drops every other sample and doubles the interval. `next_s` is the time of the next
+    sample.
     """
 
     def __init__(self, block_tokens: int) -> None:

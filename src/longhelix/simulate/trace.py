@@ -1,4 +1,4 @@
-"""Read traces of requests, with longhelix's own columns or those of published traces."""
+"""Read request traces, with longhelix's own columns or with the columns of published traces."""
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,19 +13,19 @@ from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.values import items, real, refused, shown, whole
 
-_MOST_HASHES = 2**24  # of one prompt
+_MOST_HASHES = 2**24  # maximum number of hash ids of one prompt
 
 
 @dataclass(frozen=True)
 class _Format:
-    """The columns of a trace format, and their units."""
+    """The columns of a trace format and their units."""
 
     name: str
     arrival: str
     prompt: str
     output: str
-    per_second: float = 1.0  # of the unit of arrival times
-    hash_tokens: int = 1  # tokens of a prompt per hash id
+    per_second: float = 1.0  # units of arrival time per second
+    hash_tokens: int = 1  # number of prompt tokens per hash id
 
     @property
     def required(self) -> tuple[str, str, str]:
@@ -37,9 +37,9 @@ _OWN_OPTIONAL = ("prefix_id", "prefix_tokens", "client", "priority", "ttft_slo_s
 _AZURE = _Format("Azure", "TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURST_GPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens")
 _VIDUR = _Format("Vidur", "arrived_at", "num_prefill_tokens", "num_decode_tokens")
-# hash_ids name the KV blocks of a prompt (arXiv 2407.00079): equal ids, equal tokens.
+# hash_ids identify the KV blocks of a prompt (arXiv 2407.00079). Blocks with equal ids have equal tokens.
 _MOONCAKE = _Format("Mooncake", "timestamp", "input_length", "output_length", per_second=1e3, hash_tokens=512)
-# Has Mooncake's columns in other units. `chat_id` tells them apart.
+# Bailian has the same columns as Mooncake, in other units. Only Bailian has the column `chat_id`.
 _BAILIAN = _Format("Bailian", "timestamp", "input_length", "output_length", hash_tokens=16)
 _FORMATS = (_OWN, _AZURE, _BURST_GPT, _VIDUR, _MOONCAKE)
 
@@ -53,14 +53,14 @@ class _Numbered:
 
 
 def read_csv(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
-    """Read the requests of a CSV file with a header, sorted by arrival. The first one arrives at 0.
+    """Read the requests of a CSV file with a header, sorted by arrival. The first request arrives at 0.
 
     Args:
         lines: The text of the file.
         service: Service level of every request, unless the request's own columns override it.
 
     Raises:
-        UserError: The header is unknown, or a line is not a request.
+        UserError: The header is unknown, or a line is not a valid request.
     """
     rows = csv.reader(_unmarked(lines))
     header = [name.strip() for name in next(filter(_has_text, rows), [])]
@@ -75,20 +75,20 @@ def read_csv(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
 
 
 def read_jsonl(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
-    """Read the requests of a file with one JSON object per line; otherwise like `read_csv`."""
+    """Read the requests of a file with one JSON object per line. Otherwise, this function works like `read_csv`."""
     records = list(_json_records(_unmarked(lines)))
     found = _format(records[0].record) if records else None
     return _Reader(found or _OWN, service).read(records)
 
 
 def _unmarked(lines: Iterable[str]) -> Iterator[str]:
-    """Leave out the byte order mark that some editors write before the first line."""
+    """Remove the byte order mark that some editors write before the first line."""
     for number, line in enumerate(lines):
         yield line if number else line.removeprefix("\ufeff")
 
 
 def _format(names: Iterable[str]) -> _Format | None:
-    """The format with the most required columns among these names; None if no format has any."""
+    """Return the format that has the most required columns among these names; None if no format has one."""
     given = set(names)
     best = max(_FORMATS, key=lambda each: len(given.intersection(each.required)))
     if not given.intersection(best.required):
@@ -131,11 +131,11 @@ def _no_request(line: int, why: str, found: _Format | None = None) -> UserError:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads the records of one trace, in the order of its lines."""
+    """Reads the records of one trace in order."""
 
     format: _Format
     service: ServiceLevel
-    pieces: dict[object, int] = field(default_factory=dict)  # number of each hash id or prefix id so far
+    pieces: dict[object, int] = field(default_factory=dict)  # piece number of each hash id or prefix id so far
     arrived_s: dict[str, float] = field(default_factory=dict)  # arrival of each session's latest request so far
 
     def read(self, records: Iterable[_Numbered]) -> list[Arrival]:
@@ -158,7 +158,7 @@ class _Reader:
             if record.get(name) is None and not (is_turn and name == arrival):
                 raise UserError(f"{name} is missing")
         prompt_tokens = _tokens(prompt, record[prompt], 1, MOST_TOKENS)
-        # The step that ends a prompt also gives the first token of its answer.
+        # The step that ends a prompt also produces the first token of the answer.
         output_tokens = max(_tokens(output, record[output], 0, MOST_TOKENS), 1)
         if self.format is _OWN:
             return self._own(record, prompt_tokens, output_tokens)
@@ -185,7 +185,7 @@ class _Reader:
             arrival_s = self._seconds(record, self.format.arrival)
         else:
             arrival_s = before_s or 0.0
-        if before_s is None:  # the delay of a session's first request counts from its arrival
+        if before_s is None:  # the delay of a session's first request is added to its arrival time
             arrival_s, delay_s = arrival_s + delay_s, 0.0
         if session:
             self.arrived_s[session] = arrival_s
@@ -214,7 +214,7 @@ class _Reader:
         )
 
     def _prefix(self, record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
-        """The piece that prompts with the same prefix id share, and its tokens (default: the whole prompt)."""
+        """Return the piece that prompts with the same prefix id share, and its length (default: the whole prompt)."""
         prefix_id, tokens = _name("prefix_id", record), record.get("prefix_tokens")
         if not prefix_id:
             if tokens is not None:
@@ -228,11 +228,11 @@ class _Reader:
         return tuple(self._piece(whole("a hash id", hash_id, 0, 2**64 - 1)) for hash_id in given)
 
     def _piece(self, name: object) -> int:
-        """Return the number of a named piece of a prompt. Numbers count from 0, so different names never collide."""
+        """Return the number of a named piece of a prompt. Numbers are consecutive, so different names never collide."""
         return self.pieces.setdefault(name, len(self.pieces))
 
     def _seconds(self, record: Record, name: str) -> float:
-        """A time field in seconds; 0 if the record does not have it."""
+        """Return a time field in seconds; 0 if the record does not have the field."""
         given = record.get(name)
         if given is None:
             return 0.0
@@ -248,7 +248,7 @@ def _service(record: Record, service: ServiceLevel) -> ServiceLevel:
 
 
 def _name(field: str, record: Record) -> str:
-    """The value of a field as a string; empty if the record does not have it."""
+    """Return the value of a field as a string; empty if the record does not have the field."""
     given = record.get(field, "")
     if given is None:
         return ""
@@ -258,13 +258,13 @@ def _name(field: str, record: Record) -> str:
 
 
 def _tokens(name: str, value: object, least: int, most: int) -> int:
-    """A number of tokens. Accepts floats such as 374.0, which some tools write."""
+    """Return a number of tokens. Accepts floats such as 374.0, which some tools write."""
     number = _number(value)
     return whole(name, int(number) if isinstance(number, float) and number.is_integer() else number, least, most)
 
 
 def _number(value: object) -> Any:
-    """Parse a CSV value as a number; returns the value itself if it is not one."""
+    """Parse a CSV value as a number. Returns the value unchanged if it is not a number."""
     if not isinstance(value, str) or "_" in value:
         return value
     for convert in (int, float):

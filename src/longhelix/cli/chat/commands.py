@@ -11,26 +11,26 @@ from longhelix.cli.chat.dialogue import Dialogue
 from longhelix.cli.measurements import measurements, plain_table
 from longhelix.errors import UserError
 
-# Does not match a path such as /usr/bin, which is part of a message.
+# The pattern does not match a path such as /usr/bin, which is part of a message.
 _COMMAND = re.compile(r"/([\w?]*)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """Command of the chat."""
+    """A command of the chat."""
 
-    argument: str  # shown after the name in /help; empty if the command takes none
+    argument: str  # argument that /help shows after the name; empty if the command takes no argument
     help: str
-    run: Callable[[Dialogue, str], None]  # takes the dialogue and the argument
+    run: Callable[[Dialogue, str], None]  # function that receives the dialogue and the argument
 
 
 def is_command(text: str) -> bool:
-    """Whether a message is a command, known or not."""
+    """Whether a message has the form of a command. The command may be unknown."""
     return _COMMAND.fullmatch(text) is not None
 
 
 def run_command(dialogue: Dialogue, text: str) -> None:
-    """Run the command that `text` names. Raises UserError for an unknown name, with the closest known one."""
+    """Run the command that `text` names. Raises UserError for an unknown name, and suggests the closest name."""
     match = _COMMAND.fullmatch(text)
     assert match is not None
     name, argument = match[1], (match[2] or "").strip()

@@ -1,4 +1,4 @@
-"""Conversation of a chat: its messages, attached files, and how full the context is."""
+"""Conversation of a chat: messages, attached files, and the fill level of the context."""
 
 import stat
 from collections.abc import Callable, Sequence
@@ -10,21 +10,21 @@ from longhelix.errors import UserError
 
 Message = dict[str, str]
 
-# No text has more bytes per token on average. A larger file is rejected before it is read.
+# Maximum average number of bytes per token in any text. Larger files are rejected before they are read.
 _MOST_TOKEN_BYTES = 128
 
 
 @dataclass(frozen=True)
 class Attachment:
-    """File attached to the next message."""
+    """A file that is attached to the next message."""
 
     name: str
-    text: str  # as the message quotes it
+    text: str  # text of the file in the form that the message contains
     num_tokens: int
 
 
 class Conversation:
-    """Messages of a conversation in a context of limited length."""
+    """The messages of a conversation, in a context of limited length."""
 
     def __init__(self, encode: Callable[[Sequence[Message]], list[int]], context_tokens: int) -> None:
         """Start with an empty conversation.
@@ -41,7 +41,8 @@ class Conversation:
         """Start a new conversation with a system prompt, or without one if it is empty.
 
         Raises:
-            UserError: the model takes no system prompt, or it is too long. The conversation stays unchanged.
+            UserError: the model does not accept a system prompt, or the prompt is too long. The conversation stays
+                unchanged.
         """
         messages = [{"role": "system", "content": system}] if system else []
         num_tokens = len(self._encode([*messages, _user("?")]))
@@ -57,13 +58,13 @@ class Conversation:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens of the context that are free for the next message and its answer."""
+        """Number of free tokens in the context for the next message and its answer."""
         attached = sum(attachment.num_tokens for attachment in self._attachments)
         return self.context_tokens - self._message_tokens - attached
 
     @property
     def fill(self) -> str:
-        """Text that says how full the context is."""
+        """Text that tells the user how full the context is."""
         files = len(self._attachments)
         attached = f", {files} file{'s' * (files > 1)} attached" if files else ""
         return f"{self.context_tokens - self.free_tokens} of {self.context_tokens} tokens{attached}"
@@ -105,7 +106,7 @@ class Conversation:
         Args:
             text: the message.
             answer: the answer without reasoning.
-            num_tokens: tokens of the whole conversation up to here.
+            num_tokens: number of tokens of the whole conversation, including the answer.
             reasoning: the reasoning before the answer. The chat template may leave it out.
         """
         extra = {"reasoning_content": reasoning} if reasoning else {}
@@ -135,7 +136,7 @@ def _file_text(path: Path, most_tokens: int) -> str:
         raise UserError(
             f"{path} cannot be read ({getattr(error, 'strerror', error)}): give the path of a text file"
         ) from error
-    if not stat.S_ISREG(status.st_mode):  # a device may never end
+    if not stat.S_ISREG(status.st_mode):  # reading from a device may never end
         raise UserError(f"{path} is not a file: give the path of a text file")
     if status.st_size > most_tokens * _MOST_TOKEN_BYTES:
         raise UserError(

@@ -14,11 +14,11 @@ from longhelix.engine.text.reasoning import ReasoningForm
 from longhelix.errors import RequestError
 from longhelix.scheduler.request import SamplingParams
 
-_LONG_TOKENS = 512  # shorter prompts are prefilled before anyone sees a bar
+_LONG_TOKENS = 512  # shorter prompts are prefilled too quickly for a progress bar
 
 
 class Dialogue:
-    """State of a chat: its engine, conversation and last result, and whether it is over.
+    """State of a chat: the engine, the conversation, the last result, and whether the chat has ended.
 
     Answers go to standard output. Reasoning and notes go to the console `notes`.
     """
@@ -35,11 +35,11 @@ class Dialogue:
         self._reasoning_form = reasoning_form
 
     def answer(self, text: str, interrupts: Sequence[int]) -> None:
-        """Answer a message. A message without an answer does not become part of the conversation.
+        """Answer a message. A message that gets no answer is not added to the conversation.
 
         Args:
             text: the message.
-            interrupts: list that a signal handler appends to. The answer stops as soon as it is not empty.
+            interrupts: list to which a signal handler appends. The answer stops as soon as the list is not empty.
 
         Raises:
             UserError: the context has no room for an answer.
@@ -95,7 +95,7 @@ class Dialogue:
                 yield [Delta(request_id, "", aborted)]
 
     def _after_prompt(self, request_id: int, num_tokens: int, steps: Iterator[list[Delta]]) -> list[Delta]:
-        """Return the first deltas. Until then, show the progress of a long prompt."""
+        """Return the first deltas. While a long prompt is computed, show its progress."""
         shown = num_tokens > _LONG_TOKENS and self.notes.is_terminal
         with Progress(console=self.notes, transient=True, disable=not shown) as progress:
             bar = progress.add_task(f"reading {num_tokens} tokens", total=num_tokens)

@@ -1,4 +1,4 @@
-"""Editor for messages in a terminal, with history and pasting of several lines."""
+"""Editor for messages in a terminal, with a history and support for pasting several lines."""
 
 import sys
 from collections.abc import Iterable
@@ -17,11 +17,12 @@ from longhelix.cli.chat.notes import notes_on
 class Editor:
     """Prompt for messages.
 
-    Enter sends, Alt-Enter inserts a line break. Ctrl-C clears the prompt; twice at an empty prompt, it quits.
+    Enter sends the message, and Alt-Enter inserts a line break. Ctrl-C clears the prompt. Pressing Ctrl-C twice at an
+    empty prompt quits the chat.
     """
 
     def __init__(self, keys: Input | None = None, output: Output | None = None) -> None:
-        """Keys and output default to the terminal, even if answers go to a file."""
+        """Create an editor. `keys` and `output` default to the terminal, even if answers go to a file."""
         self.notes = notes_on(sys.stdout if sys.stdout.isatty() else sys.stderr)
         self._prompt: PromptSession[str] = PromptSession(
             "> ",
@@ -35,7 +36,7 @@ class Editor:
         )
 
     def read(self, fill: str) -> str | None:
-        """Read the next message, or None if the user quits. `fill` is shown at the right of the prompt."""
+        """Read the next message, or None if the user quits. `fill` is shown to the right of the prompt."""
         leaving = False
         while True:
             try:
@@ -62,7 +63,7 @@ def _bindings() -> KeyBindings:
 
 
 class _CommandCompleter(Completer):
-    """Completes names of commands, and the path of /file."""
+    """Completes the names of commands and the path after /file."""
 
     _names = WordCompleter([f"/{name}" for name in COMMANDS], sentence=True)
     _paths = PathCompleter(expanduser=True)

@@ -8,7 +8,7 @@ from types import FrameType
 
 @contextmanager
 def on_interrupt(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Call `handler` on SIGINT inside the block, and restore the previous handler afterwards."""
+    """Install `handler` for SIGINT inside the block, and restore the previous handler afterwards."""
     previous = signal.signal(signal.SIGINT, handler)
     try:
         yield

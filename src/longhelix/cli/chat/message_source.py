@@ -1,4 +1,4 @@
-"""Sources of messages: an editor in a terminal, or a pipe with one message per line."""
+"""Sources of the user's messages: an editor in a terminal, or a pipe with one message per line."""
 
 import signal
 import sys
@@ -14,20 +14,20 @@ from longhelix.errors import UserError
 class MessageSource(Protocol):
     """Source of the user's messages, with a console for notes."""
 
-    notes: Console  # for everything that is neither a message nor an answer
+    notes: Console  # for text that is neither a message nor an answer
 
     def read(self, fill: str) -> str | None:
-        """Read the next message, or None at the end. `fill` is shown and says how full the context is."""
+        """Read the next message, or None at the end. `fill` says how full the context is, and is shown to the user."""
         ...
 
 
 def open_message_source() -> MessageSource:
-    """Open an editor if standard input and output are terminals, else read lines from standard input."""
+    """Open an editor if standard input and output are terminals, otherwise read lines from standard input."""
     if not (sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())):
         return Pipe(sys.stdin.buffer, notes_on(sys.stderr))
     from longhelix.cli.chat.editor import (
         Editor,
-    )  # imported here because it loads prompt_toolkit, which pipes do not need
+    )  # imported here because it imports prompt_toolkit, which pipes do not need
 
     return Editor()
 
@@ -41,7 +41,7 @@ class Pipe:
 
     def read(self, fill: str) -> str | None:
         """Read the next line, or None at the end. Raises UserError if it is not UTF-8."""
-        with on_interrupt(signal.default_int_handler):  # an interrupt while waiting ends the chat
+        with on_interrupt(signal.default_int_handler):  # Ctrl-C while waiting for a line ends the chat
             line = self._stream.readline()
         if not line:
             return None

@@ -6,5 +6,5 @@ from rich.console import Console
 
 
 def notes_on(stream: TextIO) -> Console:
-    """Console that prints text as it is, because names of files and errors may look like markup."""
+    """Create a console that prints text unchanged, because file names and errors may look like markup."""
     return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)

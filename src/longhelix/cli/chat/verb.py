@@ -30,8 +30,8 @@ def chat(
     params = sampling.params()
     messages = open_message_source()
     interrupts: list[int] = []
-    # Interrupts are recorded, not raised, because an interrupted step would leave the ranks and the engine out of sync.
-    # The editor handles Ctrl-C itself.
+    # Record interrupts instead of raising an exception, because an interrupted step would leave the ranks and the
+    # engine out of sync. The editor handles Ctrl-C itself.
     with model.start(engine) as llm, on_interrupt(lambda number, frame: interrupts.append(number)):
         dialogue = Dialogue(llm, params, messages.notes, llm.tokenizer.reasoning_form(reasoning_parser))
         while not dialogue.over:
@@ -41,7 +41,7 @@ def chat(
                 break
             try:
                 _handle(dialogue, text, interrupts)
-            except (UserError, RequestError) as error:  # the conversation so far stays valid
+            except (UserError, RequestError) as error:  # the earlier conversation stays valid
                 messages.notes.print(f"error: {error}")
 
 

@@ -1,1 +1,1 @@
-"""Text processing: tokenizer, chat template, stop strings, reasoning and tool calls."""
+"""Text processing: tokenizers, chat templates, stop strings, reasoning and tool calls."""

@@ -15,12 +15,13 @@ from longhelix.engine.text.tool_calls import ToolForm, form_of
 from longhelix.errors import UserError
 from longhelix.values import entries, text
 
-# Messages that others may follow. Templates want users and assistants to take turns, and some have no system prompt.
+# Example messages before the messages of `render_more`. Templates expect users and assistants to take turns, and some
+# templates support no system prompt.
 _USER, _ASSISTANT = {"role": "user", "content": "."}, {"role": "assistant", "content": "."}
 _EARLIER = ([_USER, _ASSISTANT], [_USER], [{"role": "system", "content": "."}])
 
 
-# The trailing space shows whether a template trims messages.
+# The trailing space shows whether a template trims the ends of messages.
 _MARK = "LONGHELIX_CONTINUES_HERE "
 _MOST_VARIABLES = 64
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
@@ -31,8 +32,8 @@ class ChatTemplate:
 
     Args:
         source: the template.
-        special_tokens: variables that it may use, such as `bos_token` and `eos_token`.
-        tool_source: the template for conversations with tools, if the checkpoint has a separate one.
+        special_tokens: special tokens that the template may use as variables, such as `bos_token` and `eos_token`.
+        tool_source: the template for conversations with tools, if the checkpoint has a separate template for them.
 
     Attributes:
         check_length: called with the number of characters rendered so far. An exception that it raises ends the
@@ -48,10 +49,10 @@ class ChatTemplate:
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
-        """How the model calls tools; None if the template takes no tools or its form is unknown."""
+        """How the model writes tool calls. None if the template supports no tools or the form is unknown."""
         try:
             names = meta.find_undeclared_variables(self._environment.parse(self._tool_source))
-        except TemplateError:  # `render` reports it
+        except TemplateError:  # `render` reports the error
             return None
         return form_of(self._tool_source) if "tools" in names else None
 
@@ -64,14 +65,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the prompt that the template makes of a conversation.
+        """Render a conversation with the template and return the prompt.
 
         Args:
             messages: the messages, in OpenAI's format.
             tools: the functions that the assistant may call, in OpenAI's format.
-            variables: more variables of the template, such as enable_thinking.
-            add_generation_prompt: end where the assistant's next message begins, not after the last message.
-            continue_final_message: end inside the last message, so that the answer continues it.
+            variables: additional variables for the template, such as enable_thinking.
+            add_generation_prompt: whether to end the prompt with the beginning of the assistant's next message, and
+                not after the last message.
+            continue_final_message: whether to end the prompt inside the last message, so the answer continues it.
 
         Raises:
             UserError: the template failed on the messages.
@@ -81,7 +83,7 @@ class ChatTemplate:
         try:
             template = self._template if tools is None else self._tool_template
             pieces = template.generate(
-                # Templates compare this with none, and an undefined name is not none.
+                # Templates compare `documents` with none, and an undefined name is not equal to none.
                 {"documents": None}
                 | self._special_tokens
                 | checked_variables(variables)
@@ -94,7 +96,7 @@ class ChatTemplate:
             return "".join(self._counted(pieces))
         except UserError:
             raise
-        except Exception as error:  # expressions in a template can raise anything
+        except Exception as error:  # expressions in a template can raise any exception
             raise UserError(
                 f"the model's chat template failed on these messages ({error}): "
                 "change the messages, or use generate without --chat",
@@ -109,7 +111,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt up to the end of the last message's text.
 
-        The template renders the message with a mark after its text. The mark and everything after it is cut off.
+        The template renders the message with a mark after its text. The mark and the text after it are then removed.
         """
         marked, said = _marked(messages[-1]) if messages else ({}, None)
         if said is None:
@@ -121,7 +123,7 @@ class ChatTemplate:
                 "continue_final_message is set, but the model's chat template changes the text of the last message: "
                 "change that message, or leave out continue_final_message"
             )
-        # If the template trims the end of messages, it has trimmed the mark's space too.
+        # If the template trims the ends of messages, it has also trimmed the space at the end of the mark.
         return rendered[:end] if rendered.startswith(_MARK, end) else rendered[:end].rstrip()
 
     def render_more(
@@ -129,7 +131,7 @@ class ChatTemplate:
     ) -> str:
         """Render messages that follow other messages.
 
-        Unlike `render`, it leaves out what begins a conversation, such as a BOS or a default system prompt.
+        Unlike `render`, this method omits text that begins a conversation, such as a BOS or a default system prompt.
 
         Args:
             messages: the messages, in OpenAI's format.
@@ -146,7 +148,7 @@ class ChatTemplate:
             except UserError as error:
                 if error.code != "chat_template_failed":
                     raise
-                continue  # the template does not allow these messages here; try others
+                continue  # the template does not allow the messages after these; try the next ones
             if whole.startswith(begun):
                 return whole[len(begun) :]
         raise UserError(
@@ -156,14 +158,14 @@ class ChatTemplate:
         )
 
     def _counted(self, pieces: Iterable[str]) -> Iterator[str]:
-        """Yield the pieces of a text, and call `check_length` before each one."""
+        """Yield the pieces of a text. Call `check_length` before each piece."""
         length = 0
         for piece in pieces:
             length += len(piece)
             self.check_length(length)
             yield piece
 
-    # Compiled at first use, so a broken template stops only the requests that need it.
+    # Compiled at first use, so a broken template fails only the requests that need it.
     @cached_property
     def _template(self) -> Template:
         return self._environment.from_string(self.source)
@@ -198,7 +200,7 @@ def checked_variables(variables: object) -> dict[str, Any]:
 
 
 def _marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """Return a message with the mark after its last text, and that text; None if it has no text."""
+    """Return a message with the mark after its last text, and this text. The text is None if there is none."""
     content = message.get("content")
     if isinstance(content, str):
         return {**message, "content": content + _MARK}, content
@@ -221,7 +223,7 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-# Jinja's own filter escapes HTML, which models are not trained on.
+# Replaces Jinja's own filter, which escapes HTML. Models are not trained on escaped text.
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

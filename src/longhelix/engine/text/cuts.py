@@ -1,24 +1,24 @@
-"""Cuts long texts into parts that give the same ids as the whole text when each is tokenized alone."""
+"""Cuts long texts into parts. If each part is tokenized alone, the ids are the same as those of the whole text."""
 
 import re
 from collections.abc import Iterator
 
 import tokenizers
 
-_PART = 1 << 18  # characters: most parts are at most twice as long
-_WINDOW = 64  # characters on each side that decide whether the text can be cut at a place
-_TRIED = 32  # places to try for each part
+_PART = 1 << 18  # characters in a part; most parts are at most twice as long
+_WINDOW = 64  # characters on each side of a position that decide whether the text can be cut there
+_TRIED = 32  # positions to try for each part
 
-# Between words, and between lines. Most tokenizers split texts there.
+# Positions between words, and between lines. Most tokenizers split texts at these positions.
 _PLACE = re.compile(r"(?<=\w)(?= \w)|(?<=\w\n)(?=\w)")
 
 
 class Cuts:
     """Cuts the texts of one tokenizer.
 
-    A tokenizer takes some 150 bytes of memory for each character, so a text of 16 MB would take 2.4 GB. A text is cut
-    only where the tokenizer's own splitter splits it. So a tokenizer that does not split texts into words, such as
-    SentencePiece's, gets them whole.
+    A tokenizer needs about 150 bytes of memory for each character, so it would need 2.4 GB for a whole text of 16 MB. A
+    text is cut only where the tokenizer's own splitter splits it. A tokenizer that does not split texts into words,
+    such as SentencePiece's, therefore gets the whole text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -38,7 +38,7 @@ class Cuts:
         yield text[start:]
 
     def _place(self, text: str, start: int) -> int | None:
-        """Return the first place after `start` where the text can be cut; None if it has none."""
+        """Return the first position after `start` where the text can be cut, or None if there is none."""
         if self._backend.pre_tokenizer is None:
             return None
         for tried, found in enumerate(_PLACE.finditer(text, start)):
@@ -61,5 +61,5 @@ class Cuts:
         return [piece for piece, _ in splitter.pre_tokenize_str(normal)]
 
     def _ids(self, text: str) -> list[int]:
-        # Compared in addition to the pieces, because added tokens are found before a text is split.
+        # `_splits` compares the ids in addition to the pieces, because added tokens are found before a text is split.
         return self._backend.encode(text, add_special_tokens=False).ids

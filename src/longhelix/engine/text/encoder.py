@@ -12,20 +12,20 @@ class Encoder(Protocol):
     """Converts text to token ids."""
 
     def ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a text. add_special_tokens: add the tokens around a prompt, such as BOS."""
+        """Return the ids of a text. add_special_tokens: whether to add the tokens around a prompt, such as BOS."""
         ...
 
     def parts(self, text: str) -> list[str]:
-        """Return the part of a text that each id stands for, including the special tokens around a prompt.
+        """Return the part of a text that each id represents, including the special tokens around a prompt.
 
-        The parts joined are the text. A special token that is not in the text has the part "". So have all but one of
-        the tokens that make up a single character.
+        The joined parts are the text. If a special token is not in the text, its part is "". If several tokens make up
+        a single character, one token has the character as its part, and the part of the other tokens is "".
         """
         ...
 
 
 class BackendEncoder:
-    """Encoder of a tokenizer of the `tokenizers` library."""
+    """Encoder that uses a tokenizer from the `tokenizers` library."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -42,7 +42,7 @@ class BackendEncoder:
         return found + end
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        # A batch of one, because it lets other threads run. The fast variant computes no offsets into the text.
+        # Encode a batch of one text, because batches let other threads run. The fast variant computes no text offsets.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _ends(self, text: str) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""How byte-level tokenizers split texts into words, by the pre-tokenizer names of GGUF files (llama.cpp's list)."""
+"""How byte-level tokenizers split texts into words. The pre-tokenizer names of GGUF files are from llama.cpp's list."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ class GGUFSplit:
     """One way to split texts into words.
 
     Attributes:
-        patterns: Regular expressions, applied in turn. Each one splits the parts that the ones before it made.
-        takes_whole_words: A word that is a token becomes that token, even if merges would not produce it.
-        begins_with_bos: Prompts begin with a BOS token unless the file says otherwise.
-        composes: Letters and combining accents first become one character (NFC).
+        patterns: Regular expressions, applied in order. Each expression splits the parts from the previous one.
+        takes_whole_words: Whether a word that is a token becomes this token, even if merges would not produce it.
+        begins_with_bos: Whether prompts begin with a BOS token, unless the file says otherwise.
+        composes: Whether letters and combining accents are first composed into one character (NFC).
     """
 
     patterns: tuple[str, ...]

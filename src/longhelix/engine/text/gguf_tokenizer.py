@@ -16,7 +16,7 @@ from longhelix.values import refused, shown, text, whole
 
 
 def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer, Encoder, ChatTemplate | None]:
-    """Return the tokenizer, its encoder and its chat template, None if it has none.
+    """Return the tokenizer, its encoder and its chat template. The template is None if the file has none.
 
     Raises:
         UserError: the tokenizer's kind is not supported, or the file is broken.
@@ -58,7 +58,8 @@ def _special_ids(metadata: Mapping[str, object]) -> dict[str, int]:
     for name, key in _SPECIAL.items():
         key = f"tokenizer.ggml.{key}"
         value = metadata.get(key)
-        # Only templates need the other tokens. llama.cpp ignores ids outside the vocabulary, such as -1.
+        # Only templates need tokens other than BOS and EOS. If their ids are outside the vocabulary, such as -1,
+        # llama.cpp ignores them.
         is_none = name not in ("bos", "eos") and isinstance(value, int) and not 0 <= value <= last
         if key in metadata and not is_none:
             found[name] = whole(key, value, 0, last, code="invalid_checkpoint")
@@ -79,12 +80,12 @@ _ENDS = frozenset(
         "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
         "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
         "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
-        # Of code models: padding, next repository, next file.
+        # Tokens of code models: padding, next repository, next file.
         "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
         "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
     }
 )  # fmt: skip
-# Tokens that are special even if the file says otherwise: those above, and those around code to fill in.
+# Tokens that are special even if the file says otherwise: the tokens above, and fill-in-the-middle tokens.
 _SPECIAL_NAMES = _ENDS | frozenset(
     {
         "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
@@ -96,7 +97,10 @@ _SPECIAL_NAMES = _ENDS | frozenset(
 
 
 def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
-    """Return the ids of tokens that end an answer: those that the file names, and those on llama.cpp's list."""
+    """Return the ids of tokens that end an answer.
+
+    These are the tokens that the file names, and the tokens on llama.cpp's list.
+    """
     tokens = _tokens(metadata)
     found = {token_id for name, token_id in _special_ids(metadata).items() if name == "eos"}
     for name in ("eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
@@ -104,7 +108,7 @@ def end_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
         if key in metadata:
             found.add(whole(key, metadata[key], 0, len(tokens) - 1, code="invalid_checkpoint"))
     found |= {token_id for token_id, token in enumerate(tokens) if token in _ENDS}
-    # If a vocabulary has these tokens, others of the list have a different meaning.
+    # If a vocabulary has the tokens tested below, some other tokens on the list have a different meaning.
     named = {tokens[token_id] for token_id in found}
     if named >= {"<|return|>", "<|call|>"} or ("<|flush|>" in named and named & {"<|call|>", "<|calls|>"}):
         found -= {token_id for token_id in found if tokens[token_id] == "<|end|>"}
@@ -151,7 +155,8 @@ def _gguf_sentencepiece(metadata: Mapping) -> tuple[tokenizers.Tokenizer, Encode
     begin, end = _ids_around(metadata)
     encoder = PieceEncoder(
         backend.get_vocab(),
-        # llama.cpp merges into any token except byte tokens. Like SentencePiece, it reads text such as <0x41> as text.
+        # llama.cpp merges pieces into any token except byte tokens. Like SentencePiece, it treats <0x41> in a text as
+        # plain text.
         {token: score for token, kind, score in _gguf_rows(metadata) if kind != TokenType.BYTE},
         [token.content for token in added],
         unknown=[token_id for name, token_id in _special_ids(metadata).items() if name == "unk"],
@@ -185,7 +190,7 @@ def _gguf_bpe(metadata: Mapping, merges: list[tuple[str, ...]], **options: bool)
     vocab = {token: token_id for token_id, token in enumerate(_tokens(metadata))}
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no more specific exception
         raise UserError(
             f"the GGUF file's merges do not match its tokens ({shown(str(error))}): convert the model again",
             code="invalid_checkpoint",
@@ -220,7 +225,7 @@ def _tokens(metadata: Mapping) -> Sequence[str]:
 
 
 def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
-    """Return each token with its kind and its score. By default, as in llama.cpp, tokens are normal and score 0."""
+    """Return each token with its kind and its score. As in llama.cpp, the defaults are "normal" and 0."""
     tokens = _tokens(metadata)
     kinds, scores = (
         _gguf_list(metadata, key, kind) if f"tokenizer.ggml.{key}" in metadata else [default] * len(tokens)
@@ -236,9 +241,9 @@ def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
 
 
 def _gguf_added_tokens(metadata: Mapping, made: Collection[str] = ()) -> list[AddedToken]:
-    """Return the tokens to find in a text before it is split: special and user-defined ones.
+    """Return the special and user-defined tokens, which are found in a text before it is split.
 
-    made: tokens that merges produce. A name on llama.cpp's list does not make these special.
+    made: tokens that merges produce. They are not special only because their names are on llama.cpp's list.
     """
     special = {TokenType.UNKNOWN, TokenType.CONTROL}
     found = (

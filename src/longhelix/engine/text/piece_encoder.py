@@ -15,16 +15,17 @@ _PLACE = (1 << _PLACE_BITS) - 1
 
 
 class PieceEncoder:
-    """Joins neighbouring pieces into longer ones, best score first. Of equal scores, the leftmost pair goes first.
+    """Joins neighbouring pieces into longer pieces. The pair with the best score is joined first.
 
-    The `tokenizers` library cannot do this: it merges pairs by rank, and every pair has a unique rank.
+    If several pairs have this score, the leftmost pair is joined first. The `tokenizers` library cannot do this,
+    because it merges pairs by rank and every pair has a unique rank.
 
     Args:
         vocabulary: ids of all tokens.
         scores: score of each piece.
         added: tokens to find in a text before it is split.
         unknown: ids for a character that has neither a piece nor byte tokens.
-        starts_with_space: put a space before the text, and before the text after each added token.
+        starts_with_space: whether to put a space before the text, and before the text after each added token.
         begin: ids to put before a prompt.
         end: ids to put after a prompt.
     """
@@ -64,7 +65,7 @@ class PieceEncoder:
         return found + list(self._end) if add_special_tokens else found
 
     def parts(self, text: str) -> list[str]:
-        """Return the part of a text that each id stands for. See `Encoder`."""
+        """Return the part of a text that each id represents. See `Encoder`."""
         found = [""] * len(self._begin)
         for segment, is_added in self._segments(text):
             if is_added:
@@ -79,7 +80,10 @@ class PieceEncoder:
         return found + [""] * len(self._end)
 
     def _segments(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield added tokens, the longest at each place, and the text between them. The flag is true for a token."""
+        """Yield the added tokens in a text, and the text between them. The flag is true for an added token.
+
+        If several added tokens begin at a position, the longest one is used.
+        """
         start = at = 0
         while mark := self._initial.search(text, at):
             at = mark.start()
@@ -95,7 +99,10 @@ class PieceEncoder:
             yield text[start:], False
 
     def _words(self, text: str) -> Iterator[str]:
-        """Yield the words of the text, cut between characters that are adjacent in no piece. No piece spans a cut."""
+        """Yield the words of a text.
+
+        The text is cut between two characters if they are adjacent in no piece. Therefore no piece spans a cut.
+        """
         start = 0
         for at, pair in enumerate(pairwise(text), 1):
             if pair not in self._inside_pieces:
@@ -133,7 +140,7 @@ class PieceEncoder:
             start, end = (union >> _PLACE_BITS) & _PLACE, union & _PLACE
             middle = ends[start]
             if not start < middle < end or ends[middle] != end:
-                continue  # one of the two is already part of another piece
+                continue  # one of the two pieces is already part of another piece
             ends[start], ends[middle], begins[end] = end, 0, start
             if start:
                 offer(begins[start], end)

@@ -9,18 +9,18 @@ from longhelix.scheduler.guide import ReasoningTags
 
 @dataclass(frozen=True)
 class ReasoningForm:
-    """How a family of models writes its reasoning. Add new families to `FORMS`."""
+    """How a family of models writes its reasoning. Add new families of models to `FORMS`."""
 
     begin: str  # tag before the reasoning
     end: str  # tag after the reasoning
-    is_implied: bool = False  # an answer starts inside the reasoning, even if neither prompt nor answer has `begin`
+    is_implied: bool = False  # whether an answer starts inside the reasoning even without `begin` in prompt or answer
 
     def is_used_by(self, template: str, tokens: Collection[str]) -> bool:
-        """Return whether a model with this chat template and vocabulary may write this form."""
+        """Return whether a model with this chat template and vocabulary may use this form."""
         return self.end in template or (self.begin in tokens and self.end in tokens)
 
 
-# By the names of vLLM's parsers. "auto" takes the first entry that the model uses and that is not implied.
+# Forms by the names of vLLM's parsers. "auto" selects the first form that the model uses and that is not implied.
 FORMS = {
     "qwen3": ReasoningForm("<think>", "</think>"),
     "deepseek_r1": ReasoningForm("<think>", "</think>", is_implied=True),
@@ -29,17 +29,17 @@ PARSERS = ("auto", "none", *FORMS)
 
 
 def form_of(parser: str, template: str, tokens: Collection[str]) -> ReasoningForm | None:
-    """Return the form that `parser`, one of `PARSERS`, selects; None if reasoning is not separated."""
+    """Return the form that `parser` selects, or None if reasoning is not separated. `parser` is one of `PARSERS`."""
     if parser != "auto":
         return FORMS.get(parser)
     return next((form for form in FORMS.values() if not form.is_implied and form.is_used_by(template, tokens)), None)
 
 
 class ReasoningSplitter:
-    """Splits an answer that arrives piece by piece into the reasoning at its beginning and the content after it.
+    """Splits an answer that arrives in pieces into the reasoning at its beginning and the content that follows.
 
-    Line ends next to a tag belong to neither part. A tag in any other place is content. The result does not depend on
-    how the answer is cut into pieces.
+    Line ends next to a tag belong to neither part. A tag at any other position is content. The result does not depend
+    on how the answer is split into pieces.
     """
 
     def __init__(self, tags: ReasoningTags) -> None:
@@ -48,20 +48,20 @@ class ReasoningSplitter:
         self._held = ""
         self._next: Callable[[], tuple[str, str] | None] = self._start
         self._early_tokens = 0  # tokens pushed before it was clear whether the answer has reasoning
-        self.num_tokens = 0  # tokens of the reasoning, its tags included
+        self.num_tokens = 0  # tokens of the reasoning, including its tags
         self.text = ""  # the reasoning
 
     @property
     def _is_over(self) -> bool:
-        """Whether everything from here is content."""
+        """Whether the rest of the answer is content."""
         return self._next in (self._after_tag, self._content)
 
     def push(self, text: str) -> tuple[str | None, str]:
         """Take the text of the next token.
 
         Returns:
-            The reasoning that the token completes, None if the token is not part of the reasoning; and the content
-            that it completes.
+            The reasoning and the content that the token completes. The reasoning is None if the token is not part of
+            it.
         """
         was_undecided, was_over = not self._has_begun, self._is_over
         reasoning, content = self._take(text)
@@ -88,8 +88,8 @@ class ReasoningSplitter:
         self.text += reasoning
         return reasoning, content
 
-    # States of the parser. Each takes what it can of the held text as reasoning and content. None means that it
-    # needs more text.
+    # States of the parser. Each state removes as much as it can from the held text, and returns it as reasoning and
+    # content. It returns None if it needs more text.
 
     def _start(self) -> tuple[str, str] | None:
         stripped = self._held.lstrip()
@@ -104,7 +104,7 @@ class ReasoningSplitter:
         return "", ""
 
     def _blank(self) -> tuple[str, str] | None:
-        """Before the first character of the reasoning."""
+        """State before the first character of the reasoning."""
         self._held = self._held.lstrip("\r\n")
         if not self._held:
             return None
@@ -122,7 +122,7 @@ class ReasoningSplitter:
         return (safe, "") if safe else None
 
     def _after_tag(self) -> tuple[str, str] | None:
-        """Before the first character of the content."""
+        """State before the first character of the content."""
         self._held = self._held.lstrip("\r\n")
         if not self._held:
             return None

@@ -4,20 +4,24 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Cuts a stream of text before the first stop string that completes, or after it if `includes` is set."""
+    """Cuts a stream of text at the first complete stop string.
+
+    The text is cut before the stop string, or after it if `includes` is set.
+    """
 
     def __init__(self, strings: Sequence[str], includes: bool = False) -> None:
         self._strings = tuple(strings)
         self._includes = includes
         self._held = ""
-        self._exempt = 0  # characters of what is held, in which no stop string ends
+        self._exempt = 0  # number of leading characters of the held text in which no stop string may end
 
     def push(self, text: str, *, exempt: bool = False) -> tuple[str, bool]:
-        """Take more text.
+        """Take the next part of the text.
 
         Args:
-            text: the text.
-            exempt: no stop string may end in `text`, but one that begins there may end in later text.
+            text: the next part.
+            exempt: whether stop strings that end in `text` are ignored. A stop string that begins in `text` may still
+                end in a later part.
 
         Returns:
             The text that can no longer be part of a stop string, and whether a stop string is complete.
@@ -25,7 +29,8 @@ class StopStrings:
         text = self._held + text
         if exempt:
             self._exempt = len(text)
-        # By end, then by start: the cut does not depend on how the text was split into pushes.
+        # Use the match that ends first. If several matches end there, use the one that begins first. The cut then does
+        # not depend on how the text was split into calls of `push`.
         begun = [(s, max(self._exempt + 1 - len(s), 0)) for s in self._strings]
         matches = [(at + len(s), at) for s, start in begun if (at := text.find(s, start)) >= 0]
         if matches:
@@ -37,7 +42,7 @@ class StopStrings:
         return text[:safe], False
 
     def flush(self) -> str:
-        """Return the text that was held back. Call it at the end of the text."""
+        """Return the text that was held back. Call this method at the end of the text."""
         held, self._held = self._held, ""
         return held
 

@@ -13,7 +13,7 @@ _LONGEST_CHARACTER = 4  # bytes
 
 
 class TextStream(Protocol):
-    """Decodes token ids that follow earlier ones. The joined pieces are the text that the new ids add."""
+    """Decodes token ids that follow earlier ids. The joined pieces are the text that the new ids add."""
 
     def push(self, token_id: int) -> str:
         """Return the characters that this id completes, or ""."""
@@ -25,9 +25,10 @@ class TextStream(Protocol):
 
 
 class ByteStream:
-    """Text stream for tokens that stand for bytes.
+    """Text stream for tokens that represent bytes.
 
-    A character that begins in `before` and ends in the new ids belongs to the new text. If it never ends, it does not.
+    A character that begins in `before` and ends in the new ids belongs to the new text. If the character remains
+    incomplete, it does not belong to the new text.
 
     Args:
         tokens: the bytes of each token.
@@ -40,7 +41,7 @@ class ByteStream:
         self._begins = not any(tokens[token_id] for token_id in before if token_id not in hidden)
         self._decoder = _UTF8("replace")
         self._decoder.decode(_last_bytes(tokens, before, hidden))
-        self._is_cut = bool(self._decoder.getstate()[0])  # `before` ends inside of a character
+        self._is_cut = bool(self._decoder.getstate()[0])  # whether `before` ends inside a character
 
     def push(self, token_id: int) -> str:
         if token_id in self._hidden:
@@ -54,7 +55,7 @@ class ByteStream:
         return self._own(self._decoder.decode(b"", final=True))
 
     def _own(self, text: str) -> str:
-        """Return text without the U+FFFD of a character that begins in `before` and is incomplete."""
+        """Return text without the U+FFFD that replaces an incomplete character from `before`."""
         if text and self._is_cut:
             self._is_cut = False
             return text.removeprefix("\ufffd")
@@ -80,12 +81,12 @@ class DecodedStream:
         hidden: ids of tokens that the text leaves out.
     """
 
-    # Number of tokens after which incomplete bytes cannot become a character, since one has at most four bytes.
+    # Number of tokens after which incomplete bytes cannot become a character, because a character has at most 4 bytes.
     _PATIENCE = 16
 
     def __init__(self, backend: tokenizers.Tokenizer, before: Sequence[int], hidden: Collection[int]) -> None:
         self._backend, self._hidden = backend, hidden
-        # Decoders treat the first token of a text differently, so each piece is decoded after the piece before it.
+        # Decoders treat the first token of a text differently, so each piece is decoded together with the previous one.
         self._context = next(([token_id] for token_id in reversed(before) if self._is_shown(token_id)), [])
         self._context_text = self._decoded(self._context)
         self._pending: list[int] = []

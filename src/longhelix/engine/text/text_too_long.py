@@ -4,7 +4,7 @@ from longhelix.errors import UserError
 
 
 class TextTooLongError(UserError):
-    """The text has more characters than `max_model_len` tokens can stand for."""
+    """The text has more characters than `max_model_len` tokens can represent."""
 
     def __init__(self, max_model_len: int, most_characters: int) -> None:
         super().__init__(

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import tokenizers
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-_CHUNK = 1 << 13  # tokens to join at once; other threads wait meanwhile
+_CHUNK = 1 << 13  # tokens to join at once; other threads have to wait during this time
 
 
 class _Spelling(Protocol):
@@ -17,8 +17,9 @@ class _Spelling(Protocol):
 
     Args:
         token: the token as the vocabulary spells it.
-        is_added: the token was added to the vocabulary.
-        begins: the token is the first of a text. SentencePiece's decoders drop a space there.
+        is_added: whether the token was added to the vocabulary.
+        begins: whether the token is the first of a text. SentencePiece's decoders remove a space at the beginning of a
+            text.
     """
 
     def __call__(self, token: str, *, is_added: bool, begins: bool) -> bytes: ...
@@ -41,17 +42,17 @@ class TokenBytes:
         return self._spelled(token_id, begins=True)
 
     def all_tokens(self) -> dict[int, bytes]:
-        """Return the bytes of every token, by id, as it is written after other tokens."""
+        """Return the bytes of every token by id. They are the bytes that the token has after other tokens."""
         return {token_id: self._inside[token_id] for token_id in self._backend.get_vocab().values()}
 
     def text(self, token_ids: Sequence[int], begins: bool = True) -> str:
-        """Return the text of these tokens, special ones included.
+        """Return the text of these tokens, including special tokens.
 
         Each maximal sequence of bytes that is not UTF-8 becomes one U+FFFD.
 
         Args:
             token_ids: the tokens.
-            begins: the tokens begin a text. If false, they continue one.
+            begins: whether the tokens begin a text. If false, they continue a text.
         """
         parts: list[bytes] = []
         start = 0
@@ -86,7 +87,8 @@ class _Cache(dict[int, bytes]):
 def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes | None:
     """Return the bytes of a tokenizer's tokens.
 
-    Returns None if the decoder is neither byte-level nor SentencePiece's. Its tokens have no bytes of their own.
+    Returns None if the decoder is neither byte-level nor SentencePiece's, because its tokens then have no bytes of
+    their own.
     """
     decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
@@ -98,7 +100,7 @@ def _spelling(steps: Sequence[Mapping[str, Any]]) -> _Spelling | None:
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
         return _byte_level
-    # Steps after Fuse see the whole text. Only dropping the space at its beginning is supported there.
+    # Steps after Fuse process the whole text. The only such step that is supported removes a space at the beginning.
     at = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     each, whole = steps[:at], steps[at + 1 :]
     if not each or not all(map(_is_spelled, each)) or not all(map(_strips_one, whole)) or len(whole) > 1:
@@ -136,15 +138,15 @@ def _sentencepiece(
 
 
 def _byte_level(token: str, *, is_added: bool, begins: bool) -> bytes:
-    # A token with a character that stands for no byte is plain text.
+    # A token is plain text if one of its characters represents no byte.
     stands_for_itself = is_added or not _BYTES.keys() >= set(token)
     return token.encode() if stands_for_itself else bytes(map(_BYTES.__getitem__, token))
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character of byte-level vocabularies stands for.
+    """Return the byte that each character of byte-level vocabularies represents.
 
-    Printable bytes stand for themselves. The other bytes have the characters from U+0100 on.
+    Printable bytes are represented by their own character. The other bytes are represented by characters from U+0100.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = (byte for byte in range(256) if byte not in printable)

@@ -1,4 +1,4 @@
-"""The tokenizer: text to token ids and back, for whole texts or token by token."""
+"""The tokenizer. It converts text to token ids and back, for whole texts or token by token."""
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,16 +24,16 @@ from longhelix.errors import UserError
 from longhelix.scheduler.guide import ReasoningTags
 
 _KNOWN_PIECES = 1 << 17
-_TAIL_TOKENS = 64  # end of a prompt to decode: enough for a reasoning tag and the whitespace after it
+_TAIL_TOKENS = 64  # tokens to decode at the end of a prompt, for a reasoning tag and the whitespace after it
 
 
 class Tokenizer:
     """A model's tokenizer and its chat template, if it has one.
 
     Attributes:
-        max_model_len: largest number of tokens of a prompt, or None. Text that must have more tokens is rejected
-            before it is tokenized.
-        end_ids: tokens that end an answer according to the tokenizer. The model's configuration may have more.
+        max_model_len: largest number of tokens in a prompt, or None. Text that is too long for this number of tokens is
+            rejected before it is tokenized.
+        end_ids: tokens that end an answer according to the tokenizer. The model's configuration may have more of them.
     """
 
     max_model_len: int | None = None
@@ -45,7 +45,7 @@ class Tokenizer:
         end_ids: Sequence[int] = (),
         encoder: Encoder | None = None,
     ) -> None:
-        # A tokenizer.json may still have the truncation and padding of training, but prompts must not be cut.
+        # A tokenizer.json may contain truncation and padding settings from training, but prompts must not be truncated.
         backend.no_truncation()
         backend.no_padding()
         self.end_ids = tuple(end_ids)
@@ -54,12 +54,12 @@ class Tokenizer:
         self._chat_template = chat_template
         if chat_template is not None:
             chat_template.check_length = self._check_length
-        self._bytes = token_bytes(backend)  # None if tokens do not stand for bytes
+        self._bytes = token_bytes(backend)  # None if tokens do not represent bytes
         self.piece = lru_cache(_KNOWN_PIECES)(self._piece)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Read the tokenizer's files, see `TokenizerFolder`. Raises UserError if one is damaged."""
+        """Read the tokenizer's files (see `TokenizerFolder`). Raises UserError if a file is damaged."""
         files = TokenizerFolder(folder)
         backend = files.backend()
         eos_id = backend.token_to_id(files.special_tokens.get("eos_token", ""))
@@ -73,7 +73,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, including added ones."""
+        """Number of tokens, including added tokens."""
         return self._backend.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
@@ -81,7 +81,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def parts(self, text: str) -> list[str]:
-        """Return the part of a plain prompt that each of its tokens stands for, see `Encoder.parts`."""
+        """Return the part of a plain prompt that each of its tokens represents (see `Encoder.parts`)."""
         _check_unicode(text)
         return self._encoder.parts(text)
 
@@ -91,14 +91,14 @@ class Tokenizer:
 
     @property
     def tool_form(self) -> ToolForm | None:
-        """How the model writes tool calls; None if it has no form that this engine knows."""
+        """How the model writes tool calls. None if the model uses no form that this engine knows."""
         form = None if self._chat_template is None else self._chat_template.tool_form
-        # Texts leave special tokens out, so calls between special tokens could not be found.
+        # Decoded text has no special tokens, so the engine could not find calls between special tokens.
         hidden = {self._backend.id_to_token(token_id) for token_id in self.special_ids}
         return None if form is None or {form.begin, form.end} & hidden else form
 
     def reasoning_form(self, parser: str) -> ReasoningForm | None:
-        """Return how the model writes its reasoning, by the name of a parser or "auto"; None if it writes none."""
+        """Return how the model writes its reasoning, or None if it writes none. parser: name of a parser, or "auto"."""
         template = "" if self._chat_template is None else self._chat_template.source
         return form_of(parser, template, self._backend.get_vocab())
 
@@ -113,8 +113,8 @@ class Tokenizer:
             is_continued: whether the prompt ends inside a message that the answer continues.
 
         Returns:
-            The tags, or None if the prompt already ends after the reasoning. Templates do that when they are told to
-            leave the reasoning out.
+            The tags, or None if the prompt already ends after the reasoning. Templates render such prompts if reasoning
+            is turned off.
         """
         begin_id, end_id = (
             token_id if token_id in self.special_ids else None
@@ -131,7 +131,10 @@ class Tokenizer:
         return replace(tags, is_open=tags.is_open or ending.endswith(form.begin))
 
     def _last_turn(self, prompt: Sequence[int], tag_ids: Collection[int]) -> str:
-        """Return the text after the last special token that is not a tag. Chat templates begin each turn with one."""
+        """Return the text after the last special token that is not a tag.
+
+        Chat templates begin each turn with such a token.
+        """
         marks = self.special_ids.difference(tag_ids)
         start = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in marks), 0)
         return self.spell(prompt[start:])
@@ -143,16 +146,16 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         **ending: bool,
     ) -> list[int]:
-        """Return the ids of a conversation up to the place where the assistant's answer begins.
+        """Return the ids of a conversation up to the beginning of the assistant's answer.
 
-        Takes the arguments of `ChatTemplate.render`. Raises UserError if the model has no chat template.
+        Accepts the arguments of `ChatTemplate.render`. Raises UserError if the model has no chat template.
         """
         return self._encode_rendered(self._template.render(messages, tools, variables, **ending))
 
     def encode_more_chat(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None, **ending: bool
     ) -> list[int]:
-        """Return the ids of messages that follow other tokens, such as those of a conversation or of a context."""
+        """Return the ids of messages that follow other tokens, such as a conversation or a saved context."""
         return self._encode_rendered(self._template.render_more(messages, variables, **ending))
 
     @property
@@ -162,7 +165,7 @@ class Tokenizer:
         return self._chat_template
 
     def _encode_rendered(self, text: str) -> list[int]:
-        # The template already writes all special tokens.
+        # The template has already written all special tokens.
         return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -170,7 +173,7 @@ class Tokenizer:
         return self.spell([token_id for token_id in token_ids if token_id not in self.special_ids])
 
     def spell(self, token_ids: Sequence[int], begins: bool = True) -> str:
-        """Return the text of the ids with special tokens. begins: whether they begin a text or follow other tokens."""
+        """Return the text of the ids, including special tokens. begins: whether the ids begin a text."""
         if self._bytes is not None:
             return self._bytes.text(token_ids, begins)
         if not begins:
@@ -179,7 +182,7 @@ class Tokenizer:
         return self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return what each of these tokens adds to their text, including special tokens."""
+        """Return the text that each of these tokens adds, including special tokens."""
         stream = self._stream((), ())
         found = [stream.push(token_id) for token_id in token_ids]
         if found:
@@ -188,10 +191,10 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> dict[int, bytes]:
-        """The bytes of each token inside a text, by id; the name of a special token.
+        """The bytes of each token inside a text, by id. For a special token, they are the bytes of its name.
 
         Raises:
-            UserError: the tokenizer's tokens do not stand for bytes.
+            UserError: the tokenizer's tokens do not represent bytes.
         """
         if self._bytes is None:
             raise UserError(
@@ -203,13 +206,13 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Special tokens, which have no text of their own."""
+        """Ids of the special tokens, which have no text of their own."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     @cached_property
     def longest_token(self) -> int:
-        """Largest number of characters that a token can stand for."""
+        """Largest number of characters that a token can represent."""
         return max(map(len, self._backend.get_vocab()))
 
     def most_characters(self, token_ids: "array[int]") -> int:
@@ -226,7 +229,7 @@ class Tokenizer:
         return found
 
     def _check_length(self, num_characters: int) -> None:
-        """Raise TextTooLongError if a text of this length must have more tokens than a prompt may."""
+        """Raise TextTooLongError if a text of this length certainly has more tokens than a prompt may have."""
         most = self.max_model_len
         if most is not None and num_characters > most and num_characters > most * self.longest_token:
             raise TextTooLongError(most, most * self.longest_token)
@@ -235,17 +238,17 @@ class Tokenizer:
         """Return the text of one token that is not the first of a text."""
         if self._bytes is not None:
             return self._bytes.text([token_id], begins=False)
-        # Decoders drop the space that begins a text.
+        # Decoders remove a space at the beginning of a text.
         return self.spell([token_id, token_id])[len(self.spell([token_id])) :]
 
     def stream(
         self, before: Sequence[int] = (), skip_special_tokens: bool = True, shown: Collection[int] = ()
     ) -> TextStream:
-        """Return a decoder for ids that come one by one.
+        """Return a decoder for ids that arrive one by one.
 
         Args:
-            before: the ids before them.
-            skip_special_tokens: leave special tokens out of the text.
+            before: the ids that precede them.
+            skip_special_tokens: whether to leave special tokens out of the text.
             shown: special tokens that are never left out.
         """
         return self._stream(before, self.special_ids.difference(shown) if skip_special_tokens else ())

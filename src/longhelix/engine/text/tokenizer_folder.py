@@ -15,7 +15,7 @@ from longhelix.errors import UserError
 
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MOST_TOKENS = 1 << 20  # that a file may add
+_MOST_TOKENS = 1 << 20  # largest number of tokens that a file may add
 _INVALID = "invalid_checkpoint"
 _MAP = "special_tokens_map.json"
 
@@ -27,7 +27,7 @@ class TokenizerFolder:
     `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read too. Special tokens that are in none
     of these lists are added last.
 
-    Chat templates come from the first of these that has one: chat_template.jinja with the folder
+    Chat templates come from the first of these places that has a template: chat_template.jinja with the folder
     additional_chat_templates, tokenizer_config.json, chat_template.json.
     """
 
@@ -76,7 +76,7 @@ class TokenizerFolder:
         listed = self._listed()
         added = [listed[token_id] for token_id in sorted(listed) if repr(listed[token_id]) != repr(known.get(token_id))]
         names = {token.content for token in (*known.values(), *added)}
-        # If tokens have the same content but different flags, the last one counts.
+        # If several tokens have the same content but different flags, the last token is used.
         added += {repr(token): token for token in self._unlisted() if token.content not in names}.values()
         special = set(self.special_tokens.values())
         for token in added:
@@ -85,14 +85,17 @@ class TokenizerFolder:
         return backend
 
     def chat_template(self) -> ChatTemplate | None:
-        """Return the chat template, with the separate one for tools if the folder has it; None if there is none."""
+        """Return the chat template, including the separate template for tools if there is one.
+
+        Returns None if the folder has no chat template.
+        """
         sources = self._template_files() or self._config_templates()
         default = sources.get("default") or sources.get("tool_use")
         return None if not default else ChatTemplate(default, self.special_tokens, sources.get("tool_use"))
 
     @property
     def _extra_name(self) -> str:
-        """The key of special tokens without a name of their own."""
+        """The key under which a file lists special tokens that have no name of their own."""
         return "extra_special_tokens" if self._config.get("extra_special_tokens") else "additional_special_tokens"
 
     @property
@@ -114,7 +117,7 @@ class TokenizerFolder:
         }
 
     def _unlisted(self) -> Iterator[AddedToken]:
-        """Yield the special tokens, whether a file lists them as added tokens or not."""
+        """Yield all special tokens, including those that no file lists as added tokens."""
         yield from self._named.values()
         extra = self._extra
         if not isinstance(extra, dict):
@@ -158,12 +161,12 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise UserError(f"{path} is missing: put the model's tokenizer.json in its folder", code=_INVALID)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no more specific exception
         raise UserError(f"{path} cannot be read ({error}): download it again", code=_INVALID) from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if the file is missing."""
+    """Return the object in a JSON file, or an empty object if the file is missing."""
     if not path.is_file():
         return {}
     try:

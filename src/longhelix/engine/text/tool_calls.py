@@ -12,7 +12,7 @@ from longhelix.scheduler.guide import in_lark
 
 @dataclass(frozen=True)
 class ToolForm:
-    """How a model writes a tool call: a JSON object with the function's "name" and arguments, between two marks."""
+    """How a model writes a tool call. A call is a JSON object with "name" and arguments, between two marks."""
 
     begin: str  # mark before a call; if empty, an answer either starts with a call or has no calls
     end: str  # mark after a call
@@ -20,7 +20,7 @@ class ToolForm:
     separator: str  # text between two calls
 
     def lark(self, functions: Mapping[str, Mapping[str, Any]], several: bool) -> str:
-        """Return a Lark grammar for answers that are one call, or several if `several`.
+        """Return a Lark grammar for an answer that is one call, or several calls if `several` is true.
 
         functions: the JSON schema of each function's arguments, by name.
         """
@@ -30,7 +30,7 @@ class ToolForm:
         rules.append("one: " + " | ".join(f"f{place}" for place in range(len(functions))))
         for place, (name, schema) in enumerate(functions.items()):
             before = f'{{"name": {json.dumps(name)}, "{self.arguments}": '
-            # Each schema stays a document of its own, because references in it are resolved within the document.
+            # Each schema stays a separate document, because its references are resolved within the document.
             rules.append(f"f{place}: {json.dumps(before)} a{place} {json.dumps('}')}")
             rules.append(f"a{place}: {in_lark({'type': 'object'} | dict(schema))}")
         return "\n".join(rules)
@@ -41,7 +41,7 @@ LLAMA = ToolForm("", "", "parameters", "; ")
 
 
 def form_of(template: str) -> ToolForm | None:
-    """Return the form of tool calls that a chat template shows its model; None if it is unknown."""
+    """Return the form of tool calls that a chat template shows to its model, or None if the form is unknown."""
     if HERMES.begin in template:
         # Some models write XML between the same marks.
         return None if "<function=" in template or "<arg_key>" in template else HERMES
@@ -50,7 +50,7 @@ def form_of(template: str) -> ToolForm | None:
 
 @dataclass(frozen=True)
 class ContentDelta:
-    """More of the answer's text."""
+    """The next part of the answer's text."""
 
     text: str
 
@@ -65,7 +65,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of the JSON of a call's arguments."""
+    """The next part of the JSON of a call's arguments."""
 
     place: int  # index of the call in the answer
     text: str
@@ -75,9 +75,9 @@ Piece = ContentDelta | ToolCallStart | Arguments
 
 
 class ToolCalls:
-    """Splits an answer that comes piece by piece into text and tool calls.
+    """Splits an answer that arrives in pieces into text and tool calls.
 
-    Text that looks like a call but is not one stays text. The result does not depend on how the answer is cut into
+    Text that looks like a call but is not a call stays text. The result does not depend on how the answer is split into
     pieces. Each character is read once, or a few times at most.
 
     Args:
@@ -89,15 +89,17 @@ class ToolCalls:
     def __init__(self, form: ToolForm, names: Collection[str], several: bool = True) -> None:
         self._form, self._several = form, several
         self._head = _head(form, names)
-        # Keys that a call with another order of keys may start with.
+        # Keys with which a call may start if its keys are in a different order.
         self._other_keys = frozenset({'"type', '"id', f'"{form.arguments}'})
-        self._between_calls = None if form.begin else " \t\r\n;"  # characters allowed between calls; None: whitespace
+        # Characters that are allowed between calls. None means whitespace.
+        self._between_calls = None if form.begin else " \t\r\n;"
         self._held = ""
         self._state: Callable[[list[Piece]], bool] = self._text if form.begin else self._first
         self._num_calls = 0
-        self._before = ""  # text before a possible call, given back if it is not a call
-        self._has_text_since_call = False  # whether there was text since the last call
-        self._at = self._num_read = 0  # how far the call is read: in the held text, in its head's tokens
+        self._before = ""  # text before a possible call, which becomes text again if it is not a call
+        self._has_text_since_call = False  # whether there was text after the last call
+        # How far the current call has been read: index in the held text, and number of tokens of the call's head.
+        self._at = self._num_read = 0
         self._name = ""
         self._json = _Scanner()
 
@@ -107,7 +109,7 @@ class ToolCalls:
         return self._num_calls
 
     def push(self, text: str) -> list[Piece]:
-        """Take the next piece of the answer. Returns what it completes."""
+        """Take the next piece of the answer. Returns the text and the parts of calls that it completes."""
         self._held += text
         found: list[Piece] = []
         while self._state(found):
@@ -115,7 +117,7 @@ class ToolCalls:
         return found
 
     def finish(self) -> list[Piece]:
-        """Return the text that was held back. Call it at the end of the answer."""
+        """Return the text that was held back. Call this method at the end of the answer."""
         held, self._held = self._held, ""
         if self._state in (self._call, self._whole):
             held = self._before + held
@@ -123,7 +125,8 @@ class ToolCalls:
             held = ""
         return [ContentDelta(held)] if held else []
 
-    # States of the parser. Each takes what it can of the held text and returns whether the next state may take more.
+    # States of the parser. Each state removes as much as it can from the held text. It returns whether the next state
+    # may be able to remove more.
 
     def _first(self, found: list[Piece]) -> bool:
         stripped = self._held.lstrip()
@@ -153,13 +156,13 @@ class ToolCalls:
         return bool(mark)
 
     def _call(self, found: list[Piece]) -> bool:
-        """Inside a call, before its arguments, with the keys in the order that chat templates show."""
+        """State inside a call, before its arguments, if the keys are in the order that chat templates show."""
         token = _TOKEN.match(self._held, self._at)
         if token is None and _BEGUN.fullmatch(self._held, self._at):
             return False
         read = "" if token is None else token[1] or _unquoted(token[2])
         if read not in self._head[self._num_read]:
-            # With keys in another order, the call is known only when it is complete.
+            # If the keys are in a different order, the call can be parsed only when it is complete.
             if self._num_read in (4, 5) or (self._num_read == 1 and read in self._other_keys):
                 self._state, self._json, self._at = self._whole, _Scanner(), 0
             else:
@@ -175,7 +178,7 @@ class ToolCalls:
         return True
 
     def _whole(self, found: list[Piece]) -> bool:
-        """Inside a call with keys in another order, which is parsed when it is complete."""
+        """State inside a call whose keys are in a different order. The call is parsed when it is complete."""
         end = self._json.find(0, self._held, self._at)
         self._at = len(self._held) if end is None else end
         if end is None:
@@ -203,7 +206,7 @@ class ToolCalls:
         return end is not None
 
     def _rest_of_call(self, found: list[Piece]) -> bool:
-        """After the arguments. The rest of the call's JSON is dropped."""
+        """State after the arguments of a call. The rest of the call's JSON is dropped."""
         end = self._json.find(0, self._held, 0)
         self._held = "" if end is None else self._held[end:]
         if end is not None:
@@ -211,7 +214,7 @@ class ToolCalls:
         return end is not None
 
     def _after_json(self, found: list[Piece]) -> bool:
-        """After the call's JSON, where its end mark should be."""
+        """State after the call's JSON, where the end mark should be."""
         end, after = self._form.end, self._held.lstrip()
         if not after.startswith(end):
             if end.startswith(after):
@@ -222,7 +225,7 @@ class ToolCalls:
         return True
 
     def _between(self, found: list[Piece]) -> bool:
-        """Between calls that have no marks around them."""
+        """State between calls that have no marks around them."""
         after = self._held.lstrip(self._between_calls)
         if after:
             self._state = self._rest
@@ -243,7 +246,7 @@ class ToolCalls:
 
     @property
     def _is_after_calls(self) -> bool:
-        """Whether there was a call and no text since."""
+        """Whether there was a call and no text after the last call."""
         return self._num_calls > 0 and not self._has_text_since_call
 
     def _add_text(self, text: str, found: list[Piece]) -> None:
@@ -266,18 +269,18 @@ class ToolCalls:
 
 
 class _Scanner:
-    """Finds closing brackets in JSON that arrives piece by piece. depth: number of brackets open at its start."""
+    """Finds closing brackets in JSON that arrives in pieces. depth: number of brackets that are open at the start."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth = depth
         self._quoted = self._escaped = False
 
     def find(self, depth: int, text: str, place: int) -> int | None:
-        """Read the next piece of JSON, which is `text` from index `place` on.
+        """Read the next piece of JSON, which is the part of `text` from index `place`.
 
         Returns:
-            The index after the bracket that leaves `depth` brackets open, or of the character at which the text stops
-            being JSON. None if the piece has neither.
+            The index after the bracket that leaves `depth` brackets open, or the index of a character that cannot be
+            part of JSON. None if the piece contains neither.
         """
         while place < len(text):
             if self._escaped:
@@ -304,11 +307,12 @@ class _Scanner:
         return None
 
 
-_LONGEST_STRING = 400  # characters of a string in a head, as written; names have at most 64
+_LONGEST_STRING = 400  # characters, as written, of the longest string in a head; names have at most 64
 _STRING = rf'"((?:[^"\\\n]|\\.){{0,{_LONGEST_STRING}}})'
-# The next token of a head, and text that may become one.
+# The next token of a head, and text that may become a token.
 _TOKEN, _BEGUN = re.compile(rf'\s*(?:([{{}},:])|{_STRING}")'), re.compile(rf"\s*(?:{_STRING}\\?)?")
-# Characters that change the state, in strings and outside. JSON has no line end in a string and no "<" outside.
+# Characters that change the scanner's state, inside and outside strings. JSON has no line end inside a string and no
+# "<" outside strings.
 _QUOTED, _UNQUOTED = re.compile(r'["\\\n]'), re.compile(r'["{}\[\]<]')
 
 
@@ -320,7 +324,7 @@ def _head(form: ToolForm, names: Collection[str]) -> tuple[frozenset[str], ...]:
 
 
 def _unquoted(written: str) -> str:
-    """Return a quote and the value of a JSON string."""
+    """Return the value of a JSON string with a quote before it."""
     try:
         return '"' + json.loads(f'"{written}"')
     except ValueError:
@@ -328,7 +332,7 @@ def _unquoted(written: str) -> str:
 
 
 def _parsed(text: str, arguments: str) -> tuple[str, str] | None:
-    """Return a call's name and its arguments as JSON; None if the text is not a call."""
+    """Return a call's name and its arguments as JSON, or None if the text is not a call."""
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):

@@ -22,16 +22,16 @@ from longhelix.values import shown
 if TYPE_CHECKING:
     import PIL.Image
 
-# Checked before the image is scaled down, because a small file may hold a huge image.
+# The number of pixels is checked before the image is scaled down, because a small file may contain a huge image.
 _MOST_PIXELS = 2**27
 
 
-# The files with the settings for scaling images. A model folder has one of them.
+# Files that contain the settings for scaling images. A model folder has one of these files.
 _FILES = ("preprocessor_config.json", "processor_config.json")
 SETTINGS = " or ".join(_FILES)
 
 
-# An image as users give it: the path of a file, its bytes, or a Pillow image.
+# An image as users give it: the path of a file, the bytes of a file, or a Pillow image.
 Source: TypeAlias = "str | os.PathLike[str] | bytes | PIL.Image.Image"
 
 
@@ -39,9 +39,9 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | PIL.Image.Image"
 class Patches:
     """An image whose patches are not cut yet."""
 
-    rows: int  # of tokens
-    columns: int  # of tokens
-    digest: bytes  # SHA-256 of its size and pixels
+    rows: int  # number of rows of tokens
+    columns: int  # number of columns of tokens
+    digest: bytes  # SHA-256 of the image's size and pixels
     # Reads the image again and returns patches_PX, float32. The patches of a token are adjacent.
     cut: Callable[[], NDArray[np.float32]]
 
@@ -75,20 +75,20 @@ class Patcher:
         self._pillow, self._ops, self._scaled = PIL.Image, PIL.ImageOps, smart_resize
         try:
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # transformers raises whatever it comes across
+        except Exception as error:  # transformers may raise any exception
             raise UserError(
                 f"how images are scaled cannot be read from {SETTINGS} in {folder} ({error}): download it again",
                 "invalid_checkpoint",
             ) from error
 
     def num_tokens(self, image: Source) -> int:
-        """Return the number of an image's tokens. Reads its size only. Raises UserError as `patches` does."""
+        """Return the number of an image's tokens. Reads only the image's size. Raises UserError like `patches`."""
         with self._opened(image) as (name, opened):
             rows, columns = self._grid(name, *opened.size)
         return rows * columns
 
     def patches(self, image: Source) -> Patches:
-        """Return an image's patches. Raises UserError if it is not an image, too large or too narrow."""
+        """Return an image's patches. Raises UserError if it is no image, or is too large or too narrow."""
         name, upright = self._upright(image)
         digest = _digest(upright)
         return Patches(*self._grid(name, *upright.size), digest, partial(self._cut, image, digest))
@@ -110,14 +110,14 @@ class Patcher:
             scaled = self._scaled(
                 height, width, factor=unit, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
             )
-        except Exception as error:  # of shapes that the model's rules refuse
+        except Exception as error:  # for shapes that the model's rules reject
             raise _unreadable(name, error) from error
         return scaled[0] // unit, scaled[1] // unit
 
     def _upright(self, image: Any) -> tuple[str, PIL.Image.Image]:
         """Return an image's name for messages and its pixels.
 
-        The pixels are RGB with 8 bits, rotated as its EXIF data says, on white where the image is transparent.
+        The pixels are 8-bit RGB. The image is rotated as its EXIF data says, and its transparent parts become white.
         """
         with self._opened(image) as (name, opened):
             if opened.mode in ("I", "F"):
@@ -127,19 +127,19 @@ class Patcher:
                 )
             try:
                 return name, self._on_white(self._ops.exif_transpose(opened))
-            except Exception as error:  # of files that end early
+            except Exception as error:  # for truncated files
                 raise _unreadable(name, error) from error
 
     def _on_white(self, image: PIL.Image.Image) -> PIL.Image.Image:
-        """Return an image without transparency, as transformers' processors make it."""
+        """Return an image without transparency, converted in the same way as by transformers' processors."""
         transparent = image.info.get("transparency")
-        if image.mode.startswith("I;16"):  # Pillow cuts these off at 255
+        if image.mode.startswith("I;16"):  # Pillow would clip these values at 255
             values = np.asarray(image)
             gray = (values >> 8).astype(np.uint8)
             if isinstance(transparent, int):
                 gray[values == transparent] = 255
             return self._pillow.fromarray(gray).convert("RGB")
-        if image.mode in ("La", "RGBa"):  # multiplied by alpha
+        if image.mode in ("La", "RGBa"):  # the colours are premultiplied by alpha
             image = image.convert("LA" if image.mode == "La" else "RGBA")
         if "A" not in image.getbands() and transparent is None:
             return image.convert("RGB")
@@ -149,7 +149,7 @@ class Patcher:
 
     @contextmanager
     def _opened(self, image: Any) -> Iterator[tuple[str, PIL.Image.Image]]:
-        """Open an image as `_open` does, check its size, and close it at the end if it was opened here."""
+        """Open an image like `_open`, and check its size. If this method opened the image, it also closes the image."""
         name, opened = self._open(image)
         with nullcontext() if opened is image else opened:
             if opened.width * opened.height > _MOST_PIXELS:
@@ -157,7 +157,7 @@ class Patcher:
             yield name, opened
 
     def _open(self, image: Any) -> tuple[str, PIL.Image.Image]:
-        """Return an image's name for messages and the image, with no pixels read yet."""
+        """Return an image's name for messages, and the image. Its pixels are not read yet."""
         if isinstance(image, self._pillow.Image):
             return "the image", image
         if isinstance(image, bytes):
@@ -174,9 +174,9 @@ class Patcher:
                 return name, self._pillow.open(file)
         except FileNotFoundError:
             raise UserError(f"there is no image {name!r}: give the path of a file", "invalid_image") from None
-        except self._pillow.DecompressionBombError as error:  # more than Pillow opens
+        except self._pillow.DecompressionBombError as error:  # more pixels than Pillow accepts
             raise _too_large(name) from error
-        except Exception as error:  # Pillow's readers raise whatever they come across
+        except Exception as error:  # Pillow's readers may raise any exception
             raise UserError(
                 f"{name} cannot be read as an image ({error}): give a file that Pillow reads, such as PNG or JPEG",
                 "invalid_image",

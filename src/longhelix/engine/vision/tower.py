@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class Tower:
-    """Turns patches into the states that the decoder uses for an image's tokens, on the cores of this process.
+    """Turns patches into the states that the decoder uses for an image's tokens. It runs on the cores of this process.
 
-    The tower is loaded at its first use. It keeps the states of the last images, because each request of a conversation
-    shows the conversation's images again.
+    The tower is loaded at its first use. It keeps the states of the most recent images, because each request of a
+    conversation contains the conversation's earlier images again.
 
     Args:
         checkpoint: the model's checkpoint.
         spec: the spec of the whole model.
         dtype: name of the dtype of activations.
-        most_bytes: most memory for the states that it keeps.
+        most_bytes: largest number of bytes of states to keep.
     """
 
     def __init__(self, checkpoint: VisionLanguageCheckpoint, spec: ModelSpec, dtype: str, most_bytes: int) -> None:
@@ -37,7 +37,7 @@ class Tower:
         self._turn = Lock()
 
     def states(self, patches: Patches) -> bytes:
-        """Return an image's states in the form of `TakeImageRows`. Threads take turns."""
+        """Return an image's states in the form of `TakeImageRows`. Only one thread at a time runs the tower."""
         with self._turn:
             states = self._kept.pop(patches.digest, None)
             if states is None:
@@ -89,7 +89,7 @@ class Tower:
             differ = sorted(model.state_dict().keys() ^ weights.keys())
             if not differ:
                 model.load_state_dict(weights, assign=True)
-        except Exception as error:  # transformers raises whatever it comes across
+        except Exception as error:  # transformers may raise any exception
             raise invalid_checkpoint(
                 f"the vision tower cannot be made of the model's config and weights ({shown(str(error))}): check that "
                 "they belong together"

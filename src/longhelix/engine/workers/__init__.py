@@ -1,1 +1,1 @@
-"""Runs ranks as processes: starts them, sends them steps, watches them and ends them."""
+"""Runs ranks as processes. It starts the processes, sends steps to them, watches them and ends them."""

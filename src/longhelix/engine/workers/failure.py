@@ -8,10 +8,10 @@ from longhelix.errors import PeerLostError, UserError
 
 
 def failure(error: Exception) -> Failed:
-    """Return the message for an error. The traceback is printed too, unless the user or a lost peer is the cause."""
+    """Return the message for an error. Also print the traceback, unless the user or a lost peer caused the error."""
     if isinstance(error, UserError):
         return Failed(str(error), lost_peer=False, user_error_code=error.code)
-    # While ranks join, they call process groups directly, so no RankGroup has turned the error into PeerLostError.
+    # While ranks join, they call process groups directly, so no RankGroup has converted the error to PeerLostError.
     lost_peer = isinstance(error, PeerLostError) or (isinstance(error, RuntimeError) and is_lost_peer(error))
     if not lost_peer:
         traceback.print_exception(error)

@@ -1,4 +1,4 @@
-"""Client of the fork server: starts `longhelix.engine.workers.forking` and has it fork the processes of ranks."""
+"""Client of the fork server. It starts `longhelix.engine.workers.forking`, which forks the processes of ranks."""
 
 import fcntl
 import itertools
@@ -20,19 +20,20 @@ from longhelix.engine.workers.process import Process, are_ready, is_open, signal
 from longhelix.errors import EngineError
 
 LONGEST_REQUEST_BYTES = 1 << 16
-_IMPORT_S = 600.0  # the longest that imports may take on a slow disk
-_ANSWER_S = 60.0  # the longest that a fork may take
+_IMPORT_S = 600.0  # longest time that the imports may take on a slow disk
+_ANSWER_S = 60.0  # longest time that a fork may take
 _END_S = 5.0
 
 
 class ForkServer:
-    """A process that runs `longhelix.engine.workers.forking`. It ends with this process.
+    """A process that runs `longhelix.engine.workers.forking` and ends when this process ends.
 
-    Processes forked from it have the environment, the cores, the user and the limits that it was started with.
+    Processes that are forked from it inherit the environment, the cores, the user and the resource limits with which it
+    was started.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the server. It imports what ranks need in the background.
+        """Start the server, which imports the modules that ranks need in the background.
 
         Raises:
             EngineError: the system cannot start it.
@@ -40,7 +41,7 @@ class ForkServer:
         self.users = 0  # number of `fork_server` blocks that are active
         self._lock = threading.RLock()
         self._processes: list[Process] = []
-        self._numbers = itertools.count(1)  # of requests
+        self._numbers = itertools.count(1)  # numbers of requests
         self._is_prepared = False
         with _in_words():
             self._requests, served = map(_above_streams, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -60,7 +61,7 @@ class ForkServer:
                     stderr=None if is_open(2) else subprocess.DEVNULL,
                     env=environment,
                     pass_fds=[served.fileno()],
-                    # A signal to the process group of its parent must not reach it.
+                    # A signal to this process's group must not reach the server.
                     process_group=0,
                 )
         # Also called when this process exits, after the owners of the forked processes have ended them.
@@ -73,12 +74,12 @@ class ForkServer:
 
     @property
     def is_up(self) -> bool:
-        """Whether the server runs."""
+        """Whether the server is running."""
         return self.close.alive and self._server.poll() is None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is about to start a process, and all processes that it has forked are closed."""
+        """Whether no `fork_server` block is active and all processes that the server has forked are closed."""
         return not self.users and all(process.is_closed for process in self._processes)
 
     def start(self, command: list[str], **streams: int | None) -> Process:
@@ -95,21 +96,21 @@ class ForkServer:
         number = next(self._numbers)
         try:
             with self._lock:
-                # Wait before opening pipes: a fork that another thread makes during the wait would keep them open.
+                # Wait before opening pipes. If another thread forked during the wait, its fork would keep them open.
                 self.await_prepared()
                 process = self._fork(number, command, streams)
                 self._processes = [process, *(other for other in self._processes if not other.is_closed)]
                 return process
-        except BaseException:  # after an interrupt, for example, nobody would know the process
+        except BaseException:  # after an interrupt, for example, the caller does not get the process
             self._take_back(number)
             raise
 
     def await_prepared(self) -> None:
-        """Wait until the server has imported what ranks need. Raises EngineError if it cannot."""
+        """Wait until the server has imported the modules that ranks need. Raises EngineError if the imports fail."""
         with self._lock:
             if self._is_prepared and self.close.alive:
                 return
-            # MSG_PEEK leaves the first message to be read with the first answer, so an interrupt loses nothing.
+            # MSG_PEEK leaves the first message in the socket, so an interrupt cannot lose it. `_ask` skips it.
             self._is_prepared = bool(self._receive(_IMPORT_S, socket.MSG_PEEK))
 
     def _fork(self, number: int, command: list[str], streams: Mapping[str, int | None]) -> Process:
@@ -175,9 +176,9 @@ _lock = threading.RLock()
 
 @contextmanager
 def fork_server(environment: Mapping[str, str]) -> Iterator[ForkServer]:
-    """Return the fork server for this thread's user, cores and limits and this environment, in a `with` statement.
+    """Return a context manager for the fork server with this environment and this thread's user, cores and limits.
 
-    The server is kept running inside the `with` statement.
+    The server keeps running until the `with` statement ends.
     """
     with _lock:
         server = server_for(environment)
@@ -190,9 +191,9 @@ def fork_server(environment: Mapping[str, str]) -> Iterator[ForkServer]:
 
 
 def server_for(environment: Mapping[str, str]) -> ForkServer:
-    """Return the same server as `fork_server`, but it may end before it is used.
+    """Return the same server as `fork_server`. Unlike with `fork_server`, the server may end before you use it.
 
-    If the server does not run, it is started, and idle servers are closed first.
+    If the server is not running, this function closes idle servers and then starts it.
     """
     with _in_words():
         key = inheritance(environment)
@@ -208,7 +209,7 @@ def server_for(environment: Mapping[str, str]) -> ForkServer:
 
 @contextmanager
 def _in_words() -> Iterator[None]:
-    """Turn OSError into EngineError."""
+    """Return a context manager that converts OSError to EngineError."""
     try:
         yield
     except OSError as error:
@@ -216,7 +217,7 @@ def _in_words() -> Iterator[None]:
 
 
 def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return everything that a process inherits from its parent and keeps, as a key for servers."""
+    """Return a key for servers, which contains everything that a process inherits from its parent and keeps."""
     limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
     return (
         frozenset(environment.items()),
@@ -235,7 +236,7 @@ def _directory() -> int:
     """Return a descriptor of the current directory, which may have been removed or renamed."""
     try:
         return os.open(".", os.O_PATH)
-    except PermissionError:  # this process now runs as a user who may not enter its current directory
+    except PermissionError:  # this process now runs as a user who may not enter the current directory
         return os.open("/", os.O_PATH)
 
 
@@ -248,7 +249,7 @@ def _end(server: subprocess.Popen[bytes], requests: socket.socket) -> None:
 
 
 def _above_streams(requests: socket.socket) -> socket.socket:
-    """Return the socket without a time limit, with a descriptor above 2 even if a standard stream is closed."""
+    """Return the socket without a timeout. Its descriptor is above 2 even if a standard stream is closed."""
     with requests:
         above = socket.socket(fileno=fcntl.fcntl(requests, fcntl.F_DUPFD_CLOEXEC, 3))
     above.setblocking(True)
@@ -256,17 +257,17 @@ def _above_streams(requests: socket.socket) -> socket.socket:
 
 
 def _umask() -> list[str]:
-    """Return the umask of this process. os.umask could only return it by changing it for all threads."""
+    """Return the umask of this process. os.umask cannot be used, because it changes the umask for all threads."""
     return [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask")]
 
 
 def _forget() -> None:
-    """Run in a fork of this process: forget the servers, which belong to the original process."""
+    """Forget the servers. This runs in a fork of this process, because the servers belong to the original process."""
     global _lock
     _lock = threading.RLock()
     for server in _servers.values():
         server.close.detach()
-        server._server.returncode = 0  # or subprocess would warn that it still runs
+        server._server.returncode = 0  # otherwise subprocess would warn that the server still runs
         server._requests.close()
     _servers.clear()
 

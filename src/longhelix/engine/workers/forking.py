@@ -1,7 +1,7 @@
-"""The process that ranks are forked from, `python -m longhelix.engine.workers.forking`.
+"""The process from which ranks are forked. Its command is `python -m longhelix.engine.workers.forking`.
 
-It imports the modules that ranks need, such as torch, once for all ranks. It runs no operator, touches no device and
-starts no threads except those of numpy's BLAS, which can be forked. So a forked process starts in a clean state.
+It imports the modules that ranks need, such as torch, once for all ranks. It runs no operator, uses no device, and
+starts no threads except those of numpy's BLAS, which can be forked. A forked process therefore starts in a clean state.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from typing import NamedTuple, NoReturn
 from longhelix.engine.workers.fork_server import LONGEST_REQUEST_BYTES
 
 _POLL_MS = 500
-_DESCRIPTORS = 5  # file descriptors that come with a request
+_DESCRIPTORS = 5  # number of file descriptors that come with a request
 
 
 class ForkedProcess(NamedTuple):
@@ -34,8 +34,9 @@ class ForkedProcess(NamedTuple):
 def main() -> NoReturn:
     """Import the modules of ranks, then fork a process for each request.
 
-    The command line has the file descriptor of the socket for requests, and the id of the process that sends them. A
-    forked process exits with the status that the `main` of its module returns, or as Python does after an error.
+    The command line contains the file descriptor of the socket for requests, and the id of the process that sends the
+    requests. A forked process exits with the status that its module's `main` returns. After an exception, it exits in
+    the same way as Python.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started this process may have blocked signals
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -47,9 +48,9 @@ def main() -> NoReturn:
         sys.excepthook(*sys.exc_info())
         _flush()
         os._exit(1)  # a normal exit would wait for threads that the import may have started
-    _flush()  # otherwise each rank would print what the imports printed
+    _flush()  # otherwise each rank would print the output of the imports
     gc.collect()
-    gc.freeze()  # otherwise the collector would copy the memory that ranks share, page by page
+    gc.freeze()  # otherwise garbage collection would copy the memory that ranks share, page by page
     requested = _serve(requests, parent)
     status = 0
     if requested is not None:
@@ -64,13 +65,13 @@ def main() -> NoReturn:
 def _serve(requests: socket.socket, parent: int) -> list[str] | None:
     """Answer request 0 to report that the imports are done. Then fork a process for each request.
 
-    A request is a number, the module with the `main` to run, and its arguments. File descriptors come with it: the
-    three standard streams, the working directory, and the writing end of a pipe for the exit status. The forked process
-    holds the writing end as well, so the reading end closes when both processes are gone. A request without a module
-    kills the process of that number, if there is one.
+    A request consists of a number, the module with the `main` to run, and its arguments. It comes with the file
+    descriptors of the three standard streams, the working directory, and the writing end of a pipe for the exit status.
+    The forked process also has the writing end open, so the reading end closes when both processes have ended. A
+    request without a module kills the process that was forked for the same number, if there is one.
 
     Returns:
-        In a forked process, the module and its arguments. In this process, None when no more requests can come.
+        In a forked process, the module and its arguments. In this process, None when no more requests can arrive.
     """
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)
@@ -79,7 +80,7 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
     poll = select.poll()
     poll.register(requests, select.POLLIN)
     poll.register(woken, select.POLLIN)
-    forked: dict[int, ForkedProcess] = {}  # by number of the request
+    forked: dict[int, ForkedProcess] = {}  # by the number of the request
     if not _answer(requests, {"number": 0}):
         return None
     while True:
@@ -116,7 +117,7 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
                     os.close(descriptor)
                 _become(descriptors)
                 return command
-            os.setpgid(pid, pid)  # here as well, because the group must exist before the process id is sent
+            os.setpgid(pid, pid)  # also set here, because the group must exist before the process id is sent
             forked[number] = ForkedProcess(pid, descriptors.pop())
             answer = {"number": number, "process_id": pid}
         for descriptor in descriptors:
@@ -126,7 +127,7 @@ def _serve(requests: socket.socket, parent: int) -> list[str] | None:
 
 
 def _request(requests: socket.socket) -> tuple[bytes, list[int]]:
-    """Return the next request and its file descriptors; an empty request when no more can come."""
+    """Return the next request and its file descriptors. The request is empty if no more requests can arrive."""
     with suppress(ConnectionError):  # the other process ended without reading an answer
         message, descriptors, _, _ = socket.recv_fds(
             requests, LONGEST_REQUEST_BYTES, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -145,12 +146,12 @@ def _answer(requests: socket.socket, answer: dict[str, int | str]) -> bool:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about threads, but only numpy's BLAS has any
+        warnings.simplefilter("ignore", DeprecationWarning)  # it warns about threads, but only numpy's BLAS has threads
         return os.fork()
 
 
 def _become(descriptors: list[int]) -> None:
-    """Take over the streams and directory of a request, in a new process group."""
+    """Switch to the streams and the working directory of a request, in a new process group."""
     *streams, directory, _ = descriptors
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
@@ -166,7 +167,7 @@ def _report_ended(forked: dict[int, ForkedProcess]) -> None:
     for number, process in list(forked.items()):
         ended, status = os.waitpid(process.pid, os.WNOHANG)
         if ended:
-            with suppress(BrokenPipeError):  # nobody reads the status
+            with suppress(BrokenPipeError):  # no process reads the status
                 os.write(process.report, str(os.waitstatus_to_exitcode(status)).encode())
             os.close(process.report)
             del forked[number]

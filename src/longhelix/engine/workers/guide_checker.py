@@ -21,22 +21,24 @@ from longhelix.errors import EngineError, PassingError, UserError
 from longhelix.scheduler.guide import Guide, TokenTable
 
 _START_S = 120.0
-_ANSWER_S = 60.0  # the process limits its own CPU time; this limit is for a process that gets no CPU time
-_KNOWN = 4096  # guides
+# Longest wait for an answer. The process limits its own CPU time, so this limit is for a process that gets no CPU time.
+_ANSWER_S = 60.0
+_KNOWN = 4096  # number of guides whose results are kept
 _TRIES = 2  # attempts to compile a guide if other programs end the process
-# Signals from outside, for example when the system is short of memory. The process's own limits use other signals.
+# Signals that come from outside, for example when the system is short of memory. The limits of the process itself use
+# other signals.
 _OF_OTHERS = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
 
 
 class GuideChecker:
-    """Compiles guides in a separate process. The process starts with the first guide. Any thread may use it.
+    """Compiles guides in a separate process, which starts with the first guide. Any thread may use this object.
 
-    A grammar of a few kilobytes can take minutes, all memory, or more stack than there is. In a separate process this
-    harms neither ranks nor other requests.
+    Compiling a grammar of a few kilobytes can take minutes, use all memory, or overflow the stack. In a separate
+    process, this harms neither ranks nor other requests.
     """
 
     def __init__(self, table: Callable[[], TokenTable]) -> None:
-        """table: returns the vocabulary; called each time that the process starts."""
+        """table: function that returns the vocabulary. It is called each time the process starts."""
         self._table = table
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None  # also runs when this checker is garbage-collected
@@ -51,8 +53,8 @@ class GuideChecker:
             Seconds of CPU time that it takes to compile the guide.
 
         Raises:
-            UserError: no text can follow the guide, or it takes too much time or memory to compile.
-            PassingError: the check could not be made; it may work later.
+            UserError: no text can follow the guide, or the guide takes too much time or memory to compile.
+            PassingError: the check could not be made now. It may succeed later.
         """
         found = self._found.get(_digest(guide))
         if found is None:
@@ -64,7 +66,7 @@ class GuideChecker:
         return _taken_s(found)
 
     def knows(self, guide: Guide) -> bool:
-        """Whether the guide has already been accepted. Returns at once.
+        """Return whether the guide has already been accepted. This method does not wait for a check.
 
         Raises:
             UserError: the guide has already been rejected.
@@ -75,14 +77,14 @@ class GuideChecker:
         return found is not None
 
     def close(self) -> None:
-        """End the process. May be called more than once. A check that runs on another thread fails."""
+        """End the process. You may call this method more than once. Checks that are running on other threads fail."""
         self._closed = True
         self._kill()
         with self._lock:
             self._end()
 
     def _asked(self, guide: Guide) -> CheckResult:
-        """Have the process check a guide. Raises PassingError if that fails for a reason other than the guide."""
+        """Have the process check a guide. Raises PassingError if the check fails for a reason other than the guide."""
         ended_by = 0
         for _ in range(_TRIES):
             self._check_open()
@@ -114,7 +116,7 @@ class GuideChecker:
                     [sys.executable, "-P", "-m", "longhelix.engine.workers.guide_checking"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
-                    start_new_session=True,  # an interrupt from the terminal is not for it
+                    start_new_session=True,  # an interrupt from the terminal must not end this process
                 )
             except OSError as error:
                 raise PassingError(f"guides cannot be checked now ({error.strerror}): try again later") from error
@@ -134,7 +136,11 @@ class GuideChecker:
             raise EngineError("the engine has ended: make a new one")
 
     def _end(self) -> int:
-        """End the process if there is one. Returns its exit status, minus the signal's number if a signal ended it."""
+        """End the process if there is one.
+
+        Returns:
+            The exit status, or the negative number of the signal that ended the process.
+        """
         if self._process is None:
             return 0
         self._kill()
@@ -145,7 +151,7 @@ class GuideChecker:
 
 
 def _taken_s(found: CheckResult) -> float:
-    """Return the CPU seconds of an accepted guide. Raises the UserError of a rejected one."""
+    """Return the CPU seconds that an accepted guide took. Raises UserError for a rejected guide."""
     if found.refusal:
         raise UserError(found.refusal, found.code)
     return found.taken_s
@@ -194,9 +200,10 @@ def _await(process: subprocess.Popen[bytes], pipe: IO[bytes], event: int, timeou
 
 
 def _core_s(pid: int) -> tuple[float, float] | None:
-    """Return for how many seconds the threads of a process ran, and how long they waited for a core.
+    """Return how many seconds the threads of a process ran, and how many seconds they waited for a core.
 
-    Linux counts them in `schedstat` (Documentation/scheduler/sched-stats.rst). None where the system does not.
+    Linux counts these times in `schedstat` (Documentation/scheduler/sched-stats.rst). Returns None if the system does
+    not count them.
     """
     try:
         counts = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]

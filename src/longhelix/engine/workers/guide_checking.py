@@ -1,4 +1,7 @@
-"""The process that compiles guides first. A guide that takes too much time or memory ends only this process."""
+"""The process that compiles guides before the ranks do.
+
+If a guide takes too much time or memory, only this process ends.
+"""
 
 import resource
 import signal
@@ -15,9 +18,9 @@ from longhelix.compute.runner.matchers import Matchers
 from longhelix.errors import UserError
 from longhelix.scheduler.guide import Guide, TokenTable
 
-_CPU_S = 1.0  # CPU time for one guide
-_MORE_BYTES = 1 << 29  # memory in addition to what the process has after its start
-# Smaller than the stacks of the ranks' threads, so a guide that compiles here compiles there.
+_CPU_S = 1.0  # limit on the CPU time for one guide
+_MORE_BYTES = 1 << 29  # limit on the memory that guides use in addition to the memory after the start
+# Smaller than the stacks of the ranks' threads, so a guide that compiles here also compiles in the ranks.
 _STACK_BYTES = 1 << 21
 _LENGTH_BYTES = 4
 
@@ -25,13 +28,13 @@ _LENGTH_BYTES = 4
 class CheckResult(msgspec.Struct, frozen=True):
     """Result of checking one guide."""
 
-    refusal: str = ""  # why the guide cannot be used; empty if it can
+    refusal: str = ""  # why the guide cannot be used; empty if it was accepted
     code: str = ""  # code of the UserError
     taken_s: float = 0.0  # CPU seconds that compilation took
 
 
 def main() -> None:
-    """Read a vocabulary and then guides from standard input, and write a result for each, until the input ends."""
+    """Read a vocabulary and then guides from standard input. Write a result for each guide until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK_BYTES)
     serving = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
@@ -49,7 +52,7 @@ def _serve(questions: BinaryIO, answers: BinaryIO) -> None:
     _write(answers, msgspec.msgpack.encode(CheckResult()))
     while (question := read(questions)) is not None:
         guide = msgspec.msgpack.decode(question, type=Guide)
-        signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # its signal has no handler and ends the process
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S)  # the timer's signal has no handler, so it ends the process
         found = _check(matchers, dead_ends, guide)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(answers, msgspec.msgpack.encode(found))
@@ -74,7 +77,7 @@ def _limit_memory() -> None:
 
 
 def framed(message: bytes) -> bytes:
-    """Return a message with its length before it, as `read` expects."""
+    """Return a message that is preceded by its length, as `read` expects."""
     return len(message).to_bytes(_LENGTH_BYTES, "little") + message
 
 
@@ -84,7 +87,7 @@ def _write(stream: BinaryIO, message: bytes) -> None:
 
 
 def read(stream: BinaryIO) -> bytes | None:
-    """Return the next message; None at the end of the stream."""
+    """Return the next message, or None at the end of the stream."""
     length = stream.read(_LENGTH_BYTES)
     if len(length) < _LENGTH_BYTES:
         return None

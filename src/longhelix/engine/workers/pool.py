@@ -1,4 +1,4 @@
-"""Runs all ranks as one runner for the loop: it sends them steps, collects their results, and ends them together."""
+"""Runs all ranks as one runner for the loop. It sends steps to them, collects their results and ends them together."""
 
 import math
 import time
@@ -48,8 +48,8 @@ from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.step import Step, StepResult
 from longhelix.spec.layout import Layout
 
-# A stopped or hung process misses several heartbeats in a row; a busy one does not. While a rank loads, an import or a
-# read may block its interpreter, and its heartbeat thread, for longer.
+# A stopped or hung process misses several heartbeats in a row, but a busy process does not. While a rank loads the
+# model, an import or a read may block its interpreter, and so its heartbeat thread, for longer.
 SILENCE_S = 5.0
 _LOADING_SILENCE_S = 120.0
 _POLL_S, _LOOK_S = 0.1, 0.5
@@ -59,11 +59,11 @@ _Answer = TypeVar("_Answer")
 
 
 class WorkerPool:
-    """Runner with one worker process for each rank. If one rank ends, all end, with an EngineError.
+    """Runner with one worker process for each rank. If one rank ends, the pool ends all ranks and raises EngineError.
 
     Attributes:
         cost: predicts the cost of steps.
-        cut: chooses into how many parts the attention of a step is split; None where parts are of no use.
+        cut: chooses into how many parts the attention of a step is split. None if the ranks cannot use parts.
     """
 
     def __init__(
@@ -78,25 +78,26 @@ class WorkerPool:
         Args:
             config: the engine's configuration.
             on_loaded: called with the number of weight elements that a rank has just loaded.
-            on_warmed: called with the fraction of the first rank's warm-up that is done, if there is a warm-up.
+            on_warmed: called with the completed fraction of the first rank's warm-up, if there is a warm-up.
             on_traced: called with a rank and its trace events of one step, if steps are traced.
         """
         self._ranks = range(config.layout.world_size)
         self._watchdog = Watchdog(config)
         self._layout = config.layout
         self._in_flight: dict[int, _InFlight] = {}
-        # Silence counts only while the engine listens, plus a little between two looks. A suspended engine therefore
-        # does not report silent ranks, and an engine that looks only now and then still finds them.
+        # The time between two calls of `_receive` counts as silence only up to _LOOK_S. An engine that was suspended
+        # therefore does not report silent ranks, and an engine that calls `_receive` only rarely still finds them.
         self._listened_at = time.monotonic()
         self._quiet_s = dict.fromkeys(self._ranks, 0.0)
-        # A rank sends no heartbeat before it has joined. The watchdog looks after starts that are stuck.
+        # A rank may be silent for any time before it has joined. The watchdog detects starts that are stuck.
         self._patience_s = dict.fromkeys(self._ranks, math.inf)
         self._consequences: dict[int, str] = {}
         self._checked_at = 0.0
         self._closed = False
         self._on_traced = on_traced
         await_prepared()
-        # torchrun has started all ranks except the first. The first one's process runs the engine.
+        # With torchrun, this process is torchrun's rank 0, which runs the engine. torchrun has started the other ranks,
+        # so the pool starts only the worker of rank 0.
         self._processes = Ranks(torchrun.make_directory() if torchrun.is_active() else None)
         try:
             self._socket = EngineSocket(self._processes.directory)
@@ -121,11 +122,11 @@ class WorkerPool:
 
     @property
     def still_s(self) -> float:
-        """Seconds since any rank last made progress; 0 without steps in flight. Any thread may read it."""
+        """Seconds since any rank last made progress, or 0 if no step is in flight. Any thread may read it."""
         return self._watchdog.still_s if self._in_flight else 0.0
 
     def submit(self, step: Step) -> None:
-        """Send a step to its ranks. If that fails, the engine ends, because the step is lost."""
+        """Send a step to its ranks. If sending fails, the engine ends, because the step is lost."""
         self._check_open()
         in_flight = _InFlight(_stages(self._layout, step))
         try:
@@ -138,10 +139,10 @@ class WorkerPool:
         self._watchdog.given(in_flight.ranks)
 
     def collect(self, timeout_s: float = math.inf) -> StepResult | None:
-        """Wait for the first step that all of its ranks have finished.
+        """Wait until all ranks of a step have finished the step.
 
         Returns:
-            Its result, or None after `timeout_s` seconds.
+            The result of the step, or None after `timeout_s` seconds.
 
         Raises:
             EngineError: a rank failed. The pool is closed.
@@ -175,13 +176,20 @@ class WorkerPool:
         return [counted[rank].rows for rank in ranks]
 
     def pass_reports(self) -> list[PassReport]:
-        """Return the sequence-parallel pass's report of one rank of each stage; its other ranks report the same."""
+        """Return the sequence-parallel pass's report of one rank of each stage.
+
+        All ranks of a stage have the same report.
+        """
         self._check_open()
         leaders = [ranks[0] for ranks in self._layout.stage_groups()]
         return list(self._ask(leaders, ReportPasses(), PassReport, GRACE_S).values())
 
     def carry(self, message: SaveBlocks | LoadBlocks) -> UserError | None:
-        """Have all ranks save or load KV blocks between two steps. Returns the error of the first rank that cannot."""
+        """Have all ranks save or load KV blocks between two steps.
+
+        Returns:
+            The error of the first rank that failed, or None.
+        """
         self._check_open()
         answers = self._ask(self._ranks, message, Carried, DISK_S).values()
         return next((UserError(answer.refusal, answer.code) for answer in answers if answer.refusal), None)
@@ -195,7 +203,7 @@ class WorkerPool:
     def _ask(
         self, ranks: Collection[int], message: ToWorker, kind: type[_Answer], patience_s: float
     ) -> dict[int, _Answer]:
-        """Send a message to ranks and return their answers. No step waits for them.
+        """Send a message to ranks and return their answers. Steps do not wait for the answers.
 
         Raises:
             EngineError: a rank did not answer within `patience_s` seconds. The pool is closed.
@@ -225,9 +233,9 @@ class WorkerPool:
                 self._on_traced(rank, events)
 
     def close(self, grace_s: float = _STOP_S) -> None:
-        """End every process that this pool started and remove its sockets, even if the wait for them is interrupted.
+        """End every process that this pool started and remove the sockets, even if the wait is interrupted.
 
-        May be called more than once.
+        You may call this method more than once.
         """
         try:
             if not self._closed:
@@ -242,7 +250,7 @@ class WorkerPool:
         """Ask the ranks to end by themselves and wait up to `grace_s` seconds."""
         try:
             self._socket.send(self._ranks, Stop())
-        except zmq.ZMQError:  # `close` kills them in any case
+        except zmq.ZMQError:  # `close` kills the ranks in any case
             return
         self._processes.wait(grace_s)
 
@@ -253,7 +261,7 @@ class WorkerPool:
     def _await_ready(
         self, config: EngineConfig, on_loaded: Callable[[int], None], on_warmed: Callable[[float], None]
     ) -> list[Execution]:
-        """Wait until all ranks are ready for steps. Returns how each of them runs its layers."""
+        """Wait until all ranks are ready for steps. Returns how each rank runs its layers."""
         ready: dict[int, Execution] = {}
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
@@ -275,7 +283,7 @@ class WorkerPool:
         """Return the next message, or None at `deadline_s`.
 
         Raises:
-            EngineError: a rank failed; the error names the first one and its reason.
+            EngineError: a rank failed. The error names the first rank that failed, and the reason.
             UserError: a rank failed because of the user's input.
         """
         while True:
@@ -286,7 +294,7 @@ class WorkerPool:
             self._watchdog.waited(waited_s)
             for rank in self._ranks:
                 self._quiet_s[rank] += waited_s
-            # Checked by time, because the heartbeats of many ranks leave no gap between them.
+            # Check processes at fixed intervals, because heartbeats of many ranks may arrive without a pause.
             if now - self._checked_at >= _POLL_S:
                 self._check_processes()
                 self._checked_at = now
@@ -306,9 +314,10 @@ class WorkerPool:
             if message.user_error_code:
                 raise UserError(message.cause, message.user_error_code)
             if not message.lost_peer:
-                self._processes.check_signals()  # the rank may have failed because a signal ended another one
+                self._processes.check_signals()  # the rank may have failed because a signal ended another rank
                 raise EngineError(f"rank {rank} failed: {message.cause}")
-            # This rank lost a peer. The peer that failed first reports it, or is found dead or silent. Wait for that.
+            # This rank lost a peer. Wait until the peer that failed first reports its error, or until the pool finds
+            # that this peer has ended or is silent.
             self._consequences[rank] = message.cause
 
     def _check_processes(self) -> None:
@@ -328,7 +337,7 @@ class WorkerPool:
 
 @dataclass
 class _InFlight:
-    """A step in flight and the results that have arrived."""
+    """A step in flight and the results that have already arrived."""
 
     # The ranks of each pipeline stage, in groups that run the same collectives. In the last stage, the first rank of
     # each group returns tokens.
@@ -362,7 +371,7 @@ class _InFlight:
 
 
 def _foremost(in_flight: Mapping[int, _InFlight]) -> Iterator[tuple[int, _InFlight]]:
-    """Yield the steps that are the earliest one for each of their ranks."""
+    """Yield each step that is the earliest step in flight for all of its ranks."""
     behind: set[int] = set()
     for step_id, step in in_flight.items():
         if behind.isdisjoint(step.ranks):
@@ -373,7 +382,8 @@ def _foremost(in_flight: Mapping[int, _InFlight]) -> Iterator[tuple[int, _InFlig
 def _first_done(in_flight: Mapping[int, _InFlight]) -> int | None:
     """Return the first step that all of its ranks have finished.
 
-    A later step has to wait while any of its ranks still has an earlier one, so tokens come in order.
+    A later step has to wait while any of its ranks still has an earlier step in flight. Tokens therefore arrive in
+    order.
     """
     return next((step_id for step_id, step in _foremost(in_flight) if step.is_done), None)
 
@@ -386,7 +396,7 @@ def _stages(layout: Layout, step: Step) -> list[list[tuple[int, ...]]]:
 
 
 def _check_same_collectives(results: Sequence[StepResult], ranks: Sequence[int]) -> None:
-    """Raise EngineError if ranks ran different collectives from the first one, since they computed wrong numbers."""
+    """Raise EngineError if a rank ran different collectives from the first rank, because the results are then wrong."""
     first = results[0]
     others = [rank for rank, result in zip(ranks, results, strict=True) if result.fingerprint != first.fingerprint]
     if others:

@@ -1,4 +1,4 @@
-"""A process that the fork server forked for this process: its streams, its end and its exit status."""
+"""Access to a process that the fork server has forked: its streams, its end and its exit status."""
 
 import math
 import os
@@ -20,10 +20,10 @@ class Process:
 
     Attributes:
         pid: its process id, which is also the id of its process group.
-        stdin: our end of its standard input, for text, if it was started with subprocess.PIPE; else None.
+        stdin: our end of its standard input, in text mode, if it was started with subprocess.PIPE. Otherwise None.
         stdout: the same for its standard output.
         stderr: the same for its standard error.
-        untold: why its exit status is unknown, once it has ended; the status is then 1. Empty if it is known.
+        untold: why the exit status of the ended process is unknown. `wait` then returns 1. Empty if it is known.
         is_closed: whether `close` was called.
     """
 
@@ -34,7 +34,7 @@ class Process:
         pid: its process id.
         report: the socket on which its exit status arrives.
         pipes: our ends of its streams, by name.
-        take_back: asks the fork server to end it.
+        take_back: function that asks the fork server to end the process.
         """
         self.pid = pid
         self.stdin, self.stdout, self.stderr = (pipes.get(name) for name in ("stdin", "stdout", "stderr"))
@@ -43,56 +43,60 @@ class Process:
         self._report = report
         self._take_back = take_back
         self._end = _end_of(pid)
-        self._ended_s: float | None = None  # when that was noticed
+        self._ended_s: float | None = None  # when this object noticed the end
         self._status: int | None = None
         self._asker = os.getpid()
 
     def poll(self) -> int | None:
-        """Return its exit status, minus the signal's number if a signal ended it; None while it runs."""
+        """Return the exit status, or None while the process runs.
+
+        If a signal ended the process, the status is the negative number of the signal.
+        """
         return self.wait(0.0)
 
     def wait(self, timeout_s: float = math.inf) -> int | None:
-        """Wait at most `timeout_s` seconds for its end and return the same as `poll`.
+        """Wait at most `timeout_s` seconds for the end of the process, and return the same as `poll`.
 
-        In a fork of the process that started it, the status is unknown and 0 is returned.
+        In a fork of the process that created this object, the status is unknown and the method returns 0.
         """
         if self._status is None and self.await_end(timeout_s):
             self._status = self._told() if os.getpid() == self._asker else 0
         return self._status
 
     def await_end(self, timeout_s: float = math.inf) -> bool:
-        """Wait at most `timeout_s` seconds for its end and return whether it has ended.
+        """Wait at most `timeout_s` seconds for the end of the process, and return whether it has ended.
 
-        Its status may come a little later. To wait for several processes, call this for all of them before `wait`.
+        The exit status may arrive a little later. To wait for several processes, call this method for each of them
+        before you call `wait`.
         """
         if self._ended_s is None and (os.getpid() != self._asker or are_ready(self._ends(), timeout_s)):
             self._ended_s = time.monotonic()
         return self._ended_s is not None
 
     def kill(self) -> None:
-        """End it and the processes that it has started, such as compilers."""
+        """End the process and the processes that it has started, such as compilers."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:  # it has ended in the meantime
+        except ProcessLookupError:  # the process has ended in the meantime
             pass
         except PermissionError:  # this process now runs as another user, but the fork server does not
             self._take_back()
 
     def close(self) -> None:
-        """Close our ends of its pipes. Call it after the process has ended."""
+        """Close our ends of the pipes. Call this method after the process has ended."""
         for pipe in (self.stdin, self.stdout, self.stderr, *self._ends()):
             if pipe is not None:
                 pipe.close()
         self.is_closed = True
 
     def _ends(self) -> list[IO[bytes] | socket.socket]:
-        """Files that show its end: one of them can be read once it has ended."""
+        """Return files that show the end of the process. At least one of them becomes readable when it ends."""
         return [self._report] if self._end is None else [self._report, self._end]
 
     def _told(self) -> int:
         assert self._ended_s is not None
         is_told = are_ready([self._report], self._ended_s + _STATUS_S - time.monotonic())
-        # MSG_PEEK leaves the status in the socket, so an interrupt before it is stored loses nothing.
+        # MSG_PEEK leaves the status in the socket, so an interrupt cannot lose the status before it is stored.
         found = self._report.recv(_STATUS_BYTES, socket.MSG_PEEK) if is_told else b""
         if found:
             self.untold = ""
@@ -122,7 +126,7 @@ def stream(number: int, wanted: int | None) -> tuple[int, IO[str] | None]:
 
 
 def is_open(descriptor: int) -> bool:
-    """Whether a descriptor of this process is open."""
+    """Return whether a descriptor of this process is open."""
     with suppress(OSError):
         os.fstat(descriptor)
         return True
@@ -130,7 +134,7 @@ def is_open(descriptor: int) -> bool:
 
 
 def are_ready(files: Iterable[IO[bytes] | socket.socket], timeout_s: float) -> bool:
-    """Whether one of the files can be read, or reaches its end, within `timeout_s` seconds."""
+    """Return whether one of the files becomes readable, or reaches its end, within `timeout_s` seconds."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
@@ -143,7 +147,10 @@ def signal_name(number: int) -> str:
 
 
 def _end_of(pid: int) -> IO[bytes] | None:
-    """Return a file that can be read once a process has ended; None if it has ended or the system has no pidfd."""
+    """Return a file that becomes readable when a process ends.
+
+    Returns None if the process has already ended or the system has no pidfd.
+    """
     try:
         return open(os.pidfd_open(pid), "rb", buffering=0)
     except OSError:

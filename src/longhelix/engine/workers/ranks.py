@@ -22,14 +22,14 @@ _ALONE_S = 5.0  # how long the other ranks may run after one has failed
 
 
 def prepare() -> None:
-    """Start importing what ranks need in the background, before they are started."""
+    """Start importing the modules that ranks need. The imports run in the background, before the ranks are started."""
     server_for(rank_environment())
 
 
 def await_prepared() -> None:
     """Wait for the imports that `prepare` started.
 
-    Wait before creating files: they would stay behind if this process were killed during the imports.
+    Call this function before you create files. If this process is killed during the imports, nothing removes them.
     """
     with fork_server(rank_environment()) as server:
         server.await_prepared()
@@ -38,12 +38,12 @@ def await_prepared() -> None:
 class Ranks:
     """Processes that run one module, one for each rank, and the directory with their sockets and shared files.
 
-    The processes end and the directory is removed with `close`, which a `with` statement calls. The same happens when
-    the process that started the ranks is gone (see `StartedRank`).
+    `close` ends the processes and removes the directory. A `with` statement calls `close` at its end. The same happens
+    when the process that started the ranks is gone (see `StartedRank`).
 
     Attributes:
-        directory: only this user can enter it.
-        processes: the processes, by rank.
+        directory: the directory, which only this user can enter.
+        processes: the processes by rank.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -79,8 +79,8 @@ class Ranks:
     ) -> None:
         """Start each of `ranks` as a process that runs `main` of `module`.
 
-        The process learns its rank with `StartedRank.from_command_line`. By default it reads nothing and prints to
-        standard error.
+        A process reads its rank with `StartedRank.from_command_line`. By default, it has no input, and its output goes
+        to standard error.
 
         Args:
             module: name of the module.
@@ -98,8 +98,11 @@ class Ranks:
                 self.processes[rank] = server.start(command, stdin=stdin, stdout=stdout, stderr=stderr)
 
     def statuses(self) -> dict[int, int]:
-        """Return the exit statuses of the ranks that have ended; minus the signal's number if a signal ended a rank."""
-        # Find all ended processes first, because the time limit on a status starts when the end is noticed.
+        """Return the exit statuses of the ranks that have ended.
+
+        If a signal ended a rank, its status is the negative number of the signal.
+        """
+        # Find all ended processes first, because the time limit for a status starts when its process's end is noticed.
         ended = {rank: process for rank, process in self.processes.items() if process.await_end(0.0)}
         return {rank: status for rank, process in ended.items() if (status := process.wait()) is not None}
 
@@ -124,14 +127,14 @@ class Ranks:
         return f"rank {rank} (process {self.processes[rank].pid})"
 
     def watched(self, timeout_s: float) -> "RankWatch":
-        """Return a watch on the ranks for a `with` statement. Its body may then wait for them without a time limit.
+        """Return a context manager that watches the ranks, so its body may wait for them without a time limit.
 
-        Start all ranks first: the time for their start does not count, and the watch reads `processes` from a thread.
+        Start all ranks first. The time limit does not include their start, and another thread reads `processes`.
         """
         return RankWatch(self, timeout_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` seconds until all ranks have ended by themselves."""
+        """Wait at most `timeout_s` seconds for all ranks to end by themselves."""
         deadline_s = time.monotonic() + timeout_s
         for process in self.processes.values():
             process.await_end(deadline_s - time.monotonic())
@@ -139,18 +142,18 @@ class Ranks:
     def kill(self) -> None:
         """End the running ranks and the processes that they have started, such as compilers.
 
-        Returns when they are gone, or after 30 s. The system cannot end a process that waits for a device or a disk
-        that does not answer.
+        Returns when they have ended, or after 30 s. The system cannot end a process that is waiting for a device or a
+        disk that does not answer.
         """
         for rank, process in self.processes.items():
             if not process.await_end(0.0):
                 self._killed.add(rank)
                 process.kill()
         self.wait(_GONE_S)
-        self.statuses()  # the statuses may take a moment longer
+        self.statuses()  # the statuses may arrive a moment later
 
     def close(self) -> None:
-        """End all ranks and remove the directory. If a call is interrupted, the next one completes it."""
+        """End all ranks and remove the directory. If a call is interrupted, the next call completes the work."""
         if self._closed:
             return
         self.kill()
@@ -165,7 +168,7 @@ class RankWatch:
     """Ends ranks that take too long, or that would wait forever for a rank that has failed.
 
     Attributes:
-        error: why the ranks were ended; None while they run, or if they ended by themselves.
+        error: why the watch ended the ranks. None while they run, or if they ended by themselves.
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
@@ -191,7 +194,7 @@ class RankWatch:
             try:
                 self._ranks.check_signals()
                 if any(self._ranks.statuses().values()):
-                    # The other ranks usually notice by themselves and report more details.
+                    # The other ranks usually notice the failure by themselves and report more details.
                     failed_s = failed_s or time.monotonic()
                     if time.monotonic() > failed_s + _ALONE_S:
                         self._ranks.check_statuses()

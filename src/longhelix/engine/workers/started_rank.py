@@ -1,4 +1,4 @@
-"""Used inside the process of a rank: reads its rank and directory, and ends the process when its parent is gone."""
+"""Code for the process of a rank. It reads the rank and the directory, and ends the process when its parent is gone."""
 
 import argparse
 import atexit
@@ -17,11 +17,11 @@ _POLL_S = 0.5
 
 @dataclass(frozen=True)
 class StartedRank:
-    """This process, as `Ranks` has started it."""
+    """The process of a rank, as `Ranks` has started it."""
 
     rank: int
     directory: Path  # holds the sockets and files that the ranks share
-    arguments: tuple[str, ...]  # of its module
+    arguments: tuple[str, ...]  # arguments of the module that it runs
 
     @classmethod
     def from_command_line(cls) -> Self:
@@ -34,20 +34,20 @@ class StartedRank:
         found = parser.parse_args()
         end_with_parent(found.parent, found.directory)
         with suppress(OSError):  # /proc may not be writable
-            # A forked process has the command line of its parent, so only this name tells ranks apart.
+            # A forked process has the command line of its parent, so only this name distinguishes the ranks.
             Path("/proc/self/comm").write_text(f"longhelix {found.rank}")
         return cls(found.rank, found.directory, tuple(found.arguments))
 
 
 def end_with_parent(parent: int, directory: Path) -> None:
-    """Make this process end and remove `directory` when `parent` is gone, whatever its main thread does.
+    """Make this process end and remove `directory` when `parent` is gone, even if its main thread is blocked.
 
-    The process also ignores SIGINT, which the starter of the ranks handles, and SIGTTOU, so that a terminal does not
-    stop it when it prints.
+    The process also ignores SIGINT, because the process that started the ranks handles this signal. It ignores SIGTTOU,
+    so a terminal does not stop the process when it prints.
 
     Args:
-        parent: process id of the parent. It has to be passed in: if the parent is already gone, the system returns the
-            id of another process.
+        parent: process id of the parent. The caller passes the id, because the system would return the id of another
+            process if the parent is already gone.
         directory: the directory to remove.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -64,6 +64,9 @@ def _await_end(parent: int, directory: Path) -> None:
 
 
 def _clean_up_after(parent: int, directory: Path) -> None:
-    """Remove the directory if the parent is gone. It also runs when a rank exits before it has noticed that."""
+    """Remove the directory if the parent is gone.
+
+    This function also runs when a rank exits before it has noticed that its parent is gone.
+    """
     if os.getppid() != parent:
         shutil.rmtree(directory, ignore_errors=True)

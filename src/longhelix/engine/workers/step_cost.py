@@ -11,7 +11,7 @@ def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
 
     Args:
         config: the engine's configuration.
-        overlaps: whether communication overlaps computation, because ranks do not share memory.
+        overlaps: whether communication overlaps computation. This requires that ranks do not share memory.
     """
     return StepCost(
         Setting(config.spec, _system(config, overlaps), config.product_dtype, config.kv_dtype), config.layout
@@ -19,8 +19,8 @@ def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
 
 
 def _system(config: EngineConfig, overlaps: bool) -> HardwareSpec:
-    """Return the engine's machine, with the links that its collectives use."""
+    """Return the specification of the engine's machine, with the links that its collectives use."""
     system = config.system.replaced({"part_fixed_share": 1.0}, "each part is a collective of its own")
-    if config.device == "cpu" and overlaps:  # such ranks communicate as different hosts do
+    if config.device == "cpu" and overlaps:  # these ranks communicate in the same way as ranks on different hosts
         system = system.replaced({"scale_up.ranks": 1}, "ranks that do not share memory")
     return system

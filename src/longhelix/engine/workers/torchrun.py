@@ -1,6 +1,6 @@
-"""Ranks that torchrun starts instead of the engine: rank 0 runs the engine, the others become workers.
+"""Ranks that torchrun starts instead of the engine. Rank 0 runs the engine, and the other ranks become workers.
 
-They meet in a directory named after the process id of torchrun's agent. Torchrun watches the processes.
+The ranks share a directory that is named after the process id of torchrun's agent. Torchrun watches the processes.
 """
 
 import os
@@ -22,10 +22,12 @@ def is_active() -> bool:
 
 
 def join(world_size: int) -> None:
-    """Under torchrun, run ranks other than 0 as workers, which end with SystemExit. Otherwise do nothing.
+    """Check that torchrun started the layout's ranks. Run ranks other than 0 as workers, which end with SystemExit.
+
+    Without torchrun, this function does nothing.
 
     Raises:
-        UserError: torchrun started another number of ranks than the layout needs, or several hosts.
+        UserError: torchrun started a number of ranks that differs from the layout's, or ranks on several hosts.
     """
     if not is_active():
         return
@@ -52,9 +54,9 @@ def join(world_size: int) -> None:
 
 
 def make_directory() -> Path:
-    """Make the directory for the sockets of this run. Only this user can enter it. Rank 0 calls this."""
+    """Make the directory for the sockets of this run. Only this user can enter it. Only rank 0 calls this function."""
     path = _directory()
-    if path.exists():  # left by an earlier run with the same process id of the agent
+    if path.exists():  # left by an earlier run whose agent had the same process id
         _check_owner(path)
         shutil.rmtree(path)
     path.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""The messages between engine and workers, and the sockets that carry them.
+"""The messages between the engine and its workers, and the sockets that transport them.
 
 Messages are msgspec structs over ZeroMQ. The socket is a file in a directory that only this user can enter, so nothing
 listens on the network. No message is ever executed as code.
@@ -23,121 +23,121 @@ from longhelix.scheduler.guide import TokenTable
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.step import Step, StepResult
 
-# Messages of each socket that may queue at either end while the engine does not read. The number is small because old
-# heartbeats are useless.
+# Number of messages that each socket may queue at either end while the engine does not read. The number is small
+# because old heartbeats are useless.
 _UNREAD = 4
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Engine: load your shard of the model."""
+    """Tells a worker to load its shard of the model."""
 
     config: EngineConfig
 
 
 class Execute(msgspec.Struct, tag=True, frozen=True):
-    """Engine: execute a step."""
+    """Tells a worker to execute a step."""
 
     step: Step
 
 
 class CountRows(msgspec.Struct, tag=True, frozen=True):
-    """Engine: report how many rows your experts have processed."""
+    """Asks a worker how many rows its experts have processed."""
 
 
 class ReportPasses(msgspec.Struct, tag=True, frozen=True):
-    """Engine: report what the sequence-parallel pass changed in your graphs."""
+    """Asks a worker what the sequence-parallel pass has changed in its graphs."""
 
 
 class SaveBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Engine: write your KV blocks of a part of a context to your file."""
+    """Tells a worker to write its KV blocks of one part of a context to its file."""
 
-    folder: str  # where the file is
-    first: int  # index in the context of the first of `blocks`
-    blocks: tuple[Block, ...]  # the part's blocks, of all ranks
-    before: tuple[int, ...]  # for each KVP rank: its number of blocks before this part
-    totals: tuple[int, ...]  # for each KVP rank: its number of blocks in the whole context
+    folder: str  # folder of the file
+    first: int  # index of the first of `blocks` in the context
+    blocks: tuple[Block, ...]  # blocks of this part on all ranks
+    before: tuple[int, ...]  # number of blocks of each KVP rank before this part
+    totals: tuple[int, ...]  # number of blocks of each KVP rank in the whole context
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
-    """Engine: fill your KV blocks of a part of a context from files. No request reads these blocks yet."""
+    """Tells a worker to fill its KV blocks of one part of a context from files. No request reads these blocks yet."""
 
-    folder: str  # where the files are
+    folder: str  # folder of the files
     files: tuple[SavedFile, ...]
-    first: int  # index in the context of the first of `blocks`
-    blocks: tuple[Block, ...]  # the blocks of this engine to fill, of all ranks
+    first: int  # index of the first of `blocks` in the context
+    blocks: tuple[Block, ...]  # blocks to fill on all ranks of this engine
 
 
 class TakeImageRows(msgspec.Struct, tag=True, frozen=True):
-    """Engine: image states for some rows of a sequence's chunk in your next step only."""
+    """Sends a worker the image states for some rows of a sequence's chunk. They are valid for the next step only."""
 
-    id: int  # of the sequence
-    start: int  # place of the first row in the prompt
-    # As in `compute.models.batch.ImageRows`: [layers, rows, hidden size], in the dtype of activations and this
-    # machine's byte order.
+    id: int  # id of the sequence
+    start: int  # position of the first row in the prompt
+    # In the form of `compute.models.batch.ImageRows`: [layers, rows, hidden size], in the dtype of activations and in
+    # this machine's byte order.
     states: bytes
 
 
 class TakeTokens(msgspec.Struct, tag=True, frozen=True):
-    """Engine: the bytes of all tokens, which guides need. Sequences after this message may have guides."""
+    """Sends a worker the bytes of all tokens, which guides need. Sequences after this message may have guides."""
 
     table: TokenTable
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """Engine: end your process."""
+    """Tells a worker to end its process."""
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
-    """Worker: my process runs and waits for `Start`."""
+    """Tells the engine that a worker's process is running and waits for `Start`."""
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
-    """Worker: my process runs, and this is the progress of its main thread.
+    """Tells the engine that a worker's process is running, and the progress of its main thread.
 
-    A separate thread sends it about every second, so only `progress` tells anything about the main thread.
+    A separate thread sends this message about every second, so only `progress` describes the state of the main thread.
     """
 
     progress: Progress
 
 
 class Loaded(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I have loaded more elements of the weights."""
+    """Tells the engine that a worker has loaded more elements of the weights."""
 
-    elements: int  # since the last message
+    elements: int  # number of elements since the last message
 
 
 class Warmed(msgspec.Struct, tag=True, frozen=True):
-    """Worker: this fraction of my warm-up steps is done."""
+    """Tells the engine which fraction of its warm-up steps a worker has completed."""
 
-    share: float  # from 0 to 1
+    share: float  # fraction from 0 to 1
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I am ready for steps, and this is how I run my layers."""
+    """Tells the engine that a worker is ready for steps, and how the worker runs its layers."""
 
     execution: Execution
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """Worker: a step's result; the stage's first rank adds the log-probabilities."""
+    """Sends the engine the result of a step. The stage's first rank adds the log-probabilities."""
 
     result: StepResult
 
 
 class Traced(msgspec.Struct, tag=True, frozen=True):
-    """Worker: the trace events of the step whose result I send next."""
+    """Sends the engine the trace events of the step whose result the worker sends next."""
 
     events: list[TraceEvent]
 
 
 class RowCounts(msgspec.Struct, tag=True, frozen=True):
-    """Worker: the number of rows that each of my experts has processed."""
+    """Sends the engine the number of rows that each of a worker's experts has processed."""
 
     rows: list[list[int]]  # by layer and expert; empty for layers without experts
 
 
 class PassReport(msgspec.Struct, tag=True, frozen=True):
-    """Worker: what the pass has changed in my graphs so far, in the form of `longhelix.passes.report`."""
+    """Tells the engine what the pass has changed in a worker's graphs, in the form of `longhelix.passes.report`."""
 
     patterns: dict[str, int]
     collectives: dict[str, dict[str, int]]
@@ -146,17 +146,17 @@ class PassReport(msgspec.Struct, tag=True, frozen=True):
 
 
 class Carried(msgspec.Struct, tag=True, frozen=True):
-    """Worker: the answer to `SaveBlocks` and `LoadBlocks`."""
+    """A worker's answer to `SaveBlocks` and `LoadBlocks`."""
 
-    refusal: str = ""  # why it failed; empty if it worked
-    code: str = ""  # of the UserError
+    refusal: str = ""  # why saving or loading failed; empty if it succeeded
+    code: str = ""  # code of the UserError
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Worker: I end because of an error."""
+    """Tells the engine that a worker ends because of an error."""
 
     cause: str
-    lost_peer: bool  # a collective broke, so another rank failed first
+    lost_peer: bool  # whether a collective failed because another rank had failed first
     user_error_code: str  # the code of a UserError; empty for other causes
 
 
@@ -169,7 +169,7 @@ _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 
 
 class EngineSocket:
-    """The engine's end: one socket to all ranks."""
+    """The engine's end of the connection. It is one socket for all ranks."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context()
@@ -195,7 +195,10 @@ class EngineSocket:
             ) from error
 
     def send(self, ranks: Iterable[int], message: ToWorker) -> None:
-        """Send one message to all `ranks`. A rank that is gone raises no error here; it is found by its silence."""
+        """Send one message to all `ranks`.
+
+        This method raises no error for a rank that has ended. The pool finds such a rank because it is silent.
+        """
         payload = self._encoder.encode(message)
         for rank in ranks:
             try:
@@ -205,7 +208,7 @@ class EngineSocket:
                     raise
 
     def receive(self, timeout_s: float) -> tuple[int, ToEngine] | None:
-        """Return the next rank and message, or None after `timeout_s` seconds."""
+        """Return the next message with the rank that sent it, or None after `timeout_s` seconds."""
         if not self._socket.poll(math.ceil(timeout_s * 1000)):
             return None
         identity, payload = self._socket.recv_multipart()
@@ -213,14 +216,17 @@ class EngineSocket:
 
     def close(self) -> None:
         """Close the socket. Messages that were not sent are dropped."""
-        # Close the socket explicitly. If the garbage collector ends an engine, the context no longer knows the socket
-        # and would wait for it.
+        # Close the socket explicitly. If the garbage collector frees an engine, the ZeroMQ context no longer knows the
+        # socket and would wait for it.
         self._socket.close(linger=0)
         self._context.term()
 
 
 class WorkerSocket:
-    """A worker's end. A socket belongs to one thread, so the heartbeat thread has a separate one with its own role."""
+    """A worker's end of the connection.
+
+    Only one thread may use a socket, so the heartbeat thread has a separate socket with its own role.
+    """
 
     def __init__(self, directory: Path, rank: int, role: str = "main") -> None:
         self._context = zmq.Context()
@@ -232,11 +238,11 @@ class WorkerSocket:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: ToEngine) -> None:
-        """Send a message, and wait for room if the queue is full. An idle engine reads nothing."""
+        """Send a message. If the queue is full, wait for room. An idle engine reads no messages."""
         self._socket.send(self._encoder.encode(message))
 
     def offer(self, message: ToEngine) -> None:
-        """Send a message if there is room, else drop it."""
+        """Send a message if the queue has room. Otherwise drop it."""
         with suppress(zmq.Again):
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
@@ -247,12 +253,12 @@ class WorkerSocket:
     def receive_waiting(self) -> list[ToWorker]:
         """Return the messages that have already arrived."""
         found: list[ToWorker] = []
-        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:  # ten times faster than `poll`
+        while self._socket.get(zmq.EVENTS) & zmq.POLLIN:  # this check is ten times faster than `poll`
             found.append(self.receive())
         return found
 
     def close(self) -> None:
-        """Close the socket. Messages in the queue have one second to be sent."""
+        """Close the socket. It sends queued messages for at most one second before it closes."""
         self._context.destroy()
 
 

@@ -1,6 +1,6 @@
-"""The watchdog on starts and steps. It finds ranks that are stuck while their processes live.
+"""The watchdog for starts and steps. It finds ranks that are stuck although their processes are alive.
 
-Ranks that wait for each other forever are one example.
+For example, ranks may wait for each other forever.
 """
 
 from collections.abc import Collection
@@ -11,19 +11,21 @@ from longhelix.errors import EngineError
 from longhelix.scheduler.work import Cost, Work
 
 FACTOR, GRACE_S = 10.0, 5.0
-DISK_S = 120.0  # longest answer that may wait for a slow disk
-START_S = 600.0  # longest time without progress during a start: a slow disk, or the compiler working on all layers
-_COMPILER_S = 600.0  # added to a step's limit where the compiler may work on a new shape
-_REFERENCE_FACTOR = 100.0  # by which reference kernels may be slower than the prediction
+DISK_S = 120.0  # longest time to wait for an answer that may need a slow disk
+START_S = 600.0  # longest time without progress during a start, for a slow disk or for compiling all layers
+_COMPILER_S = 600.0  # added to a step's limit if the compiler may have to compile a new shape
+_REFERENCE_FACTOR = 100.0  # factor by which reference kernels may be slower than predicted
 
 
 class Watchdog:
     """Follows the steps in flight and the progress that ranks report.
 
-    A step is stuck when none of its unfinished ranks has made progress for FACTOR times its predicted seconds plus
-    GRACE_S. Progress is a collective, a layer, a step of a guide, or the end of a step. The prediction is made only
-    when it is needed, which is rare. A start is stuck after START_S without progress, and an answer that no step
-    delays after GRACE_S. Time counts only while the engine listens.
+    A step is stuck when none of its unfinished ranks has made progress for a certain time. This limit is GRACE_S plus
+    FACTOR times the predicted duration of the step. Progress is a collective, a layer, a step of a guide, or the end of
+    a step. The duration is predicted only when it is needed, which is rare.
+
+    A start is stuck after START_S without progress. An answer is overdue after GRACE_S if no step delays it. Only time
+    in which the engine listens counts.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -40,8 +42,8 @@ class Watchdog:
 
         Args:
             cost: predicts the seconds of a step.
-            packed: no rank runs reference kernels.
-            compiles: a rank may call a compiler for a step of a new shape.
+            packed: whether no rank runs reference kernels.
+            compiles: whether a rank may call a compiler for a step with a new shape.
         """
         self._cost = cost
         self._packed = packed
@@ -56,7 +58,7 @@ class Watchdog:
         del self._in_flight[step_id]
 
     def given(self, ranks: Collection[int]) -> None:
-        """Record that ranks were given work. Those that were idle did not get stuck before."""
+        """Record that ranks were given work. The time that they were idle before this does not count."""
         for rank in ranks:
             self._still_s[rank] = 0.0
 
@@ -65,7 +67,7 @@ class Watchdog:
         self._still_s[rank] = 0.0
 
     def on_heartbeat(self, rank: int, progress: Progress) -> None:
-        """Take the progress that a rank's heartbeat reports."""
+        """Record the progress that a rank's heartbeat reports."""
         if progress != self._progress[rank]:
             self._progress[rank] = progress
             self._still_s[rank] = 0.0
@@ -76,18 +78,18 @@ class Watchdog:
         return self._still_s_of(self._still_s)
 
     def waited(self, seconds: float) -> None:
-        """Add time in which the engine listened."""
+        """Count time in which the engine listened."""
         for rank in self._still_s:
             self._still_s[rank] += seconds
 
     def check_start(self, ready: set[int]) -> None:
-        """Raise EngineError with the stuck ranks if the start is stuck. `ready`: the ranks that have started."""
+        """Raise EngineError if the start is stuck. `ready`: the ranks that have started."""
         if self._still_s_of(self._progress.keys() - ready) > START_S:
             fault, feat = "is stuck in its start", "has started"
             raise EngineError(self._describe(fault, feat, ranks=self._progress, done=ready, limit_s=START_S))
 
     def check(self, step_id: int, ranks: Collection[int], done: set[int]) -> None:
-        """Raise EngineError with step and ranks if step `step_id` of `ranks` is stuck. `done`: ranks that finished."""
+        """Raise EngineError if step `step_id` of `ranks` is stuck. `done`: the ranks that have finished the step."""
         still_s = self._still_s_of(set(ranks) - done)
         if still_s > GRACE_S and still_s > (limit_s := self._limit_s(step_id)):
             fault, feat = f"is stuck in step {step_id}", "has finished the step"
@@ -98,9 +100,9 @@ class Watchdog:
         return min((self._still_s[rank] for rank in ranks), default=0.0)
 
     def check_answer(self, missing: set[int], patience_s: float = GRACE_S) -> None:
-        """Raise EngineError if the `missing` ranks have not answered a question within `patience_s` seconds.
+        """Raise EngineError if the `missing` ranks have not answered a message within `patience_s` seconds.
 
-        The time that their steps may take does not count.
+        If steps are in flight, the limit is at least the limit of each of these steps.
         """
         still_s = self._still_s_of(missing)
         if still_s <= patience_s:
@@ -119,14 +121,14 @@ class Watchdog:
         return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if self._compiles else 0.0)
 
     def _describe(self, fault: str, feat: str, *, ranks: Collection[int], done: set[int], limit_s: float) -> str:
-        """Return a message about the rank that is most likely the cause, and about where the others are.
+        """Return a message that names the rank that is most likely the cause, and what the other ranks are doing.
 
         Args:
-            fault: what is wrong with that rank.
+            fault: what is wrong with the rank that is the cause.
             feat: what the `done` ranks have done.
-            ranks: all ranks concerned.
-            done: those that are not stuck.
-            limit_s: the time limit that has passed.
+            ranks: all ranks of the step or of the start.
+            done: the ranks that are not stuck.
+            limit_s: the time limit that was exceeded.
         """
         left = {rank: self._progress[rank] for rank in ranks if rank not in done}
         first = min(left, key=self._sort_key)
@@ -136,7 +138,7 @@ class Watchdog:
         return "; ".join([f"rank {first} {fault}, {_where(left[first])}: {for_s}", *others])
 
     def _sort_key(self, rank: int) -> tuple[bool, bool, int, int]:
-        """Return a sort key that puts the rank first that most likely blocks the others.
+        """Return a sort key. The rank that most likely blocks the other ranks comes first.
 
         A rank that waits for another stage is blocked by that stage. A rank that waits in a collective is blocked by a
         rank of its stage that has not reached it.

@@ -1,4 +1,4 @@
-"""A worker: the process of one rank. It executes the engine's messages in order and makes no decisions."""
+"""The worker process of one rank. It executes the engine's messages in order and makes no decisions."""
 
 import threading
 import time
@@ -107,7 +107,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
 
 
 class _Inbox:
-    """The engine's messages in order. The runner learns of a step as soon as its message arrives."""
+    """Queue of the engine's messages in order. It notifies the runner of a step as soon as its message arrives."""
 
     def __init__(self, socket: WorkerSocket, runner: ModelRunner) -> None:
         self._socket = socket
@@ -125,7 +125,7 @@ class _Inbox:
 
 
 def _pass_report() -> PassReport:
-    from longhelix.passes import report  # loads the compiler, which a rank that gets this message has loaded already
+    from longhelix.passes import report  # imports the compiler; ranks that get this message already have it
 
     return PassReport(**report())
 
@@ -156,7 +156,7 @@ def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
 def _load(
     config: EngineConfig, directory: Path, rank: int, socket: WorkerSocket, heart: "_Heart", spans: Spans
 ) -> ModelRunner:
-    """Join the other ranks and load this rank's shard of the model. Warm up if new shapes may call a compiler."""
+    """Join the other ranks and load this rank's shard of the model. Warm up if new shapes may need a compiler."""
     mesh = join(config, rank, directory, spans)
     model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)), spans)
     pool = new_pool(config, rank, config.scheduler.num_blocks)
@@ -170,9 +170,9 @@ def _load(
 
 
 def _check_batch_invariant(runner: ModelRunner) -> None:
-    """Raise UserError unless sums have the same order in every batch.
+    """Raise UserError unless sums are computed in the same order in every batch.
 
-    They do with packed kernels and shared memory. They do not with torch's matrix products and gloo.
+    Packed kernels and shared memory keep the order. torch's matrix products and gloo do not.
     """
     pool = runner.pool
     if not runner.execution.sums_in_rank_order:
@@ -192,7 +192,7 @@ def _check_batch_invariant(runner: ModelRunner) -> None:
 
 
 class _Heart:
-    """Thread that regularly tells the engine that this process is alive, and its progress."""
+    """Thread that regularly tells the engine that this process is alive and what progress it has made."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.progress: Callable[[], Progress] = Progress

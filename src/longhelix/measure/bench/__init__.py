@@ -1,1 +1,1 @@
-"""Benchmarks of this machine, longhelix and other engines."""
+"""Benchmarks of this machine, of longhelix and of other engines."""

@@ -27,7 +27,7 @@ NOTE = (
 def section(
     ranks: Sequence[int], sizes_bytes: tuple[int, ...], repeats: int, on_point: Callable[[Row], None]
 ) -> Section:
-    """Measure with each number of ranks, and create the table."""
+    """Measure the collectives with each number of ranks, and create the table."""
     rows = collectives.measure(ranks, sizes_bytes, repeats, on_point)
     plot = Plot(("shm_s", "gloo_s"), ("collective", "ranks"), x="bytes")
     return Section(name="collectives", title="Collectives", note=NOTE, columns=COLUMNS, rows=rows, plot=plot)

@@ -1,4 +1,4 @@
-"""Table of decode: one step of one long request."""
+"""Table of decode: the time of one step of one long request."""
 
 from collections.abc import Callable, Sequence
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from longhelix.compute.machine import host
 
-# Load average at the start above which reports say that the machine was busy.
+# If the load average at the start is above this value, the report says that the machine was busy.
 IDLE_LOAD = 0.5
 
 
 def environment(date: str) -> dict[str, object]:
-    """Collect the machine, versions and load at the start of a run."""
+    """Collect facts at the start of a run: the machine, the versions and the load."""
     from longhelix.compute.kernels import native
 
     return {
@@ -34,7 +34,7 @@ def environment(date: str) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that contains this package, and whether files have changes. None without a checkout."""
+    """Commit of the checkout that contains this package, and whether files have changed. None without a checkout."""
     package = Path(__file__).parents[2]
     if not _git(package, "ls-files", "__init__.py"):
         return None
@@ -43,7 +43,7 @@ def _commit() -> str | None:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    """Output of git in a directory. Empty if git is not installed or the directory is not a checkout."""
+    """Return the output of a git command. It is empty if git is not installed or `directory` is not a checkout."""
     try:
         done = subprocess.run(("git", "-C", str(directory), *arguments), capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

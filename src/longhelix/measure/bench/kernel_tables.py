@@ -85,7 +85,7 @@ TABLES = {
 
 
 def sections_of(rows: list[Row]) -> list[Section]:
-    """Create a table for each kind of row. The key "part" of a row is its kind."""
+    """Create a table for each kind of row. The value of the key "part" is the kind of the row."""
     return [
         Section(
             name=f"kernels_{kind}",

@@ -1,4 +1,4 @@
-"""Measures native kernels, each in turn with its bound: reading memory, or multiplying matrices."""
+"""Measures native kernels, in turn with their bound: the rate of reading memory or of multiplying matrices."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -37,12 +37,12 @@ Calls = Mapping[str, Callable[[], object]]
 class KernelsJob(msgspec.Struct, frozen=True):
     """Job of one process: measures every kernel with each number of threads."""
 
-    context: int  # tokens of KV that decode attention reads
+    context: int  # number of KV tokens that decode attention reads
     kv_dtypes: tuple[str, ...]
     head_sizes: tuple[int, ...]
     groups: tuple[int, ...]  # query heads per KV head
     threads: tuple[int, ...]
-    repeats: int  # measured rounds, after a warm-up
+    repeats: int  # number of measured rounds, after a warm-up
 
     @torch.inference_mode()
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
@@ -91,7 +91,7 @@ class KernelsJob(msgspec.Struct, frozen=True):
         return {"part": "latent", **attention.row(), **bounded}
 
     def _product(self, read: Calls, dtype: str, outputs: int, depth: int) -> Row:
-        """Measure the memory-bound product of one row, over more copies of the weight than fit in any cache."""
+        """Measure the memory-bound product of one row, with more copies of the weight than fit in a cache."""
         x_TX, weight_OI = torch.randn(1, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
         weight = make_weight(weight_OI, dtype)
         copies = [replace(weight, values=weight.values.clone()) for _ in range(_num_copies(weight.values))]
@@ -177,12 +177,12 @@ class AttentionCase:
 
 
 def _num_copies(weight: Tensor) -> int:
-    """Number of copies of the weight that have at least as many bytes as `memory.reader` reads."""
+    """Number of copies of the weight whose total size is at least the number of bytes that `memory.reader` reads."""
     return -(-memory.READ_BYTES // weight.nbytes)
 
 
 def _rate(timings: Mapping[str, Timing], num_bytes: int) -> Row:
-    """Columns with the rate at which the kernel reads, and the rate of reading memory."""
+    """Columns with the read rate of the kernel, and the rate at which the machine reads memory."""
     bytes_per_s = num_bytes / timings["kernel"].median_s
     memory_bytes_per_s = memory.READ_BYTES / timings["read"].median_s
     rates = {"read_bytes": num_bytes, "bytes_per_s": bytes_per_s, "memory_bytes_per_s": memory_bytes_per_s}

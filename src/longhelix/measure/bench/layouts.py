@@ -48,8 +48,8 @@ class LayoutsJob(msgspec.Struct, frozen=True):
     """Job of every rank: measures decode and prefill with each strategy in turn."""
 
     configs: dict[str, EngineConfig]  # by strategy, Helix first
-    points: tuple[tuple[int, int], ...]  # number of requests, and tokens of each
-    repeats: int  # measured steps, after a warm-up
+    points: tuple[tuple[int, int], ...]  # number of requests, and tokens per request
+    repeats: int  # number of measured steps, after a warm-up
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         models = {name: RankModel.join(config, rank, directory) for name, config in self.configs.items()}
@@ -84,7 +84,7 @@ class LayoutsJob(msgspec.Struct, frozen=True):
 
 
 class _Prefill:
-    """Prefill of prompts up to their first tokens. All ranks have schedulers, which make the same decisions."""
+    """Prefills prompts up to their first tokens. The schedulers of all ranks make the same decisions."""
 
     def __init__(self, model: RankModel, prompts: list[list[int]]) -> None:
         self._config = model.config.scheduler
@@ -126,7 +126,7 @@ class _Immediate:
 
 
 def strategies(ranks: int, configure: Callable[[Layout], EngineConfig]) -> dict[str, EngineConfig]:
-    """Configurations of all strategies on `ranks` ranks, by name, Helix first."""
+    """Return the configurations of all strategies on `ranks` ranks, by name, with Helix first."""
     helix = configure(Layout(kvp=ranks))
     return {
         "Helix": helix,

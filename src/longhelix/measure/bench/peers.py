@@ -1,4 +1,4 @@
-"""Measures other engines and planners. Each is a separate program (benchmarks/peers) with its own Python."""
+"""Measures other engines and planners. Each peer is a separate program (benchmarks/peers) with its own Python."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from longhelix.measure.world import Row
 
 PROGRAMS = Path(__file__).parents[4] / "benchmarks" / "peers"  # exists only in a checkout, not in an installed package
 TIMEOUT_S = 1800.0
-# Peers hold KV in bfloat16 or float32, and some copy it while they fill it.
+# Peers hold KV in bfloat16 or float32, and some peers copy the KV while they fill it.
 _COPIES = 3
 
 
@@ -75,13 +75,13 @@ SIDE_NOTE = (
 
 @dataclass
 class Peers:
-    """Installed peers."""
+    """The peers that are installed on this machine."""
 
-    directory: Path  # of their virtual environments
-    remarks: list[str] = field(default_factory=list)  # a sentence on each peer that is missing or fails
+    directory: Path  # directory of the peers' virtual environments
+    remarks: list[str] = field(default_factory=list)  # one sentence for each peer that is missing or fails
 
     def attention(self, context: int, threads: Sequence[int]) -> list[Section]:
-        """Measure torch's attention ops over a KV of `context` tokens."""
+        """Measure torch's attention ops over the KV of `context` tokens."""
         options = ["--shapes", *ATTENTION_SHAPES, "--contexts", str(context), "--threads", *map(str, threads)]
         rows = self.points(ATTENTION, options)
         note = "Decode attention in the forms that torch offers; see benchmarks/peers/README.md."
@@ -126,7 +126,7 @@ class Peers:
         return [peer_row(point) for point in self.points(peer, [*options, "--repeats", "1"])]
 
     def points(self, peer: Peer, options: list[str]) -> list[Row]:
-        """Run a peer and return its points. If it is missing or fails, add a remark and return none."""
+        """Run a peer and return its points. If the peer is missing or fails, add a remark and return an empty list."""
         python = sys.executable if peer.environment is None else str(self.directory / peer.environment / "bin/python")
         program = PROGRAMS / peer.program
         missing = peer.environment is None and importlib.util.find_spec(peer.package) is None
@@ -156,7 +156,7 @@ class Peers:
 
 
 def peer_row(point: Row) -> Row:
-    """Convert a point of a peer to a row. The time is that of a decode step, or of the whole prompt."""
+    """Convert a point of a peer to a row. Its time is the time of a decode step or of the whole prompt."""
     speed = point["prefill_tokens_per_s"]
     return {
         "program": point["peer"],
@@ -167,7 +167,7 @@ def peer_row(point: Row) -> Row:
 
 
 def own(row: Row) -> Row:
-    """Convert a row of longhelix's decode or prefill to a row of the peers' table."""
+    """Convert a row of longhelix's own decode or prefill to a row of the peers' table."""
     is_decode = "step_s" in row
     return {
         "program": "longhelix",
@@ -181,7 +181,7 @@ def own(row: Row) -> Row:
 
 
 def with_relative_times(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by context, and add the time relative to the first row of the same context, which is longhelix's."""
+    """Sort rows by context, and add the time relative to longhelix, which is the first row of the same context."""
     first: dict[int, Row] = {}
     for row in rows:
         first.setdefault(row["context"], row)
@@ -190,7 +190,7 @@ def with_relative_times(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fits(config: EngineConfig, context: int) -> bool:
-    """Whether free memory holds _COPIES bfloat16 copies of the KV, which peers may need."""
+    """Whether _COPIES bfloat16 copies of the KV fit in free memory. Peers may need this much memory."""
     spec = config.spec
     kv_bytes = context * spec.kv_bytes_per_token("bfloat16", spec.num_kv_heads, spec.num_layers, "cpu")
     return _COPIES * kv_bytes < host.available_bytes()

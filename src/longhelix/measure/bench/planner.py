@@ -1,4 +1,6 @@
-"""Measures the speed of the planner (configurations per second, a plan, the import) and of its peers."""
+"""Measures the speed of longhelix's planner and of other planners.
+
+Measured values are the configurations per second, the time of a plan, and the time of the import."""
 
 import json
 import subprocess
@@ -89,7 +91,7 @@ def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None])
 
 
 def _of(what: str, samples: Sequence[Row]) -> Row:
-    """Row with the median time of repeated runs, and the counts of the last run."""
+    """Return a row with the median time of repeated runs, and the counts of the last run."""
     timing = Timing.of([row["time_s"] for row in samples])
     counted = {name: value for name, value in samples[-1].items() if name != "time_s"}
     row = {"what": what, **counted, **timing.row("time_s")}
@@ -99,14 +101,14 @@ def _of(what: str, samples: Sequence[Row]) -> Row:
 
 
 def _plan(max_gpus: int) -> Row:
-    """Time a plan, including start-up."""
+    """Measure the time of a plan, including process start-up."""
     found: dict[str, object] = {}
     took_s = seconds(lambda: found.update(_command(max_gpus)))
     return {"time_s": took_s}
 
 
 def _own() -> Row:
-    """Row of longhelix's planner for the peers' table."""
+    """Return the row of longhelix's planner for the peers' table."""
     found: dict[str, object] = {}
     took_s = seconds(lambda: found.update(_command(64)))
     best = found["frontier"][-1]

@@ -1,4 +1,4 @@
-"""Compares predictions of a calibrated system with measurements, most of them not used for fitting."""
+"""Compares predictions of a calibrated system with measurements. Most of them were not used to fit constants."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ NOTE = (
 def predicted(
     system: HardwareSpec, config: EngineConfig, requests: Sequence[Row], fitted: CalibrationScope
 ) -> list[Row]:
-    """Rows of the requests in the dtypes of `config`, with predicted time, error and use."""
+    """Return rows for the requests in the dtypes of `config`, with predicted time, error and use."""
     setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
     dtypes = config.weight_dtype, config.kv_dtype
     own = [row for row in requests if (row["weight_dtype"], row["kv_dtype"]) == dtypes]
@@ -60,7 +60,7 @@ def _use(row: Row, fitted: CalibrationScope) -> str:
 
 
 def mean_errors(rows: Sequence[Row]) -> dict[str, float]:
-    """Mean absolute error of the points of each use, as a share of the measured time."""
+    """Return the mean absolute error for each use of points, as a share of the measured time."""
     found: dict[str, list[float]] = {}
     for row in rows:
         found.setdefault(row["use"], []).append(abs(row["error"]))
@@ -82,9 +82,9 @@ def sections(
 
     Args:
         system: the calibrated system.
-        measured: its measurements.
+        measured: measurements of the system.
         configs: configurations with the dtypes of the predicted requests.
-        fitted: scope of the requests that the constants are fitted to.
+        fitted: scope of the requests that were used to fit the constants.
     """
     rows = [row for config in configs for row in predicted(system, config, measured.requests, fitted)]
     means = ", ".join(f"{mean:.1%} of {use} points" for use, mean in mean_errors(rows).items())

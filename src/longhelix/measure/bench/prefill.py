@@ -1,4 +1,4 @@
-"""Table of prefill: a whole prompt in chunks."""
+"""Table of prefill: the time to compute a whole prompt in chunks."""
 
 from collections.abc import Callable, Sequence
 

@@ -10,7 +10,7 @@ from longhelix.measure.bench import plots
 from longhelix.measure.bench.environment import IDLE_LOAD
 from longhelix.measure.bench.section import Section
 
-# A median is noisy if its quartiles are further apart than this share of it.
+# A median is noisy if the distance between its quartiles is more than this share of the median.
 NOISE = 0.2
 MEDIANS = "Times are medians over rounds in which the compared cases run in turn. spread: distance of the quartiles."
 
@@ -21,7 +21,7 @@ class BenchReport:
 
     environment: dict[str, object]
     sections: list[Section] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)  # sentences on what was left out and why
+    remarks: list[str] = field(default_factory=list)  # sentences that say what was not measured, and why
 
     @property
     def sentences(self) -> list[str]:
@@ -74,7 +74,7 @@ class BenchReport:
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
-        """Write Markdown to `path`, and JSON and plots next to it. Without matplotlib, a remark replaces the plots."""
+        """Write Markdown to `path`, and JSON and plots next to it. Without matplotlib, add a remark instead."""
         drawn = [section for section in self.sections if section.plot]
         if drawn and not plots.available():
             drawn = []

@@ -1,4 +1,4 @@
-"""Tables of measurements, and their plots."""
+"""Tables of measurements and plots of these tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from longhelix.measure.world import Row
 class Column:
     """Column of a table."""
 
-    key: str  # of the value in a row
+    key: str  # key of the value in a row
     title: str
     format: str = ""  # format specification; empty for text
-    factor: float = 1  # from the unit of the row to that of the title
+    factor: float = 1  # factor from the unit in the row to the unit in the title
 
     def show(self, row: Row) -> str:
-        """Format the value of a row. Empty if the row has none."""
+        """Format the value of a row. The text is empty if the row has no such value."""
         value = row.get(self.key)
         if value is None:
             return ""
@@ -34,9 +34,9 @@ class Plot:
 
 @dataclass(frozen=True)
 class Section:
-    """Table of a report."""
+    """A table of a report."""
 
-    name: str  # key in JSON
+    name: str  # key of the table in JSON
     title: str
     note: str  # how the numbers were measured
     columns: tuple[Column, ...]

@@ -1,4 +1,4 @@
-"""Table of sequence parallelism: time of a prefill, and bytes between two ranks, with and without it."""
+"""Table of sequence parallelism: prefill time and bytes between two ranks, with and without sequence parallelism."""
 
 from collections.abc import Callable
 

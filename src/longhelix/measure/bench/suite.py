@@ -1,4 +1,4 @@
-"""Runs benchmarks, and collects their tables and those of peers in one report."""
+"""Runs benchmarks of longhelix and of peers, and collects the tables in one report."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ from longhelix.spec.layout import Layout
 
 @dataclass(frozen=True)
 class SuiteScope:
-    """Points and repeats of `Suite.all`."""
+    """Points and repeats that `Suite.all` measures."""
 
-    kv_context: int  # tokens of KV that attention kernels read
+    kv_context: int  # number of KV tokens that attention kernels read
     groups: tuple[int, ...]  # query heads per KV head
     kernel_repeats: int
     contexts: tuple[int, ...]
@@ -78,9 +78,9 @@ FULL = SuiteScope(
 
 
 class Suite:
-    """Run of benchmarks. Each method runs one benchmark and adds its tables to the report.
+    """A run of benchmarks. Each method runs one benchmark and adds its tables to the report.
 
-    Methods raise UserError for values out of range and for cases that cannot be measured.
+    Methods raise UserError if a value is out of range or a case cannot be measured.
     """
 
     def __init__(self, date: str, peers: Path | None, tell: Callable[[str], None]) -> None:
@@ -89,7 +89,7 @@ class Suite:
         Args:
             date: date and time for the report.
             peers: folder of the peers' environments. None measures no peers.
-            tell: called with a line for each point.
+            tell: callback that receives a line of text for each point.
         """
         check_native()
         self._report = BenchReport(environment(date))
@@ -147,7 +147,7 @@ class Suite:
             self._report.sections += self._peers.models("prefill", configs[0], sorted(prompts), section.rows)
 
     def layouts(self, model: str, ranks: int, points: Sequence[tuple[int, int]], repeats: int) -> None:
-        """Measure decode and prefill of several requests, with all strategies on `ranks` ranks in turn."""
+        """Measure decode and prefill of several requests. All strategies run in turn on `ranks` ranks."""
         check_positive("ranks", ranks)
         check_positive("repeats", repeats)
         check_positive("a number of requests", *(requests for requests, _ in points))
@@ -169,9 +169,10 @@ class Suite:
     def sequence_parallelism(
         self, pairs: dict[str, Pair], prompts: Sequence[int], rates_mbit: Sequence[float], repeats: int
     ) -> None:
-        """Measure the prefill of each prompt with both configurations of each pair, over a link of each rate.
+        """Measure the prefill of each prompt with both configurations of each pair, over links of different rates.
 
-        If this process cannot create a link, the ranks use loopback, and `tell` and a remark say so.
+        If this process cannot create a link, the ranks use loopback. In this case, the progress lines and a remark say
+        so.
         """
         check_positive("repeats", repeats)
         if not rates_mbit:

@@ -18,7 +18,7 @@ from longhelix.measure.world import Row
 TINY_KERNELS = 256
 NARROW_DTYPES = ("int8", "int4", "w8a8")
 PRODUCT_DTYPES = ("float32", "bfloat16", *NARROW_DTYPES)
-PRODUCT_ROWS = (1, 16, 128, 512)  # of a decode step, and of prefill chunks
+PRODUCT_ROWS = (1, 16, 128, 512)  # numbers of rows as in a decode step and in prefill chunks
 _PRODUCT_SIZE = 2048
 
 
@@ -64,7 +64,7 @@ def _square(dtype: str) -> Weight:
 
 
 def _tiny_kernels() -> Callable[[], None]:
-    """Create a tape of TINY_KERNELS products that are too small to take time themselves."""
+    """Create a tape of TINY_KERNELS products that are so small that only the fixed cost of a kernel matters."""
     weight, x_TX, tape = make_weight(torch.randn(16, 32).bfloat16(), "bfloat16"), torch.randn(1, 32).bfloat16(), Tape()
     with tape:
         for _ in range(TINY_KERNELS):

@@ -1,4 +1,4 @@
-"""Measurements behind the system `local`: the machine, its collectives, and single requests of a model."""
+"""Measurements for the system `local`: the machine, its collectives, and single requests of a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,28 +12,28 @@ from longhelix.measure.world import Row, collect
 from longhelix.perf.fit import MeasuredRequest
 from longhelix.spec.layout import Layout
 
-RANKS = (2, 4)  # two sizes, to separate the fixed cost of a collective from the latency per peer
-SIZES_BYTES = (2048, 32768, 524288)  # of collectives: small as in a decode step, up to large as in a prefill chunk
+RANKS = (2, 4)  # two numbers of ranks, to separate the fixed cost of a collective from the latency per rank
+SIZES_BYTES = (2048, 32768, 524288)  # message sizes from those of a decode step to those of a prefill chunk
 
 
 @dataclass(frozen=True)
 class CalibrationScope:
     """Points and repeats of a calibration."""
 
-    contexts: tuple[int, ...]  # of decode steps, in tokens
+    contexts: tuple[int, ...]  # contexts of decode steps, in tokens
     decode_repeats: int
-    prompts: tuple[int, ...]  # of prefills, in tokens
+    prompts: tuple[int, ...]  # lengths of prefills, in tokens
     prefill_repeats: int
     machine_repeats: int
     collective_repeats: int
 
     def includes(self, row: Row) -> bool:
-        """Whether constants are fitted to a row: it has one of these lengths and ran on one rank in bfloat16."""
+        """Whether to use a row to fit constants: it has one of these lengths and ran on one rank in bfloat16."""
         tokens = self.contexts if row["chunk"] is None else self.prompts
         return row["tokens"] in tokens and row["ranks"] == 1 and row["weight_dtype"] == row["kv_dtype"] == "bfloat16"
 
     def config(self, layout: Layout, dtype: str) -> EngineConfig:
-        """Configuration of the built-in model with room for these requests. `dtype` is that of weights and KV."""
+        """Configuration of the built-in model with room for these requests. `dtype` applies to weights and KV."""
         lengths = (*self.contexts, *self.prompts)
         return configure("builtin", layout, lengths, weight_dtype=dtype, kv_dtype=dtype)
 
@@ -60,8 +60,8 @@ FULL = CalibrationScope(
 class Measurements:
     """Rows of all measurements of a calibration."""
 
-    machine: Row  # of MachineJob
-    products: Sequence[Row]  # of ProductsJob
+    machine: Row  # row of MachineJob
+    products: Sequence[Row]  # rows of ProductsJob
     collectives: Sequence[Row]
     requests: Sequence[Row]  # decode steps and prefills of one request each
 
@@ -73,19 +73,19 @@ class Measurements:
 
         Args:
             scope: points and repeats.
-            configs: configurations to measure the requests with.
+            configs: configurations with which the requests are measured.
             on_point: function that accepts the name of a measurement and returns a callback for its rows.
         """
         ((machine,),) = collect(MachineJob(scope.machine_repeats), 1, on_point("machine"))
         products = [row for (row,) in collect(ProductsJob(scope.machine_repeats), 1, on_point("products"))]
         calls = collectives.measure(RANKS, SIZES_BYTES, scope.collective_repeats, on_point("collectives"))
-        # Measured close together, because memory bandwidth may change from minute to minute.
+        # These measurements run close together, because memory bandwidth may change from minute to minute.
         steps = _steps(scope, configs, on_point("decode"))
         return cls(machine, products, calls, steps + _prefills(scope, configs, on_point("prefill")))
 
 
 def measured_request(row: Row) -> MeasuredRequest:
-    """Convert a row of `Measurements.requests` for fitting and predicting."""
+    """Convert a row of `Measurements.requests` to the form that fits and predictions use."""
     kvp, tpa = map(int, row["layout"].split(" x "))
     return MeasuredRequest(Layout(kvp=kvp, tpa=tpa), row["tokens"], row["chunk"], row["seconds"])
 

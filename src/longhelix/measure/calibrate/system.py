@@ -22,7 +22,7 @@ def local_system(measured: Measurements, config: EngineConfig, fitted: Calibrati
     Args:
         measured: measurements of this machine.
         config: configuration of the measured model.
-        fitted: scope of the requests that constants are fitted to.
+        fitted: scope of the requests that are used to fit constants.
     """
     requests = [row for row in measured.requests if fitted.includes(row)]
     machine = measured.machine | {
@@ -44,13 +44,13 @@ def _median(requests: Sequence[Row], key: str, work: str) -> float:
 
 
 def _narrow_rates(products: Sequence[Row], bfloat16_flops_per_s: float) -> Row:
-    """FLOP/s of narrow weights: the bfloat16 rate, scaled by the ratio of the engine's products with the most rows."""
+    """FLOP/s of narrow weights: the bfloat16 rate times the measured ratio of the engine's largest products."""
     rates = {row["weight_dtype"]: row["flops_per_s"] for row in products if row["rows"] == max(PRODUCT_ROWS)}
     return {f"flops_per_s.{dtype}": bfloat16_flops_per_s * rates[dtype] / rates["bfloat16"] for dtype in NARROW_DTYPES}
 
 
 def _before_fits(machine: Row) -> dict[str, Row]:
-    """Constants before fitting. The fits replace the guesses."""
+    """Constants before fitting. The fits replace the guessed values."""
     preset = load_system("cpu")
     values = {
         "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),

@@ -15,7 +15,7 @@ def write(path: Path, assets: Path, scripts: Sequence[str], data: Mapping[str, b
     """Write a self-contained page to `path`.
 
     Args:
-        assets: folder of the page's page.html, page.css and scripts. Plotly is included if page.html has {{plotly}}.
+        assets: folder with page.html, page.css and the scripts. Plotly is included if page.html contains {{plotly}}.
         scripts: file names of the scripts, in order.
         data: bytes to compress and insert, by the name of their placeholder in page.html.
 
@@ -37,7 +37,7 @@ def write(path: Path, assets: Path, scripts: Sequence[str], data: Mapping[str, b
 
 
 def _plotly() -> str:
-    """The source of plotly.js, from the plotly package."""
+    """Return the source of plotly.js from the plotly package."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

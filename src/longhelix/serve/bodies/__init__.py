@@ -1,7 +1,7 @@
-"""Request bodies: fields of OpenAI and vLLM and our own, each with its limits.
+"""Request bodies. They have OpenAI's fields, vLLM's fields and this project's own fields, all with limits.
 
-Unknown fields are ignored. Fields of other servers that would change the answer are refused, unless their value is what
-this server does anyway.
+Unknown fields are ignored. The server refuses unsupported fields of other servers that would change the answer, unless
+their value matches what this server does anyway.
 """
 
 from longhelix.serve.bodies.chat import ChatBody, Function

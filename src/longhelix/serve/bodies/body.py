@@ -1,4 +1,4 @@
-"""Base of all request bodies, and types of their fields."""
+"""Base class of all request bodies, and types that their fields share."""
 
 import json
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from longhelix.values import text
 TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
 ContextName = Annotated[str, AfterValidator(context_name)]
 ModelName = Annotated[str, Field(max_length=4096)]
-# Text without half a surrogate pair. Pydantic allows those, but tokenizers do not, and no response can quote them.
-# `SamplingParams` and `Guide` check stop strings and schemas themselves.
+# Text without unpaired surrogates. Pydantic allows unpaired surrogates, but tokenizers do not, and no response can
+# quote them. `SamplingParams` and `Guide` check stop strings and schemas themselves.
 Text = Annotated[str, AfterValidator(lambda given: text("it", given))]
 
 
 def few(most: int) -> BeforeValidator:
     """Return a validator that limits the number of entries of an object before any entry is validated.
 
-    Pydantic's own limit validates all entries first and collects an error for each.
+    Pydantic's own limit would validate all entries first and collect an error for each entry.
     """
 
     def check(given: object) -> object:
@@ -33,7 +33,7 @@ def few(most: int) -> BeforeValidator:
 
 
 def check_quoted(extra: Mapping[str, Any] | None) -> None:
-    """Refuse unknown fields that an answer quotes and that cannot be written as UTF-8."""
+    """Refuse unknown fields if an answer would quote them and they cannot be encoded as UTF-8."""
     text("it", json.dumps(extra or {}, ensure_ascii=False))
 
 

@@ -47,7 +47,7 @@ class ToolChoice(Body):
     function: NamedFunction
 
 
-# The discriminator chooses the form before validation, as in `TextOr`.
+# The discriminator chooses the type before validation, as in `TextOr`.
 _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[ToolChoice, Tag("object")],
     Discriminator(lambda given: "str" if isinstance(given, str) else "object"),
@@ -107,7 +107,7 @@ class ChatBody(ScoredBody, PromptEndingBody, ReasonedBody):
 
     @property
     def required_functions(self) -> list[Function]:
-        """The functions that the model must choose from; empty if it need not call any."""
+        """The functions that the model must choose from; empty if the model need not call a function."""
         if isinstance(self.tool_choice, ToolChoice):
             return [function for function in self.offered_functions if function.name == self.tool_choice.function.name]
         return self.offered_functions if self.tool_choice == "required" else []

@@ -29,7 +29,7 @@ class CompletionBody(ScoredBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """Number of likeliest tokens at each prompt token. An echoed prompt has as many as the new tokens."""
+        """Number of likeliest tokens at each prompt token. For an echoed prompt, at least `logprobs`."""
         asked = super().num_prompt_logprobs
         if not self.echo or self.logprobs is None:
             return asked
@@ -42,5 +42,5 @@ class CompletionBody(ScoredBody):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether the answer is only the prompt, so that nothing is computed."""
+        """Whether the answer is only the prompt, so that the engine need not compute anything."""
         return self.echoes and self.max_tokens == 0 and self.logprobs is None and self.prompt_logprobs is None

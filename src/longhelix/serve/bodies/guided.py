@@ -1,4 +1,4 @@
-"""Request fields of OpenAI and vLLM for guided decoding: the form that an answer must have."""
+"""OpenAI's and vLLM's request fields for guided decoding. They constrain the format of an answer."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -39,13 +39,13 @@ class ResponseFormat(Body):
         return Guide("json") if self.type == "json_object" else None
 
 
-_UNSERVED = {  # of structured_outputs
+_UNSERVED = {  # unsupported fields of structured_outputs
     "structural_tag": Unserved((), "use grammar"),
     "whitespace_pattern": Unserved(),
     "disable_any_whitespace": Unserved((False,)),
     "disable_additional_properties": Unserved((False,), "set additionalProperties to false in the schema"),
 }
-_WITHOUT_EFFECT = ("disable_fallback", "backend", "_backend", "_backend_was_auto")  # they choose vLLM's implementation
+_WITHOUT_EFFECT = ("disable_fallback", "backend", "_backend", "_backend_was_auto")  # select vLLM's implementation
 
 
 class StructuredOutputs(BaseModel):
@@ -100,11 +100,11 @@ class GuidedBody(Body):
 
     @property
     def guide_field(self) -> str | None:
-        """Name of the field that is set, or None."""
+        """Name of the field that is set, or None if no field is set."""
         return next((name for name in self.guide_fields if getattr(self, name) is not None), None)
 
     def guide(self) -> Guide | None:
-        """Return the guide of the answer, or None. A long one takes a while.
+        """Return the guide of the answer, or None. Building a long guide takes time.
 
         Raises:
             UserError: the guide is invalid, or several fields are set.
@@ -118,7 +118,7 @@ class GuidedBody(Body):
         return found[0] if found else None
 
     def guides(self) -> list[Guide]:
-        """Return the guides of all fields that are set. Raises UserError for an invalid one."""
+        """Return the guides of all fields that are set. Raises UserError for an invalid guide."""
         other = self.structured_outputs or StructuredOutputs()
         found = [
             Guide.of_schema(schema) for schema in (self.guided_json, other.content) if schema is not None

@@ -10,9 +10,10 @@ from longhelix.serve.bodies.body import Body, Text
 from longhelix.serve.bodies.unserved import Unserved, check_unserved
 from longhelix.serve.json_reader import JsonBoundsError, JsonReader
 
-# Limits on a conversation; parts and tool calls count over all messages. Each takes microseconds of the event loop.
+# Limits on a conversation. The limits on parts and tool calls apply to the sum over all messages. Validating each item
+# blocks the event loop for microseconds.
 MOST_MESSAGES, MOST_PARTS, MOST_TOOLS = 32_768, 32_768, 128
-Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]  # of a function
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]  # name of a function
 
 
 class TextPart(Body):
@@ -29,7 +30,7 @@ class RefusalPart(Body):
     refusal: Text
 
 
-# Accepted for compatibility: the model's files define the size of images.
+# Accepted for compatibility but not used: the model's files define the size of images.
 Detail = Literal["auto", "low", "high", "original"]
 
 
@@ -58,7 +59,7 @@ class ImagePart(Body):
 
 Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
 _Items = TypeVar("_Items")
-# The discriminator chooses the form before validation, so that errors are about the form that the client sent.
+# The discriminator chooses the type before validation, so that errors are about the type that the client sent.
 TextOr = Annotated[
     Annotated[Text, Tag("str")] | Annotated[_Items, Tag("list")],
     Discriminator(lambda given: "str" if isinstance(given, str) else "list"),
@@ -84,8 +85,8 @@ class ToolCall(Body):
         """Return the call for the chat template, with its arguments as an object.
 
         Args:
-            path: place of the call in the body, for errors.
-            reader: parser for the arguments of all calls, which share its limits.
+            path: path of the call in the body, for error messages.
+            reader: parser for the arguments of all calls. All arguments together must stay within its limits.
 
         Raises:
             UserError: the arguments are not a JSON object.
@@ -109,7 +110,7 @@ class ToolCall(Body):
 
 
 _CONTINUE = Unserved((False,), "set continue_final_message next to messages")
-_UNSERVED = {  # of messages
+_UNSERVED = {  # unsupported fields of messages
     "prefix": _CONTINUE,
     "partial": _CONTINUE,
     "audio": Unserved((), "give its text as content"),
@@ -140,14 +141,14 @@ class Message(Body):
 
     @property
     def image_urls(self) -> list[str]:
-        """URLs of its images, in order."""
+        """URLs of the message's images, in order."""
         if self.content is None or isinstance(self.content, str):
             return []
         return [part.url for part in self.content if isinstance(part, ImagePart)]
 
     @property
     def num_characters(self) -> int:
-        """Characters of its text, reasoning and arguments: about the length of the text that the template makes."""
+        """Number of characters of the text, reasoning and arguments: about the length of the rendered message."""
         content = self.content or self.refusal or ""
         parts = [content] if isinstance(content, str) else [_text(part) for part in content]
         calls = [call.function.arguments for call in self.tool_calls or ()]
@@ -161,12 +162,13 @@ class Message(Body):
     def for_template(self, path: str, reader: JsonReader | None = None) -> dict[str, Any]:
         """Return the message for the chat template.
 
-        The content is one text, or parts if there are images. The role `developer` becomes `system`, and reasoning has
-        all the names that templates use.
+        The content is one text, or a list of parts if the message has images. The role `developer` becomes `system`.
+        The reasoning is stored under every name that templates use.
 
         Args:
-            path: place of the message in the body, for errors.
-            reader: parser for the arguments of all calls of the conversation, which share its limits.
+            path: path of the message in the body, for error messages.
+            reader: parser for the arguments of all calls of the conversation, which together must stay within its
+                limits.
 
         Raises:
             UserError: the arguments of a call are not a JSON object.
@@ -200,7 +202,7 @@ def _text(part: TextPart | ImagePart | RefusalPart) -> str | None:
 
 
 def _counted(given: object) -> object:
-    """Check the numbers of messages, parts and calls before any of them is validated."""
+    """Check the numbers of messages, parts and tool calls before pydantic validates them."""
     if not isinstance(given, list):
         return given
     if len(given) > MOST_MESSAGES:
@@ -218,5 +220,5 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES
 
 
 def _parts(texts: Iterable[str | None]) -> list[dict[str, str]]:
-    """Return parts for the chat template. None stands for an image."""
+    """Return parts for the chat template. None represents an image."""
     return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]

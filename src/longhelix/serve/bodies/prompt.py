@@ -1,6 +1,7 @@
-"""Prompts of text or token ids.
+"""Types for prompts, which are text or token ids.
 
-Validated by hand: for a union of lists, pydantic collects an error for each item in each form.
+For a union of lists, pydantic would collect an error for each item and each type. This module therefore validates
+prompts without pydantic.
 """
 
 from array import array
@@ -11,11 +12,11 @@ from pydantic import PlainValidator, WithJsonSchema
 from longhelix.scheduler.request import MOST_TOKENS
 
 _MOST_PROMPTS = 1024
-_PART = 1 << 16  # items of a list that are converted at a time: other threads wait meanwhile
+_PART = 1 << 16  # items of a list that are converted at a time, while other threads wait
 
 
 def _prompts(given: object) -> "list[str | array[int]]":
-    """Validate one prompt or several, of text or token ids."""
+    """Validate one or several prompts of text or token ids."""
     prompts: list[object] = (
         given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
     )
@@ -43,7 +44,7 @@ def _text_or_ids(prompt: object) -> "str | array[int]":
 
 
 def _token_ids(given: object) -> "array[int]":
-    """Return token ids as an int32 array, which takes a tenth of a list's memory."""
+    """Return token ids as an int32 array, which takes a tenth of the memory of a list."""
     if not isinstance(given, list):
         raise ValueError("give a list of token ids")
     found = array("i")

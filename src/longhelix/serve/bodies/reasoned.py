@@ -1,4 +1,4 @@
-"""Request fields of vLLM and SGLang for how reasoning is returned."""
+"""vLLM's and SGLang's request fields that control how reasoning is returned."""
 
 from longhelix.serve.bodies.body import Body
 

@@ -83,14 +83,14 @@ class InputReasoning(Body):
 
 
 class InputMessage(Body):
-    """A message of before, or of now; what a response had as its output is one."""
+    """Message of the conversation: a new message, or a message from the output of an earlier response."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: TextOr[Annotated[list[InputPart], Field(max_length=MOST_PARTS, fail_fast=True)]]
 
     def as_message(self, reasoning: str = "") -> Message:
-        """As chats have it."""
+        """Return the message in the format of /v1/chat/completions."""
         content = self.content if isinstance(self.content, str) else [_chat_part(part) for part in self.content]
         if reasoning and self.role == "assistant":
             return Message(role=self.role, content=content, reasoning_content=reasoning)
@@ -164,7 +164,7 @@ class ResponseBody(SampledBody, PromptEndingBody, ReasonedBody):
     guide_fields = ("text", *SampledBody.guide_fields)
     unserved = _UNSERVED
 
-    n: Annotated[int, Field(ge=1, le=1)] | None = None  # a Literal takes true and 1.0, too
+    n: Annotated[int, Field(ge=1, le=1)] | None = None  # a Literal would also accept true and 1.0
     input: TextOr[Annotated[list[InputItem], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), COUNTED]]
     """Text, or the messages of a conversation."""
     instructions: Text | None = None
@@ -192,7 +192,7 @@ class ResponseBody(SampledBody, PromptEndingBody, ReasonedBody):
         return super().guides() if asked is None else [asked, *super().guides()]
 
     def take_messages(self) -> list[Message]:
-        """Return the conversation, and release it from the body."""
+        """Return the conversation and remove it from the body."""
         told = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*told, Message(role="user", content=self.input)]

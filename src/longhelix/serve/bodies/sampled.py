@@ -1,4 +1,4 @@
-"""Request fields that all endpoints with new tokens share."""
+"""Request fields that all endpoints that generate tokens share."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -13,7 +13,7 @@ from longhelix.serve.bodies.guided import GuidedBody
 from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
 
 _MOST_CHOICES = 64
-_MOST_STOP_CHARACTERS = 2048  # of all stop strings: each new token is checked against all of them
+_MOST_STOP_CHARACTERS = 2048  # total over all stop strings, because each new token is checked against all of them
 _MOST_BIASED = 1024
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -35,9 +35,9 @@ class StreamOptions(Body):
 class SampledBody(GuidedBody):
     """Fields that all endpoints with new tokens share. Null means the default."""
 
-    prompt_field: ClassVar[str]  # name of the field that holds the prompt
-    limit_field: ClassVar[str] = "max_tokens"  # name of the field with the most new tokens
-    unserved: ClassVar[Mapping[str, Unserved]] = UNSERVED  # fields of other servers that are refused
+    prompt_field: ClassVar[str]  # name of the field that contains the prompt
+    limit_field: ClassVar[str] = "max_tokens"  # name of the field with the maximum number of new tokens
+    unserved: ClassVar[Mapping[str, Unserved]] = UNSERVED  # unsupported fields of other servers
 
     model: ModelName | None = None
     """Name of the model; the one of this server by default."""
@@ -107,7 +107,7 @@ class SampledBody(GuidedBody):
         return self
 
     def asks_for(self, option: str) -> bool:
-        """Whether the answer is a stream and the option is set."""
+        """Whether the answer is a stream and this option of `stream_options` is set."""
         return bool(self.stream and self.stream_options is not None and getattr(self.stream_options, option))
 
     @property
@@ -130,7 +130,7 @@ class SampledBody(GuidedBody):
         Each choice has its own seed. Only the first choice computes the log-probabilities of the prompt.
 
         Args:
-            max_new_tokens: most new tokens.
+            max_new_tokens: maximum number of new tokens.
             choice: index of the choice.
             logprobs: number of likeliest tokens at each new token; None for no log-probabilities.
             guide: guide of the answer.
@@ -151,10 +151,10 @@ class SampledBody(GuidedBody):
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": None if self.logit_bias is None else _biases(self.logit_bias),
             "stop": [self.stop] if isinstance(self.stop, str) else self.stop,
-            "top_k": 0 if self.top_k == -1 else self.top_k,  # vLLM's value for no limit
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # -1 is vLLM's value for no limit
             "seed": None if self.seed is None else (self.seed + choice) % 2**63,
         }
-        # A request without new tokens must compute something.
+        # A request must compute something: without new tokens, the log-probabilities of its prompt.
         others = 0 if max_new_tokens == 0 and self.num_prompt_logprobs is not None else None
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -197,7 +197,7 @@ class ScoredBody(SampledBody):
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    """Return biases by token id. JSON has the ids as text."""
+    """Return biases by token id. In JSON, the ids are strings."""
     wrong = next((name for name in given if not _is_written_id(name)), None)
     if wrong is not None:
         raise UserError(f'logit_bias has {wrong[:20]!r}: its keys must be token ids, such as "42"')
@@ -205,5 +205,5 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _is_written_id(name: str) -> bool:
-    """Whether a text is a token id in its only valid form: "42", not "042"."""
+    """Whether a string is a token id in its canonical form, such as "42" but not "042"."""
     return name.isascii() and name.isdigit() and len(name) < 12 and (name == "0" or name[0] != "0")

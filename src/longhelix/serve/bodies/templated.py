@@ -1,4 +1,4 @@
-"""Request fields of transformers, vLLM and SGLang for how the chat template turns messages into a prompt."""
+"""Request fields of transformers, vLLM and SGLang that control how the chat template renders messages."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self
@@ -20,7 +20,7 @@ class TemplatedBody(Body):
         """Return the arguments of `ChatTemplate.render`.
 
         Args:
-            defaults: variables that the server was started with. The request overrides them.
+            defaults: template variables from the server's start options. The request overrides them.
         """
         return {"variables": {**defaults, **self._effort(), **(self.chat_template_kwargs or {})}}
 
@@ -53,7 +53,7 @@ class PromptEndingBody(TemplatedBody):
 
 
 def effort_variables(effort: Effort | None) -> dict[str, Any]:
-    """Return the template variables that set how much the model reasons."""
+    """Return the template variables for this reasoning effort."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}

@@ -11,7 +11,7 @@ from longhelix.serve.bodies.prompt import TokenIds
 from longhelix.serve.bodies.templated import PromptEndingBody
 from longhelix.serve.bodies.unserved import UNSERVED, check_unserved
 
-# Fields of other servers that would change the tokens.
+# Unsupported fields of other servers that would change the tokens.
 _UNSERVED = {
     name: UNSERVED[name] for name in ("chat_template", "documents", "return_token_strs", "mm_processor_kwargs")
 }

@@ -1,7 +1,7 @@
-"""Request fields of other servers that would change an answer and are not supported, with what to use instead.
+"""Request fields of other servers that are not supported but would change an answer, with advice on alternatives.
 
-OpenAI, vLLM, SGLang, llama.cpp, TGI, Ollama and transformers each have fields of their own. Fields that cannot change
-an answer are ignored; tests/unit/serve/test_fields_of_others.py lists those with their reasons.
+OpenAI, vLLM, SGLang, llama.cpp, TGI, Ollama and transformers each define their own fields. The server ignores fields
+that cannot change an answer. tests/unit/serve/test_fields_of_others.py lists the ignored fields with the reasons.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from typing import Any
 class Unserved:
     """Field that is not supported."""
 
-    neutral: tuple[Any, ...] = ()  # accepted values, which change nothing; null is always accepted
-    advice: str = "leave it out"  # what to send instead
+    neutral: tuple[Any, ...] = ()  # accepted values, which have no effect; null is always accepted
+    advice: str = "leave it out"  # advice for the client on what to send instead
 
     def asks_for_nothing(self, value: object) -> bool:
         return value is None or value in self.neutral
@@ -28,7 +28,7 @@ def check_unserved(given: Mapping[str, object] | None, unserved: Mapping[str, Un
         unserved: unsupported fields by name.
 
     Raises:
-        ValueError: one of them has a value that would change the answer.
+        ValueError: an unsupported field has a value that would change the answer.
     """
     for name, value in (given or {}).items():
         if name in unserved and not unserved[name].asks_for_nothing(value):
@@ -36,7 +36,7 @@ def check_unserved(given: Mapping[str, object] | None, unserved: Mapping[str, Un
 
 
 def _ours(name: str, *neutral: Any) -> Unserved:
-    """Return an unsupported field that has another name here."""
+    """Return an unsupported field that this server supports under another name."""
     return Unserved(neutral, f"use {name}")
 
 
@@ -48,7 +48,7 @@ _ALL_PENALTIES_COUNT = "leave it out: penalties here count all tokens"
 _IMAGE_SIZES = Unserved((), "leave it out: images are scaled as the model's own files say")
 
 UNSERVED: dict[str, Unserved] = {
-    # Sampling under another name.
+    # Sampling parameters that have another name here, or only one supported value.
     "repeat_penalty": _ours("repetition_penalty", 1),
     "repeat_last_n": Unserved((-1,), _ALL_PENALTIES_COUNT),
     "penalty_last_n": Unserved((-1,), _ALL_PENALTIES_COUNT),
@@ -150,7 +150,7 @@ UNSERVED: dict[str, Unserved] = {
     "t_max_predict_ms": Unserved((0, -1), "use max_tokens"),
     "n_indent": Unserved((0,)),
     "t_max_prompt_ms": Unserved((0, -1)),
-    # Form of the answer.
+    # Guided decoding.
     "grammar": _ours("guided_grammar", ""),
     "ebnf": _ours("guided_grammar", ""),
     "regex": _ours("guided_regex", ""),
@@ -161,7 +161,7 @@ UNSERVED: dict[str, Unserved] = {
     "guided_whitespace_pattern": Unserved(),
     "grammar_lazy": Unserved((False,)),
     "grammar_triggers": Unserved(([],)),
-    # How messages become a prompt.
+    # Rendering of messages into a prompt.
     "add_special_tokens": Unserved((False,), "use /v1/completions; the model's template adds what messages need"),
     "chat_template": Unserved((), "put its variables into chat_template_kwargs; the template is the model's own"),
     "documents": _TEMPLATE_VARIABLE,
@@ -233,7 +233,7 @@ UNSERVED: dict[str, Unserved] = {
     "session_params": Unserved(({},), "send the whole conversation, or use context"),
     "kv_transfer_params": Unserved(({},)),
     "ec_transfer_params": Unserved(({},)),
-    # Extra contents of the answer.
+    # Additional content of the answer.
     "echo": Unserved((False,), "use /v1/completions"),
     "logprobs": Unserved((False, 0), "use /v1/chat/completions"),
     "top_logprobs": Unserved((0,), "use logprobs, which is a number here"),
