@@ -87,7 +87,7 @@ def text(name: str, value: object, code: str = "invalid_argument") -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{name} has half a surrogate pair at character {error.start}: take it out", code) from error
+        raise UserError(f"{name} has half a surrogate pair at character {error.start}: remove it", code) from error
     return str.__str__(value)
 
 

@@ -120,8 +120,8 @@ def calibrated(rank, size):
 def noted(rank, size):
     """If one rank recorded nothing, or non-finite numbers, all ranks raise and none waits."""
     for unlike, words in (
-        ({}, "seen nothing"),
-        ({"a": 1.0, "b": 2.0}, "other graphs on other ranks"),
+        ({}, "recorded nothing"),
+        ({"a": 1.0, "b": 2.0}, "different graphs on different ranks"),
         ({"a": torch.nan}, "not finite"),
     ):
         for odd in range(size):

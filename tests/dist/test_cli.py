@@ -266,7 +266,7 @@ def test_experts_that_the_config_does_not_name_are_refused(capfd, experts, tmp_p
     config = json.loads((folder / "config.json").read_text())
     for count in (4, 6):
         (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": count}))
-        words = f"gate.weight' has shape [5, 90], but the model's config makes it [{count}, 90]"
+        words = f"gate.weight' has shape [5, 90], but the model's config requires [{count}, 90]"
         assert words in refusal(capfd, *generate(folder))
 
 
@@ -375,7 +375,7 @@ def test_weights_that_do_not_fit_the_config(capfd, model):
         return refusal(capfd, *generate(model))
 
     assert f"no tensor '{name}'" in words({n: w for n, w in weights.items() if n != name})
-    assert "has shape [90, 76], but the model's config makes it [90, 77]" in words(
+    assert "has shape [90, 76], but the model's config requires [90, 77]" in words(
         weights | {name: weights[name][:, :76].contiguous()}
     )
     assert "has dtype I64" in words(weights | {name: weights[name].to(torch.int64)})
@@ -393,7 +393,7 @@ def test_damaged_safetensors(capfd, model):
     header[second]["data_offsets"] = header[first]["data_offsets"]
     changed = json.dumps(header).encode().ljust(length)
     file.write_bytes(struct.pack("<Q", len(changed)) + changed + whole[8 + length :])
-    assert "not a sound safetensors file" in refusal(capfd, *generate(model))
+    assert "not a valid safetensors file" in refusal(capfd, *generate(model))
     file.unlink()
     assert "model.safetensors" in refusal(capfd, *generate(model))
 

@@ -237,7 +237,7 @@ def test_damaged_files_are_named_and_not_used(llm, contexts, name, damage):
             path.write_bytes(b"")
     code, words = refusal(llm, contexts)
     assert code == "invalid_context"
-    assert f"of its file {name}, " in words
+    assert f"(file {name}: " in words
     assert "missing" in words or damage != "missing"
 
 
@@ -254,15 +254,18 @@ def test_a_manifest_of_another_version_is_refused(llm, contexts):
     path = contexts / "document" / "context.json"
     path.write_bytes(path.read_bytes().replace(b'{"version":2', b'{"version":1'))
     code, words = refusal(llm, contexts)
-    assert (code, "has version 1 of the format, and this longhelix reads 2" in words) == ("invalid_context", True)
+    assert (code, "has version 1 of the format, but this version of longhelix reads 2" in words) == (
+        "invalid_context",
+        True,
+    )
 
 
 def test_a_context_that_is_not_there_is_refused_with_those_that_are(llm, contexts, tmp_path):
     assert refusal(llm, contexts, "other") == (
         "unknown_context",
-        f"there is no context 'other' in {contexts}: known are document",
+        f"there is no context 'other' in {contexts}: known contexts are document",
     )
-    assert "there is none" in refusal(llm, tmp_path / "nowhere")[1]
+    assert "the folder has no contexts" in refusal(llm, tmp_path / "nowhere")[1]
     for name in ("", ".", "..", "a/b", ".hidden", "-x", "a\nb", "x" * 200, 5, b"x"):
         code, words = refusal(llm, contexts, name)
         assert (code, words.startswith("a context's name is")) == ("invalid_argument", True)
@@ -271,10 +274,13 @@ def test_a_context_that_is_not_there_is_refused_with_those_that_are(llm, context
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"kv_dtype": "bfloat16"}, "saved with kv_dtype float32, and here it is bfloat16: set kv_dtype to float32"),
-        ({"dtype": "bfloat16"}, "saved with dtype float32, and here it is bfloat16"),
-        ({"block_tokens": 32}, "saved with block_tokens 16, and here it is 32"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "was saved under other rope settings"),
+        (
+            {"kv_dtype": "bfloat16"},
+            "saved with kv_dtype float32, but kv_dtype is now bfloat16: set kv_dtype to float32",
+        ),
+        ({"dtype": "bfloat16"}, "saved with dtype float32, but dtype is now bfloat16"),
+        ({"block_tokens": 32}, "saved with block_tokens 16, but block_tokens is now 32"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "was saved with other RoPE settings"),
         ({"kv_cache_tokens": 16}, "does not fit into the free part of the KV cache"),
     ],
 )
@@ -289,7 +295,7 @@ def test_another_model_is_refused_and_a_copy_of_the_same_is_not(oracles, context
     oracle = oracles("gqa-packed")
     other = make_oracle(MODELS["gqa-packed"], tmp_path / "other", seed=1)
     save_tokenizer_files(other.path)
-    with engine(other, contexts, Layout()) as llm, pytest.raises(UserError, match="of another model") as refused:
+    with engine(other, contexts, Layout()) as llm, pytest.raises(UserError, match="with another model") as refused:
         llm.load_context("document")
     assert refused.value.code == "context_mismatch"
     copy = shutil.copytree(oracle.path, tmp_path / "copy")

@@ -177,8 +177,8 @@ def test_a_fault_in_a_step(server, fault_file, expected, action, rank, point):
     assert health(client)["restarts"] - before["restarts"] == restarted
     assert blocks_held(client, llm) == [0, 0, 0]
     assert Client(url, PROMPTS[0]).begun.wait(BACK_S)
-    seen = f"noticed after {noticed_s:.1f} s, ready after {back_s:.1f} s" if restarted else "no restart"
-    streams = f"{sum(whole)} of {len(clients)} whole" + (f", {failed} with an error" if failed else "")
+    seen = f"detected after {noticed_s:.1f} s, ready after {back_s:.1f} s" if restarted else "no restart"
+    streams = f"{sum(whole)} of {len(clients)} complete" + (f", {failed} with an error" if failed else "")
     print(f"| {action} | {rank} | {point} | {seen} | {streams} |")
 
 
@@ -202,7 +202,7 @@ def test_a_fault_while_there_is_nothing_to_do(server, expected, action, rank):
     one = Client(str(client.base_url), PROMPTS[0])
     one.join(BACK_S)
     assert (one.words, one.ends, one.errors, one.done) == (expected[0], ["length"], [], 1)
-    print(f"| {action} | {rank} | idle | noticed after {noticed_s:.1f} s, ready after {back_s:.1f} s | - |")
+    print(f"| {action} | {rank} | idle | detected after {noticed_s:.1f} s, ready after {back_s:.1f} s | - |")
 
 
 def test_who_comes_while_it_starts_again_is_told_to_come_later(server, fault_file, expected):

@@ -178,7 +178,7 @@ def test_prompts_that_cannot_be_are_refused_in_words(llm, oracle):
     image = oracle.images["a"]
     wide = PIL.Image.new("RGB", (8 * 8, 8 * 8))  # 64 tokens, and all positions are twice as many
     for prompt, more, words in (
-        (ImagePrompt([1, IMAGE], [image, image]), {}, "has 1 places for images, but 2 images"),
+        (ImagePrompt([1, IMAGE], [image, image]), {}, "has 1 image placeholders, but 2 images"),
         (ImagePrompt([1], []), {}, "images is .*: set it to a list of 1 to"),
         (ImagePrompt([1], image), {}, "images is .*: set it to a list of 1 to"),
         ([1, IMAGE, 2], {}, r"1 image tokens \(id 190\), but its images need 0"),
@@ -267,7 +267,7 @@ def damage(folder, oracle):
     (unscaled / "preprocessor_config.json").unlink()
     return (
         (lacking, "differ in 1 tensors, such as 'merger.norm.bias'"),
-        (narrow, "cannot be made of the model's config"),
+        (narrow, "cannot be created from the model's config"),
         (coarse, "makes patches that do not fit"),
         (unscaled, "has no preprocessor_config.json or processor_config.json, but images need"),
     )

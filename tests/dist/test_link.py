@@ -114,7 +114,7 @@ def test_what_travels_is_what_the_formula_says(capfd, toy, nothing_is_left, layo
         assert row["burst_bytes"] == link.burst_bytes(row["rate_mbit"])
         least_s = 8 * (row["sent_bytes"] / 2 - row["burst_bytes"]) / (row["rate_mbit"] * 1e6)
         assert row["prefill_s"] > 0.9 * least_s
-    assert "lets pass at once what it carries in 0.2 ms" in found["sp"]["note"]
+    assert "sends a burst of up to 0.2 ms at its rate" in found["sp"]["note"]
 
 
 @needs_links
@@ -208,7 +208,7 @@ def test_without_links_loopback_is_used_and_said(capfd, monkeypatch, toy):
     assert [(row["link"], row["prompt"]) for row in found["sp"]["rows"]] == [
         ("loopback", prompt) for prompt in (90, 90, 600, 600)
     ]
-    said = "plain loopback without a limit on its rate, because network namespaces need root"
+    said = "plain loopback without a rate limit, because network namespaces need root"
     assert any(said in remark for remark in found["remarks"])
     for row in found["sp"]["rows"]:
         assert row["over_formula"] > 0.99  # others use it, too

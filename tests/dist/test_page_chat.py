@@ -452,7 +452,7 @@ def test_a_refusal_is_a_sentence_and_a_server_that_comes_back_is_found(page, ser
     sampling(page, max_tokens=9000)
     ask(page, QUESTION)
     answered(page)
-    assert "the model's context has 8192" in page.find_element("css selector", ".problem").text
+    assert "the model's context length is 8192" in page.find_element("css selector", ".problem").text
     server.serving.is_draining = True
     until(lambda: page.find_element("id", "connection").text == "Reconnecting")
     assert "shutting down" in page.find_element("id", "live-note").text

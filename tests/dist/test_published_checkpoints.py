@@ -111,7 +111,7 @@ def test_what_changes_nothing_is_told_in_one_warning(path, tmp_path):
         with LLM(str(folder), device="cpu", max_model_len=64):
             pass
     (said,) = [str(one.message) for one in caught if "not read" in str(one.message)]
-    assert said.startswith("3 tensors of the checkpoint are not read")
+    assert said.startswith("3 tensors of the checkpoint, such as ")
 
 
 @pytest.mark.parametrize(

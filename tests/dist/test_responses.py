@@ -125,7 +125,7 @@ def test_the_format_of_the_text_is_followed(server, api, form):
     assert answer.text.format.type == form["type"]
     both = {"input": QUESTION, "text": {"format": form}, "guided_regex": "a"}
     refused = client.post("/v1/responses", json=both).json()["error"]
-    assert "several fields say what the answer has to be: give one of text," in refused["message"]
+    assert "several fields guide the answer: give only one of text," in refused["message"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_what_is_not_served_is_said(api, field, value, streams):
     assert refusal.value.param == field
     assert refusal.value.code
     if field in ("store", "previous_response_id", "conversation"):
-        assert "no response is kept" in refusal.value.message
+        assert "responses are not stored" in refusal.value.message
 
 
 def test_an_answer_that_fails_after_its_stream_began_says_so(server, monkeypatch):

@@ -458,7 +458,7 @@ def test_the_command_that_is_interrupted_twice_ends_at_once_and_tells_its_client
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--host", "0.0.0.0"], "others can reach the server at 0.0.0.0: give --api-key-file"),
+        (["--host", "0.0.0.0"], "other machines can reach the server at 0.0.0.0: give --api-key-file"),
         (["--port", "70000"], "port is 70000"),
         (["--max-waiting-requests", "0"], "max_waiting_requests is 0"),
         (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs must be a JSON object"),

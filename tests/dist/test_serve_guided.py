@@ -123,7 +123,7 @@ def test_answers_follow_other_guides(server, field, pattern):
 @pytest.mark.parametrize(
     ("field", "words"),
     [
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "several fields say what the answer has to be"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "several fields guide the answer"),
         ({"response_format": {"type": "json_object"}, "guided_json": SCHEMA}, "several fields"),
         ({"guided_regex": "a", "ignore_eos": True}, "leave out ignore_eos or the guide"),
         ({"guided_regex": "a(b"}, "unclosed group"),
@@ -250,11 +250,11 @@ def test_calls_and_their_results_go_into_the_conversation(with_tools):
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "a call whose arguments are not JSON",
+            "the arguments of a call are not JSON",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
-            "a call whose arguments are no JSON object",
+            "the arguments of a call are not a JSON object",
         ),
     ],
 )
@@ -270,4 +270,4 @@ def test_a_template_without_tools_refuses_them(server):
     client, _ = server
     answer = client.post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == 400
-    assert "the model's chat template takes no tools" in answer.json()["error"]["message"]
+    assert "the model's chat template does not support tools" in answer.json()["error"]["message"]

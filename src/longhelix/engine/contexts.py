@@ -1,4 +1,4 @@
-"""Saved contexts: the KV of long prompts, saved on disk by one layout and loaded by any other."""
+"""Saves the KV of long prompts to disk as contexts. Any layout can load a context that another layout saved."""
 
 import hashlib
 import struct
@@ -36,7 +36,7 @@ class NewContext:
     name: str
     token_ids: "array[int]"  # int32
     cache_salt: str
-    replace: bool  # whether to overwrite a context of the same name
+    replace: bool  # True to overwrite a context of the same name
 
     @property
     def capacity_tokens(self) -> int:
@@ -59,7 +59,7 @@ class ReadContext:
 
     saved: SavedContext
     token_ids: "array[int]"  # int32
-    cache_salt: str  # requests that use the context need the same one
+    cache_salt: str  # requests that use the context must have the same salt
     hashes: Sequence[bytes]  # hashes of its blocks with this salt, see `PrefixCache.hashes`
 
 
@@ -148,7 +148,7 @@ class Contexts:
     def before(
         self, context: ReadContext, prompt: Sequence[int], sampling: SamplingParams
     ) -> tuple["array[int]", Sequence[bytes]]:
-        """Return the token ids of a context followed by those of a prompt, and the block hashes that are already known.
+        """Return the token ids of a context followed by the prompt's token ids, and the block hashes that are known.
 
         The ranks load the context if the KV cache has room for it now and if its keys were rotated with the request's
         RoPE frequencies. Otherwise the request computes the context when it runs.
@@ -216,7 +216,7 @@ class Contexts:
     def _origin(self, num_rows: int) -> Origin:
         """Return everything that the KV of a request depends on.
 
-        num_rows: the largest number of the request's tokens that have keys. Some kinds of RoPE depend on this number.
+        num_rows: the maximum number of tokens of the request that have keys. Some kinds of RoPE depend on this number.
         """
         config = self._config
         if not self._fingerprint:

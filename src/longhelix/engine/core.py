@@ -85,7 +85,7 @@ class TokenCore:
         """
         self.config = config
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
-        self._failure = ""  # why the core ended; empty while it runs
+        self._failure = ""  # why the core ended; empty while the core runs
         self._next_id = 0
         # The pool has no reference to this core. An unused core is therefore freed immediately, without the garbage
         # collector. The finaliser keeps the pool intact until then. Otherwise the garbage collector could close the
@@ -132,12 +132,12 @@ class TokenCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a step to run, or a running step to wait for."""
+        """True if there is a step to run, or a running step to wait for."""
         return self._loop.has_work
 
     @property
     def has_failed(self) -> bool:
-        """Whether the core has failed or was closed."""
+        """True if the core has failed or was closed."""
         return self._failure != ""
 
     def check_running(self) -> None:
@@ -318,7 +318,7 @@ class TokenCore:
         return events
 
     def watch(self) -> None:
-        """Check the ranks while there is no work. Raises EngineError if one of them has failed."""
+        """Check the ranks while there is no work. Raises EngineError if a rank has failed."""
         self.check_running()
         assert not self.has_work, "while there is work, `poll` notices failures"
         try:
@@ -343,7 +343,7 @@ class TokenCore:
     def hold(
         self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str, hashes: Sequence[bytes]
     ) -> HeldPrefix | None:
-        """Pin the KV blocks that a prompt fills, as a request with this capacity and salt does (see `Scheduler.hold`).
+        """Pin the KV blocks of a prompt, as a request with this capacity and salt would do (see `Scheduler.hold`).
 
         hashes: the block hashes that the method `hashes` returned for the same arguments.
         """
@@ -454,7 +454,7 @@ class _Ranks:
 
 
 def _root(config: EngineConfig) -> Callable[[Request], bytes]:
-    """Return a function that identifies what a request's KV depends on besides its tokens.
+    """Return a function that computes an identifier for everything that a request's KV depends on, except its tokens.
 
     For some kinds of RoPE, the KV depends on the maximum length of the request.
     """

@@ -14,8 +14,8 @@ class HopB:
     parts: int = 1
     exchanges: int = 0  # number of exchanges per layer, over all steps; 0 with one KVP rank
     # Seconds that a rank waited for exchanges after it had computed all of its attention, including waits for late
-    # peers. Each step counts with the longest wait of any rank. None if the time is not measured: with ranks that share
-    # memory, on GPUs, with compiled layers, or with one KVP rank.
+    # peers. Each step adds the longest wait of any rank. None if the time is not measured. It is not measured if ranks
+    # share memory, on GPUs, with compiled layers, or with one KVP rank.
     exposed_s: float | None = 0.0
 
 

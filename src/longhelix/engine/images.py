@@ -80,14 +80,14 @@ def _items(images: object) -> Sequence[Any]:
 
 
 def _with_places(ids: list[int], num_images: int, vision: VisionSpec) -> list[int]:
-    """Return the ids of a prompt with an image token for every image. If it has none, all images come first."""
+    """Return a prompt's ids with one image token per image. In a prompt without image tokens, images come first."""
     places = ids.count(vision.image_token_id)
     if places == num_images:
         return ids
     if places:
         raise UserError(
-            f"the prompt has {places} places for images, but {num_images} images: give one image for each place, or "
-            "leave out all places to put the images first"
+            f"the prompt has {places} image placeholders, but {num_images} images: give one image for each "
+            "placeholder, or leave out all placeholders to put the images first"
         )
     return [vision.start_token_id, vision.image_token_id, vision.end_token_id] * num_images + ids
 

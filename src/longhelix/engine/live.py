@@ -21,25 +21,25 @@ class Live:
     """A request that has been added and has not ended."""
 
     request: Request
-    tokens: TextStream  # turns its tokens into text
+    tokens: TextStream  # converts the request's tokens to text
     stops: StopStrings
     deltas: deque[Delta]  # the queue that its caller reads
     arrival: Moment
-    context: str | None = None  # the saved context that its prompt begins with
+    context: str | None = None  # name of the saved context with which the prompt begins
     images: Sequence[ShownImage] = ()
     # Number of engine failures while the request ran. The number is reset when the request has produced two tokens
     # after a start. Prefill produces the first token and a decode step the second, so both have then succeeded.
     failures: int = 0
     new_tokens: int = 0  # tokens produced since the request last started
-    spent: Usage | None = None  # its usage in engines that have failed
+    spent: Usage | None = None  # the request's usage in engines that have failed
     reasoning: ReasoningSplitter | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)  # when each token came, by the monotonic clock
+    times_s: list[float] = field(default_factory=list)  # when each token was produced, on the monotonic clock
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)  # text of each token, including stop strings
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
-    ending: SampledToken | None = None  # the stop token that ended it
+    ending: SampledToken | None = None  # the end-of-sequence or stop token that ended the request
 
     def take(self, event: TokenEvent, now_s: float) -> tuple[str, str | None, FinishReason | None]:
         """Record a token event.

@@ -54,7 +54,7 @@ class LLM:
 
     Args:
         model: "builtin", a folder in Hugging Face format, or a GGUF file.
-        layout: how the model is divided over the ranks. By default, one rank runs the whole model.
+        layout: how the model is sharded across the ranks. By default, one rank runs the whole model.
         on_load: called with the fraction of the weights that has been loaded, from 0 to 1.
         on_warm_up: called with the fraction of the warm-up that has been completed, from 0 to 1.
         settings: engine settings. Each one is a field of `EngineOptions`.
@@ -192,13 +192,13 @@ class LLM:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has work to run or deltas to return."""
+        """True if `step` has work to run or deltas to return."""
         lost = bool(self._lost) and not self._core.has_failed
         return lost or bool(self._deltas or self._savings) or self._core.has_work
 
     @property
     def is_saving(self) -> bool:
-        """Whether contexts are being computed or written. Any thread may read this property."""
+        """True if contexts are being computed or written. Any thread may read this property."""
         return bool(self._savings)
 
     def add(
@@ -381,12 +381,12 @@ class LLM:
         return self._take_deltas()
 
     def watch(self) -> None:
-        """Check the ranks while there is no work. Raises EngineError if one of them has failed."""
+        """Check the ranks while there is no work. Raises EngineError if a rank has failed."""
         self._core.watch()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed or was closed. In this state, no request runs."""
+        """True if the engine has failed or was closed. In this state, no request runs."""
         return self._core.has_failed
 
     def _take_deltas(self) -> list[Delta]:
@@ -446,7 +446,7 @@ class LLM:
             raise UserError(
                 "a saved context holds text only: save it without images, and give the images in each prompt"
             )
-        if isinstance(prompt, str):  # a tokenizer may turn empty text into a token, its BOS
+        if isinstance(prompt, str):  # a tokenizer may convert empty text to a BOS token
             return self.tokenizer.encode(prompt) if prompt else []
         return prompt
 
@@ -454,7 +454,9 @@ class LLM:
         if not isinstance(context, ReadContext):
             return self._contexts.read(context, service.cache_salt)
         if context.cache_salt != service.cache_salt:
-            raise UserError("the request's cache_salt differs from the one its context was read with: use the same one")
+            raise UserError(
+                "the request's cache_salt differs from the one that its context was loaded with: use the same value"
+            )
         return context
 
     def _after(
@@ -463,7 +465,7 @@ class LLM:
         """Load a context into the ranks.
 
         Returns:
-            The context's token ids followed by those of the prompt, and the block hashes that are already known.
+            The context's token ids followed by the prompt's token ids, and the block hashes that are already known.
         """
         more = self.tokenizer.encode_more(prompt) if isinstance(prompt, str) else prompt
         return self._contexts.before(context, more, sampling)
@@ -528,8 +530,8 @@ class LLM:
     def sequence_parallel_report(self) -> dict[str, Any] | None:
         """Return what the compiler pass of `enable_sp` changed in the graphs of one rank of each pipeline stage.
 
-        Each call queries the ranks. docs/guides/sequence-parallel-passes.md explains the names. For a graph that
-        accepts any number of tokens, the report has the bytes for the number of tokens with which it was traced.
+        Each call queries the ranks. docs/guides/sequence-parallel-passes.md explains the names. If a graph
+        accepts any number of tokens, its bytes are for the number of tokens with which the graph was traced.
 
         Returns:
             {"patterns": {name: matches}, "collectives": {"before": {kind: count}, "after": {}}, "bytes": {"before":
@@ -701,7 +703,7 @@ def _with_ends(config: EngineConfig, end_ids: Sequence[int]) -> EngineConfig:
 
 
 def _checked_arrival(arrival_s: float | None, now_s: float) -> float:
-    """Return when a request arrived. Raises UserError for a time in the future or a value that is not finite."""
+    """Return the arrival time of a request. Raises UserError for a time in the future or a non-finite value."""
     if arrival_s is None:
         return now_s
     allowed = "a time in the past, as time.monotonic() returned it, or leave it out"

@@ -32,7 +32,7 @@ class ObservedStep:
     parts: int  # see `Work`
     predicted_s: float | None  # predicted duration when the step was sent; None without a cost model
     taken_s: float  # measured duration
-    exposed_s: float | None  # how long ranks waited for exchanges; None if this was not measured
+    exposed_s: float | None  # how long ranks waited for exchanges; None if this time was not measured
     exchanged_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""The settings of an engine. Each one is declared once, with its type, default, check and documentation.
+"""The settings of an engine. Each setting is declared once, with its type, default, check and documentation.
 
 Python, the command line, YAML files and benchmarks all read the settings from here.
 """
@@ -17,7 +17,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES
 from longhelix.values import above_zero, flag, one_of, refused, seconds, text, weight, whole
 
-_MOST_POOL_TOKENS = 2**62  # over all ranks
+_MOST_POOL_TOKENS = 2**62  # total over all ranks
 _MOST_RUNNING = 2**16
 # Largest adaptive chunk. Larger chunks use more memory but do not make matrix products faster.
 MOST_CHUNK_TOKENS = 2048
@@ -39,7 +39,7 @@ class Count:
 
     least: int = 1
     most: int = MOST_TOKENS
-    tokens: bool = True  # whether the value counts tokens; the command line accepts token counts with a unit
+    tokens: bool = True  # True if the value counts tokens; the command line accepts token counts with a unit
 
     def __call__(self, name: str, value: object) -> int:
         return whole(name, value, self.least, self.most)
@@ -122,7 +122,8 @@ def _setting(default: Any, check: Check, documentation: str, flag: str = "", neg
 class EngineOptions:
     """Engine settings as a user gives them. If a setting is None, the engine chooses its value.
 
-    When the engine starts, it also checks everything that depends on the model, the layout or the machine.
+    This class checks each value alone. The engine also checks at its start that the settings fit the model, the layout
+    and the machine.
 
     Raises:
         UserError: a value is invalid for every engine.
@@ -193,7 +194,7 @@ class EngineOptions:
     slo_scale: float = _setting(
         2.0,
         above_zero,
-        "Deadline for the first token of a request without one, as a multiple of its predicted prefill time when "
+        "Deadline for the first token of a request that sets none, as a multiple of its predicted prefill time when "
         "it runs alone. The deadline is at least 1 s.",
     )
     client_weights: Mapping[str, float] | None = _setting(
@@ -236,8 +237,8 @@ class EngineOptions:
     growth_limit_tokens: int | str = _setting(
         4096,
         CountOrAuto(),
-        "With --placement growing, tokens on one rank before the next rank joins. auto takes the "
-        "number that, by the performance model, a decode step reads in half of the request's time between tokens.",
+        "With --placement growing, number of tokens on one rank before the next rank joins. auto takes the number "
+        "that the performance model predicts a decode step to read in half of the request's time between tokens.",
     )
     batch_invariant: bool = _setting(
         False,
@@ -286,7 +287,8 @@ class EngineOptions:
         None,
         Count(tokens=False),
         "Maximum number of parts that HOP-B splits a batch into, to overlap the exchange of one part with the "
-        "attention of the next; 1 turns it off. [default: the fastest number by the performance model, per step]",
+        "attention of the next; 1 turns it off. [default: the number that the performance model predicts to be "
+        "fastest, for each step]",
     )
     contexts_dir: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None, path, "Folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"

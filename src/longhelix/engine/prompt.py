@@ -29,7 +29,7 @@ class ReadPrompt:
     """An `ImagePrompt` after the vision tower has run on its images. `LLM.read` returns it."""
 
     token_ids: Sequence[int]  # each image token is repeated once for every token of its image
-    images: Sequence[ShownImage]  # in the order of their positions in the prompt
+    images: Sequence[ShownImage]  # the prompt's images, in the order of their positions
 
 
 Prompt = str | Sequence[int] | ImagePrompt | ReadPrompt

@@ -32,9 +32,9 @@ from longhelix.values import one_of, refused
 
 # Limit on the ranks per core. Ranks that share a core take turns, and all ranks wait for each other at every exchange.
 _RANKS_PER_CORE = 4
-_FEW_RANKS = 64  # allowed on any machine, so that users can try out a layout
+_FEW_RANKS = 64  # number of ranks that any machine may run, so that users can try out a layout
 # Limits on the memory for image states in the engine's process, in bytes and as a fraction of the free memory. They
-# apply twice: to waiting requests and to the vision tower. An image of 1,024 tokens takes 34 MB in a model with a
+# apply separately to waiting requests and to the vision tower. An image of 1,024 tokens takes 34 MB in a model with a
 # hidden size of 4,096.
 _MOST_IMAGE_BYTES, _IMAGE_SHARE = 2**29, 1 / 16
 
@@ -207,7 +207,7 @@ def _image_bytes(spec: ModelSpec) -> int:
 def _memories(
     spec: ModelSpec, layout: Layout, gpu_bytes: list[int] | None, longest_tokens: int, taken_bytes: int
 ) -> list[tuple[int, range]]:
-    """Return the size of each memory in bytes, and the ranks that share this memory.
+    """Return the size of each memory in bytes, with the ranks that use this memory.
 
     On CPUs, all ranks share the free memory of the host, less `taken_bytes`. On GPUs, each rank has its own memory.
     """
@@ -235,7 +235,7 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
 
 
 def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLanguageCheckpoint) -> ModelSpec:
-    """Use the checkpoint's own head if it differs from the embedding, even if the config ties the two.
+    """Use the checkpoint's own head if it differs from the embedding, even if the config ties head and embedding.
 
     transformers does the same.
     """
@@ -373,7 +373,7 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
         )
     if layout.ffn_replicas > 1 and (layout.ep > 1 or layout.ffn_replicas != layout.kvp):
         raise UserError(
-            f"a tied layout has a copy of the FFN with all experts on each of {layout.kvp} KVP instances, but ep is "
+            f"a tied layout replicates the FFN with all experts on each of {layout.kvp} KVP instances, but ep is "
             f"{layout.ep} and ffn_replicas is {layout.ffn_replicas}: leave ep out, and set ffn_replicas to "
             f"{layout.kvp}",
             "invalid_layout",

@@ -12,7 +12,7 @@ class Result:
 
     text: str
     token_ids: list[int]  # new tokens, without the end-of-sequence or stop token that ended the answer
-    prompt_tokens: int  # number of prompt tokens, including those of a saved context
+    prompt_tokens: int  # number of prompt tokens, including the tokens of a saved context
     finish_reason: FinishReason
     ttft_s: float | None  # seconds from arrival to the first token; None without a token
     tbt_s: list[float]  # seconds between consecutive tokens, one entry fewer than tokens
@@ -29,7 +29,7 @@ class Result:
     # output) that the engine has run.
     exchanged_bytes_per_token: float
     hop_b: HopB  # how exchanges overlapped attention
-    logprobs: list[dict[int, float]] | None  # for each new token, natural logs by token id; None if not requested
+    logprobs: list[dict[int, float]] | None  # for each new token, log-probabilities by token id; None if not requested
     error: str | None = None  # why this request failed; set if finish_reason is "error"
     # For each prompt token, natural log-probabilities by token id. The first entry is None, because the first token has
     # no predecessor. Tokens that were not run because of an abort or an error are missing. The whole list is None if

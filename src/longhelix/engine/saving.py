@@ -1,4 +1,4 @@
-"""Saves a context. A request computes its KV. The ranks then write the KV to disk, one part between two steps."""
+"""Saves a context. A request computes the context's KV. The ranks then write one part to disk between two steps."""
 
 from collections import deque
 from collections.abc import Callable, Generator
@@ -21,7 +21,7 @@ class Computing:
 
     add: Callable[[deque[Delta]], int]  # queues the request and returns its id; its deltas go into the deque
     prefilled: Callable[[int], int]  # how many of its prompt tokens were sent to the ranks; 0 while it waits
-    abort: Callable[[int], object]  # ends the request
+    abort: Callable[[int], object]  # aborts the request
 
 
 class Saving:
@@ -47,7 +47,7 @@ class Saving:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the context has been saved or saving it has failed."""
+        """True if the context has been saved or saving it has failed."""
         return self.status in ("ready", "failed")
 
     def advance(self) -> bool:

@@ -62,8 +62,8 @@ def _with(
         )
     if layout.ffn_ranks == 1:
         warnings.warn(
-            "sequence parallelism is off because each rank has the whole FFN: choose a layout that divides the FFN, or "
-            "leave sequence parallelism out",
+            "sequence parallelism is off because each rank has the whole FFN: choose a layout that shards the FFN, "
+            "or leave sequence parallelism out",
             stacklevel=5,
         )
         return TokenRanges(tuple(splits))

@@ -32,7 +32,8 @@ class ShownImages:
 
     Ranks keep an image's rows for one step only, so waiting requests use no memory on the ranks. This process keeps the
     states of an image until its last row has been sent for a step. If the states of all images exceed `most_bytes`, the
-    remaining states are computed when a step needs them. The same applies to the images of a request that starts again.
+    remaining states are computed when a step needs them. After a request starts again, the states of its images are
+    also computed when a step needs them.
     """
 
     def __init__(self, layers: int, most_bytes: int) -> None:
@@ -42,7 +43,7 @@ class ShownImages:
         """
         self._layers, self._most_bytes = layers, most_bytes
         self._of_request: dict[int, list[ShownImage]] = {}
-        self._awaited: dict[int, set[int]] = {}  # by request: images with rows that were not sent yet
+        self._awaited: dict[int, set[int]] = {}  # by request: indices of the images with rows that were not sent yet
         self._lengths: dict[int, int] = {}  # by running request: tokens that were part of a step so far
         self._states: dict[bytes, bytes] = {}  # by digest
         self._wanted = Counter[bytes]()  # by digest: number of prompt positions that still need the image

@@ -26,7 +26,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves on one pair of axes."""
+    """A plot of curves on one pair of axes."""
 
     title: str
     x: str  # label of the x axis
@@ -34,12 +34,12 @@ class Panel:
     curves: Sequence[Curve]
     log: str = ""  # logarithmic axes: "", "x", "y" or "xy"
     limit: tuple[str, float] | None = None  # name and y value of a horizontal line, such as a target of the paper
-    every_x: bool = False  # whether the axis has a tick at each x value of the curves
+    every_x: bool = False  # True if the x axis has a tick at each x value of the curves
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Panels in one row."""
+    """A figure that consists of one row of panels."""
 
     name: str  # file name, without a suffix
     title: str

@@ -1,4 +1,4 @@
-"""Compare published numbers with those of the performance model, and explain the differences in tables."""
+"""Compare published numbers with numbers of the performance model, and explain the differences in tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,9 +35,9 @@ class Claim:
     published: float
     modelled: float
     unit: str  # unit of both numbers
-    note: str = ""  # comparison of the two numbers, or the assumption that makes them differ
-    bound: Literal["", "<", ">"] = ""  # whether the paper gives the number itself, an upper bound or a lower bound
-    formula: bool = False  # whether the model's number depends on no fitted constants
+    note: str = ""  # comparison of both numbers, or the assumption that explains their difference
+    bound: Literal["", "<", ">"] = ""  # "<" or ">" if the paper gives an upper or lower bound
+    formula: bool = False  # True if the model's number does not depend on fitted constants
 
     @property
     def residual(self) -> float:
@@ -46,7 +46,7 @@ class Claim:
 
     @property
     def holds(self) -> bool:
-        """Whether the model is within TOLERANCE of the published number, or satisfies the published bound."""
+        """True if the model's number is within TOLERANCE of the published number, or satisfies the published bound."""
         if self.bound == "<":
             return self.residual <= 0
         if self.bound == ">":
@@ -71,7 +71,7 @@ class Constant:
 
     name: str
     value: float
-    source: str  # a text that starts with "fitted" if the value is fitted to published results
+    source: str  # starts with "fitted" if the value is fitted to published results
 
     @property
     def fitted(self) -> bool:
@@ -79,7 +79,7 @@ class Constant:
 
 
 def constants(system: HardwareSpec, dtype: str) -> tuple[Constant, ...]:
-    """Return the constants of a system that the model uses when matrix products run in `dtype`."""
+    """Return the constants of a system that the performance model uses if matrix products run in `dtype`."""
     rate = Constant(f"flops_per_s.{dtype}", system.rate(dtype), system.sources[f"flops_per_s.{dtype}"])
     return (rate, *(Constant(name, attrgetter(name)(system), system.sources[name]) for name in _CONSTANTS))
 
@@ -114,4 +114,4 @@ class Reproduction:
     constants: tuple[Constant, ...]  # constants of the system behind the claims
     tables: tuple[Table, ...]
     drawings: Sequence[Drawing] = field(repr=False)
-    left_out: tuple[str, ...] = ()  # figures and parts that are not modelled, and why
+    left_out: tuple[str, ...] = ()  # figures and parts of the paper that are not modelled, with the reasons

@@ -1,4 +1,4 @@
-"""Write drawings as PNG and SVG files with matplotlib (the extra `plan`), imported only when needed."""
+"""Write drawings as PNG and SVG files with matplotlib (the extra `plan`). It is imported only when needed."""
 
 import importlib.util
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ def require() -> None:
 def save(drawings: Iterable[Drawing], folder: Path) -> Iterator[Path]:
     """Write NAME.png and NAME.svg of each drawing into `folder`, and yield their paths.
 
-    The same data always gives the same bytes.
+    The same drawing always gives files with the same bytes.
     """
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Figures 5 to 7 of Helix: frontiers of strategies, gains over the baseline, and the loss without HOP-B."""
+"""Compute figures 5 to 7 of Helix: frontiers of strategies, gains over the baseline, and the loss without HOP-B."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ _MOST_BATCH = 4096
 
 @dataclass(frozen=True)
 class Loss:
-    """The lost share of tokens/s/user at equal tokens/s/GPU, over the points of a frontier."""
+    """The fraction of tokens/s/user that is lost at equal tokens/s/GPU, over the points of a frontier."""
 
     median: float
     most: float  # maximum
@@ -45,7 +45,10 @@ class Frontiers:
         return gain(ours.user_tokens_per_s, ours.gpu_tokens_per_s, base.user_tokens_per_s, base.gpu_tokens_per_s)
 
     def loss_without_hop_b(self) -> Loss:
-        """Return the loss at each tokens/s/GPU of the frontier with HOP-B that layouts without HOP-B also reach."""
+        """Return the loss without HOP-B over the points of the frontier with HOP-B.
+
+        The loss excludes points whose tokens/s/GPU no layout without HOP-B reaches.
+        """
         exposed, hidden = self.of("helix_exposed"), best(self.of("helix"))
         wanted = hidden.gpu_tokens_per_s[hidden.gpu_tokens_per_s <= exposed.gpu_tokens_per_s.max()]
         without = at_least(exposed.gpu_tokens_per_s, exposed.user_tokens_per_s, wanted)
@@ -62,7 +65,7 @@ def frontiers(setting: Setting, *, powers_of_two: bool, seconds: DecodeSeconds =
     """Evaluate the layouts of up to MAX_GPUS GPUs at CONTEXT tokens.
 
     Args:
-        powers_of_two: whether to evaluate only numbers of GPUs and batch sizes that are powers of two.
+        powers_of_two: True to evaluate only numbers of GPUs and batch sizes that are powers of two.
         seconds: function that returns the time of a decode step.
     """
     chosen, sizes = space(setting.model, MAX_GPUS), batches(_MOST_BATCH)
@@ -97,8 +100,8 @@ def headline(
 
     Args:
         baseline: strategies to compare Helix with.
-        coarse_gain: whether the gain uses only numbers of GPUs and batch sizes that are powers of two.
-        coarse_loss: like `coarse_gain`, for the loss without HOP-B.
+        coarse_gain: True to compute the gain only with numbers of GPUs and batch sizes that are powers of two.
+        coarse_loss: the same as `coarse_gain`, but for the loss without HOP-B.
         seconds: function that returns the time of a decode step.
     """
     fine, coarse = (frontiers(setting, powers_of_two=powers, seconds=seconds) for powers in (False, True))
@@ -108,7 +111,7 @@ def headline(
 
 
 def normalised(points: Points, base: Points) -> tuple[Array, Array]:
-    """Return tokens/s/user and tokens/s/GPU on the frontier of `points`, relative to the best values in `base`."""
+    """Return tokens/s/user and tokens/s/GPU of the frontier of `points`, relative to the best values of `base`."""
     edge = best(points)
     return (
         edge.user_tokens_per_s / base.user_tokens_per_s.max(),

@@ -1,4 +1,4 @@
-"""Reproduce Helix (arXiv 2507.07120): figures, headline numbers, and explanations for deviations of the model."""
+"""Reproduce Helix (arXiv 2507.07120): its figures, its headline numbers, and explanations of the differences."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Settin
         preset: DeepSeek-R1 on the preset gb300, to compare with measurements.
     """
     models = (
-        # The baseline of R1 has no tied layouts, because the paper considers them impossible with MLA and experts.
+        # The baseline of R1 excludes tied layouts, because the paper says that MLA and experts rule them out.
         Evaluated("DeepSeek-R1", r1, ("tp", "dp_ep", "dp_tp")),
         Evaluated("Llama-405B", dense, ("tp", "dp_tp", "tied")),
     )
@@ -73,54 +73,59 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Settin
 
 
 _CONDITIONS = (
-    "Figures 5 to 7 come from the planner's sweep. It evaluates every combination of TP, PP, EP, DP and KVP on 1 to 64 "
-    "GPUs with every batch size that fits in memory. Activations are bfloat16; weights, KV and arithmetic are FP4.",
-    "kernel_s and collective_s are fitted to the gains in tokens/s/user and to the loss without HOP-B, so these "
-    "numbers are not predictions.",
-    "The gains use only numbers of GPUs and batch sizes that are powers of two. The published 32x and 4x are powers of "
-    "two, which suggests that the paper's sweep used this grid, but the paper does not say so. The grid was chosen "
-    "with the published numbers in view: with all sizes, the gain in tokens/s/GPU of Llama-405B is more than 15% above "
-    "the paper. The first rows of the sensitivity table and the panels of Figures 5 and 6 show both grids.",
+    "Figures 5 to 7 come from the planner's sweep. The sweep evaluates every combination of TP, PP, EP, DP and KVP on "
+    "1 to 64 GPUs, with every batch size that fits in memory. Activations are in bfloat16. Weights, KV and arithmetic "
+    "are in FP4.",
+    "kernel_s and collective_s are fitted to the gains in tokens/s/user and to the loss without HOP-B, so the "
+    "gains in tokens/s/user and the losses below are not predictions.",
+    "The gains use only numbers of GPUs and batch sizes that are powers of two. The published gains of 32x and 4x "
+    "are powers of two. This suggests that the sweep of the paper used this grid, but the paper does not say so. The "
+    "grid was chosen after a comparison with the published numbers: with all sizes, the gain in tokens/s/GPU of "
+    "Llama-405B is more than 15% above the paper. The first rows of the sensitivity table and the panels of Figures "
+    "5 and 6 show both grids.",
     "The baseline is the best of TP and data-parallel attention (with experts or with a TP FFN), each with any number "
     "of pipeline stages. For 405B, the baseline also includes tied KVP, as in Medha.",
-    "The loss without HOP-B is the loss of tokens/s/user at equal tokens/s/GPU over the frontier, with all numbers of "
-    "GPUs and all batch sizes. On the coarse grid, it would measure the distance to the next point.",
-    "Figure 1 uses appendix A's formula, which counts Wo at TPA. All other results count Wo where it runs, over all "
-    "ranks.",
+    "The loss without HOP-B is the loss of tokens/s/user at equal tokens/s/GPU over the frontier, with all numbers "
+    "of GPUs and all batch sizes. On a grid of powers of two, the loss would mainly depend on the distance to the "
+    "next point.",
+    "Figure 1 uses the formula of appendix A, which shards Wo over the TPA ranks. In all other results, Wo is sharded "
+    "over all ranks, as in Helix.",
 )
 
 
 def _hop_b_claims() -> tuple[Claim, ...]:
     setting = "8 requests, attention 2 and exchange 1.2 units each"
     return (
-        Claim("3", "in lockstep", setting, published=25.6, modelled=float(pipelined_s(8 * 2.0, 8 * 1.2, 1)),
+        Claim("3", "total time in lockstep", setting, published=25.6, modelled=float(pipelined_s(8 * 2.0, 8 * 1.2, 1)),
               unit="units", formula=True),
-        Claim("3", "with HOP-B", setting, published=17.0, modelled=float(pipelined_s(2.0, 1.2, 8)), unit="units",
-              formula=True, note="the figure says 17; a + (n - 1) max(a, c) + c is 17.2"),
+        Claim("3", "total time with HOP-B", setting, published=17.0, modelled=float(pipelined_s(2.0, 1.2, 8)),
+              unit="units",
+              formula=True, note="the figure says 17, but a + (n - 1) max(a, c) + c is 17.2"),
     )  # fmt: skip
 
 
 def _claims(models: tuple[Evaluated, ...], headlines: list[Headline]) -> list[Claim]:
     published = ((1.5, 32.0, 0.01, "5"), (1.13, 4.0, 0.12, "6"))
     claims = [
-        Claim("5, 6", "configurations evaluated", "both models", published=100_000,
+        Claim("5, 6", "number of configurations evaluated", "both models", published=100_000,
               modelled=sum(found.configurations for found in headlines), unit="", bound=">", formula=True)
     ]  # fmt: skip
     for model, found, (interactivity, throughput, loss, figure) in zip(models, headlines, published, strict=True):
         setting = f"{model.title}, {_GRID}"
         missed = (
-            "the exchange's fixed cost explains the difference: in the paper, exchanges take 1% of a step, which is "
-            "0.8 us per layer for 61 layers and a step of about 5 ms; see the sensitivity table"
+            "the fixed cost of an exchange explains the difference. In the paper, exchanges take 1% of a step, which "
+            "is 0.8 us per layer for 61 layers and a step of about 5 ms (see the sensitivity table)"
         )
-        most = f"up to {found.loss.most:.1%} on the frontier"
+        most = f"the maximum on the frontier is {found.loss.most:.1%}"
         claims += [
-            Claim(figure, "best tokens/s/user over the best baseline", setting, published=interactivity,
+            Claim(figure, "best tokens/s/user relative to the best baseline", setting, published=interactivity,
                   modelled=found.gain.interactivity, unit="x"),
-            Claim(figure, "tokens/s/GPU at equal tokens/s/user, maximum", setting, published=throughput,
-                  modelled=found.gain.throughput, unit="x",
+            Claim(figure, "tokens/s/GPU relative to the baseline at equal tokens/s/user, maximum", setting,
+                  published=throughput, modelled=found.gain.throughput, unit="x",
                   note=f"at {found.gain.at_user_tokens_per_s:.0f} tokens/s/user"),
             Claim("7", "tokens/s/user lost without HOP-B, median", setting, published=100 * loss,
-                  modelled=100 * found.loss.median, unit="%", note=f"{most}; {missed}" if loss == 0.01 else most),
+                  modelled=100 * found.loss.median, unit="%",
+                  note=f"{most}. In the model, {missed}" if loss == 0.01 else most),
         ]  # fmt: skip
     return claims
 
@@ -140,27 +145,27 @@ def _sizes(models: tuple[Evaluated, ...]) -> Table:
 
 
 def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
-    """Compute the headline numbers with other assumptions. Each row of the table changes one assumption."""
+    """Return a table of the headline numbers with other assumptions. Each row changes one assumption."""
     system = models[0].setting.system
     link = system.scale_up
     changes: list[tuple[str, dict[str, float], dict[str, Any]]] = [
-        ("as modelled", {}, {}),
-        ("gains on the grid of all numbers of GPUs and all batch sizes", {}, {"coarse_gain": False}),
-        ("HOP-B loss on the grid of powers of two", {}, {"coarse_loss": True}),
+        ("assumptions of this report", {}, {}),
+        ("gains computed with all numbers of GPUs and all batch sizes", {}, {"coarse_gain": False}),
+        ("HOP-B loss computed only with powers of two", {}, {"coarse_loss": True}),
         ("each part of an exchange has the full fixed cost (part_fixed_share 1)", {"part_fixed_share": 1.0}, {}),
-        ("collectives of 10 us", {"collective_s": 10e-6 - link.latency_s}, {}),
-        ("collectives of 2.5 us", {"collective_s": 2.5e-6 - link.latency_s}, {}),
-        ("collectives of 1 us", {"collective_s": 1e-6 - link.latency_s}, {}),
-        ("collectives of 1 us on links 4 times as fast",
+        ("collectives take 10 us", {"collective_s": 10e-6 - link.latency_s}, {}),
+        ("collectives take 2.5 us", {"collective_s": 2.5e-6 - link.latency_s}, {}),
+        ("collectives take 1 us", {"collective_s": 1e-6 - link.latency_s}, {}),
+        ("collectives take 1 us, and links are 4 times as fast",
          {"collective_s": 1e-6 - link.latency_s, "scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
-        ("links 4 times as fast (R1's latent outputs are 4 times as large as its value outputs)",
+        ("links are 4 times as fast (R1's latent outputs are 4 times as large as its value outputs)",
          {"scale_up.bytes_per_s": 4 * link.bytes_per_s}, {}),
-        ("kernels of 4 us", {"kernel_s": 4e-6}, {}),
-        ("kernels of 1 us", {"kernel_s": 1e-6}, {}),
-        ("the next weights are prefetched during all-reduces", {}, {"seconds": prefetched_seconds}),
-        ("memory and arithmetic at their peak rates",
+        ("kernels have a fixed cost of 4 us", {"kernel_s": 4e-6}, {}),
+        ("kernels have a fixed cost of 1 us", {"kernel_s": 1e-6}, {}),
+        ("weights of the next product are prefetched during all-reduces", {}, {"seconds": prefetched_seconds}),
+        ("memory and arithmetic run at their peak rates",
          {"memory_efficiency": 1.0, "compute_efficiency": 1.0, "attention_efficiency": 1.0}, {}),
-        ("attention at half the arithmetic rate", {"attention_efficiency": system.attention_efficiency / 2}, {}),
+        ("attention runs at half the arithmetic rate", {"attention_efficiency": system.attention_efficiency / 2}, {}),
     ]  # fmt: skip
     rows = []
     for name, changed, counted in changes:
@@ -172,13 +177,14 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
     columns = ("user gain (x)", "GPU gain (x)", "HOP-B loss, median (%)", "HOP-B loss, maximum (%)")
     return Table(
         "sensitivity",
-        "What decides the headline numbers",
+        "Sensitivity of the headline numbers to assumptions",
         ("assumption", *(f"{model.title}: {column}" for model in models for column in columns)),
         tuple(rows),
-        "Published: 1.5, 32 and 1 for DeepSeek-R1; 1.13, 4 and 12 for Llama-405B. For both models, the fixed costs of "
-        "kernels and collectives decide the gain in tokens/s/user and the loss without HOP-B. No row brings R1's loss "
-        "near 1% and keeps 405B's near 12%. The grid decides the gain in tokens/s/GPU. For R1, the arithmetic rate of "
-        "attention matters too, because MLA in FP4 is near the ridge point of the roofline.",
+        "The published user gain, GPU gain and median HOP-B loss are 1.5, 32 and 1 for DeepSeek-R1, and 1.13, 4 and "
+        "12 for Llama-405B. For both models, the gain in tokens/s/user and the loss without HOP-B depend mainly on "
+        "the fixed costs of kernels and collectives. In no row is R1's loss near 1% while the loss of Llama-405B is "
+        "near 12%. The gain in tokens/s/GPU depends mainly on the grid. For R1, it also depends on the arithmetic "
+        "rate of attention, because MLA in FP4 is near the ridge point of the roofline.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Draw Figures 2 and 4 of Helix from `Layout`: which GPU stores which keys, and what each rank does in a layer."""
+"""Draw Figures 2 and 4 of Helix from a `Layout`: the keys on each GPU, and the work of each rank in a layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _TOKENS = 8  # number of KV blocks drawn along the sequence
 
 @dataclass(frozen=True)
 class HeadsDrawing:
-    """One column per layout, with the KV blocks and query heads of each GPU."""
+    """A drawing with one column per layout. It shows the KV blocks and query heads of each GPU."""
 
     name: str  # file name, without a suffix
     title: str
@@ -49,7 +49,10 @@ class HeadsDrawing:
 
 @dataclass(frozen=True)
 class PhasesDrawing:
-    """One layer as a grid with a column per phase and a row per rank. A cell shows what the rank computes."""
+    """A drawing of one layer as a grid, with a column per phase and a row per rank.
+
+    Each cell shows the work of the rank in the phase.
+    """
 
     name: str  # file name, without a suffix
     title: str
@@ -68,7 +71,7 @@ class PhasesDrawing:
         self._draw_layer(bottom, self.sparse, f"experts, TPF {self.sparse.tpf} x EP {self.sparse.ep}")
 
     def phases(self, layout: Layout, rank: int) -> list[tuple[str, str]]:
-        """Return the phases of a rank in order, each with the work of the rank. Collectives name their ranks."""
+        """Return the phases of a layer in order, each with the work of the rank. Collectives list their ranks."""
         heads, columns = self.heads, _span(layout.ffn_columns(self.ffn_size, rank))
         queries, keys = layout.query_heads(heads, rank), layout.kv_heads(heads, rank)
         tokens = piece_of(_TOKENS, layout.kvp, layout.kvp_rank(rank))

@@ -1,4 +1,4 @@
-"""Compare the gains of Helix that TensorRT-LLM measured on GB300 NVL72 with plans for the preset gb300."""
+"""Compare the gains of Helix that TensorRT-LLM measured on GB300 NVL72 with planned gains for the preset gb300."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -24,13 +24,13 @@ _NAMES = np.array([strategy.name for strategy in STRATEGIES])
 
 @dataclass(frozen=True)
 class _Case:
-    """One set of assumptions."""
+    """One set of assumptions, for which the planner computes the gains of Helix."""
 
     assumption: str  # description of the assumptions, for the table row
     setting: Setting
     max_gpus: int = MAX_GPUS
-    node_gpus: int | None = None  # GPUs per server, which limits the shapes of layouts; None: no limit
-    coarse: bool = False  # whether to evaluate only powers of two as numbers of GPUs and batch sizes
+    node_gpus: int | None = None  # GPUs per server, which limits the shapes of layouts; None for no limit
+    coarse: bool = False  # True to evaluate only numbers of GPUs and batch sizes that are powers of two
     ours: tuple[str, ...] = ("helix_exposed",)  # strategies to compare with the baseline
     baseline: tuple[str, ...] = field(default=tuple(name for name in _NAMES if name not in HELIX))
 
@@ -52,7 +52,7 @@ def measured(preset: Setting, fitted: HardwareSpec) -> Table:
 
     Args:
         preset: DeepSeek-R1 on the preset gb300.
-        fitted: the paper's system, from which two rows take the fixed costs.
+        fitted: the system of the Helix paper. Two rows use its fixed costs.
     """
     rows: list[tuple[str | float, ...]] = [("measured", *PUBLISHED)]
     for case in _cases(preset, fitted):
@@ -60,15 +60,16 @@ def measured(preset: Setting, fitted: HardwareSpec) -> Table:
         rows.append((case.assumption, found.interactivity, found.throughput))
     return Table(
         "measured",
-        "Measured on GB300 NVL72 and planned with the preset gb300 (DeepSeek-R1, FP4, 1M tokens)",
+        "Gains measured on GB300 NVL72 and planned with the preset gb300 (DeepSeek-R1, FP4, 1M tokens)",
         ("assumption", "user gain (x)", "GPU gain (x)"),
         tuple(rows),
         "TensorRT-LLM measured up to 1.8x interactivity and 32x concurrency over conventional parallelism, on decode "
         "servers with separate prefill servers and without HOP-B (tech blog 22, NVIDIA/TensorRT-LLM, "
-        "docs/source/blogs/tech_blog). The blog does not give the dtype of attention and KV, the grid of its sweep, or "
-        "the frontier points behind the two numbers, so no row has exactly its setting. No constant of the preset is "
-        "fitted to the blog, and no row was chosen to match it. Each row after the third changes the named assumption "
-        "of the third row. As in the paper, gains in tokens/s/GPU at equal tokens/s/user stand for concurrency.",
+        "docs/source/blogs/tech_blog). The blog does not give the dtypes of attention and KV, the grid of its sweep, "
+        "or the frontier points behind the two numbers. Therefore, no row has exactly the setting of the blog. No "
+        "constant of the preset is fitted to the blog, and no row was chosen to match the blog. Each row after the "
+        "third row changes only the named assumption of the third row. As in the paper, the gain in tokens/s/GPU at "
+        "equal tokens/s/user is the measure of concurrency.",
     )
 
 
@@ -77,7 +78,7 @@ def _cases(preset: Setting, fitted: HardwareSpec) -> Iterator[_Case]:
     plain = _Case("as measured, without HOP-B", preset, node_gpus=system.node_ranks)
     yield replace(
         plain,
-        assumption="default plan: HOP-B, only shapes that run, up to 64 GPUs, NVFP4 weights and KV, attention in FP8, "
+        assumption="default plan: HOP-B, without --any-shape, up to 64 GPUs, NVFP4 weights and KV, attention in FP8, "
         "10% of memory reserved",
         ours=HELIX,
     )

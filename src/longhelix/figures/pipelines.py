@@ -9,7 +9,7 @@ Span = tuple[float, float]  # start and length
 
 @dataclass(frozen=True)
 class SpanRows:
-    """One schedule. The n-th spans of all rows belong to one request or chunk and have the same colour."""
+    """One schedule. The n-th spans of all rows belong to the same request or chunk, and have the same colour."""
 
     title: str
     rows: Sequence[tuple[str, Sequence[Span]]]  # name and spans of each row, from top to bottom
@@ -21,7 +21,7 @@ class SpanRows:
 
 @dataclass(frozen=True)
 class Bars:
-    """Schedules below each other on one time axis."""
+    """A drawing of several schedules, one below the other, with a common time axis."""
 
     name: str  # file name, without a suffix
     title: str
@@ -56,7 +56,7 @@ def _draw(pipeline: SpanRows, axes: Any) -> None:
 
 
 def one_by_one(tasks: Sequence[tuple[str, float]]) -> list[tuple[str, list[Span]]]:
-    """Schedule tasks one after another. A task is a row and a length. Returns the spans of each row."""
+    """Schedule tasks one after another. Each task has a row and a length. Returns the spans of each row."""
     rows: dict[str, list[Span]] = {}
     now = 0.0
     for row, length in tasks:
@@ -66,7 +66,7 @@ def one_by_one(tasks: Sequence[tuple[str, float]]) -> list[tuple[str, list[Span]
 
 
 def overlapped(parts: int, attention: float, exchange: float) -> list[tuple[str, list[Span]]]:
-    """Schedule attention in parts, and start each exchange as early as possible. Returns the spans of each row."""
+    """Schedule attention in parts, and each part's exchange as early as possible. Returns the spans of each row."""
     attended = [(part * attention, attention) for part in range(parts)]
     sent: list[Span] = []
     for start, length in attended:
@@ -76,15 +76,15 @@ def overlapped(parts: int, attention: float, exchange: float) -> list[tuple[str,
 
 
 def standard_schedule(chunks_s: Sequence[float], stages: int) -> list[list[Span]]:
-    """Return the spans of each stage if a chunk starts when the previous chunk leaves the last stage.
+    """Return the spans of each stage if each chunk starts when the previous chunk leaves the last stage.
 
-    A chunk takes an equal share of its time in each stage.
+    Each chunk spends the same time in all stages.
     """
     return _schedule(chunks_s, stages, dense=False)
 
 
 def sequence_schedule(chunks_s: Sequence[float], stages: int) -> list[list[Span]]:
-    """Return the spans of each stage if a chunk starts when the previous chunk leaves the first stage (SPP)."""
+    """Return the spans of each stage if each chunk starts when the previous chunk leaves the first stage (SPP)."""
     return _schedule(chunks_s, stages, dense=True)
 
 

@@ -1,6 +1,6 @@
-"""Model the prefetch of weights into the L2 cache during an all-reduce, for the next matrix product.
+"""Model a prefetch: during an all-reduce, the weights of the next matrix product are read into the L2 cache.
 
-The presets do not assume such a prefetch, because we know of no engine that does it.
+The presets do not assume this prefetch, because we know of no engine that implements it.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,23 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items
 
 CACHE_BYTES = 126e6  # L2 cache of a B200. The driver reports 126.5 MB (pytorch/ao pull request 4002)
-# The product after each all-reduce. Weights of experts cannot be prefetched before the router has chosen the experts.
+# The product after each all-reduce. Expert weights cannot be prefetched, because the router has not yet run.
 _NEXT = {"all-reduce after attention": "dense FFN", "all-reduce after FFN": "QKV"}
 
 
 def prefetched_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """Seconds of a decode step in which weights are prefetched during all-reduces."""
+    """Return the seconds of a decode step in which weights are prefetched during all-reduces."""
     return total_seconds(prefetched(setting, layouts, decode_items(setting, layouts, batch, context)))
 
 
 def prefetched(
     setting: Setting, layouts: Layouts, items: Sequence[CostItem], cache_bytes: float = CACHE_BYTES
 ) -> list[CostItem]:
-    """Reduce the times of products after an all-reduce by the time that the prefetch of their weights saves.
+    """Shorten each product after an all-reduce by the time that the prefetch of its weights saves.
 
     The cache size and the time of the all-reduce limit the number of prefetched bytes. Layouts with copies of the FFN
-    (Medha) do not prefetch, as arXiv 2507.07120 says in its evaluation. Layouts with data-parallel attention have no
-    all-reduce.
+    (Medha) do not prefetch, as in the evaluation of arXiv 2507.07120. Layouts with data-parallel attention do not
+    prefetch, because they have no all-reduce.
 
     Args:
         items: cost items of the step, over all layers.
@@ -40,7 +40,7 @@ def prefetched(
     bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency * setting.share(layouts)
     waits_s = {_NEXT[item.name]: item.seconds for item in items if item.name in _NEXT}
     num_layers, model = layouts.stage_layers(setting.model.num_layers) * layouts.pp, setting.model
-    # Share of the layers that contain the product.
+    # Fraction of the layers that contain the product.
     shares = {"QKV": 1.0, "dense FFN": model.num_dense_layers / model.num_layers}
 
     def shortened(item: CostItem) -> CostItem:

@@ -1,4 +1,4 @@
-"""Prefills that only Medha's figures need: with adaptive chunks, and with ring attention as a baseline."""
+"""Model prefills that only Medha's figures need: with adaptive chunks, and with ring attention as a baseline."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
 
 @dataclass(frozen=True)
 class AdaptivePrefill:
-    """A prefill whose chunks become smaller as the prefix grows, for n layouts."""
+    """A prefill on n layouts. Its chunks become smaller as the prefix grows."""
 
     seconds: Array  # TTFT, (n,)
     prefixes: Array  # number of tokens before the chunk at each node, (nodes,)
@@ -30,13 +30,13 @@ class AdaptivePrefill:
 def adaptive_prefill(
     setting: Setting, layouts: Layouts, tokens: float, target_s: float, decodes: Work = NO_WORK, *, nodes: int = 64
 ) -> AdaptivePrefill:
-    """Prefill a prompt. At each prefix, choose the largest chunk that keeps the step within a target time.
+    """Predict a prefill. At each prefix, choose the largest chunk whose step takes at most the target time.
 
     If no chunk in ADAPTIVE_CHUNKS meets the target, choose the smallest chunk (arXiv 2409.17264, section 4.2).
 
     Args:
         tokens: length of the prompt.
-        target_s: maximum time of a step.
+        target_s: target for the time of each step, in seconds.
         decodes: work of the decodes in the same step.
         nodes: number of prefixes at which the chunk is chosen.
     """
@@ -44,7 +44,7 @@ def adaptive_prefill(
     chunks = np.array(ADAPTIVE_CHUNKS, dtype=np.float64)
     works = layouts.chunk(chunks[:, None, None], prefixes[:, None])
     steps_s = cycle_seconds(setting, layouts, works + decodes)  # (chunks, nodes, n)
-    # The largest chunk within the target. If there is none, the smallest chunk.
+    # The largest chunk that meets the target. If no chunk meets the target, the smallest chunk.
     largest = np.where(steps_s <= target_s, np.arange(len(chunks))[:, None, None], 0).max(axis=0)
     chosen, taken_s = chunks[largest], np.take_along_axis(steps_s, largest[None], axis=0)[0]
     total_s, longest_s = sum(taken_s / chosen, layouts.zeros) * (tokens / nodes), taken_s.max(axis=0)
@@ -53,7 +53,7 @@ def adaptive_prefill(
 
 
 def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: bool) -> Array:
-    """Prefill n tokens without chunks by ring attention on p KVP ranks.
+    """Return the seconds of a prefill of n tokens without chunks, by ring attention on p KVP ranks.
 
     Each rank holds n/p tokens. In each of p rounds, a rank attends to n/p keys, sends them to the next rank, and
     receives the keys of the previous rank. In plain ring order, the slowest rank attends to all keys, because all keys

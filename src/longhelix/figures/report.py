@@ -29,15 +29,16 @@ def as_dict(found: Reproduction) -> dict[str, Any]:
 
 
 def as_markdown(found: Reproduction) -> str:
-    """Return the report as Markdown. It names the drawings but does not include them."""
+    """Return the report as Markdown. The report lists the drawings but does not include them."""
     fitted = [constant for constant in found.constants if constant.fitted]
     modelled = [claim for claim in found.claims if not claim.formula]
     outside = [claim for claim in modelled if not claim.holds]
     blocks = [
         f"# {found.title}: published and modelled numbers",
-        f"Written by `longhelix figures {found.name} --out DIR`. {len(modelled)} numbers come from the model, with "
-        f"{len(fitted)} fitted constants. {len(modelled) - len(outside)} of them are within {TOLERANCE:.0%} of the "
-        f"paper or on the right side of a bound. {len(found.claims) - len(modelled)} more numbers are pure arithmetic.",
+        f"Written by `longhelix figures {found.name} --out DIR`. The performance model, with {len(fitted)} fitted "
+        f"constants, predicts {len(modelled)} numbers. {len(modelled) - len(outside)} of these numbers are within "
+        f"{TOLERANCE:.0%} of the paper or satisfy the published bound. {len(found.claims) - len(modelled)} other "
+        "numbers do not depend on fitted constants.",
         "## Published and modelled numbers",
         _markdown(claims_table(found)),
         *_noted(found.claims),
@@ -54,7 +55,7 @@ def as_markdown(found: Reproduction) -> str:
 
 
 def claims_table(found: Reproduction) -> Table:
-    """Return a table with one claim per row: the published and modelled numbers, and their relative difference."""
+    """Return a table with one row per claim: the published and modelled numbers, and their relative difference."""
     rows = tuple(
         (claim.figure, claim.what, claim.setting, _number(claim.published, claim.unit, claim.bound),
          _number(claim.modelled, claim.unit), f"{claim.residual:+.1%}" + ("" if claim.holds else " (outside)"))
@@ -103,7 +104,7 @@ def _rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _joined(blocks: Sequence[str]) -> str:
-    """Join blocks with blank lines. Items of one list are joined without blank lines."""
+    """Join blocks with blank lines, and items of a list without blank lines."""
     text = blocks[0]
     for before, block in pairwise(blocks):
         text += ("\n" if before.startswith("- ") and block.startswith("- ") else "\n\n") + block

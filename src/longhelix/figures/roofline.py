@@ -1,4 +1,4 @@
-"""Figure 1 of Helix, by the formula of its appendix A: only the time to read the KV and the weights of a layer."""
+"""Compute Figure 1 of Helix by the formula of its appendix A: the time to read the KV and the weights of a layer."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -27,8 +27,8 @@ class ReadTime:
 def appendix_a(model: ModelSpec, *, tpa: int, tpf: int, kvp: int = 1, context: float = 1e6) -> ReadTime:
     """Compute read times by appendix A of arXiv 2507.07120, with the batch, dtype and bandwidth of its Figure 1.
 
-    The formula assumes that Wo is split over the TPA ranks, although Helix shards it over all ranks. The planner counts
-    the bytes that the ranks actually read.
+    The formula assumes that Wo is sharded over the TPA ranks, although Helix shards Wo over all ranks. The planner uses
+    the number of bytes that the ranks actually read.
     """
     per_us = FORMATS[DTYPE].bits / 8 / MEMORY_BYTES_PER_S * 1e6
     hidden, head_size = model.hidden_size, model.head_size
@@ -60,8 +60,9 @@ def figure_1(model: ModelSpec) -> tuple[Chart, Table]:
         "Figure 1: microseconds to read one layer's KV and weights",
         ("setting", "KV (us)", "weights (us)"),
         tuple(rows),
-        "Only appendix A's formula at 8000 GB/s, without efficiencies, kernels or communication. Beyond TP = K = 8 the "
-        "KV is duplicated and its read time stays the same. KVP divides it further.",
+        "The times come only from the formula of appendix A at 8000 GB/s, without efficiencies, kernels or "
+        "communication. Beyond TP = K = 8, TP replicates the KV, and the time to read the KV stays the same. KVP "
+        "reduces this time further.",
     )
     return Chart(
         "helix-figure-1", "Helix, Figure 1: DRAM reads of one layer (B 8, Q 128, K 8, F 65536, FP4)", panels

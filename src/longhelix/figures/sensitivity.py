@@ -1,4 +1,4 @@
-"""Change constants of a setting to test how sensitive results are."""
+"""Change constants of a setting, to test how sensitive the results are to these constants."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from longhelix.perf.setting import Setting
 
 
 def on_system(setting: Setting, changed: Mapping[str, float]) -> Setting:
-    """Replace constants of the setting's system. Their names have dots, such as "scale_up.bytes_per_s"."""
+    """Replace constants of the setting's system. Nested names have dots, such as "scale_up.bytes_per_s"."""
     system = setting.system
     for name, value in changed.items():
         level, _, inner = name.rpartition(".")

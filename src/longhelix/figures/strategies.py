@@ -1,4 +1,4 @@
-"""Medha's table of strategies: speed-ups from the model, and abilities of each strategy from the paper's text."""
+"""Create Medha's table of strategies. Speed-ups come from the model, and other properties from the paper's text."""
 
 from longhelix.figures.claims import Table
 from longhelix.figures.tied import TiedDeployment
@@ -9,7 +9,7 @@ _CONTEXT = 4e6
 
 
 def strategies(setting: Setting) -> Table:
-    """Return a table of the speed-ups of prefill and decode at 4M tokens if a strategy uses more GPUs."""
+    """Return a table of strategies and the speed-ups of prefill and decode at 4M tokens with more GPUs."""
     one = TiedDeployment(setting)
     ring_s = TiedDeployment(setting, stages=4).striped_s(_CONTEXT)
     ring_one_s = one.striped_s(_CONTEXT)
@@ -40,13 +40,13 @@ def strategies(setting: Setting) -> Table:
     )
     return Table(
         name="strategies",
-        title="Table 1: what each strategy parallelises (speed-ups from more GPUs, 8B, 4M tokens)",
-        columns=("strategy", "prefill (x)", "decode (x)", "batches with others", "can be preempted"),
+        title="Table 1: speed-up of each strategy with more GPUs (8B, 4M tokens)",
+        columns=("strategy", "prefill (x)", "decode (x)", "can batch several requests", "can be preempted"),
         rows=rows,
         note="The speed-ups come from the model, with chunks of 4096. The last two columns come from the paper's text "
-        "(sections 2.3 to 4.5). PP without several chunks in flight does not shorten one request's prefill. Ring "
-        "attention does not apply to decode. TP across servers speeds up the attention of a long prompt but not of a "
-        "decode, because it duplicates KV heads.",
+        "(sections 2.3 to 4.5). PP with only one chunk in flight does not shorten the prefill of a request. Ring "
+        "attention does not apply to decode. TP across servers speeds up attention in the prefill of a long prompt. It "
+        "does not speed up attention in decode, because it replicates KV heads.",
     )
 
 

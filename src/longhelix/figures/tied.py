@@ -1,4 +1,4 @@
-"""Medha's deployments in the performance model: tied layouts and the times of prefills, chunks and decodes."""
+"""Model Medha's deployments: tied layouts, and the times of their prefills, chunks and decodes."""
 
 from dataclasses import dataclass, field
 from math import ceil
@@ -23,7 +23,7 @@ _NODES = 32  # number of prefixes at which the model evaluates a prefill
 
 @dataclass(frozen=True)
 class TiedDeployment:
-    """A model with a full copy on each KVP group. The copy is split into pipeline stages with TP."""
+    """A deployment in which each KVP group has a full copy of the model. TP and pipeline stages shard the copy."""
 
     setting: Setting
     stages: int = 1  # pipeline stages per KVP group
@@ -40,30 +40,36 @@ class TiedDeployment:
         return self.stages * self.kvp * self.tp
 
     def prefill_s(self, tokens: float, chunk: float) -> float:
-        """Time to first token, in seconds."""
+        """Return the time to first token, in seconds."""
         return _number(prefill_seconds(self.setting, self.layouts, tokens, chunk))
 
     def decode_s(self, context: float) -> float:
-        """Time between tokens of one request, in seconds."""
+        """Return the time between tokens of one request, in seconds."""
         return _number(decode_seconds(self.setting, self.layouts, 1.0, context))
 
     def chunk_s(self, chunk: float, prefix: float, decodes: int = 0, decode_context: float = 1000.0) -> float:
-        """Time of a step through all stages with a chunk after `prefix` tokens and `decodes` short requests."""
+        """Return the time of a step through all stages.
+
+        The step has a chunk that follows `prefix` tokens, and `decodes` short requests that decode.
+        """
         work = Work.chunk(chunk, prefix)
         if decodes:
             work = work + Work.decode(float(decodes), decode_context)
         return _number(step_seconds(self.setting, self.layouts, work))
 
     def p95_s(self, tokens: float, chunk: float, decodes: int = 0) -> float:
-        """P95 of the step times of a prefill, which is the step after 95% of the tokens, as steps grow linearly."""
+        """Return the P95 of a prefill's step times.
+
+        It is the time of the step after 95% of the tokens, because step times grow linearly.
+        """
         return self.chunk_s(chunk, _P95 * tokens, decodes)
 
     def longest_s(self, tokens: float, chunk: float) -> float:
-        """Time of the last step of a prefill, which is the longest."""
+        """Return the time of the last step of a prefill, which is the longest step."""
         return self.chunk_s(chunk, tokens - chunk)
 
     def attention_s(self, tokens: float, chunk: float) -> float:
-        """Time of attention in a prefill: the mean over prefixes times the number of steps. Steps grow linearly."""
+        """Return the time of attention in a prefill: the mean over several prefixes times the number of steps."""
         steps = [Work.chunk(chunk, (node + 0.5) / _NODES * tokens) for node in range(_NODES)]
         found = [item for work in steps for item in step_items(self.setting, self.layouts, work)]
         return sum(_number(item.seconds) for item in found if item.name == "attention") / _NODES * tokens / chunk
@@ -74,7 +80,7 @@ class TiedDeployment:
         return _number(found.seconds), float(found.steps_s.max())
 
     def striped_s(self, tokens: float, *, striped: bool = True) -> float:
-        """Time of a prefill by ring attention over the stages, each with a full copy of the model."""
+        """Return the time of a prefill by ring attention. Each of `stages` servers has a full copy of the model."""
         servers = Layout(kvp=self.stages, tpa=self.tp, tpf=self.tp, ffn_replicas=self.stages)
         return _number(ring_seconds(self.setting, Layouts.of([servers]), tokens, striped=striped))
 
@@ -83,35 +89,38 @@ class TiedDeployment:
         return bool(needed[0] <= self.setting.system.usable_bytes)
 
     def mfu(self, tokens: float, chunk: float, *, causal: bool = False) -> float:
-        """Model FLOPs utilisation of a prefill. Unless `causal`, it ignores the causal mask."""
+        """Return the model FLOPs utilisation of a prefill. If `causal` is False, it ignores the causal mask."""
         peak = self.setting.system.rate(self.setting.weight_dtype) * self.gpus
         return model_flops(self.setting.model, tokens, tokens, causal=causal) / self.prefill_s(tokens, chunk) / peak
 
     def mbu(self, context: float) -> float:
-        """Model bandwidth utilisation of a decode: bytes of weights and KV over the bytes that the GPUs could read."""
+        """Return the model bandwidth utilisation of a decode step.
+
+        It is the number of bytes of weights and KV, divided by the number of bytes that the GPUs could read.
+        """
         model = self.setting.model
         weights_bytes = self.kvp * num_parameters(model) * self.setting.weight_bytes
         read = weights_bytes + context * self.setting.kv_token_bytes
-        # Stages read one after another, so only the GPUs of one stage read at a time.
+        # Stages run one after another, so only the GPUs of one stage read memory at a time.
         return read / self.decode_s(context) / (self.setting.system.memory_bytes_per_s * self.gpus / self.stages)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """A prefill in which KVP groups are added one by one. Each array has one entry per prefix."""
+    """A prefill to which KVP groups are added one by one. Each array has one entry per prefix."""
 
     prefixes: Array  # number of tokens before the chunk
     kvp: Array  # number of groups that hold KV
     steps_s: Array  # time of the chunk's step
-    alone_s: Array  # time of the step if the first group holds all tokens
+    alone_s: Array  # time of the step if the first group stores the KV of all tokens
 
 
 def growth(
     setting: Setting, tokens: float, chunk: float, *, stages: int, most_kvp: int, nodes: int = 2 * _NODES
 ) -> Growth:
-    """Prefill `tokens` tokens on a growing number of KVP groups, as with the engine's growing placement.
+    """Predict a prefill of `tokens` tokens on a growing number of KVP groups, as in the engine's growing placement.
 
-    The next group is added when the last group holds its share of the tokens.
+    The next group is added when the last group stores the KV of its share of the tokens.
     """
     limit = tokens / most_kvp
     prefixes = (np.arange(nodes) + 0.5) / nodes * tokens
@@ -125,7 +134,7 @@ def growth(
 
 
 def tokens_for(setting: Setting, seconds: float, gpus: int) -> float:
-    """Return the longest prompt, in tokens, that `gpus` GPUs prefill in `seconds` at peak FLOP/s, without the mask."""
+    """Return the longest prompt, in tokens, that GPUs prefill in `seconds` at peak FLOP/s without the causal mask."""
     fixed = model_flops(setting.model, 1.0, 0.0)
     square = model_flops(setting.model, 1.0, 1.0) - fixed
     work = seconds * gpus * setting.system.rate(setting.weight_dtype)

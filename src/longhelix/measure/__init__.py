@@ -1,1 +1,1 @@
-"""Measurements in rank processes: measurement jobs, the worlds of ranks that run the jobs, and timing."""
+"""Measurements in rank processes: the jobs to run, the groups of rank processes that run them, and timing."""

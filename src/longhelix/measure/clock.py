@@ -1,4 +1,4 @@
-"""Splits the time of a step into native calls by kind, including calls on tapes, and time in Python and torch."""
+"""Splits the time of a step: native calls by kind, including calls on tapes, and the rest in Python and torch."""
 
 from types import TracebackType
 from typing import Self
@@ -10,9 +10,9 @@ KINDS = ("attention_s", "products_s", "rotation_s", "collectives_s", "other_s")
 
 
 class Clock:
-    """Context manager that adds up the time of native calls in `seconds`, for each kind in KINDS.
+    """Context manager that adds up the time of native calls for each kind in KINDS, in `seconds`.
 
-    It needs the native kernels. Inside the block, each native call takes a fraction of 1 us longer.
+    It needs the native kernels. While it is active, each native call takes slightly longer (less than 1 us).
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,11 @@ class Clock:
             self.seconds[f"{name}_s"] += seconds - self._before[name]
 
     def mean(self, total_s: float, runs: int) -> dict[str, float]:
-        """Mean seconds per run, by kind. `outside_s` is the rest of `total_s`, the total time of `runs` runs."""
+        """Mean seconds per run, by kind.
+
+        Args:
+            total_s: total time of all runs. `outside_s` in the result is the part that native calls do not explain.
+            runs: number of runs.
+        """
         kinds = {kind: seconds / runs for kind, seconds in self.seconds.items()}
         return kinds | {"outside_s": total_s / runs - sum(kinds.values())}

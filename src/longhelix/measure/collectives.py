@@ -1,4 +1,4 @@
-"""Measures collectives between ranks of this host over shared memory and gloo."""
+"""Measures collectives between ranks on this host, over shared memory and over gloo."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,8 @@ from longhelix.measure.world import Row, collect
 
 DTYPE = torch.bfloat16
 # The threads of a gloo call keep running after the call and slow down the next call. A shared-memory call takes 18 us
-# after a gloo call, and 5 us after another shared-memory call. Each backend therefore makes several calls in a row, and
-# the first calls are not measured.
+# after a gloo call, but 5 us after another shared-memory call. Each backend therefore makes a burst of calls, and the
+# first calls of the burst are not measured.
 BURST_CALLS = 12
 SETTLING_CALLS = 4
 
@@ -28,7 +28,7 @@ class CollectivesJob(msgspec.Struct, frozen=True):
 
     ranks: int
     bytes: tuple[int, ...]  # sizes of the whole tensor
-    repeats: int  # number of rounds. A round makes BURST_CALLS calls per backend
+    repeats: int  # number of rounds. Each round makes BURST_CALLS calls per backend
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         native.set_num_threads(1)
@@ -76,7 +76,7 @@ def _reduce_scatter(group, whole, shard) -> Callable:
     return lambda: group._reduce_scatter_base(shard, whole)
 
 
-# Functions that create a call. The call starts the collective and returns its work handle.
+# Each function returns a callable that starts the collective and returns its work handle.
 COLLECTIVES = {
     "all-reduce": _all_reduce,
     "all-to-all": _all_to_all,
@@ -94,7 +94,7 @@ def measure(
         A row for each collective and size.
 
     Raises:
-        UserError: fewer than 2 ranks, or a size that does not divide among them.
+        UserError: there are fewer than 2 ranks, or a size does not divide evenly among the ranks.
     """
     for count in ranks:
         _check(count, sizes_bytes)
@@ -110,6 +110,6 @@ def _check(ranks: int, sizes_bytes: tuple[int, ...]) -> None:
     for size_bytes in sizes_bytes:
         if size_bytes % (ranks * DTYPE.itemsize):
             raise UserError(
-                f"--bytes has {size_bytes}, which does not divide into {DTYPE.itemsize}-byte numbers on {ranks} ranks: "
-                f"give multiples of {ranks * DTYPE.itemsize}"
+                f"--bytes has {size_bytes}, which {ranks} ranks cannot split into {DTYPE.itemsize}-byte numbers: "
+                f"set it to multiples of {ranks * DTYPE.itemsize}"
             )

@@ -1,4 +1,4 @@
-"""Engine configuration of a measurement."""
+"""Creates the engine configuration of a measurement."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec.layout import Layout
 from longhelix.values import whole
 
-# With these settings, every repetition computes the same steps.
+# With these settings, every repetition runs the same steps.
 _SAME_STEPS = {"chunk_tokens": 512, "prefix_cache": False}
 
 
@@ -27,7 +27,7 @@ def configure(
     threads: int | None = None,
     **settings: Any,
 ) -> EngineConfig:
-    """Create an engine configuration for one request with the largest of `lengths` tokens.
+    """Create an engine configuration that has room for one request of the longest of `lengths`.
 
     Args:
         model: path of a model, or `builtin`.
@@ -44,15 +44,15 @@ def configure(
     settings = _SAME_STEPS | settings
     whole("chunk_tokens", settings["chunk_tokens"], 1, MOST_TOKENS)
     with warnings.catch_warnings():
-        # Measurements ignore the answers, and the check below rejects a KV cache that does not fit.
+        # Measurements do not use the answers. The check below rejects lengths whose KV does not fit in memory.
         warnings.filterwarnings("ignore", message="max_model_len .* exceeds the|memory holds")
         options = EngineOptions(max_model_len=longest, device="cpu", **settings)
         config = resolve(open_checkpoint(model), layout, options)
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:
         raise UserError(
-            f"{longest} tokens of {config.kv_dtype} KV do not fit in memory: give at most {held_tokens} tokens, or a "
-            "smaller --kv-dtype if the command has that option",
+            f"{longest} tokens of {config.kv_dtype} KV do not fit in memory: use at most {held_tokens} tokens, or a "
+            "smaller --kv-dtype if the command has this option",
             "out_of_memory",
         )
     if threads is None:
@@ -64,10 +64,10 @@ def configure(
 def check_threads(*numbers: int) -> None:
     """Raise UserError if the number of threads is below 1 or above the number of cores."""
     for threads in numbers:
-        whole("threads", value=threads, least=1, most=host.cores(), note=", the cores of this machine")
+        whole("threads", value=threads, least=1, most=host.cores(), note=", the number of cores of this machine")
 
 
 def check_positive(name: str, *values: int) -> None:
-    """Raise UserError if there are no values, or one is below 1."""
+    """Raise UserError if there are no values, or if a value is below 1."""
     if not values or min(values) < 1:
-        raise UserError(f"{name} is {min(values) if values else 'empty'}: give 1 or more")
+        raise UserError(f"{name} is {min(values) if values else 'empty'}: set it to 1 or more")

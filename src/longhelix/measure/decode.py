@@ -1,4 +1,4 @@
-"""Measures one decode step of one long request with random KV."""
+"""Measures a decode step of one long request with random KV."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
 
 
 def measure(jobs: Sequence[DecodeJob], on_point: Callable[[Row], None]) -> list[Row]:
-    """Run each job on new ranks. Returns a row for each context of each job."""
+    """Run each job in new rank processes. Returns a row for each context of each job."""
     rows = []
     for job in jobs:
         points = collect(job, job.config.layout.world_size, on_point)
@@ -74,7 +74,10 @@ def conditions(config: EngineConfig) -> Row:
 
 
 def combine(ranks: list[Row]) -> Row:
-    """Combine the rows of all ranks: the times of rank 0, the sums of bytes, and the largest memory use of a rank."""
+    """Combine the rows of all ranks into one row.
+
+    The row has the times of rank 0, the bytes read by all ranks together, and the memory use of the fullest rank.
+    """
     total = {name: sum(row[name] for row in ranks) for name in ("read_bytes", "memory_bytes_per_s")}
     fullest = max(ranks, key=lambda row: row["peak_rss_bytes"])
     bytes_per_s = total["read_bytes"] / ranks[0]["step_s"]

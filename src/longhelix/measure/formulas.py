@@ -1,4 +1,4 @@
-"""Computes FLOPs and bytes from shapes, independently of the measured code."""
+"""Computes FLOPs and bytes from shapes, independently of the code that is measured."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from longhelix.compute.runner.config import EngineConfig
 from longhelix.spec import FORMATS, ModelSpec
 
 _FLOAT_BYTES = 4  # size of an LSE or a scale
-_SCALED_NUMBERS = 64  # number of 1-byte values of a row that share a scale
+_SCALED_NUMBERS = 64  # number of 1-byte values in a row that share one scale
 
 
 def attention_flops(num_query_heads: int, key_size: int, value_size: int, num_pairs: int) -> int:
@@ -20,7 +20,7 @@ def causal_pairs(num_rows: int, context: int) -> int:
 
 
 def prefill_flops(spec: ModelSpec, prompt: int) -> int:
-    """FLOPs of a prefill: 2 per layer weight and token, causal attention, and one row of the output head."""
+    """FLOPs of a prefill: 2 per layer weight and token, plus causal attention and one row of the output head."""
     queries, keys = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
     layer_weights = spec.hidden_size * (2 * queries + 2 * keys + 3 * spec.ffn_size)
     attention = attention_flops(spec.num_query_heads, spec.head_size, spec.head_size, causal_pairs(prompt, prompt))
@@ -33,14 +33,14 @@ def linear_flops(num_rows: int, outputs: int, depth: int) -> int:
 
 
 def prefill_sent_bytes(config: EngineConfig, chunks: Iterable[int]) -> int | None:
-    """Bytes that all ranks together send for the hidden states of a prompt, excluding headers and sampling.
+    """Bytes that all ranks together send to prefill a prompt, without headers and without sampling.
 
     Args:
         config: engine configuration.
         chunks: number of rows of each step of the prompt.
 
     Returns:
-        The number of bytes. None for models with latents or experts, because they also send other tensors.
+        The number of bytes. None for models with MLA or experts, because their ranks also send other tensors.
     """
     if config.spec.mla is not None or config.spec.moe is not None:
         return None
@@ -51,17 +51,18 @@ def prefill_sent_bytes(config: EngineConfig, chunks: Iterable[int]) -> int | Non
 
 
 def _whole_rows_bytes(config: EngineConfig, rows: int) -> int:
-    """Bytes of a step on whole rows: an all-reduce for the embedding and for each of the two blocks of a layer."""
+    """Bytes of a step with whole rows on each rank. The embedding and both blocks of a layer need an all-reduce."""
     sums = 1 + 2 * config.spec.num_layers
     return sums * all_reduce_bytes(rows * _row_bytes(config), config.layout.ffn_ranks) + _exchange_bytes(config, rows)
 
 
 def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
-    """Bytes of a step on token shards.
+    """Bytes of a step in which each rank has a shard of the tokens.
 
-    As in a step on whole rows, the ranks all-reduce the embedding. Each block ends in a reduce-scatter. The ranks
-    gather the input of a block after its norm, as int8 with scales if the matrix products use int8. At the end, they
-    gather the hidden states. FlashComm shards the first norm, but the compiler pass does not.
+    As in a step with whole rows, the ranks all-reduce the embedding. Each block ends in a reduce-scatter. The ranks
+    all-gather the input of a block after its norm. They send int8 values with scales if the matrix products use int8.
+    After the last layer, the ranks all-gather the hidden states. FlashComm shards the tokens of the first norm, but the
+    compiler pass does not.
     """
     spec, ranks = config.spec, config.layout.ffn_ranks
     blocks = 2 * spec.num_layers
@@ -80,7 +81,7 @@ def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
 
 
 def _exchange_bytes(config: EngineConfig, rows: int) -> int:
-    """Bytes of Helix's exchange: for each row and query head, KVP - 1 ranks send an output and its LSE to one rank."""
+    """Bytes of Helix's exchange. For each row and query head, KVP - 1 ranks each send one output and its LSE."""
     spec = config.spec
     state_bytes = spec.head_size * _number_bytes(config) + _FLOAT_BYTES
     return spec.num_layers * (config.layout.kvp - 1) * rows * spec.num_query_heads * state_bytes
@@ -95,12 +96,14 @@ def _number_bytes(config: EngineConfig) -> int:
 
 
 def all_reduce_bytes(tensor_bytes: int, ranks: int) -> int:
-    """Bytes that all n ranks together send in a ring all-reduce: each sends 2 (n - 1) / n of the tensor."""
+    """Bytes that all n ranks together send in a ring all-reduce. Each rank sends 2 (n - 1) / n of the tensor."""
     return 2 * (ranks - 1) * tensor_bytes
 
 
 def reduce_scatter_bytes(tensor_bytes: int, ranks: int) -> int:
-    """Bytes that all n ranks together send in a reduce-scatter or an all-gather: each sends (n - 1) / n of the tensor.
+    """Bytes that all n ranks together send in a reduce-scatter or an all-gather.
+
+    Each rank sends (n - 1) / n of the tensor.
 
     Args:
         tensor_bytes: size of the whole tensor, before a reduce-scatter or after an all-gather.

@@ -1,4 +1,6 @@
-"""Link with a limited rate between two ranks: a network namespace per rank, a pair of virtual devices, and `tc`.
+"""Creates a network link with a limited rate between two ranks.
+
+Each rank has its own network namespace. A pair of virtual devices joins the namespaces, and `tc` limits the rate.
 
 The link needs Linux, root, and the programs ip and tc (package iproute2). The namespaces have no names. The kernel
 therefore removes the namespaces and the link when the ranks exit, even if the ranks crash.
@@ -18,8 +20,8 @@ from longhelix.values import real
 
 RANKS = (0, 1)
 LEAST_MBIT, MOST_MBIT = 0.001, 1e6
-# Maximum duration of a burst after a pause. With a shorter burst, timers are too slow for high rates. TCP must send
-# pieces that are smaller than a burst, because tbf splits larger pieces into packets, which takes longer than sending.
+# Maximum duration of a burst after a pause. Shorter bursts would need faster timers at high rates. TCP must send pieces
+# that are smaller than a burst, because tbf splits larger pieces into packets, and splitting takes longer than sending.
 BURST_S = 2e-4
 _LEAST_BURST_BYTES = 4096
 _MOST_PIECE_BYTES = 65536
@@ -35,15 +37,18 @@ class RankLink:
     device: str  # name of the network device in the namespace of this process
 
     def limit(self, rate_mbit: float) -> None:
-        """Limit the rate at which this end sends. The other end has its own limit. Raises UserError if tc fails."""
+        """Limit the rate at which this end sends. The other end has a separate limit. Raises UserError if tc fails."""
         burst = burst_bytes(rate_mbit)
-        piece_bytes = min(burst * 3 // 4, _MOST_PIECE_BYTES)  # the rest leaves room for headers and late timers
+        piece_bytes = min(burst * 3 // 4, _MOST_PIECE_BYTES)  # leaves room for headers and late timers
         _command(f"tc qdisc replace dev {self.device} root tbf rate {rate_mbit:f}mbit burst {burst} limit {_QUEUE}")
         _command(f"ip link set {self.device} gso_max_size {piece_bytes}")
-        _command("ip route flush cache")  # makes open connections look up the route again and use the new size
+        _command("ip route flush cache")  # open connections then look up the route again and use the new size
 
     def sent_bytes(self) -> int:
-        """Bytes sent by the device, including headers and TCP retransmissions. Loopback counts all programs."""
+        """Number of bytes that the device has sent, including headers and TCP retransmissions.
+
+        For loopback, the number includes the bytes of all programs on this host.
+        """
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         sent = {
             name.strip(): int(numbers.split()[8]) for name, _, numbers in (line.partition(":") for line in lines[2:])
@@ -55,7 +60,7 @@ LOOPBACK = RankLink("lo")
 
 
 def checked_rate_mbit(rate_mbit: float) -> float:
-    """Round a rate to whole bits per second, as tc does. Raises UserError if it is out of range."""
+    """Round a rate to whole bits per second, as tc does. Raises UserError if the rate is out of range."""
     allowed = f"a number from {LEAST_MBIT:g} to {MOST_MBIT:,.0f}"
     return round(real("rates_mbit", rate_mbit, lambda number: LEAST_MBIT <= number <= MOST_MBIT, allowed), 6)
 
@@ -66,7 +71,7 @@ def burst_bytes(rate_mbit: float) -> int:
 
 
 def missing() -> str | None:
-    """Reason why this process cannot create a link, as a clause. None if it can create a link."""
+    """Reason why this process cannot create a link, as a clause. None if this process can create a link."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"the program {program} is missing: install iproute2"
@@ -81,14 +86,14 @@ def missing() -> str | None:
 
 
 def join(rank: int, directory: Path) -> RankLink:
-    """Leave the host's network and connect to the other rank by a link without a rate limit.
+    """Leave the host's network, and connect to the other rank through a link without a rate limit.
 
-    Both ranks in RANKS must call this before they open other connections. Threads that already run stay in the network
-    of the host.
+    Both ranks in RANKS must call this function before they open other connections. Threads that already exist stay in
+    the network of the host.
 
     Args:
         rank: this rank, one of RANKS.
-        directory: directory that both ranks share.
+        directory: a directory that both ranks can access.
 
     Raises:
         UserError: the system refuses to create the namespace or the link.

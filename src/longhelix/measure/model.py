@@ -1,4 +1,4 @@
-"""Model on one rank, built in the same way as in a worker, and long requests with random KV."""
+"""One rank's part of a model, built in the same way as in a worker, and long requests with random KV."""
 
 from array import array
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ _FILL_BLOCKS = 1024
 
 
 class RankModel:
-    """This rank's shard of a model. Every rank creates one and runs the same steps."""
+    """This rank's shard of a model. Every rank creates its own shard, and all ranks run the same steps."""
 
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         self.config = config
@@ -32,7 +32,7 @@ class RankModel:
 
     @classmethod
     def join(cls, config: EngineConfig, rank: int, directory: Path) -> Self:
-        """Connect to the other ranks through a shared directory, and load the shard."""
+        """Connect to the other ranks through a shared directory, and load this rank's shard."""
         return cls(config, join(config, rank, directory))
 
     @property
@@ -40,11 +40,14 @@ class RankModel:
         return self.config.layout.kvp_rank(self.mesh.rank)
 
     def place(self, context: int, index: int = 0) -> Placement:
-        """Placement of request number `index` with `context` tokens. Requests start on the KVP ranks in turn."""
+        """Placement of request number `index` with `context` tokens.
+
+        Successive requests start on successive KVP ranks.
+        """
         return self.config.scheduler.place(context, context, start=index % self.config.layout.kvp)
 
     def local_length(self, context: int, index: int = 0) -> int:
-        """Number of tokens of a context with KV on this rank."""
+        """Number of tokens of a context whose KV is on this rank."""
         return self.place(context, index).local_length(self.kvp_rank, context)
 
     def blocks_per_rank(self, context: int, index: int = 0) -> tuple[int, ...]:
@@ -53,14 +56,14 @@ class RankModel:
         return tuple(-(-place.local_length(rank, context) // block_tokens) for rank in range(self.config.layout.kvp))
 
     def runner(self, *contexts: int) -> ModelRunner:
-        """Create a runner with a KV pool for requests with `contexts` tokens. The pool's contents are undefined."""
+        """Create a runner whose KV pool has room for requests of `contexts` tokens. The KV in the pool is undefined."""
         needed = zip(*(self.blocks_per_rank(context, index) for index, context in enumerate(contexts)), strict=True)
-        # The number is the same on all ranks, so that the schedulers of all ranks make the same decisions.
+        # The pools of all ranks have the same size, so that the schedulers of all ranks make the same decisions.
         pool = new_pool(self.config, self.mesh.rank, max(*map(sum, needed), 1))
         return new_runner(self.config, self.mesh, self.decoder, pool)
 
     def blocks(self, *contexts: int) -> list[tuple[Block, ...]]:
-        """KV blocks of requests of `contexts` tokens. Each rank's blocks are numbered from 0."""
+        """KV blocks of requests of `contexts` tokens. The block numbers of each rank start at 0."""
         used = [0] * self.config.layout.kvp
         requests = []
         for index, context in enumerate(contexts):
@@ -97,7 +100,10 @@ class LongRequests:
         self._step = Step(0, most_tokens=max(contexts))
 
     def step(self) -> None:
-        """Run one decode step of all requests. Undo the previous step first, so that every call runs the same step."""
+        """Run one decode step of all requests.
+
+        The method first undoes the previous step, so that every call runs the same step.
+        """
         for index, (length, local_length) in enumerate(self._before):
             seq = self.runner.sequences[index]
             seq.length, seq.local_length, seq.last_token = length, local_length, 1
@@ -105,7 +111,7 @@ class LongRequests:
 
 
 def fill(pool: KVPool) -> None:
-    """Fill a pool with random keys and values in its dtype. The contents repeat after _FILL_BLOCKS blocks."""
+    """Fill a pool with random keys and values in its dtype. The values repeat after _FILL_BLOCKS blocks."""
     for name, first in pool.layers[0].items():
         _fill([layer[name] for layer in pool.layers], first.format, min(pool.num_blocks, _FILL_BLOCKS))
 
@@ -124,7 +130,10 @@ def _fill(entries: list[KVLayer], format: KVFormat, num_blocks: int) -> None:
 
 
 def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) -> Iterator[Step]:
-    """Yield the steps that prefill a prompt. The first step ends the previous request, and the last step samples."""
+    """Yield the steps that prefill a prompt.
+
+    The first step ends the previous request. The last step samples a token.
+    """
     chunk_tokens, block_tokens = model.config.scheduler.chunk_tokens, model.config.scheduler.block_tokens
     length = len(prompt)
     new: tuple[NewSequence, ...] = (

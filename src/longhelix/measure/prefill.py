@@ -1,4 +1,4 @@
-"""Measures prefill of a whole prompt in chunks, as the engine runs it."""
+"""Measures the prefill of a whole prompt in chunks, as in the engine."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,7 +52,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
 
 
 def measure(jobs: Sequence[PrefillJob], on_point: Callable[[Row], None]) -> list[Row]:
-    """Run each job on new ranks. Returns a row for each prompt of each job."""
+    """Run each job in new rank processes. Returns a row for each prompt of each job."""
     rows = []
     for job in jobs:
         points = collect(job, job.config.layout.world_size, on_point)
@@ -61,7 +61,7 @@ def measure(jobs: Sequence[PrefillJob], on_point: Callable[[Row], None]) -> list
 
 
 def combine(ranks: list[Row], config: EngineConfig) -> Row:
-    """Combine the rows of all ranks: the times of rank 0, and the sum of FLOP/s over the ranks."""
+    """Combine the rows of all ranks into one row. It has the times of rank 0 and the FLOP/s of all ranks together."""
     row = ranks[0] | {"matmul_flops_per_s": sum(row["matmul_flops_per_s"] for row in ranks)}
     flops_per_s = prefill_flops(config.spec, row["prompt"]) / row["prefill_s"]
     return row | {

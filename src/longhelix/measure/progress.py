@@ -1,17 +1,17 @@
-"""Prints progress lines of measurements."""
+"""Creates the progress lines of measurements."""
 
 from collections.abc import Callable
 
 from longhelix.measure.world import Row
 
-# Keys of measured or counted values. Progress lines do not show these values.
+# Keys of measured or counted values, which progress lines omit.
 _UNSHOWN = {"part", "flops", "read_bytes", "peak_rss_bytes", "formula_bytes"}
 
 
 def by_name(tell: Callable[[str], None]) -> Callable[[str], Callable[[Row], None]]:
-    """Return a function that accepts the name of a measurement and returns a callback.
+    """Return a function that maps the name of a measurement to a callback for rows.
 
-    The callback accepts a row and calls `tell` with one line: the name and the conditions of the row.
+    For each row, the callback calls `tell` with one line: the name of the measurement and the conditions of the row.
     """
 
     def of(name: str) -> Callable[[Row], None]:

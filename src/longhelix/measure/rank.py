@@ -1,7 +1,7 @@
-"""Process of one rank of a measurement: runs its job and prints one JSON line per point.
+"""Process of one rank of a measurement. It runs the job and prints one JSON line per point.
 
-The command-line argument is the class of the job, as `module:name`. The job is in the file job.json in the directory
-of the ranks.
+The command-line argument is the class of the job, in the form `module:name`. The job itself is in the file job.json in
+the directory that all ranks share.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Measures prefill with and without sequence parallelism: its time, and the bytes that two ranks send."""
+"""Measures the time of a prefill and the bytes that two ranks send, with and without sequence parallelism."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ from longhelix.measure.world import Row, collect
 from longhelix.spec.layout import Layout
 
 _BYTES = {"weight_dtype": "int8", "activation_dtype": "int8"}
-# Settings of each variant: the settings that its baseline also has, and the setting that enables sequence parallelism.
+# For each variant, the settings that it shares with its baseline, and the setting that enables sequence parallelism.
 _SETTINGS: Mapping[str, tuple[dict[str, Any], str]] = {
     "flash-comm-v1": ({"execution": "eager"}, "flash_comm_v1"),
     "flash-comm-v1-int8": ({"execution": "eager"} | _BYTES, "flash_comm_v1"),
@@ -34,18 +34,18 @@ _SETTINGS: Mapping[str, tuple[dict[str, Any], str]] = {
 VARIANTS = tuple(_SETTINGS)
 OFF = "off"
 WARM_UP = 1
-_TIMEOUT_S = 3600.0  # limit for one point; the first one includes compilation
+_TIMEOUT_S = 3600.0  # time limit for one point; the first point includes compilation
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """Configurations of a variant and its baseline."""
+    """The engine configurations of a variant and of its baseline."""
 
     off: EngineConfig  # the baseline, without sequence parallelism
     on: EngineConfig  # the variant
 
 
 class SequenceParallelismJob(msgspec.Struct, frozen=True):
-    """Job of both ranks: measures the prefill of each prompt with all configurations in turn, at each link rate.
+    """Job of both ranks. At each link rate, it measures the prefill of each prompt with all configurations in turn.
 
     Each point has one row per configuration.
     """
@@ -97,7 +97,7 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
 
 
 class TimedPrefill:
-    """Prefills prompts with one configuration, and counts the bytes that this rank sends."""
+    """Prefills prompts with one configuration, and counts the bytes that this rank sends per prefill."""
 
     def __init__(self, model: RankModel, runner: ModelRunner, link: RankLink) -> None:
         self.sent_bytes = 0  # bytes of the last prefill, from the counter of this rank's link
@@ -105,7 +105,7 @@ class TimedPrefill:
         self._prompts = 0
 
     def __call__(self, token_ids: tuple[int, ...]) -> None:
-        """Prefill a prompt, and return once both ranks have its first token."""
+        """Prefill a prompt. Return as soon as both ranks have its first token."""
         before = self._link.sent_bytes()
         for step in prefill_steps(self._model, self._prompts, token_ids):
             self._runner.execute(step)
@@ -115,7 +115,7 @@ class TimedPrefill:
 
 
 def link_label(rate_mbit: float | None) -> str:
-    """Label of a link in tables. Rates that are different for tc have different labels."""
+    """Label of a link in tables. Two rates have different labels if tc distinguishes them."""
     return "loopback" if rate_mbit is None else f"{rate_mbit:,.15g} Mbit/s"
 
 
@@ -129,7 +129,7 @@ def pairs(
     sp_min_token_num: int | None = None,
     threads: int | None = None,
 ) -> dict[str, Pair]:
-    """Create the configurations of `variants`, by name.
+    """Create the configurations of each variant and its baseline, by name of the variant.
 
     Args:
         model: path of a model, or `builtin`.
@@ -149,14 +149,14 @@ def pairs(
         raise UserError(f"{problem}: use one or more of {', '.join(VARIANTS)}")
     if layout.world_size != len(RANKS) or layout.ffn_ranks != len(RANKS):
         raise UserError(
-            f"the layout has {layout.world_size} ranks, but the link joins two: set --kvp and --tpa to 1 and 2, or to "
-            "2 and 1",
+            f"the layout has {layout.world_size} ranks, but the link joins exactly two: set --kvp and --tpa to 1 and "
+            "2, or to 2 and 1",
             "invalid_layout",
         )
     configured = partial(configure, model, layout, threads=threads, chunk_tokens=chunk_tokens)
     longest, positions = max(prompts, default=0), configured((1,)).spec.max_positions
-    if longest > positions:  # checked before the memory, because no setting can fix a prompt that is too long
-        raise UserError(f"--prompts has {longest} tokens, but the model supports {positions}: give at most {positions}")
+    if longest > positions:  # checked first, because no setting makes a longer prompt possible
+        raise UserError(f"--prompts has {longest} tokens, but the model supports {positions}: use at most {positions}")
     found = {}
     for variant in variants:
         settings, switch = _SETTINGS[variant]
@@ -166,7 +166,7 @@ def pairs(
 
 
 def measure(job: SequenceParallelismJob, on_point: Callable[[Row], None]) -> list[Row]:
-    """Run the job on two ranks. Returns a row for each point and configuration."""
+    """Run the job on two ranks. Returns a row for each point with each configuration."""
     rows: list[Row] = []
     points = collect(job, len(RANKS), on_point, _TIMEOUT_S)
     for index, ranks in enumerate(points):
@@ -180,9 +180,9 @@ def measure(job: SequenceParallelismJob, on_point: Callable[[Row], None]) -> lis
 
 
 def combine(ranks: list[Row], config: EngineConfig) -> Row:
-    """Combine the rows of both ranks: the times of rank 0, the sum of sent bytes, and the predicted bytes.
+    """Combine the rows of both ranks into one row: the times of rank 0, all sent bytes, and the predicted bytes.
 
-    Over loopback, the byte count of one rank already includes both ranks.
+    Over loopback, the byte count of one rank already includes the bytes of both ranks.
     """
     row = ranks[0]
     whole, rest = divmod(row["prompt"], config.scheduler.chunk_tokens)

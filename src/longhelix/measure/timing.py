@@ -1,6 +1,6 @@
-"""Times calls and computes medians and quartiles.
+"""Times calls, and computes medians and quartiles.
 
-The calls run in turn after a warm-up, so that a slowdown of the machine affects all calls."""
+After a warm-up, the compared calls run in turn, so that a slowdown of the machine affects all of them."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples_s: Sequence[float]) -> Self:
-        """Create from measurements in seconds."""
+        """Compute the median and quartiles of measurements in seconds."""
         if len(samples_s) < 2:
             return cls(samples_s[0], None)
         first, median, third = statistics.quantiles(samples_s, n=4, method="inclusive")
@@ -35,9 +35,10 @@ class Timing:
         return Timing(self.median_s / count, (first / count, third / count))
 
     def row(self, name: str) -> dict[str, object]:
-        """Columns of a table row: the median as `name`, the quartiles, and `spread`, their difference over the median.
+        """Columns of a table row: the median as `name`, the quartiles, and `spread`.
 
-        Quartiles and spread are None for a single measurement.
+        The spread is the difference of the quartiles divided by the median. For a single measurement, the quartiles and
+        the spread are None.
         """
         if self.quartiles_s is None:
             return {name: self.median_s, f"{name}_quartiles": None, "spread": None}
@@ -54,7 +55,7 @@ def interleave(
         calls: calls by name.
         repeats: number of measured rounds.
         warm_up: number of rounds before the measured rounds.
-        alternate: reverse every other round (A, B, B, A, ...), so that no call always follows the same one.
+        alternate: reverse every other round (A, B, B, A, ...), so that no call always follows the same other call.
     """
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     for round_number in range(warm_up + repeats):
@@ -67,14 +68,14 @@ def interleave(
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Time one call, in seconds."""
+    """Return the time of one call, in seconds."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def resident_bytes(peak: bool = False) -> int:
-    """Resident memory of this process, or its peak since `forget_peak` (Linux only)."""
+    """Resident memory of this process in bytes, or its peak since the last `forget_peak` (Linux only)."""
     name = "VmHWM:" if peak else "VmRSS:"
     status = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in status if line.startswith(name))

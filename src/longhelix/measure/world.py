@@ -1,4 +1,4 @@
-"""Ranks of one measurement: starts rank processes with a job, collects their rows, and ends the processes."""
+"""Runs one measurement: starts rank processes with a job, collects their rows, and ends the processes."""
 
 import json
 import subprocess
@@ -12,14 +12,14 @@ from longhelix.engine.workers.ranks import Ranks
 from longhelix.engine.workers.transport import Failed
 from longhelix.errors import EngineError, UserError
 
-# Time limit for one point. It takes a minute to fill the KV of millions of tokens.
+# Time limit for one point. Filling the KV of millions of tokens alone takes a minute.
 POINT_TIMEOUT_S = 900.0
 
 Row = dict[str, Any]
 
 
 class RankJob(Protocol):
-    """Measurement that every rank of a world runs. Must be a msgspec.Struct at the top level of its module."""
+    """Measurement that every rank of a world runs. A job must be a msgspec.Struct at the top level of its module."""
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         """Yield a row for each point.
@@ -31,7 +31,7 @@ class RankJob(Protocol):
 
 
 class World(Ranks):
-    """Processes of `longhelix.measure.rank` that run the same job. Use it in a `with` statement."""
+    """Rank processes (`longhelix.measure.rank`) that run the same job. Use a world in a `with` statement."""
 
     def __init__(self, job: RankJob, size: int, timeout_s: float = POINT_TIMEOUT_S) -> None:
         super().__init__()
@@ -61,7 +61,10 @@ class World(Ranks):
             yield rows
 
     def _check_failures(self, rows: list[Row], watched: EngineError | None) -> None:
-        """Raise the first cause if ranks failed. Failures caused by the loss of another rank come last."""
+        """Raise the error that caused the failure of the ranks, if any rank failed.
+
+        Other failures take precedence over failures that the loss of another rank caused.
+        """
         failed = {rank: msgspec.convert(row["failed"], Failed) for rank, row in enumerate(rows) if "failed" in row}
         for failure in failed.values():
             if failure.user_error_code:

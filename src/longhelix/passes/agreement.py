@@ -29,7 +29,7 @@ from longhelix.passes.rules import OwnRows, ShardOperand, ShardRows, Squeezed
 # torch may decide this by the iteration order of a set. Summaries therefore describe both in the same way.
 _FLOAT = "a number"
 
-KIND = "graph"  # kind of the counts that record graphs; the names of these counts are the summaries of the graphs
+KIND = "graph"  # kind of the counts that record graphs; each count has the summary of a graph as its name
 
 
 class RanksDifferError(TorchRuntimeError):
@@ -129,7 +129,7 @@ def expect(prefix: str, group: PassGroup) -> None:
 
 
 def found_difference(group: PassGroup) -> bool:
-    """Whether an earlier comparison found that the group's ranks differ."""
+    """True if an earlier comparison found that the group's ranks differ."""
     return group.name in _ranks and _ranks[group.name].differ
 
 
@@ -170,7 +170,7 @@ def _agree(ranks: _Ranks, own: list[str]) -> None:
         try:
             summaries.append(ranks.store.get(f"{where}/{rank}").decode())
         except RuntimeError as error:  # each kind of store raises its own subclass
-            ranks.store.set(f"{where}/{group.rank}", "gave up")  # so that a rank that reads this later also fails
+            ranks.store.set(f"{where}/{group.rank}", "gave up")  # a rank that reads this entry later then also fails
             raise _difference(
                 ranks,
                 f"rank {rank} of {group.size} has not compiled the graph that this rank compiled: {'; '.join(own)}. "

@@ -43,8 +43,8 @@ class Collective:
 
     name: str
     dtype: str
-    # Bytes that a rank sends to other ranks, in a ring or directly. If the number of tokens varies, this is for the
-    # number that the graph was traced with.
+    # Bytes that a rank sends to other ranks, in a ring or directly. If the number of tokens varies, these are the bytes
+    # for the number of tokens with which the graph was traced.
     sent_bytes: int
 
 
@@ -91,5 +91,5 @@ def _dtype(value: Tensor) -> str:
 
 
 def is_first_item(node: Node) -> bool:
-    """Whether a node selects the first result of an op with several results."""
+    """True if a node selects the first result of an op with several results."""
     return node.op == "call_function" and node.target is operator.getitem and node.args[1] == 0

@@ -13,7 +13,7 @@ def cheapest_cut(region: Region, demanded: Iterable[Node]) -> set[Node]:
     """Return the nodes to gather so that every rank can compute the `demanded` nodes for all tokens.
 
     The result is a minimum cut of the region between its sources and the demanded nodes, weighted by bytes per token.
-    If there are several minimum cuts, the result is the cut nearest to the demanded nodes. Every rank computes the
+    If there are several minimum cuts, the result is the cut nearest to the demanded nodes. Each rank computes the
     nodes between the cut and the demanded nodes for all tokens, from the gathered values.
 
     Raises:

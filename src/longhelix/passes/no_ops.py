@@ -24,8 +24,8 @@ def eliminate_no_ops(graph: Graph) -> int:
     """Replace ops without an effect, and return the number of replaced ops.
 
     Such ops are views and slices that keep the shape, padding by zero rows, conversions that keep the dtype, and sizes
-    that are also inputs of the graph. Ops on an input or before an output of the graph stay. Without them, an output
-    could be an input or share memory with an input.
+    that are also inputs of the graph. The function keeps ops that read an input of the graph or produce an output.
+    Without these ops, an output could be an input or share memory with an input.
     """
     sizes: list[Node] = []
     removed = 0

@@ -34,7 +34,7 @@ class Norm:
     normed: Node  # the value that is normalised
 
     def has_other_users(self) -> bool:
-        """Whether any op outside the norm uses the normalised value."""
+        """True if any op outside the norm uses the normalised value."""
         pending, own = [self.normed], {self.normed}
         while pending:
             for user in pending.pop().users:

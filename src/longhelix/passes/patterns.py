@@ -31,7 +31,7 @@ def count_patterns(plan: ShardingPlan, how: str | None) -> Counter[str]:
     quantised, the name ends with StaticINT8, DynamicINT8, StaticFP8 or DynamicFP8.
 
     Args:
-        how: Suffix of the name if the plan quantises the value. None: the plan quantises no values.
+        how: Suffix of the name if the plan quantises the value. None means that the plan quantises no values.
     """
     found: Counter[str] = Counter()
     for source in plan.sources:

@@ -62,7 +62,7 @@ def _all_to_all(x_TX: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _pieces(x_LX: Tensor) -> list[slice]:
-    """Split the rows that one rank sends to another rank into pieces. All pieces are sent at the same time."""
+    """Split the rows that one rank sends to another rank into pieces that are sent at the same time."""
     count = max(min(x_LX.nbytes // _PIECE_BYTES, len(x_LX), _MOST_PIECES), 1)
     ends = [len(x_LX) * piece // count for piece in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(ends)]

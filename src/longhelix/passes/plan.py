@@ -21,11 +21,11 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """The planned changes to a graph. Values that ops need for all tokens are computed from gathered values."""
+    """The planned changes to a graph. If an op needs a value for all tokens, it is computed from gathered values."""
 
     region: Region
     sharded: frozenset[Node]  # nodes computed on token shards
-    gathered: frozenset[Node]  # sharded nodes that the pass gathers, for ops that need all tokens
+    gathered: frozenset[Node]  # sharded nodes that the pass gathers, because some ops need all tokens
     quantised: frozenset[Node]  # gathered nodes that the pass quantises before it sends them
     norms: tuple[Norm, ...]  # norms computed on shards
     normed: frozenset[Node]  # values that any norm of the graph normalises
@@ -38,7 +38,7 @@ class ShardingPlan:
 
     @property
     def chunks(self) -> list[tuple[Node, Node]]:
-        """Pairs of two nodes: this rank's shard of a value, and the value."""
+        """Pairs of nodes. The first node is this rank's shard of the second node."""
         return [(chunk, node) for chunk, node in self.region.chunks.items() if self._has_shard(node)]
 
     def _has_shard(self, node: Node) -> bool:
@@ -111,7 +111,7 @@ def _planned(region: Region, norms: Iterable[Norm], left: dict[Node, str], quant
 
 
 def _is_wide(node: Node, dims: int) -> bool:
-    """Whether quantising a node saves bytes, including its scales, and the node is not an output of the graph."""
+    """True if quantising a node saves bytes, including its scales, and the node is not an output of the graph."""
     value = node.meta["val"]
     if not value.is_floating_point() or value.dtype.itemsize == 1 or not all(map(computes, node.users)):
         return False
@@ -151,7 +151,7 @@ def _without_norm(plan: ShardingPlan) -> set[Node]:
 
 
 def _reason(region: Region, source: Source) -> str:
-    """Say why a source stays unchanged, by the ops that need all of its tokens."""
+    """Return a sentence that says why a source stays unchanged. The sentence gives up to three causes."""
     seen, pending, reasons = {source.node}, [source.node], []
     while pending:
         node = pending.pop(0)

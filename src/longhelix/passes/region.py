@@ -29,7 +29,7 @@ _CUTTING = {aten.constant_pad_nd.default, aten.split.Tensor, aten.split_with_siz
 
 @dataclass(frozen=True)
 class Reduced:
-    """The result of an all-reduce. With a reduce-scatter instead, each rank would get a shard of this result."""
+    """The result of an all-reduce. A reduce-scatter in its place would give each rank a shard of this result."""
 
     node: Node
     tokens: TokenDims
@@ -56,8 +56,8 @@ class Region:
     tokens: Mapping[Node, TokenDims]  # each node of the region -> the dims that hold its tokens
     sources: Mapping[Node, Source]  # each result of a collective in the region -> that collective
     calls: Mapping[Node, ShardedCall]  # each other node -> how to compute its shard from the shards of its operands
-    chunks: Mapping[Node, Node]  # each node that already is a token shard -> the node that it is a shard of
-    reasons: Mapping[Node, str]  # each op outside the region that uses its values -> why the op is outside
+    chunks: Mapping[Node, Node]  # each node that already is a token shard -> the full node
+    reasons: Mapping[Node, str]  # each op outside the region that uses a value of the region -> why the op is outside
 
     def upstream(self, node: Node) -> list[Node]:
         """Return the operands of a node that are in the region."""
@@ -72,14 +72,14 @@ class Region:
         return [user for user in node.users if user not in self.calls and not self._leads_to_chunks(user, node)]
 
     def _leads_to_chunks(self, user: Node, node: Node) -> bool:
-        """Whether `user` only pads or splits `node` to take a token shard of `node`."""
+        """True if `user` only pads or splits `node` to take a token shard of `node`."""
         if self.chunks.get(user) is node:
             return True
         return user.target in _CUTTING and all(self._leads_to_chunks(each, node) for each in user.users)
 
 
 def computes(user: Node) -> bool:
-    """Whether a node computes a value. The graph's output and copies into graph inputs do not."""
+    """True if a node computes a value. The graph's output and copies into graph inputs do not."""
     if user.target is aten.copy.default:  # the functional form of a copy into an input
         return any(map(computes, user.users))
     return user.op != "output" and user.target is not aten.copy_.default
@@ -90,7 +90,7 @@ def find_region(graph: Graph, group: PassGroup, rules: Rules, own_chunks: bool, 
 
     Args:
         own_chunks: Whether the graph itself selects this rank's rows of values.
-        left: Sources to leave out of the region.
+        left: Sources that must not be part of the region.
     """
     known = {source.node: source for source in _sources(graph, group)}
     varying = _varying(graph, rules, known.keys())
@@ -180,7 +180,7 @@ def _cuts(gathered: Node, group: PassGroup) -> list[tuple[Node, TokenDims]]:
 
 
 def _is_of_first_rows(node: Node) -> bool:
-    """Whether a slice takes the first rows, without gaps."""
+    """True if a slice takes the first rows, without gaps."""
     return _dim_of(node) == 0 and node.args[2] in (0, None) and (len(node.args) < 5 or node.args[4] == 1)
 
 
@@ -204,7 +204,7 @@ def _chunked(node: Node, tokens: Mapping[Node, TokenDims], group: PassGroup) -> 
 
 
 def _pads_at_the_end(node: Node) -> bool:
-    """Whether a node only appends rows of zeros to another node."""
+    """True if a node only appends rows of zeros to another node."""
     if node.target is not aten.constant_pad_nd.default:
         return False
     *others, before, _ = node.args[1]  # type: ignore[misc]

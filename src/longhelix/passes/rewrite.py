@@ -31,7 +31,7 @@ class Rewrite:
     Call `prepare`, then check `doubts`, then call `finish` or `abandon`.
 
     Args:
-        in_rank_order: Whether each rank receives its rows from all ranks and sums them in rank order.
+        in_rank_order: Whether each rank receives its rows from all ranks and adds them up in rank order.
         in_pieces: Whether large messages may be sent in pieces.
         quantisation: How to send the values that the plan quantises.
     """
@@ -93,7 +93,7 @@ class Rewrite:
             if node in collectives or waited(node) in collectives or not node.is_impure():
                 self._graph.erase_node(node)
 
-    # Nodes that compute one shard.
+    # The following methods add nodes that compute one shard.
 
     def _shard(self, node: Node) -> Node:
         source = self._plan.region.sources.get(node)
@@ -134,7 +134,7 @@ class Rewrite:
         return self._rows[key]
 
     def _without_padding(self, shard: Node, node: Node) -> Node:
-        """Return a shard with zeros in its rows of padding, like the shards that the graph itself creates."""
+        """Return a shard with zeros in its padding rows, like the shards that the graph itself creates."""
         count, rows, padding = self._sizes(self._plan.region.tokens[node])
         if padding == 0:
             return shard
@@ -184,7 +184,7 @@ class Rewrite:
                     found.append(f"{shard.name} does not have the shape and dtype of a token shard of {node.name}")
         return found
 
-    # Nodes that gather all tokens.
+    # The following methods add nodes that gather all tokens.
 
     def _gather(self, node: Node) -> Node:
         tokens, shard = self._plan.region.tokens[node], self._shards[node]
@@ -253,7 +253,7 @@ class Rewrite:
             return node
         return self._add(aten.clone.default, node, memory_format=torch.contiguous_format)
 
-    # Sizes and small helpers.
+    # The following methods compute sizes, and are helpers for the methods above.
 
     def _padded(self, node: Node, tokens: TokenDims) -> Node:
         """Return a value with its tokens in one dim, padded to a multiple of the number of ranks."""
@@ -266,7 +266,7 @@ class Rewrite:
         return self._add(aten.constant_pad_nd.default, node, [0, 0] * len(rest) + [0, padding])
 
     def _sizes(self, tokens: TokenDims) -> tuple[Size, Size, Size]:
-        """Return T, L and the rows of padding, each as a number or as a node that computes it."""
+        """Return T, L and the number of padding rows, each as a number or as a node that computes the number."""
         count, ranks = tokens.count, self._group.size
         if isinstance(count, int):
             rows = shard_rows(count, ranks)

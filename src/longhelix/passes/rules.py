@@ -45,7 +45,7 @@ class Squeezed:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """A size in a `ShardedCall`: L, the number of rows of a token shard."""
+    """A size in a `ShardedCall` that is replaced with L, the number of rows of a token shard."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Rules:
         raise NotTokenWiseError(f"{target} is not known to be token-wise")
 
     def same_everywhere(self, node: Node) -> bool:
-        """Whether an op returns the same value on all ranks if its operands are the same on all ranks.
+        """True if an op returns the same value on all ranks if its operands are the same on all ranks.
 
         This is False for matrix products, because ranks may hold different weights. It is also False for ops that
         select a part of a value, because each rank may select its own part.
@@ -134,7 +134,7 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _operand(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, TokenDims]) -> Any:
-    """Return the replacement for an operand that is broadcast to `result` (tokens in the first `dims` dims)."""
+    """Return the replacement for an operand that is broadcast to `result`, with tokens in the first `dims` dims."""
     value = first_value(argument) if isinstance(argument, Node) else None
     if value is None:
         return argument
@@ -167,7 +167,7 @@ def _mapped(argument: Any, dims: int, result: Tensor, tokens: Mapping[Node, Toke
 
 
 def _only(node: Node, tokens: Mapping[Node, TokenDims]) -> Node:
-    """Return the first operand, which must be the only one that holds tokens."""
+    """Return the first operand, which must be the only operand that holds tokens."""
     sharded = [arg for arg in node.all_input_nodes if arg in tokens]
     if len(sharded) != 1 or node.args[0] is not sharded[0]:
         raise NotTokenWiseError(f"{node.target} has several operands that hold tokens")
@@ -245,7 +245,7 @@ def _unsqueeze(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
 
 
 def _resized(node: Node, tokens: Mapping[Node, TokenDims]) -> ShardedCall:
-    """Rule for views: the leading dims of the result must again hold exactly the tokens."""
+    """Rule for views. The leading dims of the result must hold exactly the tokens, as in the operand."""
     source, result = _only(node, tokens), first_value(node)
     assert result is not None
     held = tokens[source]

@@ -22,8 +22,8 @@ class Quantisation:
     """How to send the values that a plan quantises. Sequences have one item per value, in the order of the graph."""
 
     name: str  # narrow type: "int8" or "fp8"
-    scales: Sequence[float] | None = None  # static scales; None: each token has its own
-    noted: Sequence[str] | None = None  # places for which a calibration records the largest numbers
+    scales: Sequence[float] | None = None  # static scales; None: each token has its own scale
+    noted: Sequence[str] | None = None  # places at which a calibration records the largest numbers
 
     @property
     def how(self) -> str:
@@ -59,13 +59,15 @@ class Calibration:
             self._highest[place] = torch.maximum(self._highest.get(place, highest), highest)
 
     def scales(self, quantize: str, group: dist.ProcessGroup | None = None) -> dict[str, float]:
-        """Return static scales by place. They map the largest number on any rank to the largest of the narrow type.
+        """Return static scales by place.
+
+        Each scale maps the largest number recorded on any rank to the largest number of the narrow type.
 
         All ranks of the group must call this method, after they have run the same graphs.
 
         Raises:
-            ValueError: On all ranks, if nothing was recorded, if the ranks ran different graphs, or if recorded numbers
-                are not finite.
+            ValueError: Nothing was recorded, the ranks ran different graphs, or recorded numbers are not finite. All
+                ranks then raise this error.
         """
         check_quantize(quantize)
         self._check_same_places(group)

@@ -52,8 +52,8 @@ class SequenceParallel(CustomGraphPass):
             values.
         tokens: Smallest and largest number of tokens of the graphs' inputs. None: the pass reads the number from the
             shapes in each graph.
-        scales: Static scales from `Calibration.scales`, which replace the scale per token; or a `Calibration`, which
-            records numbers while the module runs.
+        scales: Static scales from `Calibration.scales`, which replace the scale per token. Alternatively, a
+            `Calibration`, which records numbers while the module runs.
         in_rank_order: Replace the reduce-scatter with an all-to-all and a sum in rank order, so that the result for a
             token does not depend on other tokens. None: do this only if the group's backend is gloo, because the
             reduce-scatter of gloo sends as many bytes as its all-reduce.
@@ -113,7 +113,7 @@ class SequenceParallel(CustomGraphPass):
             logger.warning("sequence parallelism is off: the group has one rank, and nothing to shard")
 
     def applies(self, tokens: int) -> bool:
-        """Whether the pass uses token shards in graphs for at least this many tokens."""
+        """True if the pass uses token shards in graphs for at least this many tokens."""
         return self.group.size > 1 and tokens >= self.min_tokens
 
     def uuid(self) -> str:
@@ -175,7 +175,7 @@ class SequenceParallel(CustomGraphPass):
         return self._counts.report()
 
     def explain(self) -> str:
-        """Say why the pass left collectives unchanged, one line per reason."""
+        """Return the reasons why the pass left collectives unchanged, one per line."""
         return "\n".join(self.report()["left_alone"])
 
     def _expect_agreement(self) -> None:
@@ -183,7 +183,7 @@ class SequenceParallel(CustomGraphPass):
             agreement.expect(self._counts.prefix, self.group)
 
     def _applies(self, count: int | torch.SymInt) -> bool:
-        """Whether the pass keeps values of this many tokens as shards."""
+        """True if the pass keeps values of this many tokens as shards."""
         if isinstance(count, int):
             return self.applies(count)
         if self.tokens is not None:

@@ -7,7 +7,7 @@ _COLLECTIVES = "_c10d_functional."
 
 
 def refusal(graph: Graph) -> str | None:
-    """Say why the graph that is being compiled must stay unchanged, or return None if the pass may change it."""
+    """Return why the graph that is being compiled must stay unchanged, or None if the pass may change the graph."""
     # Torch uses these names for inputs of backward graphs, and of forward graphs that have a backward graph.
     if any(node.name.startswith(("primals", "tangents")) for node in graph.find_nodes(op="placeholder")):
         return "it has a backward graph, and sequence parallelism is for inference: compile under torch.no_grad()"
@@ -34,13 +34,13 @@ def _translator() -> InstructionTranslator | None:
 
 
 def _has_collectives_in_branches(translator: InstructionTranslator) -> bool:
-    """Whether a graph nested in the traced graph has collectives. Torch calls passes separately for nested graphs."""
+    """True if a graph nested in the traced graph has collectives. Torch calls passes separately for nested graphs."""
     modules = [each for each in translator.output.nn_modules.values() if isinstance(each, GraphModule)]
     return any(str(node.target).startswith(_COLLECTIVES) for module in modules for node in module.graph.nodes)
 
 
 def _is_piece(translator: InstructionTranslator) -> bool:
-    """Whether a graph break precedes or ends this graph."""
+    """True if a graph break precedes or ends this graph."""
     resumed = translator.f_code.co_name.startswith("torch_dynamo_resume_in")
     reason = getattr(translator.output, "compile_subgraph_reason", None)
     return resumed or bool(reason is not None and reason.graph_break)

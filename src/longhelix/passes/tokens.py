@@ -40,7 +40,7 @@ class TokenDims:
         return len(self.sizes)
 
     def matches(self, other: "TokenDims") -> bool:
-        """Whether both hold the same number of tokens, in the same number of dims."""
+        """True if both values hold the same number of tokens, in the same number of dims."""
         return self.dims == other.dims and same(self.count, other.count)
 
 
@@ -51,10 +51,10 @@ def shard_rows(count: int | torch.SymInt, ranks: int) -> int | torch.SymInt:
 
 @contextlib.contextmanager
 def any_number_of_tokens(graph: Graph) -> Iterator[None]:
-    """Compare sizes inside this context so that the results are valid for every number of tokens.
+    """Return a context manager inside which comparisons of sizes are valid for every number of tokens.
 
-    Inside the context, a comparison (for example, whether a size is 1) does not use the number of tokens that the graph
-    was traced with, and does not restrict the graph to that number.
+    A comparison, such as a test whether a size is 1, does not use the number of tokens with which the graph was traced.
+    It does not restrict the graph to that number either.
     """
     fake = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     env = None if fake is None else fake.shape_env
@@ -64,7 +64,7 @@ def any_number_of_tokens(graph: Graph) -> Iterator[None]:
 
 
 def same(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal for every number of tokens that a graph accepts."""
+    """True if two sizes are equal for every number of tokens that a graph accepts."""
     return statically_known_true(sym_eq(one, other))
 
 

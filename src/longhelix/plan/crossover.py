@@ -27,15 +27,15 @@ class Crossover:
 
     @property
     def pays(self) -> bool:
-        """Whether Helix is faster than all other strategies, or is the only strategy that fits."""
+        """True if Helix is faster than all other strategies, or if only Helix fits."""
         return self.helix_s is not None and (self.others_s is None or self.helix_s < self.others_s)
 
 
 def crossovers(question: Question, searched: Space, max_gpus: int) -> list[Crossover]:
     """Compare the best TTL of Helix and of the other strategies at each context and batch size.
 
-    All compared layouts have the same number of GPUs, which is the largest possible number up to `max_gpus`. This
-    number can be less than `max_gpus`. For example, no layout has 3 GPUs if sizes are powers of two.
+    All compared layouts have the same number of GPUs. It is the largest number up to `max_gpus` for which the space
+    has a layout. For example, if all sizes are powers of two and `max_gpus` is 3, the layouts have 2 GPUs.
     """
     sizes = searched.layouts.world_size
     gpus = sizes[sizes <= max_gpus].max()

@@ -20,7 +20,7 @@ class Kind:
 class Demand:
     """Kinds of requests and their rate.
 
-    Means are taken over time: the weight of a request is proportional to the time that its answer takes.
+    The means `kv_tokens` and `held_tokens` are over time: each request is weighted by the length of its answer.
     """
 
     kinds: tuple[Kind, ...]  # their shares add up to 1
@@ -33,19 +33,20 @@ class Demand:
                 if tokens < 1:
                     raise UserError(f"{name} is {tokens}: set it to 1 token or more")
         if self.rate_per_s is not None and not (math.isfinite(self.rate_per_s) and self.rate_per_s > 0):
-            raise UserError(f"rate is {self.rate_per_s}: set it above 0 requests a second")
+            raise UserError(f"rate is {self.rate_per_s}: set it to a number above 0, in requests per second")
         if not 0 <= self.prefix_hit < 1:
-            raise UserError(f"prefix-hit is {self.prefix_hit}: set it to a share from 0 to less than 1")
+            raise UserError(f"prefix-hit is {self.prefix_hit}: set it to a fraction from 0 to less than 1")
 
     @classmethod
     def of(cls, lengths: Sequence[tuple[int, int]], rate_per_s: float | None, prefix_hit: float) -> "Demand":
         """Group requests into kinds.
 
-        Requests whose prompt lengths are between the same two powers of four form one kind with their mean lengths. The
-        longest requests are added as kinds with share 0. They do not affect averages, but must meet the targets.
+        Requests with prompt lengths between the same two powers of four form one kind. The lengths of a kind are the
+        means over its requests. The request with the longest prompt and the longest request are added as kinds with
+        share 0. These kinds do not affect means, but they must meet the targets.
 
         Args:
-            lengths: tokens of the prompt and of the answer, for each request.
+            lengths: number of tokens of the prompt and of the answer of each request.
 
         Raises:
             UserError: a length, the rate or the prefix hit is out of range.
@@ -62,22 +63,22 @@ class Demand:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, answer included."""
+        """Number of tokens of the longest request, including its answer."""
         return max(kind.input_tokens + kind.output_tokens for kind in self.kinds)
 
     @property
     def output_tokens(self) -> float:
-        """Mean tokens of an answer."""
+        """Mean number of tokens per answer."""
         return sum(kind.share * kind.output_tokens for kind in self.kinds)
 
     @property
     def kv_tokens(self) -> float:
-        """Mean KV tokens of a running request."""
+        """Mean number of KV tokens of a running request."""
         return self._over_time(0.5)
 
     @property
     def held_tokens(self) -> float:
-        """Mean KV tokens of a running request at its end."""
+        """Mean number of KV tokens that a running request has when it ends."""
         return self._over_time(1.0)
 
     def _over_time(self, answered: float) -> float:

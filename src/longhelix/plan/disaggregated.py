@@ -1,4 +1,4 @@
-"""Disaggregated serving: prefill and decode run on separate instances, and a link transfers the KV."""
+"""Plan disaggregated serving: separate instances prefill and decode, and a link transfers the KV between them."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,16 @@ from longhelix.plan.space import Space
 from longhelix.plan.sweep import MOST_BATCH, largest
 from longhelix.spec.layout import Layout
 
-_BEST = 24  # maximum number of layouts for prefill and for decode that the search combines
+_BEST = 24  # maximum number of prefill candidates, and of decode candidates, that the search combines
 
 
 @dataclass(frozen=True)
 class Disaggregated:
-    """Instances that only prefill, instances that only decode, and their combined service."""
+    """A combination of prefill and decode instances, with its predicted latency and throughput."""
 
     prefill_layout: dict[str, int | str]
     prefills: int  # number of prefill instances
-    chunk_tokens: int  # prompt tokens in one step
+    chunk_tokens: int  # prompt tokens per step
     decode_layout: dict[str, int | str]
     decodes: int  # number of decode instances
     batch: int  # number of requests per decode instance
@@ -39,16 +39,16 @@ class Disaggregated:
 
 @dataclass(frozen=True)
 class _Side:
-    """Candidates for the prefill or the decode instances, arrays (n,)."""
+    """Candidates for the prefill instances or for the decode instances. All arrays have the shape (n,)."""
 
     layout: NDArray[np.intp]  # index of the layout in the space
-    size: Array  # chunk size of prefill, or batch of decode
-    rate_per_s: Array  # requests per second and instance
+    size: Array  # chunk size for prefill, batch size for decode
+    rate_per_s: Array  # requests per second per instance
     gpus: Array  # number of GPUs per instance
-    seconds: Array  # TTFT of prefill, or TTL of decode
+    seconds: Array  # TTFT for prefill, TTL for decode
 
     def best(self) -> "_Side":
-        """Return the _BEST candidates with the highest rate per GPU, at most one for each number of GPUs."""
+        """Return up to _BEST candidates with the highest request rate per GPU, at most one per number of GPUs."""
         order = np.lexsort((self.seconds, -self.rate_per_s, self.gpus))
         _, first = np.unique(self.gpus[order], return_index=True)
         first = order[first]
@@ -61,9 +61,11 @@ class _Side:
 
 
 def disaggregated(question: Question, space: Space) -> Disaggregated | None:
-    """Find the instances with the most tokens/s/GPU, or the fewest GPUs that serve the rate of the demand.
+    """Find the best combination of prefill and decode instances that meets the targets.
 
-    Returns None if no instances meet the targets, or if the question has no demand.
+    The best combination has the highest tokens/s/GPU. If the demand has a rate, or if the question is about the fewest
+    GPUs, the best combination has the fewest GPUs instead. Returns None if no combination meets the targets, or if the
+    question has no demand.
     """
     demand = question.demand
     if demand is None:
@@ -111,8 +113,8 @@ def _numbers(
     """Find the best numbers of instances for one prefill candidate and one decode candidate.
 
     Returns:
-        The tuple (sort key, prefill instances, decode instances, prefill index, decode index), or None if no numbers of
-        instances meet the targets.
+        A tuple (sort key, prefill instances, decode instances, prefill index, decode index), or None if no
+        numbers of instances meet the targets.
     """
     demand = question.demand
     assert demand is not None
@@ -132,7 +134,7 @@ def _numbers(
 
 
 def _prefills(use: ServiceLoad, space: Space, ttft_s: float | None) -> _Side:
-    """Return all layouts with all chunk sizes, each with the highest load that the TTFT target allows."""
+    """Return all layouts with all chunk sizes that fit, each at the highest rate that meets the TTFT target."""
     index = np.repeat(np.arange(len(space)), len(CHUNKS))
     chunk = np.tile(np.array(CHUNKS, dtype=np.float64), len(space))
     layouts = space.layouts.take(index)
@@ -171,9 +173,9 @@ def _decodes(question: Question, use: ServiceLoad, space: Space) -> _Side:
 
 
 def _transfer_seconds(use: ServiceLoad) -> float:
-    """Return the seconds to send the longest prompt's KV and linear attention states from one GPU to another.
+    """Return the time, in seconds, to send the longest prompt's KV and linear attention states to another GPU.
 
-    The transfer uses the link of one GPU to outside its scale-up domain.
+    The transfer uses the scale-out link of one GPU.
     """
     setting, link = use.setting, use.setting.system.scale_out
     kept = use.longest_prompt * setting.kv_token_bytes

@@ -25,12 +25,12 @@ class EstimatedItem:
     flops: float
     hbm_bytes: float
     net_bytes: float
-    source: str  # origin of the seconds: a constant, or the limit of the roofline
+    source: str  # what determines the seconds: a constant, or a limit of the roofline
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The predicted costs of one replica. Fields that `Choice` also has mean the same."""
+    """The predicted costs of one replica. A field with the same name as a field of `Choice` has the same meaning."""
 
     layout: dict[str, int | str]
     gpus: int
@@ -44,9 +44,9 @@ class Estimate:
     ttft_s: float
     tokens_per_s_per_user: float
     tokens_per_s_per_gpu: float
-    mfu: float  # fraction of all GPUs' peak FLOPS, in the faster of the weight and expert dtypes
+    mfu: float  # fraction of the peak FLOP/s of all GPUs, in the faster of the weight and expert dtypes
     mbu: float  # fraction of one GPU's peak memory bandwidth
-    memory_bytes_per_gpu: int  # this field and the other bytes are for the fullest GPU
+    memory_bytes_per_gpu: int  # fields in bytes refer to the GPU with the highest memory use
     weights_bytes_per_gpu: int
     kv_bytes_per_gpu: int
     headroom_bytes: int
@@ -65,17 +65,17 @@ def estimate(
     local: bool = False,
     hop_b: bool = True,
 ) -> Estimate:
-    """Estimate one decode step of a batch, and the prefill of one more request at the same time.
+    """Estimate one decode step of a batch, and the prefill of an additional request while the batch decodes.
 
     Args:
-        layout: all `dp` groups as one layout.
-        context: tokens of each request.
+        layout: layout of all `dp` groups together.
+        context: tokens per request.
         batch: number of decoding requests.
-        chunk: prompt tokens in one step.
-        local: whether each KVP rank is a group with its own requests.
+        chunk: prompt tokens per step.
+        local: True if each KVP rank is a separate group with its own requests.
 
     Raises:
-        UserError: the model's heads, layers or experts do not allow the layout.
+        UserError: the layout does not fit the model's heads, layers or experts.
     """
     layout.check(setting.heads, setting.model.num_layers)
     check_experts(setting.model, layout.ep)

@@ -1,4 +1,4 @@
-"""TTFT against TTL during a prefill, over layouts and chunk sizes."""
+"""Estimate the TTFT of a prompt, and the TTL of other requests during its prefill, by layout and chunk size."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ from longhelix.plan.space import Space
 
 @dataclass(frozen=True)
 class Latencies:
-    """TTFT and TTL of L layouts with C chunk sizes. Both are infinite if the users do not fit in memory."""
+    """TTFT and TTL for L layouts and C chunk sizes. Both are infinite if the requests do not fit in memory."""
 
     ttft_s: Array  # (L, C): TTFT of one of the longest prompts
-    tbt_s: Array  # (L, C): TTL of the other users during the prefill of this prompt
+    tbt_s: Array  # (L, C): TTL of the other requests during the prefill of this prompt
     gpus: Array  # (L,)
 
     def best_s(self, tbt_s: float | None) -> Array:
-        """Return each layout's best TTFT with a chunk size that meets the TTL target, (L,)."""
+        """Return each layout's lowest TTFT over the chunk sizes that meet the TTL target, (L,)."""
         kept = self.ttft_s if tbt_s is None else np.where(self.tbt_s <= tbt_s, self.ttft_s, np.inf)
         return np.asarray(kept.min(axis=1))
 
@@ -34,9 +34,9 @@ class Latencies:
         return np.asarray(order[falls])
 
     def fewest_gpus(self, ttft_s: float, tbt_s: float) -> int | None:
-        """Return the flat index of the configuration with the fewest GPUs that meets both targets; None if none does.
+        """Return the flat index of the configuration with the fewest GPUs that meets both targets.
 
-        Among configurations with equal numbers of GPUs, the shortest TTFT wins.
+        On a tie, return the configuration with the shortest TTFT. Returns None if no configuration meets both targets.
         """
         keeps = (self.ttft_s <= ttft_s) & (self.tbt_s <= tbt_s)
         if not keeps.any():
@@ -48,7 +48,7 @@ class Latencies:
 def latencies(use: ServiceLoad, space: Space, users: int) -> Latencies:
     """Estimate the prefill of one of the longest prompts for all layouts and chunk sizes.
 
-    Meanwhile, `users` - 1 other requests decode.
+    During the prefill, `users` - 1 other requests decode.
     """
     layouts, setting = space.layouts, use.setting
     shape = (len(layouts), len(CHUNKS))

@@ -1,4 +1,4 @@
-"""The planner's page: one self-contained HTML file with the plan's frontiers, the plan's answer, and controls."""
+"""Write the planner's page: one self-contained HTML file with the plan's frontiers and answer, and with controls."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = (
     "data.js", "service.js", "chart.js", "frontier.js", "step.js", "layout.js", "compare.js", "controls.js", "page.js",
 )  # fmt: skip
-# Fields of a plan's JSON that another plan's page needs for a comparison.
+# Fields of a plan's JSON that the page of another plan needs to compare both plans.
 _COMPARED = (
     "model", "system", "weight_dtype", "expert_dtype", "kv_dtype", "draft_tokens", "accepted_tokens", "context",
     "max_gpus", "targets", "gpu_hour", "at_ttl", "headline", "best", "nearest", "frontier",
@@ -24,7 +24,7 @@ def write_page(path: Path, plan: Plan, as_object: Mapping[str, Any]) -> None:
     """Write the page of a plan. The page initially shows the plan's question.
 
     Args:
-        as_object: the plan as JSON, with the model's name.
+        as_object: the plan as a JSON object, including the name of the model.
 
     Raises:
         UserError: `path` cannot be written.

@@ -24,7 +24,7 @@ def frontier(user_tokens_per_s: Array, gpu_tokens_per_s: Array) -> NDArray[np.in
 
 
 def at_least(user_tokens_per_s: Array, gpu_tokens_per_s: Array, wanted: Array) -> Array:
-    """Return the maximum tokens/s/GPU of the points with at least `wanted` tokens/s/user; 0 without such points."""
+    """Return, for each `wanted` tokens/s/user, the maximum tokens/s/GPU of the points that reach it; 0 if none does."""
     order = np.argsort(-user_tokens_per_s, kind="stable")
     best = np.maximum.accumulate(gpu_tokens_per_s[order])
     reach = np.searchsorted(-user_tokens_per_s[order], -wanted, side="right")
@@ -45,17 +45,17 @@ class AtSpeed:
     """The maximum tokens/s/GPU of two sets of points at a given speed per user."""
 
     user_tokens_per_s: float  # minimum speed
-    gpu_tokens_per_s: float  # 0 if no point reaches the speed
-    base_gpu_tokens_per_s: float  # value of the baseline; 0 if no point reaches the speed
+    gpu_tokens_per_s: float  # of the first set; 0 if none of its points reaches the speed
+    base_gpu_tokens_per_s: float  # of the baseline; 0 if none of its points reaches the speed
 
     @property
     def ratio(self) -> float | None:
-        """The gain in tokens/s/GPU; None if the baseline does not reach the speed."""
+        """The ratio of both values of tokens/s/GPU; None if the baseline does not reach the speed."""
         return self.gpu_tokens_per_s / self.base_gpu_tokens_per_s if self.base_gpu_tokens_per_s else None
 
 
 def gain(user: Array, gpu: Array, base_user: Array, base_gpu: Array) -> Gain:
-    """Compare points (tokens/s/user, tokens/s/GPU) with the points of a baseline. Neither set may be empty."""
+    """Return the gain of points (tokens/s/user, tokens/s/GPU) over a baseline's points. Neither set may be empty."""
     both = min(user.max(), base_user.max())
     wanted = np.unique(np.concatenate([user, base_user]))
     wanted = wanted[wanted <= both]

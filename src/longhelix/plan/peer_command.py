@@ -1,4 +1,4 @@
-"""The command that starts another engine: the engine's documented options, the command line and the settings file."""
+"""Represent the command that starts another engine: its command line, environment variables and settings file."""
 
 import json
 import shlex
@@ -14,11 +14,11 @@ Setting = int | str | bool | None
 
 @dataclass(frozen=True)
 class Option:
-    """An option on a command line, in a settings file or in the environment."""
+    """An option of an engine: a command line option, a field of the settings file, or an environment variable."""
 
     name: str  # with leading dashes on a command line; as section.name in a file
-    takes: str | tuple[str, ...]  # COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (no value), or words
-    source: str  # file in the engine's repository that documents the option, and the commit
+    takes: str | tuple[str, ...]  # COUNT (1 or more), INDEX (0 or more), TEXT, SWITCH (no value), or the allowed words
+    source: str  # file in the engine's repository that documents the option, and the commit of the file
 
     def allows(self, value: Setting) -> bool:
         match self.takes:
@@ -41,8 +41,8 @@ class PeerCommand:
     argv: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()  # assignments of environment variables before the command
     config: Mapping[str, Any] = field(default_factory=dict)  # content of the settings file
-    notes: tuple[str, ...] = ()  # sentences about other requirements
-    sources: tuple[str, ...] = ()  # sources of the used options
+    notes: tuple[str, ...] = ()  # other requirements, as sentences
+    sources: tuple[str, ...] = ()  # sources of the options that the command uses
     cannot: tuple[str, ...] = ()  # reasons why the engine cannot run the deployment
 
     @property
@@ -51,17 +51,20 @@ class PeerCommand:
         return " ".join((*self.environment, shlex.join(self.argv)))
 
     def as_text(self) -> str:
-        """Return text for a shell script: the notes and the command, or the reasons against it as comments."""
+        """Return the command as text for a shell script, with the notes as comments.
+
+        If the engine cannot run the deployment, the text contains the reasons as comments instead of the command.
+        """
         lines = [f"# {self.engine}"]
         for sentence in (*(f"cannot: {reason}" for reason in self.cannot), *self.notes):
             lines += comment(sentence)
         if not self.cannot:
-            lines += comment(f"Options as read in {', '.join(self.sources)}")
+            lines += comment(f"Sources of the options: {', '.join(self.sources)}")
             lines.append(self.line)
         return "\n".join(lines) + "\n"
 
     def config_yaml(self) -> str:
-        """Return the text of the settings file; empty if the command needs no settings file."""
+        """Return the YAML text of the settings file. The text is empty if the command needs no settings file."""
         return "".join(f"{line}\n" for line in _yaml(self.config, ""))
 
 
@@ -76,7 +79,7 @@ def _yaml(section: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 class Options:
-    """An engine's options by name. The methods format settings and check that the option allows each value.
+    """An engine's options by name. The methods check the values of settings and format the settings.
 
     Settings with the value None are omitted.
     """
@@ -85,7 +88,7 @@ class Options:
         self.known = {option.name: option for option in options}
 
     def arguments(self, settings: Mapping[str, Setting]) -> tuple[str, ...]:
-        """Return settings as command line arguments, in order. Switches that are off are omitted."""
+        """Return settings as command line arguments in the given order, without switches that are off."""
         words: list[str] = []
         for name, value in self._given(settings):
             if value is not False:
@@ -93,7 +96,7 @@ class Options:
         return tuple(words)
 
     def sections(self, settings: Mapping[str, Setting]) -> dict[str, Any]:
-        """Return settings as nested sections of a file. Dots in the names separate the sections."""
+        """Return settings as nested sections of the settings file. Dots in a name separate sections and key."""
         root: dict[str, Any] = {}
         for name, value in self._given(settings):
             *sections, key = name.split(".")

@@ -1,4 +1,4 @@
-"""Limits and notes that several other engines share. Each is one sentence with the engine's own option names."""
+"""Limits and notes that apply to several other engines. Each text uses the engine's option names."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,9 @@ _FP8_BLOCK = 128  # block size of FP8 scales in DeepSeek-V3 (arXiv 2412.19437, s
 
 
 def activation_dtype(deployment: Deployment) -> str | None:
-    """Return the activation format: the format of the weights or of the KV, if activations can have it.
+    """Return the first format of the weights and the KV that activations can use.
 
-    None means the format of the checkpoint.
+    Returns None if activations can use neither format. The engine then uses the format of the checkpoint.
     """
     names = (deployment.weight_dtype, deployment.kv_dtype)
     return next((name for name in names if FORMATS[name].activation), None)
@@ -23,12 +23,12 @@ def mixed_formats(deployment: Deployment) -> Iterator[str]:
     if weights.activation and kv.activation and weights is not kv:
         yield (
             f"a KV cache in {kv.name} with activations in {weights.name}: no document of the engine says that its "
-            f"attention accepts both"
+            f"attention supports this combination"
         )
 
 
 def uneven_heads(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
-    """Yield the limits of heads that do not divide evenly over `parts` ranks.
+    """Yield a limit for each kind of heads that cannot be split evenly over `parts` ranks.
 
     Args:
         name: the engine's option for the number of ranks.
@@ -37,11 +37,11 @@ def uneven_heads(deployment: Deployment, parts: int, name: str) -> Iterator[str]
     if query_heads % parts:
         yield f"{name} {parts} must divide the {query_heads} query heads"
     if deployment.model.mla is None and kv_heads % parts and parts % kv_heads:
-        yield f"{name} {parts} must divide the {kv_heads} KV heads, or be a multiple of them"
+        yield f"{name} {parts} must divide the {kv_heads} KV heads, or be a multiple of this number"
 
 
 def uneven_ffn(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
-    """Yield the limits of dense FFNs and shared experts whose columns do not divide evenly over `parts` ranks."""
+    """Yield a limit if the columns of dense FFNs or shared experts cannot be split evenly over `parts` ranks."""
     model = deployment.model
     if model.num_dense_layers and model.ffn_size % parts:
         yield f"{name} {parts} must divide the {model.ffn_size} columns of the FFN"
@@ -50,7 +50,7 @@ def uneven_ffn(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
 
 
 def uneven_experts(deployment: Deployment, tensor: str, expert: str | None) -> Iterator[str]:
-    """Yield the limits of experts whose columns do not divide evenly over TPF, or whose number does not divide by EP.
+    """Yield a limit if TPF does not divide the columns of an expert, or EP does not divide the number of experts.
 
     Args:
         tensor: the engine's option for TPF.
@@ -66,22 +66,22 @@ def uneven_experts(deployment: Deployment, tensor: str, expert: str | None) -> I
 
 
 def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str]:
-    """Yield notes on the formats of the checkpoint.
+    """Yield notes on the weight formats that the checkpoint must have.
 
     Args:
-        makes: formats to which the command's options can convert wider weights.
+        makes: formats to which the engine can convert wider weights at startup.
     """
     weights = FORMATS[deployment.weight_dtype]
     if not weights.activation and weights.name not in makes:
-        yield f"the checkpoint must already have its weights in {weights.name}: no option here converts them"
+        yield f"the checkpoint must already store its weights in {weights.name}: no option of the command converts them"
     if deployment.expert_dtype is not None:
-        yield f"the checkpoint must already have its experts, but not its other weights, in {deployment.expert_dtype}"
+        yield f"the checkpoint must already store only its experts in {deployment.expert_dtype}, not its other weights"
     moe = deployment.model.moe
     columns = None if moe is None else moe.expert_size // deployment.degrees.tpf
     if (deployment.expert_dtype or weights.name) == "fp8" and columns is not None and columns % _FP8_BLOCK:
         yield (
-            f"a checkpoint with one scale per {_FP8_BLOCK} columns of FP8 weights does not load: a rank has {columns} "
-            f"columns of an expert"
+            f"a checkpoint with one scale per {_FP8_BLOCK} columns of FP8 weights does not load: each rank has "
+            f"{columns} columns of an expert, which is not a multiple of {_FP8_BLOCK}"
         )
 
 
@@ -89,22 +89,23 @@ def position_notes(deployment: Deployment) -> Iterator[str]:
     model = deployment.model
     if deployment.context > model.max_positions:
         yield (
-            f"the model's config has {model.max_positions} positions, but the plan has {deployment.context} tokens: "
-            f"the variable before the command allows that, but answers beyond are only as good as the RoPE scaling"
+            f"the plan has {deployment.context} tokens, but the model's config has {model.max_positions} positions: "
+            f"the environment variable before the command allows more tokens, but the quality of answers to longer "
+            f"contexts depends on the RoPE scaling"
         )
 
 
 def draft_notes(deployment: Deployment) -> Iterator[str]:
     if deployment.accepted_tokens > 1:
         yield (
-            f"the plan assumes {deployment.accepted_tokens:g} tokens per step: set up speculative decoding as well, "
-            f"with a draft model that reaches this"
+            f"the plan assumes {deployment.accepted_tokens:g} tokens per step: also set up speculative decoding, with "
+            f"a draft model that reaches this mean"
         )
 
 
 def overlap_notes(deployment: Deployment) -> Iterator[str]:
     if deployment.sharded and deployment.hop_b:
         yield (
-            "the plan overlaps exchanges with attention (HOP-B): no document of this engine mentions that, so tokens "
-            "take longer"
+            "the plan overlaps exchanges with attention (HOP-B): no document of this engine mentions HOP-B, so expect "
+            "a higher TTL than planned"
         )

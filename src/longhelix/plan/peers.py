@@ -1,4 +1,4 @@
-"""Commands that run a deployment with other engines, or the limits that prevent an engine from running it."""
+"""Build the commands that run a deployment with other engines, or list the reasons why an engine cannot run it."""
 
 from collections.abc import Mapping
 
@@ -7,13 +7,13 @@ from longhelix.plan.deployment import Deployment
 from longhelix.plan.peer_command import Options, PeerCommand
 from longhelix.values import refused, text
 
-# The options that the commands in this package use, by engine.
+# By engine, the options that may occur in its commands.
 OPTIONS: Mapping[str, Options] = {peer.NAME: peer.OPTIONS for peer in (vllm, tensorrt_llm, sglang)}
 CONFIG_FILE = tensorrt_llm.CONFIG_FILE
 
 
 def commands(deployment: Deployment, model_name: str) -> tuple[PeerCommand, ...]:
-    """Return the command of each engine.
+    """Return the command of each engine for a deployment.
 
     Args:
         model_name: folder of the model, or its name on a model hub.
@@ -23,5 +23,5 @@ def commands(deployment: Deployment, model_name: str) -> tuple[PeerCommand, ...]
     """
     name = text("the model's name", model_name)
     if not name or name.startswith("-"):
-        raise refused("the model's name", model_name, "a folder or a name in a hub")
+        raise refused("the model's name", model_name, "a folder or a name on a model hub")
     return tuple(command(deployment, name) for command in (vllm.command, tensorrt_llm.command, sglang.command))

@@ -16,7 +16,7 @@ _STYLES = {
     "helix": ("#0072b2", "o"),
     "helix_dp": ("#3d3d3d", "v"),
 }
-# The margins leave room for "10,000" next to an axis. Automatic layout would take as long as drawing the figure.
+# Fixed margins, because automatic layout takes as long as drawing. They leave room for tick labels such as "10,000".
 _MARGINS = {"left": 0.08, "right": 0.985, "top": 0.93, "bottom": 0.11}
 
 
@@ -25,7 +25,7 @@ def draw_frontier(stem: Path, series: Series, title: str, *, ttl_s: float | None
 
     Args:
         stem: path of the files, without a suffix.
-        ttl_s: TTL target in seconds, drawn as a vertical line.
+        ttl_s: TTL target in seconds. It is drawn as a vertical line.
 
     Returns:
         The paths of the files.

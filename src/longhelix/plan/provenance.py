@@ -1,4 +1,4 @@
-"""Explain the seconds of a cost item: the constant that determines them, and the origin of the constant's value."""
+"""Explain the time of a cost item: which constant determines the time, and where the constant's value comes from."""
 
 from longhelix.perf.cost_item import CostItem
 from longhelix.perf.step import WAIT
@@ -8,7 +8,7 @@ _KINDS = ("measured", "fitted", "assumed")
 
 
 def kind(system: HardwareSpec, constant: str) -> str:
-    """Return the origin of a constant's value according to its source: measured, fitted, assumed or published."""
+    """Return the origin of a constant's value, as its source states it: measured, fitted, assumed or published."""
     first = system.sources[constant].split(":")[0].split(",")[0].strip().lower()
     return first if first in _KINDS else "published"
 
@@ -22,12 +22,12 @@ def source(system: HardwareSpec, item: CostItem, position: int, dtype: str) -> s
     """
     seconds, fixed_s = float(item.seconds[position]), float(item.fixed_s[position])
     if seconds == 0:
-        return "nothing to do"
+        return "takes no time"
     sends = float(item.net_bytes[position]) > 0 and float(item.hbm_bytes[position]) == 0
     if item.name == "host":
         return f"{kind(system, 'step_s')}: step_s"
     if item.name == WAIT:
-        return "the stage with the head or the embedding"
+        return "wait for the stage with the output head or the embedding"
     if fixed_s >= seconds / 2:
         name = "collective_s" if sends else "kernel_s"
         return f"{kind(system, name)}: {name}"

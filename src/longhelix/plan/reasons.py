@@ -1,4 +1,4 @@
-"""Explain with bytes and seconds why the neighbours of a layout are slower and why layouts were rejected."""
+"""Explain, with bytes and seconds, why the neighbours of a layout are slower and why layouts were rejected."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Neighbour:
     change: str  # description of the difference
     layout: str  # description of the layout
     ttl_s: float | None  # mean TTL, as in `Choice`; None if the layout does not fit
-    reason: str  # cost items of a decode step that grow, or the missing memory
+    reason: str  # the cost items that take longer in a decode step, or the missing memory
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Rejection:
     strategy: str
     rejected: int  # number of layouts with too little memory
     layouts: int  # number of layouts of the strategy
-    reason: str  # the layout that lacks the least memory, and the missing amount
+    reason: str  # the layout that lacks the least memory, and how much it lacks
 
 
 def neighbours(question: Question, best: Choice) -> list[Neighbour]:
@@ -58,10 +58,7 @@ def neighbours(question: Question, best: Choice) -> list[Neighbour]:
 
 
 def rejections(question: Question, searched: Sweep) -> list[Rejection]:
-    """Return, for each strategy, the layouts with too little memory for one request.
-
-    Strategies without such layouts are omitted.
-    """
+    """Return a `Rejection` for each strategy that has layouts with too little memory for one request."""
     found = []
     for index, strategy in enumerate(STRATEGIES):
         layouts = np.flatnonzero(searched.space.strategy == index)
@@ -71,7 +68,7 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
         nearest = layouts[np.argmin(np.where(short_bytes > 0, short_bytes, np.inf))]
         held = searched.space.layouts.take(np.array([nearest]))
         needed = memory(question.setting, held, 1.0, float(question.context))
-        words = f"closest: {in_words(degrees(held, 0))}: {_short(question.setting, held, needed)}"
+        words = f"the closest layout, {in_words(degrees(held, 0))}, {_short(question.setting, held, needed)}"
         found.append(Rejection(strategy.name, int((short_bytes > 0).sum()), len(layouts), words))
     return found
 
@@ -83,7 +80,7 @@ def _decode_items(use: ServiceLoad, layouts: Layouts, best: Choice) -> list[Cost
 
 
 def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, int | str], bool]]:
-    """Yield each possible change: its name, the changed layout, and whether it overlaps exchanges (HOP-B)."""
+    """Yield each possible change: its name, the changed layout, and whether this layout uses HOP-B."""
     layout, heads = best.layout, setting.heads
     dp, of_group, tpa, pp = (int(layout[name]) for name in ("dp", "kvp", "tpa", "pp"))
     kvp, hop_b = dp * of_group, best.strategy in OVERLAPPED
@@ -130,7 +127,7 @@ def _difference(own: list[CostItem], other: list[CostItem]) -> str:
     ours = {item.name: item for item in own}
     longer = sorted(other, key=lambda item: -_more(item, ours))[:2]
     words = [_compared(item, ours.get(item.name)) for item in longer if _more(item, ours) > 0]
-    return "; ".join(words) or "nothing takes longer"
+    return "; ".join(words) or "no cost item takes longer"
 
 
 def _more(item: CostItem, ours: dict[str, CostItem]) -> float:

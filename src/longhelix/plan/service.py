@@ -1,4 +1,4 @@
-"""Predict the service of configurations: the TTFT, time between tokens, users and rate that apply at the same time."""
+"""Predict the latency and throughput of configurations under load: TTFT, time between tokens, users and rate."""
 
 from dataclasses import dataclass, fields
 
@@ -14,19 +14,19 @@ from longhelix.plan.demand import Demand, Kind
 from longhelix.scheduler.work import NO_WORK, Work
 
 CHUNKS = tuple(2**power for power in range(5, 14))
-_LATE = 0.05  # fraction of requests that may wait longer, because reported waits are 95th percentiles
-_MOST_BUSY = 0.95  # maximum fraction of a stage's time for prefill; waits would grow without bound near 1
+_LATE = 0.05  # fraction of requests that wait longer than reported, because reported waits are 95th percentiles
+_MOST_BUSY = 0.95  # maximum fraction of a stage's time for prefill. Waits grow without bound as the fraction nears 1
 _HALVINGS = 40
 _NODES = 4  # number of chunks per prompt to evaluate; step times are nearly linear in between
 
 
 @dataclass(frozen=True)
 class Service:
-    """The service of one instance of each configuration. All arrays have the same shape."""
+    """Latency and throughput of one instance of each configuration. All arrays have the same shape."""
 
     ttl_s: Array  # mean time between tokens
-    ttl_p95_s: Array  # time between tokens in the longest step: with the last chunk of the longest prompt
-    ttft_s: Array  # TTFT of the longest prompt: the 95th percentile with a demand, otherwise without a wait
+    ttl_p95_s: Array  # time between tokens in the longest step, which has the last chunk of the longest prompt
+    ttft_s: Array  # TTFT of the longest prompt: the 95th percentile if there is a demand, otherwise without a wait
     users: Array  # number of requests that decode at the same time
     rate_per_s: Array  # requests per second; nan without a demand
     replicas: Array  # number of instances that the demand's rate needs; 1 without a rate
@@ -41,11 +41,11 @@ class Service:
 
 @dataclass(frozen=True)
 class ServiceLoad:
-    """The load on configurations: the requests of a demand, or requests that never end and one prompt at a time."""
+    """The load on a configuration: the requests of a demand, or endless requests with one prompt at a time."""
 
     setting: Setting
     context: int  # tokens of the longest request
-    demand: Demand | None = None  # None for requests that never end
+    demand: Demand | None = None  # None for endless requests
     ttft_s: float | None = None  # TTFT target, which limits the request rate; None for no target
 
     @property
@@ -66,7 +66,7 @@ class ServiceLoad:
         return max(kind.input_tokens for kind in self.kinds)
 
     def new_tokens(self, kind: Kind) -> float:
-        """Return the number of tokens of a prompt that are not in the prefix cache."""
+        """Return the number of prompt tokens that are not in the prefix cache."""
         return kind.input_tokens * (1 - self.prefix_hit)
 
     def memory(self, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Memory:
@@ -92,7 +92,7 @@ class ServiceLoad:
 
 
 def mixed_seconds(use: ServiceLoad, layouts: Layouts, batch: float | Array, chunk: float | Array) -> Array:
-    """Return the seconds between tokens of `batch` requests in a step with the longest prompt's last chunk."""
+    """Return the seconds between tokens of `batch` requests in a step that has the longest prompt's last chunk."""
     rows = np.minimum(chunk, use.longest_prompt * (1 - use.prefix_hit))
     last = layouts.chunk(rows, use.longest_prompt - rows)
     return cycle_seconds(use.setting, layouts, last + use.decodes(layouts, batch)) / use.setting.accepted_tokens
@@ -114,12 +114,12 @@ class Prompts:
         P(wait > t) = busy * exp(-t (1 - busy) / wait_s).
 
         Args:
-            busy: fraction of the time that is spent on prompts.
+            busy: fraction of the time in which prompts are computed.
         """
         return self.longest_s + self.wait_s / (1 - busy) * np.log(np.maximum(busy, _LATE) / _LATE)
 
     def most_busy(self, ttft_s: float | None, most: Array) -> Array:
-        """Return the largest fraction of time for prompts, up to `most`, that keeps the TTFT within `ttft_s`."""
+        """Return the largest fraction of time for prompts, up to `most`, for which the TTFT is at most `ttft_s`."""
         most = np.minimum(most, _MOST_BUSY)
         if ttft_s is None:
             return most
@@ -136,7 +136,7 @@ def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, decodes: Work = NO
 
     Args:
         chunk: chunk size of each layout, in tokens, (n,).
-        decodes: decode work that shares each step with a chunk.
+        decodes: decode work in the same step as each chunk.
     """
     found = [
         prefill(
@@ -157,7 +157,7 @@ def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, decodes: Work = NO
 
 
 def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> Service:
-    """Return the service of layouts, each with a batch and a chunk size, (n,).
+    """Predict the latency and throughput of layouts, each with a batch and a chunk size, (n,).
 
     Prompts are computed one at a time, in the order of arrival (M/G/1). While prompts are computed, every step contains
     a chunk. If the demand has a rate, the result includes the number of instances that the rate needs. Each instance

@@ -1,6 +1,7 @@
-"""SGLang commands.
+"""Build SGLang commands.
 
-Decode context parallelism stripes latents over the tensor parallel group. The entire group shares one FFN.
+SGLang's decode context parallelism stripes MLA latents over the ranks of a tensor parallel group. The group shards one
+FFN over all its ranks.
 """
 
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ OPTIONS = Options(
     )
 )
 
-# SGLang has no names for float16 and float32. "auto" means the format of activations.
+# Values of --kv-cache-dtype. SGLang has no names for float16 and float32. "auto" selects the activation format.
 _KV_WORDS = {
     "float32": "auto",
     "float16": "auto",
@@ -67,7 +68,7 @@ _KV_WORDS = {
     "fp4": "nvfp4",
     "nvfp4": "nvfp4",
 }
-# Model families in the help of --enable-dp-attention: DeepSeek-V2, and Qwen 2 and 3 with experts.
+# The help of --enable-dp-attention lists these model families: DeepSeek-V2 and its successors, and Qwen 2 and 3 MoE.
 _DATA_PARALLEL_ATTENTION = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "qwen2_moe", "qwen3_moe")
 
 
@@ -105,7 +106,7 @@ def _settings(deployment: Deployment, model_name: str) -> dict[str, Setting]:
         "--quantization": "fp8" if deployment.weight_dtype == "fp8" and deployment.expert_dtype is None else None,
         "--kv-cache-dtype": _KV_WORDS[deployment.kv_dtype],
         "--context-length": deployment.context,
-        # This option and --max-running-requests are totals over all groups, which SGLang divides evenly
+        # SGLang divides the values of this option and of --max-running-requests evenly among all groups
         # (python/sglang/srt/arg_groups/hooks/parallel_hook.py at 008b79d2358b, and the scheduler's
         # max_running_requests // dp_size).
         "--chunked-prefill-size": None if chunk_tokens is None else chunk_tokens * groups,
@@ -117,13 +118,13 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
     model, degrees = deployment.model, deployment.degrees
     if deployment.tied:
         yield (
-            "KVP ranks with a copy of the FFN each: decode context parallel ranks belong to the tensor parallel group, "
-            f"and the whole group shares one FFN ({_DCP})"
+            "a copy of the FFN on every KVP rank is not supported: decode context parallel ranks belong to the tensor "
+            f"parallel group, and this group shards one FFN over all its ranks ({_DCP})"
         )
     if deployment.grouped and model.architecture not in _DATA_PARALLEL_ATTENTION:
         yield (
-            f"data parallel attention of {model.architecture}: --enable-dp-attention is for DeepSeek-V2 and its "
-            f"successors, and for Qwen 2 and 3 with experts ({_PARALLEL})"
+            f"data parallel attention is not supported for {model.architecture}: --enable-dp-attention works only "
+            f"with DeepSeek-V2 and its successors, and with Qwen 2 and 3 MoE ({_PARALLEL})"
         )
     name = "tp-size / dp-size" if deployment.grouped else "tp-size"
     yield from uneven_heads(deployment, deployment.group_ranks, name)
@@ -133,7 +134,7 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
         yield from _cannot_share_kv(deployment)
     yield from mixed_formats(deployment)
     if deployment.kv_dtype not in _KV_WORDS:
-        yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype does not offer it ({_MODEL})"
+        yield f"a KV cache in {deployment.kv_dtype} is not supported: --kv-cache-dtype has no such value ({_MODEL})"
 
 
 def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
@@ -141,23 +142,23 @@ def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
     model, degrees = deployment.model, deployment.degrees
     if model.mla is None:
         yield (
-            f"decode context parallelism of {model.architecture}: it shards only the latents of latent attention, and "
-            f"the KV heads of Qwen3.5's models ({_DCP}, pull request 25090)"
+            f"decode context parallelism is not supported for {model.architecture}: SGLang shards only MLA latents, "
+            f"and the KV heads of Qwen3.5 models ({_DCP}, pull request 25090)"
         )
     if model.indexer is not None:
         yield (
-            f"decode context parallelism of {model.architecture} with its indexer: pull request 39330, which would add "
-            "it, is open"
+            f"decode context parallelism is not supported for the indexer of {model.architecture}: pull request 39330, "
+            "which would add support, is still open"
         )
     if degrees.pp > 1:
         yield (
-            f"decode context parallel size {deployment.kvp} in {degrees.pp} pipeline stages: no document or test of "
-            f"the engine mentions both together ({_DCP})"
+            f"decode context parallel size {deployment.kvp} with {degrees.pp} pipeline stages: no document or test of "
+            f"SGLang combines decode context parallelism with pipeline stages ({_DCP})"
         )
     if deployment.kv_dtype in ("fp4", "nvfp4"):
         yield (
-            "a KV cache in nvfp4 with decode context parallelism: no document of the engine mentions both together, "
-            "and pull request 32795 would refuse them"
+            "a KV cache in nvfp4 with decode context parallelism: no SGLang document mentions this combination, and "
+            "pull request 32795 would reject it"
         )
 
 
@@ -167,14 +168,17 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from overlap_notes(deployment)
     yield from draft_notes(deployment)
     if deployment.sharded:
-        yield f"on GPUs before Blackwell, SGLang tested this with --attention-backend flashinfer ({_DCP})"
+        yield (
+            "on GPUs older than Blackwell, use --attention-backend flashinfer, with which SGLang tested decode context "
+            f"parallelism ({_DCP})"
+        )
     if deployment.sharded and deployment.grouped:
         yield (
-            f"decode context parallelism with data parallel attention: its document says that they complement each "
-            f"other ({_DCP}), but names no test of both together"
+            "decode context parallelism with data parallel attention: SGLang's documentation says that the two "
+            f"complement each other ({_DCP}), but it names no test of this combination"
         )
     if deployment.degrees.world_size > GPUS_OF_A_SERVER:
         yield (
-            f"{deployment.degrees.world_size} GPUs on several servers: run the command on each server with --nnodes, "
+            f"{deployment.degrees.world_size} GPUs on several servers: run the command on every server, with --nnodes, "
             f"--node-rank and --dist-init-addr ({_PARALLEL})"
         )

@@ -1,4 +1,4 @@
-"""The layouts that a plan chooses from: all factorisations of all numbers of GPUs, for all strategies."""
+"""The layouts that a plan chooses from: for each strategy, all factorisations of all numbers of GPUs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from longhelix.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Strategy:
-    """A way to lay out one stage."""
+    """A parallelism strategy for the ranks of one pipeline stage."""
 
     name: str  # name in JSON
     title: str  # name that users see
@@ -43,11 +43,11 @@ class Space:
 
 
 def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Space:
-    """Return all layouts with up to `max_gpus` GPUs, over all stages, that the model's heads and experts allow.
+    """Return all layouts that have up to `max_gpus` GPUs in total and that the model's heads and experts allow.
 
     Args:
-        node_gpus: GPUs per server. A number limits layouts to powers of two or whole servers, and to degrees that
-            divide heads, columns and experts evenly. None allows any shape.
+        node_gpus: GPUs per server. If set, the numbers of ranks, stages and GPUs must be powers of two or multiples
+            of `node_gpus`, and degrees must divide heads, columns and experts evenly. None allows any shape.
     """
     rows = [
         (*degrees, pp, name in OVERLAPPED, index)
@@ -82,7 +82,7 @@ def _is_whole(number: int, node_gpus: int | None) -> bool:
 
 
 def _divides(model: ModelSpec, degrees: _Degrees) -> bool:
-    """Whether heads, columns and experts divide evenly over the ranks."""
+    """True if heads, columns and experts divide evenly over the ranks."""
     _, _, tpa, tpf, ep, _ = degrees
     even_heads = model.num_kv_heads % tpa == 0 or tpa % model.num_kv_heads == 0
     sizes = [(model.num_query_heads, tpa)]
@@ -108,7 +108,7 @@ def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
 def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
     """Yield all pairs (KVP ranks or groups, TPA) with at least two KVP ranks or groups.
 
-    Each KV head is on one TPA rank.
+    TPA is at most the number of KV heads.
     """
     for tpa in _divisors(num_ranks):
         if tpa <= model.num_kv_heads and tpa < num_ranks:
@@ -144,7 +144,7 @@ def _helix(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
 
 
 def _helix_dp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
-    """Yield layouts of several groups with their own requests. Each group has several KVP ranks."""
+    """Yield layouts with several data-parallel groups. Each group has several KVP ranks and its own requests."""
     for dp in _divisors(num_ranks)[1:]:
         for kvp, tpa in _attention_grids(model, num_ranks // dp):
             for tpf, ep in _ffn_grids(model, num_ranks):

@@ -53,16 +53,16 @@ class Sweep:
 
 
 def units(layouts: Layouts) -> Array:
-    """Return the number of requests with which every stage, in every group with its own requests, has one request.
+    """Return the number of requests that gives one request to every pipeline stage of every data-parallel group.
 
-    A batch takes about as long as a batch that is rounded up to a multiple of this number. For stages, the times are
-    equal. For groups, attention takes equally long and the FFN slightly less.
+    If a batch is rounded up to a multiple of this number, the time of a step hardly changes. Pipeline stages take the
+    same time. With data-parallel groups, attention takes the same time, and the FFN takes slightly longer.
     """
     return layouts.pp * layouts.dp
 
 
 def batches(most: int = MOST_BATCH) -> Array:
-    """Return batch sizes up to `most`: all sizes up to 32, then in steps of 1/16."""
+    """Return batch sizes up to `most`: all sizes up to 32, then sizes that grow by 1/16 each."""
     sizes = list(range(1, 33))
     while sizes[-1] < most:
         sizes.append(sizes[-1] + sizes[-1] // 16)
@@ -75,9 +75,9 @@ def sweep(
     """Estimate all layouts with all batch sizes that fit in memory.
 
     Args:
-        context: tokens of each request.
+        context: tokens per request.
         batch_sizes: numbers of requests on all GPUs together.
-        seconds: returns the time of a decoded token.
+        seconds: function that returns the time per decoded token.
     """
     return _sweep(
         ServiceLoad(setting, int(context)),
@@ -90,15 +90,15 @@ def sweep(
 
 
 def unit_sweep(use: ServiceLoad, space: Space, batch_sizes: Array) -> Sweep:
-    """Estimate all layouts with `units` times each of the batch sizes, if they fit in memory."""
+    """Estimate all layouts with each batch size multiplied by the layout's `units`, if this batch fits in memory."""
     return _sweep(use, space=space, sizes=batch_sizes, units=units(space.layouts), budgets_s=[])
 
 
 def full_sweep(use: ServiceLoad, space: Space, budgets_s: Sequence[float]) -> Sweep:
     """Estimate all layouts with all relevant batch sizes.
 
-    The batch sizes are `units` times each of `batches`, the largest batch that fits in memory, and the largest batch
-    within each TTL of `budgets_s`.
+    For each layout, these are all sizes of `batches` multiplied by its `units`, the largest batch that fits in memory,
+    and the largest batch that meets each TTL of `budgets_s`.
     """
     return _sweep(use, space=space, sizes=batches(), units=units(space.layouts), budgets_s=[np.inf, *budgets_s])
 
@@ -148,9 +148,9 @@ def _block(
 
 
 def _fullest(use: ServiceLoad, layouts: Layouts, budget_s: float) -> Points:
-    """Return each layout with two batches: the largest within memory and the TTL, and the largest multiple of its unit.
+    """Return each layout with its largest batch within memory and TTL, and with this batch rounded down to its unit.
 
-    Layouts that cannot serve a request are omitted.
+    Batches of 0 requests are omitted.
     """
 
     def keeps(batch: Array) -> Mask:

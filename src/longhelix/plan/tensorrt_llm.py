@@ -1,6 +1,6 @@
-"""TensorRT-LLM commands.
+"""Build TensorRT-LLM commands.
 
-TensorRT-LLM calls KVP Helix. Generation servers run Helix, and context servers compute prompts.
+TensorRT-LLM calls KVP "Helix". Its generation servers decode with Helix, and its context servers prefill.
 """
 
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ _BLOCK_TOKENS = 32
 
 
 def command(deployment: Deployment, model_name: str) -> PeerCommand:
-    """Return the `trtllm-serve` command and its CONFIG_FILE, or the reasons why TensorRT-LLM cannot run it."""
+    """Return the `trtllm-serve` command and its CONFIG_FILE, or the reasons why it cannot run the deployment."""
     cannot = tuple(_cannot(deployment))
     if cannot:
         return PeerCommand(NAME, cannot=cannot)
@@ -96,11 +96,11 @@ def command(deployment: Deployment, model_name: str) -> PeerCommand:
 def _settings(deployment: Deployment) -> dict[str, Setting]:
     degrees, sharded = deployment.degrees, deployment.sharded
     experts = deployment.model.moe is not None
-    # With Helix, context servers compute the prompts in chunks, and generation servers do not.
+    # With Helix, only context servers prefill prompts in chunks. This command starts a generation server.
     chunk_tokens = None if sharded else deployment.chunk_tokens
     users = deployment.users_of_a_group
     return {
-        # With enable_attention_dp, each tensor parallel rank is a group.
+        # With enable_attention_dp, each tensor parallel rank is a group with its own requests.
         "tensor_parallel_size": degrees.num_ranks // deployment.kvp,
         "pipeline_parallel_size": degrees.pp if degrees.pp > 1 else None,
         "context_parallel_size": deployment.kvp if sharded else None,
@@ -116,7 +116,7 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
         "enable_chunked_prefill": False if sharded else chunk_tokens is not None or None,
         "kv_cache_config.dtype": _KV_WORDS[deployment.kv_dtype],
         "kv_cache_config.tokens_per_block": _BLOCK_TOKENS if sharded else None,
-        # TensorRT-LLM's test of Helix does the same (tests/integration/defs/accuracy/test_disaggregated_serving.py).
+        # Off, as in TensorRT-LLM's test of Helix (tests/integration/defs/accuracy/test_disaggregated_serving.py).
         "kv_cache_config.enable_block_reuse": False if sharded else None,
         "cache_transceiver_config.backend": "DEFAULT" if sharded else None,
     }
@@ -125,10 +125,10 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
 def _cannot(deployment: Deployment) -> Iterator[str]:
     model, degrees = deployment.model, deployment.degrees
     if model.architecture not in _FAMILIES:
-        yield f"{model.architecture}: its PyTorch backend does not list this model family ({_MODELS})"
+        yield f"{model.architecture} is not supported: the PyTorch backend does not list this model family ({_MODELS})"
     if deployment.tied:
         yield (
-            "KVP ranks with a copy of the FFN each: context parallel ranks become tensor parallel ranks of one FFN "
+            "a copy of the FFN on every KVP rank is not supported: one FFN is sharded over all context parallel ranks "
             f"({_HELIX})"
         )
     if deployment.grouped:
@@ -144,8 +144,8 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
     yield from uneven_experts(deployment, "moe_tensor_parallel_size", "moe_expert_parallel_size")
     if deployment.sharded and model.architecture not in _HELIX_FAMILIES:
         yield (
-            f"Helix of {model.architecture}: only DeepSeek-V3, Kimi-K2 and dense Qwen3 have it ({_HELIX}; "
-            f"{_HELIX_MODELS})"
+            f"Helix is not supported for {model.architecture}: it supports only DeepSeek-V3, Kimi-K2 and dense Qwen3 "
+            f"({_HELIX}; {_HELIX_MODELS})"
         )
     yield from mixed_formats(deployment)
     yield from _cannot_keep(deployment)
@@ -154,22 +154,22 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 def _cannot_be_grouped(deployment: Deployment) -> Iterator[str]:
     """Yield the limits of data parallel attention.
 
-    Each group is one tensor parallel rank with its context parallel ranks.
+    In TensorRT-LLM, each group consists of one tensor parallel rank and its context parallel ranks.
     """
     if deployment.degrees.tpa > 1:
         yield (
-            f"data parallel attention over groups of {deployment.degrees.tpa} GPUs that share heads: "
-            f"enable_attention_dp makes each tensor parallel rank a group ({_MAPPING})"
+            f"data parallel attention in groups of {deployment.degrees.tpa} GPUs that split the heads is not "
+            f"supported: enable_attention_dp makes each tensor parallel rank a separate group ({_MAPPING})"
         )
     if deployment.model.num_query_heads % deployment.kvp:
         yield (
             f"context_parallel_size {deployment.kvp} must divide the {deployment.model.num_query_heads} query heads, "
-            f"which these ranks exchange"
+            f"because the context parallel ranks exchange them"
         )
     if deployment.model.moe is None:
         yield (
-            "a dense FFN over data parallel ranks: with enable_attention_dp each of them has a whole FFN "
-            "(tensorrt_llm/_torch/models/modeling_qwen3.py at 5dedf53b14d9)"
+            "a dense FFN cannot be sharded over data parallel ranks: with enable_attention_dp, each rank has a "
+            "full copy (tensorrt_llm/_torch/models/modeling_qwen3.py at 5dedf53b14d9)"
         )
 
 
@@ -177,15 +177,18 @@ def _cannot_keep(deployment: Deployment) -> Iterator[str]:
     """Yield the number formats that TensorRT-LLM does not support."""
     latent = deployment.model.mla is not None
     if deployment.weight_dtype in ("int8", "w8a8"):
-        yield f"weights in {deployment.weight_dtype}: its weight formats do not include INT8 ({_QUANTISATION})"
+        yield f"weights in {deployment.weight_dtype} are not supported: no weight format is INT8 ({_QUANTISATION})"
     if deployment.weight_dtype == "int4" and latent:
-        yield f"weights in int4 with latent attention: its table of models has no such model ({_QUANTISATION})"
+        yield f"int4 weights with latent attention: TensorRT-LLM lists no such model ({_QUANTISATION})"
     if deployment.kv_dtype not in _KV_WORDS:
-        yield f"a KV cache in {deployment.kv_dtype}: kv_cache_config.dtype does not offer it ({_ARGUMENTS})"
+        yield (
+            f"a KV cache in {deployment.kv_dtype} is not supported: kv_cache_config.dtype has no such value "
+            f"({_ARGUMENTS})"
+        )
     if deployment.kv_dtype in ("fp4", "nvfp4") and latent:
-        yield f"a KV cache in nvfp4 with latent attention: no document of the engine mentions both ({_QUANTISATION})"
+        yield f"a KV cache in nvfp4 with latent attention: no document mentions this combination ({_QUANTISATION})"
     elif deployment.kv_dtype in ("fp4", "nvfp4") and deployment.sharded:
-        yield f"a KV cache in nvfp4 with Helix: no document of the engine mentions both ({_HELIX})"
+        yield f"a KV cache in nvfp4 with Helix: no document mentions this combination ({_HELIX})"
 
 
 def _notes(deployment: Deployment) -> Iterator[str]:
@@ -196,17 +199,17 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from draft_notes(deployment)
     if deployment.sharded:
         yield (
-            "this is a generation server for Blackwell GPUs: it also needs a context server, which computes prompts, "
-            f"and `trtllm-serve disaggregated` in front of both ({_HELIX}; {_DISAGGREGATED})"
+            "this command starts a generation server, which needs Blackwell GPUs. Also start a context server, which "
+            f"prefills, and `trtllm-serve disaggregated` in front of both servers ({_HELIX}; {_DISAGGREGATED})"
         )
     if deployment.grouped and deployment.sharded:
-        yield f"Helix in groups of data parallel attention needs a version with {_HELIX_GROUPS}"
+        yield f"Helix with data parallel attention needs a TensorRT-LLM version that includes {_HELIX_GROUPS}"
     if deployment.grouped:
-        yield "assumed: max_batch_size counts requests of one data parallel rank"
+        yield "assumption: max_batch_size is the number of requests per data parallel rank"
         if model.num_dense_layers or (model.moe is not None and model.moe.shared_size):
-            yield "dense FFNs and shared experts are copied to every GPU, not shared over all ranks"
+            yield "dense FFNs and shared experts are replicated on every GPU, not sharded across all ranks"
     if ranks > GPUS_OF_A_SERVER:
         yield (
-            f"{ranks} GPUs on several servers: start it like the example `Run trtllm-serve with pytorch backend on "
-            "Slurm`"
+            f"{ranks} GPUs on several servers: start the command as in TensorRT-LLM's example `Run trtllm-serve with "
+            "pytorch backend on Slurm`"
         )

@@ -1,4 +1,8 @@
-"""vLLM commands. Decode context parallel (KVP) ranks belong to the tensor parallel group, which shares the FFN."""
+"""Build vLLM commands.
+
+In vLLM, decode context parallel (KVP) ranks belong to a tensor parallel group. The group shards one FFN over all its
+ranks.
+"""
 
 from collections.abc import Iterator
 
@@ -27,7 +31,7 @@ _CONTEXT_PARALLEL = "docs/serving/context_parallel_deployment.md at 020505c2af90
 _FP8 = "docs/features/quantization/fp8.md at 024460769793"
 _ENVIRONMENT = "vllm/envs.py at f218f9c24d22"
 
-# On the command line, the fields of vLLM's configs have dashes (docs/configuration/engine_args.md at 124053c51d33).
+# Option names are the field names of vLLM's configs, with dashes (docs/configuration/engine_args.md at 124053c51d33).
 OPTIONS = Options(
     (
         Option("--tensor-parallel-size", COUNT, _PARALLEL),
@@ -58,7 +62,7 @@ OPTIONS = Options(
     )
 )
 
-# vLLM has no name for float32. "auto" means the format of activations.
+# Values of --kv-cache-dtype. vLLM has no name for float32. The value "auto" selects the activation format.
 _KV_WORDS = {
     "float32": "auto",
     "bfloat16": "bfloat16",
@@ -69,7 +73,7 @@ _KV_WORDS = {
     "fp4": "nvfp4",
     "nvfp4": "nvfp4",
 }
-_FEWEST_BATCHED_TOKENS = 2048  # default; must be at least max-num-seqs (vllm/config/scheduler.py)
+_FEWEST_BATCHED_TOKENS = 2048  # default of --max-num-batched-tokens, at least --max-num-seqs (vllm/config/scheduler.py)
 
 
 def command(deployment: Deployment, model_name: str) -> PeerCommand:
@@ -94,7 +98,7 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
     users, chunk_tokens = deployment.users_of_a_group, deployment.chunk_tokens
     batched_tokens = users if users > _FEWEST_BATCHED_TOKENS else None
     if chunk_tokens is not None:
-        batched_tokens = chunk_tokens + users  # a chunk, and one token of every other request
+        batched_tokens = chunk_tokens + users  # one chunk, and one token for each decoding request
     return {
         # DCP ranks are part of the tensor parallel group. Each data parallel rank has its own tensor parallel group.
         "--tensor-parallel-size": deployment.group_ranks,
@@ -117,18 +121,19 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
     degrees, tensor_parallel = deployment.degrees, deployment.group_ranks
     if deployment.tied:
         yield (
-            "KVP ranks with a copy of the FFN each: decode context parallel ranks belong to the tensor parallel group, "
-            f"and the whole group shares one FFN ({_PARALLEL})"
+            "a copy of the FFN on every KVP rank is not supported: decode context parallel ranks belong to the tensor "
+            f"parallel group, and this group shards one FFN over all its ranks ({_PARALLEL})"
         )
     if deployment.grouped and deployment.model.moe is None:
         yield (
-            "a dense FFN over data parallel ranks: each of them has its own FFN, and only experts are shared "
-            f"({_DATA_PARALLEL})"
+            "a dense FFN cannot be sharded over data parallel ranks: each data parallel rank has a copy of the FFN, "
+            f"and only experts are sharded ({_DATA_PARALLEL})"
         )
     if degrees.ep not in (1, degrees.num_ranks):
         yield (
-            f"TPF {degrees.tpf} x EP {degrees.ep}: experts are shared by columns over all tensor x data parallel ranks,"
-            " or whole with --enable-expert-parallel (docs/serving/expert_parallel_deployment.md at 017025691b30)"
+            f"TPF {degrees.tpf} x EP {degrees.ep}: vLLM either shards the columns of every expert over all tensor and "
+            "data parallel ranks, or places whole experts on the ranks with --enable-expert-parallel "
+            "(docs/serving/expert_parallel_deployment.md at 017025691b30)"
         )
     yield from uneven_heads(deployment, tensor_parallel, "tensor parallel size")
     yield from uneven_ffn(deployment, tensor_parallel, "tensor parallel size")
@@ -142,17 +147,17 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 
 
 def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[str]:
-    """Yield the limits of decode context parallelism. Latent attention has no limit on heads."""
+    """Yield the limits of decode context parallelism. The limits on heads do not apply to latent attention."""
     model, kvp, heads = deployment.model, deployment.kvp, deployment.heads
     if model.sliding_window is not None:
         yield (
-            "decode context parallelism of a model with a sliding window: no document mentions it, and pull request "
-            "47181, which would add it, was closed"
+            "decode context parallelism is not supported for sliding windows: no document mentions it, and pull "
+            "request 47181, which would have added support, was closed"
         )
     if model.linear is not None:
         yield (
-            f"decode context parallelism of {model.architecture}: vLLM refuses it for caches with states of linear "
-            "attention (vLLM 0.20.2, according to pull request 299 of flagos-ai/vllm-plugin-FL)"
+            f"decode context parallelism is not supported for {model.architecture}: vLLM rejects it for caches that "
+            "hold linear attention states (vLLM 0.20.2, according to pull request 299 of flagos-ai/vllm-plugin-FL)"
         )
     if model.mla is not None:
         return
@@ -170,20 +175,23 @@ def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[s
 
 
 def _cannot_keep(deployment: Deployment) -> Iterator[str]:
-    """Yield the KV and activation formats that the kernels do not support, some only with latent attention or KVP."""
+    """Yield the KV and activation formats that vLLM's kernels do not support.
+
+    Some formats are unsupported only with latent attention or with KVP.
+    """
     if deployment.kv_dtype not in _KV_WORDS:
-        yield f"a KV cache in {deployment.kv_dtype}: --kv-cache-dtype does not offer it ({_CACHE})"
+        yield f"a KV cache in {deployment.kv_dtype} is not supported: --kv-cache-dtype has no such value ({_CACHE})"
     lacking = [
         *(["latent attention"] if deployment.model.mla is not None else []),
         *(["decode context parallelism"] if deployment.sharded else []),
     ]
     if not lacking:
         return
-    without = f"lacks {' and '.join(lacking)} (docs/design/attention_backends.md at 001394336840)"
+    without = f"support {' or '.join(lacking)} (docs/design/attention_backends.md at 001394336840)"
     if activation_dtype(deployment) == "float32":
-        yield f"attention in float32: only TRITON_ATTN and FLEX_ATTENTION support it, which {without}"
+        yield f"attention in float32: only TRITON_ATTN and FLEX_ATTENTION compute in it, but these do not {without}"
     if deployment.kv_dtype in ("int8", "int4"):
-        yield f"a KV cache in {_KV_WORDS[deployment.kv_dtype]}: only TRITON_ATTN supports it, which {without}"
+        yield f"a KV cache in {_KV_WORDS[deployment.kv_dtype]}: only TRITON_ATTN reads it, but does not {without}"
     if deployment.kv_dtype in ("fp4", "nvfp4"):
         yield (
             f"a KV cache in nvfp4: only FlashInfer's TRTLLM kernels support it, and vLLM does not use them for "
@@ -200,20 +208,20 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     moe = deployment.model.moe
     if deployment.grouped and deployment.sharded:
         yield (
-            "assumed: each data parallel rank has its own decode context parallel ranks, because these belong to its "
-            f"tensor parallel group ({_CONTEXT_PARALLEL}); no document of the engine mentions both together"
+            "assumption: each data parallel rank has its own decode context parallel ranks, because they belong to its "
+            f"tensor parallel group ({_CONTEXT_PARALLEL}). No vLLM document mentions this combination"
         )
     if deployment.grouped and moe is not None and (moe.shared_size or moe.num_dense_layers):
-        yield "dense FFNs and shared experts are copied to each data parallel rank, not shared over all ranks"
+        yield "dense FFNs and shared experts are replicated on every data parallel rank, not sharded across all ranks"
     if degrees.world_size > GPUS_OF_A_SERVER:
         yield _servers_note(deployment)
 
 
 def _servers_note(deployment: Deployment) -> str:
-    gpus = f"{deployment.degrees.world_size} GPUs on several servers: run the command on each server"
+    gpus = f"{deployment.degrees.world_size} GPUs on several servers: run the command on every server"
     if deployment.grouped:
         return (
-            f"{gpus} with --data-parallel-size-local and --data-parallel-address, and on all but the first server also "
-            f"with --data-parallel-start-rank and --headless ({_DATA_PARALLEL})"
+            f"{gpus}, with --data-parallel-size-local and --data-parallel-address. On all servers except the first, "
+            f"also set --data-parallel-start-rank and --headless ({_DATA_PARALLEL})"
         )
-    return f"{gpus} with --nnodes, --node-rank and --master-addr ({_PARALLEL})"
+    return f"{gpus}, with --nnodes, --node-rank and --master-addr ({_PARALLEL})"

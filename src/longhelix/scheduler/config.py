@@ -63,10 +63,11 @@ class SchedulerConfig:
             flag(name, getattr(self, name))
         if self.swap_blocks and not self.prefix_cache:
             raise UserError(
-                "swapped KV is found through the prefix cache: set prefix_cache to True, or leave swap_tokens out"
+                "swap_tokens needs the prefix cache, which finds swapped KV: set prefix_cache to True, or leave "
+                "swap_tokens out"
             )
         if self.own_clocks and self.pp > 1:
-            raise UserError(f"KVP instances have clocks of their own in one stage, but pp is {self.pp}: set pp to 1")
+            raise UserError(f"own_clocks needs a single pipeline stage, but pp is {self.pp}: set pp to 1")
         one_of("policy", self.policy, POLICIES)
         if self.tbt_target_s is not None:
             object.__setattr__(self, "tbt_target_s", seconds("tbt_target", self.tbt_target_s))

@@ -50,8 +50,8 @@ class GrowthLimits:
             return
         if config.placement not in ("growing", "auto"):
             raise UserError(
-                f"growth_limit_tokens is {named}, but requests are placed {config.placement}: set --placement to "
-                "growing or auto, or leave it out"
+                f"growth_limit_tokens is {named}, but the placement is {config.placement}: set --placement to growing "
+                "or auto, or leave it out"
             )
         if named < config.block_tokens:
             raise UserError(
@@ -62,15 +62,14 @@ class GrowthLimits:
         if limit_tokens * config.kvp < held_tokens:
             share_blocks = -(-held_tokens // (config.kvp * config.block_tokens))
             raise UserError(
-                f"growth_limit_tokens is {named}, so that all KVP ranks together hold {limit_tokens * config.kvp} "
-                f"tokens of a request that may have {held_tokens}: set it to at least "
-                f"{share_blocks * config.block_tokens}"
+                f"growth_limit_tokens is {named}, so all KVP ranks together hold {limit_tokens * config.kvp} tokens, "
+                f"but the request may have {held_tokens}: set it to at least {share_blocks * config.block_tokens}"
             )
         most_tokens = -(-config.longest_local_tokens // config.block_tokens) * config.block_tokens
         if min(limit_tokens, held_tokens) > most_tokens:
             raise UserError(
-                f"growth_limit_tokens is {named}, but ranks are set up for at most {most_tokens} tokens of a request "
-                f"each: set it to at most {most_tokens}, or raise --growth-limit-tokens"
+                f"growth_limit_tokens is {named}, but each rank is set up for at most {most_tokens} tokens of a "
+                f"request: set it to at most {most_tokens}, or raise --growth-limit-tokens"
             )
 
     def _derived(self, tbt_s: float) -> int:

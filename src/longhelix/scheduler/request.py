@@ -87,7 +87,9 @@ class SamplingParams:
                 f"0 (greedy), or a number from {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE}",
             ),
             "top_k": whole("top_k", self.top_k, 0, MOST_TOKENS, " (0 is off)"),
-            "top_p": real("top_p", self.top_p, lambda value: 0 < value <= 1, "a number above 0 and at most 1 (off)"),
+            "top_p": real(
+                "top_p", self.top_p, lambda value: 0 < value <= 1, "a number above 0 and at most 1 (1 is off)"
+            ),
             "min_p": real("min_p", self.min_p, lambda value: 0 <= value <= 1, "a number from 0 (off) to 1"),
             "repetition_penalty": real(
                 "repetition_penalty",

@@ -48,7 +48,7 @@ class AnswerFormat:
     prefix: str  # prefix of the answer's id
     kind: str  # value of `object` in the events
     end = "data: [DONE]\n\n"  # the last line of a stream
-    is_long = False  # whether the answer may be long, for example with an echoed prompt
+    is_long = False  # True if the answer may be long, for example because it echoes the prompt
 
     def __init__(
         self, serving: Serving, body: SampledBody, requests: Sequence[EngineRequest], keeps_prompts: bool = False

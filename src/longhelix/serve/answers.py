@@ -28,7 +28,7 @@ class CompletionDetails(Answer):
     """Details of the new tokens."""
 
     reasoning_tokens: int
-    """Tokens of the reasoning and of its tags."""
+    """Number of tokens in the reasoning, including its tags."""
 
 
 class UsageAnswer(Answer):
@@ -51,7 +51,7 @@ class CompletionLogprobs(Answer):
     top_logprobs: list[dict[str, float] | None]
     """Log-probabilities of the likeliest tokens, by text."""
     text_offset: list[int]
-    """Where the text of each token begins, in characters."""
+    """Position at which each token's text begins in the text of the choice, in characters."""
 
 
 class PromptToken(Answer):
@@ -59,12 +59,12 @@ class PromptToken(Answer):
 
     logprob: float
     rank: int | None
-    """1 for the likeliest token; null below the number of tokens that the request asked for."""
+    """Rank by probability, starting at 1; null if the rank is greater than the request's `prompt_logprobs`."""
     decoded_token: str
 
 
-# For each prompt token, the entries of the likeliest tokens and of the prompt token itself, by token id. The first
-# token has null.
+# One item per prompt token: the log-probabilities of the likeliest tokens and of the prompt token itself, by token id.
+# The item of the first prompt token is null.
 PromptLogprobs = list[dict[int, PromptToken] | None]
 
 
@@ -97,7 +97,7 @@ class LikelyToken(Answer):
     token: str
     logprob: float
     bytes: list[int] | None
-    """Bytes of the token, which may be a part of a character; null if they are not known."""
+    """Bytes of the token's text. A token may be only a part of a character. Null if the bytes are unknown."""
 
 
 class ChosenToken(LikelyToken):
@@ -119,9 +119,9 @@ class AssistantMessage(Answer):
     content: str | None
     """Null if the answer ended inside the reasoning."""
     reasoning_content: str | None = None
-    """DeepSeek's name for the reasoning; null if there is none."""
+    """Reasoning, under DeepSeek's name for this field; null if there is no reasoning."""
     reasoning: str | None = None
-    """The same under vLLM's newer name."""
+    """Same value as `reasoning_content`, under vLLM's newer name."""
 
 
 class AnswerFunctionCall(Answer):
@@ -232,7 +232,7 @@ class ResponseUsage(Answer):
 
 
 class FailureReason(Answer):
-    """Why something failed."""
+    """Reason for a failure."""
 
     message: str
     code: str
@@ -246,7 +246,7 @@ class ResponseObject(Answer):
     created_at: int
     model: str
     status: str
-    """`in_progress`, `completed`, `incomplete` (it reached its limit on tokens) or `failed`."""
+    """`in_progress`, `completed`, `incomplete` (the token limit was reached) or `failed`."""
     output: list[OutputItem] = []
     usage: ResponseUsage | None = None
     error: FailureReason | None = None
@@ -266,7 +266,7 @@ class ResponseObject(Answer):
 
 
 class Model(Answer):
-    """The model of this server."""
+    """Model that this server runs."""
 
     id: str
     object: str = "model"
@@ -301,30 +301,30 @@ class Health(Answer):
 
     status: Literal["ok", "draining", "restarting", "failed"]
     restarts: int
-    """Restarts after failures."""
+    """Number of restarts after failures."""
     steps: int
-    """Steps since the server started."""
+    """Number of steps since the server started."""
     idle_s: float
     """Seconds since the last step."""
     running: int
-    """Requests that have their first token."""
+    """Number of requests that have produced their first token."""
     waiting: int
-    """Requests without a first token."""
+    """Number of requests that have not produced a token yet."""
 
 
 class Context(Answer):
-    """Saved context, or one that is being saved."""
+    """Context that is saved, is being saved, or could not be saved."""
 
     id: str
     object: str = "context"
     status: Status
     prefilled_tokens: int
-    """Tokens that are computed so far."""
+    """Number of tokens whose KV has been computed so far."""
     num_tokens: int
     saved_at: str | None = None
-    """When it was saved: ISO 8601, UTC."""
+    """Time at which the context was saved, as an ISO 8601 string in UTC."""
     bytes: int | None = None
-    """Size on the disk."""
+    """Size of the context's files on disk."""
     error: FailureReason | None = None
     """Why saving failed, or why the files cannot be used."""
 

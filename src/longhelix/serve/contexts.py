@@ -15,7 +15,7 @@ from longhelix.serve.reading import BodyRoute
 from longhelix.serve.refusals import OverloadedError, ShuttingDownError
 from longhelix.serve.serving import Serving
 
-_MOST_AT_A_TIME = 4  # contexts being saved at a time. Each may be as long as the model's context.
+_MOST_AT_A_TIME = 4  # maximum number of contexts being saved. Each may be as long as the model's context.
 _MOST_FAILED = 64  # failed contexts whose errors are kept
 
 
@@ -30,7 +30,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/v1/contexts", responses=statuses())
     async def all_contexts() -> forms.ContextList:
-        """List saved contexts and those that are being saved."""
+        """List saved contexts, contexts that are being saved, and contexts that could not be saved."""
         return forms.ContextList(data=await contexts.all())
 
     @router.get("/v1/contexts/{name:path}", responses=statuses(404))
@@ -40,7 +40,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.delete("/v1/contexts/{name:path}", responses=statuses(404, 503))
     async def delete(name: str) -> forms.DeletedContext:
-        """Delete a context: one that is ready, one that is being saved (which stops), or the record of a failure."""
+        """Delete a context. If the context is being saved, saving stops. The record of a failure is also deleted."""
         await contexts.delete(name)
         return forms.DeletedContext(id=name)
 
@@ -72,8 +72,8 @@ class _Contexts:
         token_ids = await serving.token_ids_alone(body, tokenizer.encode, encode_messages, no_images)
         if len(token_ids) >= serving.max_model_len:
             raise ClientError(
-                f"the context has {len(token_ids)} tokens, and the model's context {serving.max_model_len}, which a "
-                "prompt behind it shares: shorten it",
+                f"the context has {len(token_ids)} tokens, but the model's context of {serving.max_model_len} must "
+                "also hold the prompt that follows: shorten it",
                 "prompt",
                 "context_length_exceeded",
             )
@@ -86,7 +86,7 @@ class _Contexts:
         return _of_saving(saving)
 
     def _check_room(self, name: str) -> None:
-        """Raise ClientError if this context is already being saved, or OverloadedError if too many contexts are."""
+        """Raise ClientError if this context is already being saved. Raise OverloadedError if too many others are."""
         names = self._names_being_saved()
         if name in names:
             raise ClientError(f"context {name!r} is being saved: wait, or delete it", "id", "context_exists")
@@ -112,7 +112,9 @@ class _Contexts:
         """Delete a context. Raises UserError if no context has this name."""
         saving = self._found.get(name)
         if saving is not None and not saving.has_ended:
-            await self._serving.driver.call(partial(saving.end, UserError("it was deleted")))
+            await self._serving.driver.call(
+                partial(saving.end, UserError("the context was deleted while it was being saved"))
+            )
         if saving is not None and saving.status == "failed":
             if self._found.get(name) is saving:
                 del self._found[name]

@@ -96,7 +96,7 @@ class RequestGroup:
 
     @property
     def is_open(self) -> bool:
-        """Whether a request has not ended, or an update has not been read."""
+        """True if a request has not ended or an update has not been read."""
         return bool(self._open)
 
     def notify_idle(self) -> None:
@@ -185,7 +185,7 @@ class Driver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is open and no context is being saved."""
+        """True if there are no open requests and no context is being saved."""
         return not (self._queued or self._accepted or self._llm.is_saving)
 
     def end_all(self, error: Exception) -> None:
@@ -224,7 +224,7 @@ class Driver:
         return [pending.request for pending in (*self._queued, *self._accepted.values()) if pending.is_waiting]
 
     def check_room(self, lengths: Sequence[int]) -> None:
-        """Check whether more requests may wait. If no request is waiting, a single new one may have any length.
+        """Check whether more requests may wait. If no request is waiting, a single new request may have any length.
 
         Args:
             lengths: prompt tokens of each new request.

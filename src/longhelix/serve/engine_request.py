@@ -32,11 +32,11 @@ class EngineRequest:
     """Request for the engine: one choice for one prompt of an HTTP request."""
 
     prompt: Prompt
-    num_tokens: int  # in the prompt and in the saved context before it
+    num_tokens: int  # number of tokens in the prompt and in the saved context before it
     sampling: SamplingParams
     service: ServiceLevel
     arrival_s: float  # when the HTTP request arrived, on the monotonic clock
-    wants_progress: bool = False  # whether the client receives `PrefillProgress` before the first token
+    wants_progress: bool = False  # True if the client receives `PrefillProgress` before the first token
     context: str | ReadContext | None = None  # saved context that the prompt continues
     reasoning: ReasoningTags | None = None  # tags around text that is returned separately from the content
 

@@ -20,7 +20,7 @@ from longhelix.serve.refusals import ShuttingDownError
 _Value = TypeVar("_Value")
 _HOUR_S = 3600
 _WATCH_S = 0.25  # interval between health checks of idle ranks
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # pause before another attempt to start the ranks; the pause doubles
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # first and longest pause before the ranks start again; pauses double
 _COMMANDS_S = 0.05  # time limit for commands between two steps, because all running requests wait for them
 
 

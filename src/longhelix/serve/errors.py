@@ -48,37 +48,40 @@ _STATUSES = {  # HTTP status by error code; all other codes use 400
 # operators, which name the server's options, packages or files.
 _IN_CLIENTS_WORDS: dict[str, tuple[str, str | None]] = {
     "context_length_exceeded": (
-        "the prompt, its images and the new tokens are more than the model's context has: give fewer or smaller "
-        "images, shorten the prompt, or ask for fewer tokens",
+        "the prompt, its images and the new tokens exceed the model's context length: give fewer or smaller images, "
+        "shorten the prompt, or ask for fewer tokens",
         None,
     ),
     "kv_cache_exceeded": (
-        "the prompt and the new tokens, or the context before them, need more of the KV cache than there is: shorten "
-        "the prompt, ask for fewer tokens, or come again when fewer requests run",
+        "the prompt and the new tokens, or the context before them, do not fit into the KV cache: shorten the "
+        "prompt, ask for fewer tokens, or try again when fewer requests are running",
         None,
     ),
-    "no_chat_template": ("the model has no chat template: ask /v1/completions", "messages"),
-    "missing_extra": ("this server lacks the packages that read images: give text alone", "messages"),
+    "no_chat_template": ("the model has no chat template: use /v1/completions", "messages"),
+    "missing_extra": ("this server lacks the packages that read images: send text only", "messages"),
     "unsupported_model": ("the model does not take images: send text only", "messages"),
-    "invalid_checkpoint": ("the model's files on the server are damaged, or lack what this needs", None),
+    "invalid_checkpoint": (
+        "the model's files on the server are damaged or incomplete: ask the operator of the server",
+        None,
+    ),
     "unknown_context": (
-        "there is no context of that name, or it is not ready: GET /v1/contexts says which are there",
+        "there is no context with this name, or it is not ready: GET /v1/contexts lists the contexts",
         "context",
     ),
     "context_exists": (
-        "there is a context of that name: choose another id, give replace, or delete it",
+        "a context with this name already exists: choose another id, set replace, or delete the context",
         "id",
     ),
     "context_mismatch": (
-        "the context was saved by another model, or with other settings or another length than this: save it again, or "
-        "leave it out",
+        "the context was saved with another model or other settings, or was replaced while the request waited: save "
+        "it again, or leave it out",
         "context",
     ),
-    "invalid_context": ("the context's files are damaged: delete it, and save it again", "context"),
-    "disk_full": ("the server's disk is full, or files there may not be that large: delete contexts", None),
-    "disk_error": ("the server's disk does not serve: whoever runs the server can say why", None),
+    "invalid_context": ("the context's files are damaged: delete the context and save it again", "context"),
+    "disk_full": ("the server's disk is full, or the context exceeds the limit on file sizes: delete contexts", None),
+    "disk_error": ("the server cannot access its contexts on disk: ask the operator of the server", None),
 }
-NO_TOOLS = "the model's chat template takes no tools, or in a form that is not known"
+NO_TOOLS = "the model's chat template does not support tools, or uses an unknown format for them: leave out tools"
 # The first words of other engine messages, and the request field that each message is about.
 _BEGINNINGS = {
     "max_new_tokens": "max_tokens",
@@ -125,13 +128,13 @@ class ErrorDetail(Answer):
     """Why a request failed."""
 
     message: str
-    """What is wrong and what to do, for people."""
+    """Description of the error and how to correct it, for people."""
     type: str
     """OpenAI's type of the error."""
     param: str | None = None
-    """Request field that is wrong."""
+    """Request field that caused the error."""
     code: str
-    """Stable code, for programs."""
+    """Stable error code, for programs."""
 
 
 class ErrorAnswer(Answer):
@@ -195,7 +198,7 @@ def _described(error: Exception) -> tuple[int, str, str, str | None]:
             return 422, str(error), error.code, None
         case _:
             logger.error("a request failed", exc_info=error)
-            return 500, "the server has failed in this request: its log says why", "internal_error", None
+            return 500, "the server failed on this request: see its log for the reason", "internal_error", None
 
 
 def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
@@ -218,7 +221,7 @@ def _in_clients_words(error: UserError) -> tuple[str, str, str | None]:
     param = next(
         (field for begins, field in _BEGINNINGS.items() if said.startswith((f"{begins} ", f"{begins}:"))), None
     )
-    return said.replace("max_new_tokens", "the most new tokens"), error.code, param
+    return said.replace("max_new_tokens", "the maximum number of new tokens"), error.code, param
 
 
 def statuses(*more: int) -> dict[int | str, dict[str, Any]]:
@@ -240,7 +243,7 @@ def event_stream(data: dict[str, Any]) -> dict[str, Any]:
 
 def streamed() -> dict[int | str, dict[str, Any]]:
     """Return the response of a route that may stream, for OpenAPI."""
-    return {200: {"content": event_stream({"description": "where stream is set: JSON, or [DONE] at the end"})}}
+    return {200: {"content": event_stream({"description": "if stream is true: JSON, then [DONE] at the end"})}}
 
 
 def install(app: FastAPI) -> None:
@@ -305,7 +308,7 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
     if found["type"] == "json_invalid":
         return f"the body is not JSON: {found['ctx']['error']}", "invalid_json", None
     if found["type"] == "model_attributes_type" and len(found["loc"]) == 1:
-        return "the body is no JSON object: send one, with content-type: application/json", "invalid_json", None
+        return "the body is not a JSON object: send one, with content-type: application/json", "invalid_json", None
     path, said = (
         _path(error.body, found["loc"][1:], found["type"] == "missing"),
         found["msg"].removeprefix("Value error, "),
@@ -316,9 +319,9 @@ def _first(error: RequestValidationError) -> tuple[str, str, str | None]:
 
 
 def _meant(body: object, found: Mapping[str, Any]) -> tuple[bool, int]:
-    """Return a sort key that is largest for the error about the type that the client most likely meant.
+    """Return the sort key of one of pydantic's errors. The largest key is for the type that the client likely meant.
 
-    For that type, the value has the right type, or the error is about an item inside the value.
+    A key is large if the value has the right type, or if the error is about an item deep inside the value.
     """
     return not found["type"].endswith("_type"), _path(body, found["loc"][1:], False).count("[")
 

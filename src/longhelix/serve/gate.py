@@ -19,7 +19,7 @@ _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 _BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # base time limit for a body, extended by 1 s per 8192 received bytes
 _MOST_BODIES = 16  # bodies of maximum size in memory at a time, because parsing a body takes several times its size
 _RELEASE = "longhelix.release_body"  # key in the scope of a request
-_FULL = "so much of other requests is being read that no more is taken now: try again later"
+_FULL = "the server is already reading too many request bodies: try again later"
 
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -31,13 +31,13 @@ class AccessControl:
 
     keys: tuple[str, ...]  # valid API keys, sent as `Authorization: Bearer KEY`; empty if no key is needed
     most_body_bytes: int  # maximum size of one request's body
-    # Whether the server listens on a loopback address. If it also has no keys, it refuses requests from pages of other
-    # sites, even if a host name of that site resolves to this machine (DNS rebinding).
+    # True if the server listens on a loopback address. If it also has no keys, it refuses cross-site requests, even
+    # from a site with a host name that resolves to this machine (DNS rebinding).
     is_loopback: bool = False
 
 
 class Gate:
-    """Middleware that refuses requests without a valid key or from pages of other sites.
+    """Middleware that refuses requests without a valid key, or cross-site requests if a local server has no keys.
 
     It also refuses bodies that are too large or arrive too slowly, and new bodies while too many are in memory.
     """
@@ -48,7 +48,10 @@ class Gate:
         self._only_here = admission.is_loopback and not admission.keys
         self._most_bytes = admission.most_body_bytes
         self._held_bytes = 0  # total size of all bodies in memory
-        self._too_large = f"the body is larger than {self._most_bytes} bytes: send less, or start with more allowed"
+        self._too_large = (
+            f"the body is larger than {self._most_bytes} bytes: send less, or start the server with a larger "
+            "--max-body-bytes"
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,7 +83,7 @@ class Gate:
                     message = await receive()
             except TimeoutError as error:
                 raise HTTPException(
-                    408, "the body comes too slowly: send it faster", {"Connection": "close"}
+                    408, "the body arrives too slowly: send it faster", {"Connection": "close"}
                 ) from error
             more = len(message.get("body", b""))
             received += more
@@ -114,10 +117,12 @@ class Gate:
             return refusal(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY")
         if self._only_here and not _names_loopback(_header(headers, b"host").decode("latin-1")):
             return refusal(
-                403, "the server is for this machine alone: ask 127.0.0.1 or localhost, or start it with API keys"
+                403,
+                "the server only accepts requests to 127.0.0.1 or localhost: use one of these hosts, or start it "
+                "with API keys",
             )
         if self._only_here and _header(headers, b"sec-fetch-site") == b"cross-site":
-            return refusal(403, "pages of other sites may not ask this server: start it with API keys")
+            return refusal(403, "cross-site requests are not allowed without API keys: start the server with API keys")
         return None
 
     def _admits(self, headers: Headers) -> bool:
@@ -134,7 +139,7 @@ def release_body(scope: Scope) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or a host name is a loopback address."""
+    """True if an address or a host name is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -142,7 +147,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _names_loopback(host: str) -> bool:
-    """Whether a Host header names a loopback address."""
+    """True if a Host header names a loopback address."""
     found = _HOST.fullmatch(host)
     return found is not None and is_loopback(found[1].strip("[]"))
 

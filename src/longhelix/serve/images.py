@@ -42,10 +42,12 @@ def read_images(urls: Sequence[str], field: str) -> list[bytes]:
         name = f"image {number}"
         file = _file(url, name, field)
         if file.startswith(_JPEG) and file.count(_SCAN) > MOST_SCANS:
-            raise _refused(f"{name} has more than {MOST_SCANS} scans: save it anew", field)
+            raise _refused(f"{name} has more than {MOST_SCANS} scans: save it with fewer scans", field)
         pixels += _num_pixels(file, name, field)
         if pixels > MOST_PIXELS_TOGETHER:
-            raise _refused(f"the images have more than {MOST_PIXELS_TOGETHER} pixels together: give fewer", field)
+            raise _refused(
+                f"the images have more than {MOST_PIXELS_TOGETHER} pixels in total: give fewer or smaller images", field
+            )
         files.append(file)
     return files
 
@@ -53,17 +55,17 @@ def read_images(urls: Sequence[str], field: str) -> list[bytes]:
 def _file(url: str, name: str, field: str) -> bytes:
     scheme, colon, rest = url.partition(":")
     if scheme.lower() != "data" or not colon:
-        raise _refused(f"{name} has the URL {shown(url[:100])}, and nothing is fetched here: {_WANTED}", field)
+        raise _refused(f"{name} has the URL {shown(url[:100])}, but the server does not fetch images: {_WANTED}", field)
     kind, comma, data = rest.partition(",")
     media_type, *parameters = kind.split(";")
     if media_type.lower() not in _MEDIA_TYPES or not comma or parameters[-1:] != ["base64"]:
         raise _refused(f"{name} is {shown(kind[:100])}: {_WANTED}", field)
     if 3 * len(data) // 4 > MOST_BYTES + 2:
-        raise _refused(f"{name} has more than {MOST_BYTES} bytes: give it smaller", field)
+        raise _refused(f"{name} has more than {MOST_BYTES} bytes: give a smaller image", field)
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _refused(f"{name} is no base64 ({error}): {_WANTED}", field) from error
+        raise _refused(f"{name} is not valid base64 ({error}): {_WANTED}", field) from error
 
 
 def _num_pixels(file: bytes, name: str, field: str) -> int:
@@ -80,14 +82,14 @@ def _num_pixels(file: bytes, name: str, field: str) -> int:
     except PIL.Image.DecompressionBombError as error:  # Pillow has its own limit
         raise _too_many_pixels(name, field) from error
     except Exception as error:  # Pillow's readers raise errors of many types
-        raise _refused(f"{name} cannot be read as PNG, JPEG or WebP: give another", field) from error
+        raise _refused(f"{name} cannot be read as PNG, JPEG or WebP: give another image", field) from error
     if pixels > MOST_PIXELS:
         raise _too_many_pixels(name, field)
     return pixels
 
 
 def _too_many_pixels(name: str, field: str) -> ClientError:
-    return _refused(f"{name} has more than {MOST_PIXELS} pixels: give it smaller", field)
+    return _refused(f"{name} has more than {MOST_PIXELS} pixels: give a smaller image", field)
 
 
 def _refused(message: str, field: str) -> ClientError:

@@ -120,7 +120,7 @@ def _too_deep() -> JsonBoundsError:
 
 
 def _too_many() -> JsonBoundsError:
-    return JsonBoundsError(f"has more than {MOST_VALUES} values, token ids left out: send fewer")
+    return JsonBoundsError(f"has more than {MOST_VALUES} values, not counting token ids: send fewer")
 
 
 def _num_values(found: Any) -> int:

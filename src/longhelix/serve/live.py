@@ -28,7 +28,7 @@ from longhelix.serve.streams import KEEP_ALIVE_S, EventStream
 MOST_WATCHERS = 16
 _POLL_S = 0.25  # interval between observations of the engine, which all watchers share
 _MOST_STEPS = 256  # maximum number of steps in one event
-_WINDOW_S, _MOST_TIMES = 120.0, 4096  # period and maximum number of the times that percentiles cover
+_WINDOW_S, _MOST_TIMES = 120.0, 4096  # percentiles cover this period, and at most this many times
 
 
 class LiveRank(Answer):
@@ -41,20 +41,20 @@ class LiveRank(Answer):
     tpf: int
     ep: int
     layers: tuple[int, int]
-    """First layer and first layer past the last."""
+    """First layer of this rank, and the layer after its last layer."""
     kv_heads: tuple[int, int]
-    """First KV head and first KV head past the last."""
+    """First KV head of this rank, and the KV head after its last KV head."""
 
 
 class LiveServer(Answer):
-    """First event, named `server`: facts that do not change."""
+    """Data of the first event, which is named `server`. These facts about the server do not change."""
 
     model: str
     version: str
     max_model_len: int
     block_tokens: int
     kv_blocks: int
-    """Blocks in the KV pool of each KVP rank."""
+    """Number of blocks in the KV pool of each KVP rank."""
     layout: dict[str, int]
     ranks: list[LiveRank]
     placement: str
@@ -72,24 +72,30 @@ class LiveTimes(Answer):
 
 
 class LiveState(Answer):
-    """Event named `state`. Percentiles cover the last two minutes, but only times at which a watcher was connected."""
+    """Data of an event named `state`.
+
+    Percentiles cover the last two minutes, except for periods in which no watcher was connected.
+    """
 
     is_draining: bool
     observation: Observation
     steps: list[ObservedStep]
     """Steps since the last event."""
     missed_steps: int
-    """Steps since the last event that are not in `steps`, because there were too many."""
+    """Number of steps since the last event that are not in `steps`, because there were too many steps."""
     new_tokens: int
-    """New tokens since the last event."""
+    """Number of new tokens since the last event."""
     ttft_s: LiveTimes | None
-    """Time to first token of requests that ended; null if there were none."""
+    """Percentiles of the time to first token of requests that ended; null if no request ended."""
     tbt_s: LiveTimes | None
-    """Time between two tokens of a request; null if there were none."""
+    """Percentiles of the time between two tokens of a request; null if there were no such times."""
 
 
 class LiveEvent(RootModel[LiveServer | LiveState | ErrorAnswer]):
-    """Data of an event: one `server`, then any number of `state`, and `error` if the stream ends with an error."""
+    """Data of an event.
+
+    A stream has one `server` event, followed by `state` events. If the stream fails, its last event is `error`.
+    """
 
 
 @dataclass(eq=False)
@@ -111,7 +117,7 @@ class Watcher:
 
 
 class RecentTimes:
-    """Durations of the last two minutes, at most 4096 of them."""
+    """Durations that were recorded in the last two minutes. Only the latest 4096 durations are kept."""
 
     def __init__(self) -> None:
         self._times: deque[tuple[float, float]] = deque(maxlen=_MOST_TIMES)
@@ -130,7 +136,7 @@ class RecentTimes:
 
 
 class EngineView:
-    """Observes the engine for all watchers, as long as there is at least one.
+    """Observes the engine for all watchers, while at least one watcher is connected.
 
     Each watcher keeps at most as many unsent steps as fit in one event.
     """

@@ -136,7 +136,7 @@ class Metrics:
         ).labels(model, *degrees.values()).set(1)
         self._gauge("kvp_degree", "Number of KVP ranks.").set(layout.kvp)
         self._kv_ranks = self._histogram(
-            "request_kvp_ranks", "KVP ranks that hold KV of a request when it ends.", _DOUBLED
+            "request_kvp_ranks", "Number of KVP ranks that hold KV of a request when the request ends.", _DOUBLED
         )
         blocks = Gauge(
             f"{prefix}:kv_blocks",
@@ -149,7 +149,7 @@ class Metrics:
         ]
         self._imbalance = self._gauge(
             "kv_blocks_imbalance",
-            "Held KV blocks of the fullest KVP rank divided by the mean over ranks; 1 if none is held.",
+            "Held KV blocks of the fullest KVP rank divided by the mean over ranks; 1 if no blocks are held.",
         )
         self._steps = self._counter("steps", "Completed steps.")
         self._step_s = self._histogram("step_seconds", "Duration of a step.", _STEP_S)
@@ -168,15 +168,15 @@ class Metrics:
         )
         self._since_seen = self._gauge(
             "observation_age_seconds",
-            "Age of the numbers of blocks and running requests. A long step delays them.",
+            "Age of the numbers of blocks and running requests. A long step delays their update.",
         )
         self._up = self._gauge(
-            "engine_up", "1 while the engine takes requests, 0 while it restarts or after it has failed."
+            "engine_up", "1 while the engine accepts requests, 0 while it restarts or after it has failed."
         )
         self._restarts = self._counter("engine_restarts", "Restarts of the engine after failures.")
         self._still = self._gauge(
             "watchdog_still_seconds",
-            "Time without progress on any rank in the running step. The watchdog ends a step that makes none.",
+            "Time without progress on any rank in the running step. The watchdog ends a step that makes no progress.",
         )
         self._refusals = Counter(
             f"{prefix}:request_refusals",
@@ -260,7 +260,7 @@ class Metrics:
         self._still.set(driver.still_s)
 
     def _on_step(self, deltas: Sequence[Delta], ran: Sequence[ObservedStep]) -> None:
-        """Collect steps and count them in batches, because the model evicts these counters from the CPU caches."""
+        """Collect steps and count them in batches, because a step evicts these counters from the CPU caches."""
         self._ran += ran
         if len(self._ran) >= _BATCH or len(self._between_s) >= _BATCH:
             self._count()

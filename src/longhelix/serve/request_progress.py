@@ -28,7 +28,7 @@ class RequestProgress:
         return self.reason != ""
 
     def on_step(self, at_s: float) -> None:
-        """Record when a step with a part of the request began. Only the first step counts, even after a preemption."""
+        """Record the start of a step that runs this request. Only the first step counts, even after a preemption."""
         if self.first_step_s is None:
             self.first_step_s = at_s
 

@@ -18,7 +18,7 @@ from longhelix.serve.serving import Serving
 from longhelix.serve.streams import answer
 
 _PLAIN: dict[str, Any] = {"format": {"type": "text"}}
-# By type of item: the prefix of the item's id, and the type of the item's text in events.
+# These dicts map the type of an item to the prefix of its id, and to the type of its text in events.
 _PREFIXES = {"reasoning": "rs", "message": "msg"}
 _TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
 

@@ -38,8 +38,8 @@ class Address:
         if has_keys or without_key or self.is_loopback:
             return
         raise UserError(
-            f"others can reach the server at {self.host}: give --api-key-file, or --allow-without-key, or leave out "
-            "--host"
+            f"other machines can reach the server at {self.host}: give --api-key-file, or --allow-without-key, or "
+            "leave out --host"
         )
 
 
@@ -95,7 +95,7 @@ class _Server(uvicorn.Server):
         self._serving.is_draining = True
         driver, deadline_s = self._serving.driver, time.monotonic() + self._drain_s
         running, waiting = driver.running, len(driver.waiting)
-        words = f"draining: {running + waiting} requests have {self._drain_s:g} s to end"
+        words = f"draining: {running + waiting} requests have {self._drain_s:g} s to finish"
         self._serving.log.write("drain", words, running=running, waiting=waiting, drain_s=self._drain_s)
         while not (driver.is_idle or self.force_exit) and time.monotonic() < deadline_s:
             await asyncio.sleep(_POLL_S)
@@ -117,6 +117,6 @@ def _listen(address: Address) -> socket.socket:
         listening.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"the server cannot listen at {address.host} port {address.port} ({error}): set --host or --port to others"
+            f"the server cannot listen on {address.host} port {address.port} ({error}): choose another --host or --port"
         ) from error
     return listening

@@ -51,7 +51,7 @@ class Serving:
     driver: Driver
     model: str  # the model name that clients use
     created_s: int  # when the server started, on the wall clock
-    is_draining: bool = False  # whether the server is shutting down
+    is_draining: bool = False  # True if the server is shutting down
     metrics_prefix: str = PREFIX
     log: ServerLog = field(default_factory=ServerLog)
     traces: Traces | None = None
@@ -383,8 +383,8 @@ class Serving:
         """
         if len(prompts) * body.choices > self.driver.most_requests:
             raise ClientError(
-                f"{len(prompts)} prompts and n {body.choices} are {len(prompts) * body.choices} requests, but "
-                f"{self.driver.most_requests} may wait here: send fewer",
+                f"{len(prompts)} prompts with n {body.choices} make {len(prompts) * body.choices} requests, but at "
+                f"most {self.driver.most_requests} may wait: send fewer",
                 body.prompt_field if body.choices == 1 else "n",
             )
         requests, service, arrival_s = [], body.service(), self.call.arrival_s
@@ -397,8 +397,8 @@ class Serving:
             least = 1 if most_tokens is None else most_tokens
             if least > left:
                 raise ClientError(
-                    f"the prompt has {given} tokens, and with the answer's there may be {given + least}, but the "
-                    f"model's context has {self.max_model_len}: shorten the prompt, or ask for fewer tokens",
+                    f"the prompt has {given} tokens and needs {given + least} with the answer, but the model's "
+                    f"context length is {self.max_model_len}: shorten the prompt, or ask for fewer tokens",
                     body.prompt_field if left < 1 else body.limit_field,
                     "context_length_exceeded",
                 )
@@ -427,8 +427,8 @@ class Serving:
         if entries > _MOST_LOGPROBS:
             most = max(logprobs or 0, body.num_prompt_logprobs or 0) + 1
             raise ClientError(
-                f"{scored} tokens with {most} log-probabilities each and n {body.choices} may be "
-                f"{entries} of them, and an answer has at most {_MOST_LOGPROBS}: ask for fewer tokens, fewer "
+                f"{scored} tokens with {most} log-probabilities each and n {body.choices} make {entries} "
+                f"log-probabilities, but an answer has at most {_MOST_LOGPROBS}: ask for fewer tokens, fewer "
                 "log-probabilities or fewer choices",
                 "prompt_logprobs" if logprobs is None else "logprobs",
             )
@@ -441,9 +441,8 @@ def _check_echo(num_tokens: int, choices: int, most: int) -> None:
     """Raise ClientError if an answer would echo more than `most` prompt tokens."""
     if num_tokens * choices > most:
         raise ClientError(
-            f"{num_tokens} tokens of prompts and n {choices} are {num_tokens * choices} that echo gives back, and an "
-            f"answer has at most {most} of them: send fewer or shorter prompts, ask for fewer choices, or leave out "
-            "echo",
+            f"echo with n {choices} would repeat {num_tokens * choices} prompt tokens, but an answer repeats at most "
+            f"{most}: send fewer or shorter prompts, ask for fewer choices, or leave out echo",
             "echo",
         )
 

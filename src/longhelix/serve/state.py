@@ -48,7 +48,7 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/ready", responses=statuses() | {503: {"model": forms.Health}})
     async def ready(response: Response) -> forms.Health:
-        """Whether the server accepts requests; status 503 if not."""
+        """State of the engine; status 503 if the server does not accept requests."""
         found = await health(response)
         response.status_code = 200 if found.status == "ok" else 503
         return found
@@ -69,7 +69,7 @@ def routes(serving: Serving) -> APIRouter:
         """Convert text or messages to token ids."""
         serving.check_model(body.model)
         encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
-        no_images = "images are not read here: an answer's usage has their tokens"
+        no_images = "/tokenize does not read images: the usage of an answer counts their tokens"
         if body.tools and tokenizer.tool_form is None:
             raise ClientError(NO_TOOLS, "tools")
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None

@@ -1,1 +1,1 @@
-"""Simulate serving over time. The simulation runs the engine's own loop and scheduler with predicted step times."""
+"""Simulate serving over time. A simulation runs the engine's loop and scheduler, but predicts the step times."""

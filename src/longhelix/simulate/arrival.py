@@ -1,4 +1,4 @@
-"""Requests of a workload: when they arrive, how long they are, and which prefixes their prompts share."""
+"""Requests of a workload, with their arrival times, their lengths, and the prefixes that their prompts share."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -13,24 +13,24 @@ from longhelix.scheduler.request import ANY_SERVICE, Request, SamplingParams, Se
 class Arrival(msgspec.Struct, frozen=True, gc=False):
     """A request of a workload.
 
-    A prompt starts with pieces. Pieces with the same id have the same tokens. The tokens after the pieces are unique to
-    each prompt.
+    A prompt starts with pieces. Pieces with the same id have the same tokens, so prompts can share them. The tokens
+    after the pieces are unique to each prompt.
 
-    A session has one request at a time. Each request is sent `think_s` after the end of the session's previous request,
-    but not before `arrival_s`.
+    A session has at most one unfinished request. Each request is sent `think_s` after the end of the session's previous
+    request, but not before `arrival_s`.
     """
 
     arrival_s: float  # seconds since the start of the clock
     prompt_tokens: int
     output_tokens: int
     service: ServiceLevel = ANY_SERVICE
-    pieces: tuple[int, ...] = ()  # ids of the pieces at the start of the prompt; from 0 to 2^31 - 1 (32-bit token ids)
+    pieces: tuple[int, ...] = ()  # ids of the pieces at the start of the prompt, from 0 to 2^31 - 1 (32-bit token ids)
     piece_tokens: int = 1  # tokens per piece
     session: str = ""  # empty if the request belongs to no session
     think_s: float = 0.0  # seconds between the end of the session's previous request and this one
 
     def request(self, id: int) -> Request:
-        """Return the request for the scheduler. Its answer never ends before `output_tokens`."""
+        """Return the request for the scheduler. The answer always has `output_tokens` tokens."""
         prompt = Prompt(self, 2 * id + 1)
         sampling = SamplingParams(max_new_tokens=self.output_tokens, ignore_eos=True)
         return Request(
@@ -44,12 +44,12 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
         )
 
     def scaled(self, factor: float) -> "Arrival":
-        """Return the same request for an arrival rate multiplied by `factor`."""
+        """Return the same request in a workload whose arrival rate is multiplied by `factor`."""
         return msgspec.structs.replace(self, arrival_s=self.arrival_s / factor, think_s=self.think_s / factor)
 
 
 class Workload(Protocol):
-    """Requests in the order of their arrival. A workload can be iterated repeatedly."""
+    """Requests in the order of their arrival. It is possible to iterate over a workload more than once."""
 
     def __iter__(self) -> Iterator[Arrival]: ...
 
@@ -74,7 +74,7 @@ class ScaledWorkload:
 class Prompt:
     """The token ids of an arrival's prompt, generated on demand.
 
-    All tokens of a piece have the same negative id. Tokens of answers have id 0.
+    All tokens of a piece have the same negative id. Answer tokens have the id 0.
     """
 
     arrival: Arrival

@@ -1,4 +1,4 @@
-"""Release the requests of a workload at their arrival time, but only one request per session at a time."""
+"""Release the requests of a workload at their arrival times, with at most one unfinished request per session."""
 
 import heapq
 import math
@@ -10,7 +10,10 @@ from longhelix.simulate.arrival import Arrival, Workload
 
 
 class Arrivals:
-    """Queue of a workload's requests. It delays a session's next request until its previous request has ended."""
+    """Queue of a workload's requests.
+
+    The queue delays the next request of a session until the previous request of the session has ended.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self._workload = iter(workload)
@@ -19,11 +22,11 @@ class Arrivals:
         self._due: list[tuple[float, int, Arrival]] = []  # released session requests: heap of (arrival, order, request)
         self._held: defaultdict[str, deque[Arrival]] = defaultdict(deque)  # delayed requests, by session
         self._busy: set[str] = set()  # sessions with a released request that has not ended
-        self._ended_s: dict[str, float] = {}  # when the last request of each session ended
+        self._ended_s: dict[str, float] = {}  # end time of each session's last request
 
     @property
     def next_s(self) -> float | None:
-        """Arrival time of the next request; None if no request arrives until another request has ended."""
+        """Arrival time of the next request; None if no request can arrive before another request ends."""
         times_s = [self._due[0][0]] if self._due else []
         if self._next is not None:
             times_s.append(self._next.arrival_s)
@@ -40,7 +43,7 @@ class Arrivals:
         return heapq.heappop(self._due)[2] if self._due and self._due[0][0] <= now_s else None
 
     def ended(self, arrival: Arrival, now_s: float) -> None:
-        """Record that a request from `take` has ended."""
+        """Record that a request that `take` returned has ended."""
         if arrival.session:
             self._busy.remove(arrival.session)
             self._ended_s[arrival.session] = now_s

@@ -1,4 +1,4 @@
-"""Find the capacity: the highest request rate at which a workload still meets its service level."""
+"""Find the capacity of a server: the highest request rate at which a workload meets its service level."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Trial:
     """One simulation at a request rate."""
 
     rate_rps: float
-    slo_attainment: float  # fraction of the requests that met their service level
+    slo_attainment: float  # fraction of requests that met their service level
 
     @property
     def is_met(self) -> bool:
@@ -25,12 +25,12 @@ class Capacity:
     """The highest rate that meets the service level, with a relative precision of _PRECISION."""
 
     rate_rps: float | None  # None if no rate meets the service level
-    is_bounded: bool  # whether the search found a rate that misses the service level
-    trials: tuple[Trial, ...]  # trials in the order of the search
+    is_bounded: bool  # True if the search found a rate that misses the service level
+    trials: tuple[Trial, ...]  # all trials, in the order in which they ran
 
 
 def find_capacity(attainment: Callable[[float], float], start_rps: float) -> Capacity:
-    """Double or halve the rate until the capacity is bracketed, then bisect.
+    """Find the capacity: double or halve the rate until two rates bracket the capacity, then bisect.
 
     Args:
         attainment: simulates a rate and returns the fraction of requests that meet their service level.

@@ -11,13 +11,13 @@ _STEPS, _REQUESTS = 0, 1  # process ids in the file
 
 
 class ChromeTrace(Observer):
-    """Writes every step that has rows, and the waiting, prefill and decode times of every request.
+    """Observer that writes every step with rows, and the waiting, prefill and decode times of every request.
 
     Call `close` at the end of the simulation.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError if `path` cannot be written."""
+        """Open the file at `path`. Raises UserError if it cannot be written."""
         self._file = TraceFile(path)
 
     def ran(self, step: SimulatedStep) -> None:

@@ -10,9 +10,10 @@ RELATIVE_ERROR = 0.5 / _BINS_PER_E
 
 
 class Histogram:
-    """Durations in seconds, in bins that are 0.1% wide.
+    """Histogram of durations in seconds. Each bin is 0.1% wide.
 
-    Count, sum, minimum and maximum are exact. Percentiles between 0.1 us and three years are within RELATIVE_ERROR.
+    The count, sum, minimum and maximum are exact. Percentiles between 0.1 us and three years have a relative error of
+    at most RELATIVE_ERROR.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Histogram:
         return found
 
     def curve(self, points: int) -> list[tuple[float, float]]:
-        """Return the cumulative distribution as (seconds, percent) at `points` percentages; empty without values."""
+        """Return `points` pairs (seconds, percent) of the cumulative distribution; empty if the histogram is empty."""
         shares = [100 * (point + 1) / points for point in range(points)]
         found = self.percentiles(shares)
         return [(seconds, share) for seconds, share in zip(found, shares, strict=True) if seconds is not None]

@@ -1,4 +1,4 @@
-"""The results page of a simulation: one self-contained HTML file. Each plot has one line per run."""
+"""Write the results page of simulations: one self-contained HTML file. Each plot has one line per run."""
 
 import json
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _POINTS = 200
 
 
 def write_page(path: Path, runs: Sequence[VariantResult], title: str, about: str) -> None:
-    """Write the results page of one or several runs.
+    """Write the results page of one or more runs.
 
     Args:
         title: heading of the page.
-        about: sentence shown below the heading.
+        about: sentence below the heading.
 
     Raises:
         UserError: plotly is missing, or `path` cannot be written.
@@ -29,7 +29,8 @@ def write_page(path: Path, runs: Sequence[VariantResult], title: str, about: str
         "title": title,
         "about": about,
         "note": f"A request is within its SLO if its first token arrives within the TTFT target and {TBT_PERCENT}% of "
-        f"the times between its tokens are within the TBT target. Percentiles are exact to {RELATIVE_ERROR:.2%}.",
+        "the times between its tokens are within the TBT target. Percentiles have a relative error of up to "
+        f"{RELATIVE_ERROR:.2%}.",
         "rows": rows(runs),
         "runs": [_drawn(run) for run in runs],
     }

@@ -1,4 +1,4 @@
-"""Size of a KVP rank's pool of KV blocks on the simulated system."""
+"""Compute the number of KV blocks in the pool of a KVP rank on the simulated system."""
 
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Layouts
@@ -10,28 +10,28 @@ from longhelix.spec.layout import Layout
 def num_blocks(
     setting: Setting, layout: Layout, *, block_tokens: int, rows: int, requests: int, asked_tokens: int | None = None
 ) -> int:
-    """Return the number of KV blocks of each KVP rank.
+    """Return the number of KV blocks in the pool of each KVP rank.
 
     Args:
         block_tokens: tokens per block.
-        rows: rows of the largest step.
+        rows: number of rows in the largest step.
         requests: number of requests with linear attention states.
-        asked_tokens: capacity in tokens over all KVP ranks. None uses all memory of the fullest rank that is left
-            after its weights, the states and one step, as in `longhelix estimate`.
+        asked_tokens: capacity in tokens over all KVP ranks. With None, the pool uses all memory that the weights, the
+            states and one step leave free on the fullest rank, as in `longhelix estimate`.
 
     Raises:
-        UserError: the weights leave no room for one block, or `asked_tokens` do not fit.
+        UserError: the weights leave no memory for a single block, or `asked_tokens` tokens do not fit.
     """
     layouts = Layouts.of([layout])
     held = memory(setting, layouts=layouts, batch=0.0, context=0.0, chunk=float(rows)).total_bytes
     held = held + kv_bytes(setting, layouts, float(requests), 0.0)
     free_bytes = float((setting.capacity_bytes(layouts) - held)[0])
-    # A request with as many tokens as there are KVP ranks has one token on each rank.
+    # A request with one token per KVP rank stores one token on each rank.
     one_bytes = float(token_bytes(setting, layouts, 1.0, float(layout.kvp))[0])
     affordable = int(free_bytes / one_bytes) // block_tokens
     if affordable < 1:
         raise UserError(
-            f"the weights and one step take all of a GPU's {float(setting.capacity_bytes(layouts)[0]) / 1e9:.1f} GB, "
+            f"the weights and one step need all {float(setting.capacity_bytes(layouts)[0]) / 1e9:.1f} GB of a GPU, "
             "which leaves no memory for KV: use more GPUs or a smaller dtype",
             "out_of_memory",
         )
@@ -40,7 +40,7 @@ def num_blocks(
     most_tokens = affordable * block_tokens * layout.kvp
     if asked_tokens > most_tokens:
         raise UserError(
-            f"kv_cache_tokens is {asked_tokens}, but the memory left by the weights holds {most_tokens}: set "
+            f"kv_cache_tokens is {asked_tokens}, but there is memory for only {most_tokens} tokens: set "
             f"--kv-cache-tokens to at most {most_tokens}",
             "out_of_memory",
         )

@@ -1,4 +1,4 @@
-"""Replay a recording of a live loop in the simulator, with the recorded requests and step times."""
+"""Replay the recording of a live scheduling loop in the simulator, with the recorded requests and step times."""
 
 import math
 from collections import deque
@@ -12,7 +12,10 @@ from longhelix.simulate.simulation import Simulation
 
 
 class MeasuredRunner(SimulatedRunner):
-    """Returns the recorded results in order. The clock shows the recorded time of each scheduling decision."""
+    """Runner that returns the recorded results in order.
+
+    Its clock shows the recorded time of the next scheduling decision.
+    """
 
     def __init__(self, events: Iterable[Event], clocks: int) -> None:
         super().__init__(clocks=clocks)
@@ -26,7 +29,7 @@ class MeasuredRunner(SimulatedRunner):
         return self._events[0] if self._events else None
 
     def advance(self) -> None:
-        """Advance to the following event, because the next event has been replayed."""
+        """Remove the next event, because it has been replayed."""
         self._events.popleft()
         self._tell_time()
 
@@ -47,10 +50,10 @@ class MeasuredRunner(SimulatedRunner):
 
 
 class Replay(Simulation):
-    """Runs a recording through a scheduler that starts in the same state as the live scheduler.
+    """Runs the events of a recording through a scheduler that starts in the same state as the live scheduler.
 
-    `events` contains the replayed events. They differ from the recorded events if the scheduler decides differently.
-    The recording must start and end without steps in flight.
+    `events` contains the replayed events. They differ from the recorded events if this scheduler makes different
+    decisions. The recording must start and end without steps in flight.
     """
 
     def __init__(self, scheduler: Scheduler, events: Iterable[Event]) -> None:
@@ -65,7 +68,7 @@ class Replay(Simulation):
         self._measured.advance()
 
     def _arrive(self) -> None:
-        """Add and abort the same requests as the recording at this point."""
+        """Add and abort the requests that the recording adds and aborts at this point."""
         while isinstance(event := self._measured.next, Added | Aborted):
             if isinstance(event, Added):
                 request = event.request

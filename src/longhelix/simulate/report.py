@@ -1,4 +1,4 @@
-"""Format the results of simulations as JSON and as a terminal table."""
+"""Format the results of simulations as JSON and as a table for the terminal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ _PERCENTS = (50.0, 90.0, 99.0)
 
 @dataclass(frozen=True)
 class Variant:
-    """Combination of settings that simulations can compare."""
+    """A combination of the settings that simulations can compare."""
 
     policy: str  # scheduling policy
-    chunk_tokens: int | None  # None selects it automatically
+    chunk_tokens: int | None  # maximum number of prompt tokens per step; None selects the number automatically
     placement: str  # placement of KV
 
     @property
@@ -33,12 +33,12 @@ class VariantResult:
 
     variant: Variant
     outcome: Outcome
-    wall_s: float  # run time of the simulation itself
-    capacity: Capacity | None = None  # None without a search for the capacity
+    wall_s: float  # seconds that the simulation itself took to run
+    capacity: Capacity | None = None  # None if the run did not search for the capacity
 
 
 def as_json(runs: Sequence[VariantResult]) -> dict[str, Any]:
-    """Return the JSON document of `longhelix simulate --json`: one run, or several runs under "compared"."""
+    """Return the JSON document of `longhelix simulate --json`: the only run, or all runs under the key "compared"."""
     objects = [_object(run) for run in runs]
     return objects[0] if len(objects) == 1 else {"compared": objects}
 
@@ -99,7 +99,7 @@ def table(runs: Sequence[VariantResult]) -> Table:
 
 
 def rows(runs: Sequence[VariantResult]) -> list[tuple[str, list[str]]]:
-    """Return the rows of the table. Each row has a name and one cell per run."""
+    """Return the rows of the table. Each row consists of a name and of one cell per run."""
     outcomes = [run.outcome for run in runs]
     times = {
         "TTFT": [outcome.ttft for outcome in outcomes],

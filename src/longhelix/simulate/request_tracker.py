@@ -1,4 +1,4 @@
-"""Measure simulated requests: TTFT, time between tokens, waiting time, and whether the service level was met."""
+"""Measure simulated requests: TTFT, time between tokens (TBT), waiting time, and whether they met their SLOs."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from longhelix.scheduler.token_event import TokenEvent
 from longhelix.simulate.histogram import Histogram, rank
 from longhelix.simulate.runner import SimulatedStep
 
-TBT_PERCENT = 99  # percentile of a request's times between tokens that must meet its SLO
+TBT_PERCENT = 99  # percentile of a request's times between tokens that must be within the TBT SLO
 _SPARE = 4096
 
 
 class RequestRecord:
-    """The record of one request. Times are in seconds, and None until they are known."""
+    """The record of one request. Times are in seconds. A time is None until it is known."""
 
     __slots__ = (
         "arrival_s",
@@ -39,19 +39,19 @@ class RequestRecord:
         self.first_s: float | None = None  # time of the first token
         self.end_s: float | None = None  # time of the last token before an interruption or the end
         self.output = 0  # number of tokens before `since`
-        self.since = 0  # first step of the current uninterrupted series of tokens
+        self.since = 0  # number of the first step in the current uninterrupted series of steps with tokens
         self.gaps: list[np.ndarray[tuple[int], np.dtype[np.float64]]] = []  # times between tokens before `since`
-        self.met = False  # whether the request met its service level
+        self.met = False  # True if the request met its service level
 
 
 class RequestTracker:
     """Follows every request from its arrival to its end.
 
-    Memory grows with the number of unfinished requests and with the number of steps since the oldest of them began to
-    decode. It does not grow with the length of the simulation.
+    Memory use grows with the number of unfinished requests, and with the number of steps since the oldest unfinished
+    request began to decode. Memory use does not grow with the length of the simulation.
 
-    The time between tokens needs no work per token. It is the same for all sequences that have a token both in the
-    previous step and in the current step.
+    The tracker does no work per token to measure times between tokens. The time is the same for all sequences that have
+    a token in the previous step and in the current step.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class RequestTracker:
         return [(event.request_id, self._close(event, ran.end_s)) for event in events if event.finish_reason]
 
     def _change(self, ids: set[int]) -> None:
-        """Prepare for a step whose tokens belong to different sequences than those of the previous step."""
+        """Prepare for a step that samples tokens for other sequences than the previous step."""
         for id in [id for id in self._streaming if id not in ids]:
             self._interrupt(id)
         self._beginning = sorted(ids - self._streaming.keys())
@@ -141,7 +141,7 @@ class RequestTracker:
         return record
 
     def _has_met(self, record: RequestRecord) -> bool:
-        """Whether the TTFT and TBT_PERCENT% of the times between tokens of a request were within its SLOs."""
+        """True if a request's TTFT and TBT_PERCENT% of its times between tokens were within its SLOs."""
         service, first_s = record.service, record.first_s
         assert first_s is not None
         if service.ttft_slo_s is not None and first_s - record.arrival_s > service.ttft_slo_s:
@@ -153,7 +153,7 @@ class RequestTracker:
         return bool(np.partition(gaps, nearest)[nearest] <= service.tbt_slo_s)
 
     def _forget(self) -> None:
-        """If `_ends_s` has many steps before the first step of the oldest sequence, remove them."""
+        """Remove steps from `_ends_s` that are older than the oldest sequence, if there are many such steps."""
         oldest = next(iter(self._streaming.values())).since if self._streaming else self._forgotten + len(self._ends_s)
         unused = oldest - self._forgotten
         if unused > _SPARE and 2 * unused > len(self._ends_s):

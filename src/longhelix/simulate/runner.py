@@ -1,4 +1,4 @@
-"""Runners that do not run a model. Each step takes a predicted or recorded time, which advances a clock."""
+"""Simulated runners, which do not run a model. Each step advances a clock by a predicted or recorded time."""
 
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -28,16 +28,16 @@ class SimulatedRunner(ABC):
 
     - The previous step has left the first stage. If KVP instances have their own clocks, this applies to the previous
       step of each instance that takes part in the step.
-    - The last token of every decoding sequence is known. This means that the previous step of the microbatch has ended,
-      and so have the last chunks of prompts that now start to decode.
+    - The last token of every decoding sequence is known. For this, the previous step of the microbatch must have
+      ended, and so must the last chunk of each prompt that now starts to decode.
     """
 
     def __init__(self, stages: int = 1, clocks: int = 1) -> None:
         self.now_s = 0.0
         self.stages = stages
         self._left_s = [[0.0] * stages for _ in range(clocks)]  # when the last step on each clock left each stage
-        self._decoded_s: dict[int, float] = {}  # when the last step of each microbatch ended
-        self._prompt_s: dict[int, float] = {}  # when each prompt's last chunk ended, until the prompt decodes
+        self._decoded_s: dict[int, float] = {}  # end time of the last step of each microbatch
+        self._prompt_s: dict[int, float] = {}  # end time of each prompt's last chunk, until the prompt decodes
         self._in_flight: list[SimulatedStep] = []
         self.last: SimulatedStep | None = None
 
@@ -61,12 +61,12 @@ class SimulatedRunner(ABC):
         self._in_flight.append(SimulatedStep(step, result, begin_s, end_s))
 
     def _tokens_s(self, step: Step) -> float:
-        """Return the time at which the last tokens of all decoding sequences of a step are known."""
+        """Return the time at which a step's input tokens are known for all of its decoding sequences."""
         joining_s = (self._prompt_s.pop(id, 0.0) for id in step.joining)
         return max([self._decoded_s.get(step.microbatch, 0.0), *joining_s])
 
     def _note_tokens(self, step: Step, end_s: float) -> None:
-        """Record that a step's tokens are known at `end_s`."""
+        """Record that the tokens that a step samples are known at `end_s`."""
         if step.work.decode_rows:
             self._decoded_s[step.microbatch] = end_s
         for chunk in step.chunks:
@@ -78,7 +78,7 @@ class SimulatedRunner(ABC):
     def collect(self, timeout_s: float) -> StepResult | None:
         """Advance the clock to the end of the step that ends first, and return the result of this step.
 
-        Returns None if the step ends later than `timeout_s` from now. The clock does not change in this case.
+        If the step ends later than `timeout_s` from now, return None and leave the clock unchanged.
         """
         next_one = self._next()
         if self._in_flight[next_one].end_s > self.now_s + timeout_s:
@@ -88,23 +88,24 @@ class SimulatedRunner(ABC):
         return self.last.result
 
     def _next(self) -> int:
-        """Return the index of the step in flight that ends first. On a tie, choose the first submitted step."""
+        """Return the index of the step in flight that ends first. On a tie, return the step submitted first."""
         return min(range(len(self._in_flight)), key=lambda at: self._in_flight[at].end_s)
 
     @property
     def runs(self) -> bool:
-        """Whether a step is in flight."""
+        """True if a step is in flight."""
         return bool(self._in_flight)
 
     def wait_until(self, time_s: float) -> None:
-        """Advance the clock to `time_s`. No step may end before this time."""
+        """Advance the clock to `time_s`. No step in flight may end before this time."""
         self.now_s = max(self.now_s, time_s)
 
 
 class PredictedRunner(SimulatedRunner):
-    """Runner that predicts the time of each step: the time of its work, plus swaps and moves of blocks in each stage.
+    """Runner that predicts the time of each step.
 
-    A step without rows takes no time for work. All sampled tokens have the same id.
+    The time of a step is the time of its work, plus the time that each stage takes to swap and move blocks. A step
+    without rows has no work. All sampled tokens have the same id.
 
     Args of the constructor:
         cost: predicts the time of a step's work.
@@ -126,9 +127,9 @@ class PredictedRunner(SimulatedRunner):
         self._swap_s = swap_s
         self._move_s = move_s
         self._tokens: dict[int, SampledToken] = {}
-        self._leads: dict[int, int] = {}  # the instance that samples a sequence's tokens
+        self._leads: dict[int, int] = {}  # instance that samples the tokens of each sequence
         self._decoding: dict[int, dict[int, SampledToken]] = {}  # decoding sequences, by microbatch or by instance
-        self._decoded: dict[int, tuple[SampledToken, ...]] = {}  # cached tuples of `_decoding` that have not changed
+        self._decoded: dict[int, tuple[SampledToken, ...]] = {}  # cache of the values of `_decoding`, as tuples
 
     def _result(self, step: Step) -> StepResult:
         sampled, work = self._sampled(step), step.work
@@ -150,7 +151,10 @@ class PredictedRunner(SimulatedRunner):
         )
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
-        """Apply the step's changes. Return a token per decoding sequence, followed by a token per finished prompt."""
+        """Update the sequences for a step, and return the tokens that the step samples.
+
+        The tokens of decoding sequences come first, followed by the first tokens of finished prompts.
+        """
         for id in step.ended:
             self._tokens.pop(id, None)
             self._leads.pop(id, None)
@@ -179,5 +183,5 @@ class PredictedRunner(SimulatedRunner):
 
 
 def _most(blocks: Iterable[Block]) -> int:
-    """Return the largest number of these blocks on a single KVP rank."""
+    """Return the maximum number of these blocks on one KVP rank."""
     return max(Counter(block.owner for block in blocks).values())

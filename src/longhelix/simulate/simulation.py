@@ -1,4 +1,4 @@
-"""Run a simulation: the engine's loop and scheduler with a runner that does not run a model."""
+"""Run a simulation: the engine's loop and scheduler, with a runner that predicts steps instead of running a model."""
 
 import math
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Server:
     setting: Setting
     layout: Layout
     scheduler: SchedulerConfig
-    hop_b: bool = True  # whether exchanges may overlap with attention
+    hop_b: bool = True  # True if exchanges may overlap with attention (HOP-B)
 
     def __post_init__(self) -> None:
         assert (self.scheduler.kvp, self.scheduler.pp) == (self.layout.kvp, self.layout.pp)
@@ -61,13 +61,13 @@ class Server:
 
 
 class Observer:
-    """Observer of a simulation that ignores every event."""
+    """Base class for observers of a simulation. The base class ignores all events."""
 
     def ran(self, step: SimulatedStep) -> None:
-        """A step has ended."""
+        """Handle the end of a step."""
 
     def ended(self, id: int, record: RequestRecord) -> None:
-        """A request has ended."""
+        """Handle the end of a request."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Outcome:
     requests: int
     finished: int
     refused: int  # number of requests that can never run
-    refusal: str  # why the first refused request cannot run; empty if none was refused
+    refusal: str  # reason why the first refused request cannot run; empty if no request was refused
     met: int  # number of requests that finished and met their service level
     steps: int  # number of steps that took time
     tokens: int
     duration_s: float  # time from the first arrival to the end of the last step
-    busy_s: float  # time with a step running; mean over KVP instances if these have their own clocks
+    busy_s: float  # time during which a step ran; if KVP instances have their own clocks, the mean over them
     gpu_s: float  # busy_s times the number of GPUs
     ttft: Histogram = field(repr=False)
     tbt: Histogram = field(repr=False)
@@ -111,7 +111,7 @@ def simulate(server: Server, workload: Workload, observer: Observer | None = Non
 
 
 class Simulation:
-    """Runs one workload on one scheduler, step by step. It has as many steps in flight as the engine."""
+    """Runs one workload on one scheduler, step by step, with the same number of steps in flight as the engine."""
 
     def __init__(
         self, scheduler: Scheduler, runner: SimulatedRunner, workload: Workload, observer: Observer | None = None
@@ -138,7 +138,10 @@ class Simulation:
             pass
 
     def step(self) -> bool:
-        """Queue arrived requests and run until the next step ends. Returns False when all requests have ended."""
+        """Queue the requests that have arrived, and run until the next step ends.
+
+        Returns False if all requests have ended.
+        """
         self._arrive()
         stepped = self._loop.step(self._patience_s)
         if stepped is not None:
@@ -148,12 +151,15 @@ class Simulation:
 
     @property
     def _patience_s(self) -> float:
-        """Maximum wait for a result. With one clock per instance, an idle instance may take the next request."""
+        """Maximum wait for a result, in seconds.
+
+        With one clock per instance, the wait ends at the next arrival, because an idle instance may take the request.
+        """
         next_s = self._arrivals.next_s if len(self._busy_s) > 1 else None
         return math.inf if next_s is None else next_s - self._runner.now_s
 
     def _wait(self) -> bool:
-        """Advance the clock to the next arrival, even with steps in flight. Returns False if no request arrives."""
+        """Advance the clock to the next arrival, even if steps are in flight. Returns False if no request arrives."""
         assert self._runner.runs or not self._loop.has_work, "requests wait, but nothing runs"
         next_s = self._arrivals.next_s
         if next_s is None:

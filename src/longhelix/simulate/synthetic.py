@@ -1,4 +1,4 @@
-"""Synthetic requests: a random process determines the arrivals, and a mix of request kinds the lengths."""
+"""Generate synthetic requests. A random process sets the arrival times. A mix of request kinds sets the lengths."""
 
 import re
 from collections.abc import Iterator
@@ -12,22 +12,25 @@ from longhelix.simulate.arrival import Arrival
 from longhelix.values import one_of, real, whole
 
 PROCESSES = ("poisson", "gamma")
-# Assumption: log-normal lengths of prompts and answers, with medians near those of Azure's conversation trace (2023).
+# Assumption: prompt and answer lengths are log-normal, with medians near those of Azure's conversation trace (2023).
 _CHAT_MEDIANS, _CHAT_SIGMA = (1020, 129), 1.0
 _CHAT_MOST = 32_768
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Distribution of token counts from `least` to `most`: log-normal with `median` if set, otherwise log-uniform."""
+    """Distribution of token counts from `least` to `most`.
+
+    The distribution is log-normal if `median` is set, and log-uniform otherwise.
+    """
 
     least: int
     most: int
     median: int | None = None
 
     def __post_init__(self) -> None:
-        whole("the least length", self.least, 1, MOST_TOKENS)
-        whole("the greatest length", self.most, self.least, MOST_TOKENS)
+        whole("the minimum length", self.least, 1, MOST_TOKENS)
+        whole("the maximum length", self.most, self.least, MOST_TOKENS)
 
     def draw(self, random: np.random.Generator) -> int:
         if self.median is not None:
@@ -39,7 +42,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Component:
-    """A kind of request and its weight in the mix."""
+    """A kind of request, with its weight in the mix and the distributions of its lengths."""
 
     weight: float
     prompt: Lengths
@@ -50,15 +53,16 @@ class Component:
 
 
 def chat(weight: float) -> Component:
-    """Return requests with typical lengths of a chat."""
+    """Return a kind of request whose lengths are typical of chats."""
     prompt, output = (Lengths(1, _CHAT_MOST, median) for median in _CHAT_MEDIANS)
     return Component(weight, prompt, output)
 
 
 def parse_mix(text: str) -> tuple[Component, ...]:
-    """Parse a mix such as `95%:chat,5%:1M-2M:100-500`: the weight, prompt lengths and answer lengths of each kind.
+    """Parse a mix of request kinds, such as `95%:chat,5%:1M-2M:100-500`.
 
-    The mix `chat` means that all requests are chats. Raises UserError for an invalid mix.
+    Each kind has a weight, followed by `chat` or by prompt lengths and answer lengths. The mix `chat` means that all
+    requests are chats. Raises UserError if the mix is invalid.
     """
     return tuple(_component(entry.strip()) for entry in text.split(","))
 
@@ -93,10 +97,13 @@ def _size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Workload of `num_requests` random requests at `rate_per_s`. Each iteration yields the same requests for a `seed`.
+    """Workload of `num_requests` random requests at a mean rate of `rate_per_s`.
 
-    Gaps between arrivals are exponential if `process` is poisson, or gamma-distributed with the coefficient of
-    variation `burstiness`. A burstiness of 1 is equivalent to poisson. With larger values, requests arrive in bursts.
+    All iterations with the same `seed` yield the same requests.
+
+    If `process` is "poisson", gaps between arrivals are exponentially distributed. If it is "gamma", gaps are
+    gamma-distributed with the coefficient of variation `burstiness`. A burstiness of 1 is equivalent to "poisson". With
+    larger values, requests arrive in bursts.
     """
 
     num_requests: int

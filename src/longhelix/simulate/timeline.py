@@ -1,4 +1,4 @@
-"""The state of a simulation over time, in constant memory."""
+"""Record the state of a simulation over time, in constant memory."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -21,10 +21,10 @@ class Sample(NamedTuple):
 
 
 class Timeline:
-    """Records at most _MOST_SAMPLES samples, about evenly spaced and at least _LEAST_INTERVAL_S apart.
+    """Records at most _MOST_SAMPLES samples at nearly equal intervals of at least _LEAST_INTERVAL_S.
 
-    When the timeline is full, it drops every other sample and doubles the interval. `next_s` is the time of the next
-    sample.
+    When the timeline is full, it drops every other sample and doubles the interval. `next_s` is the time at which the
+    next sample is due.
     """
 
     def __init__(self, block_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Read request traces, with longhelix's own columns or with the columns of published traces."""
+"""Read request traces, in longhelix's own format or in the formats of published traces."""
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ class _Format:
     arrival: str
     prompt: str
     output: str
-    per_second: float = 1.0  # units of arrival time per second
+    per_second: float = 1.0  # number of arrival time units per second
     hash_tokens: int = 1  # number of prompt tokens per hash id
 
     @property
@@ -39,7 +39,7 @@ _BURST_GPT = _Format("BurstGPT", "Timestamp", "Request tokens", "Response tokens
 _VIDUR = _Format("Vidur", "arrived_at", "num_prefill_tokens", "num_decode_tokens")
 # hash_ids identify the KV blocks of a prompt (arXiv 2407.00079). Blocks with equal ids have equal tokens.
 _MOONCAKE = _Format("Mooncake", "timestamp", "input_length", "output_length", per_second=1e3, hash_tokens=512)
-# Bailian has the same columns as Mooncake, in other units. Only Bailian has the column `chat_id`.
+# Bailian has the columns of Mooncake, in other units. Only Bailian also has the column `chat_id`.
 _BAILIAN = _Format("Bailian", "timestamp", "input_length", "output_length", hash_tokens=16)
 _FORMATS = (_OWN, _AZURE, _BURST_GPT, _VIDUR, _MOONCAKE)
 
@@ -67,15 +67,15 @@ def read_csv(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
     found = _format(header)
     if found is None:
         columns = "; ".join(f"{','.join(each.required)} ({each.name})" for each in _FORMATS)
-        raise _no_header(header, f"begin with columns such as {columns}")
+        raise _no_header(header, f"start with a header such as {columns}")
     repeated = next((name for name in header if header.count(name) > 1), None)
     if repeated is not None:
-        raise _no_header(header, f"give the column {shown(repeated)} once")
+        raise _no_header(header, f"name the column {shown(repeated)} only once")
     return _Reader(found, service).read(_csv_records(rows, header, found))
 
 
 def read_jsonl(lines: Iterable[str], service: ServiceLevel) -> list[Arrival]:
-    """Read the requests of a file with one JSON object per line. Otherwise, this function works like `read_csv`."""
+    """Read the requests of a file with one JSON object per line. In all other respects, it works like `read_csv`."""
     records = list(_json_records(_unmarked(lines)))
     found = _format(records[0].record) if records else None
     return _Reader(found or _OWN, service).read(records)
@@ -88,7 +88,7 @@ def _unmarked(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _format(names: Iterable[str]) -> _Format | None:
-    """Return the format that has the most required columns among these names; None if no format has one."""
+    """Return the format with the most required columns among `names`; None if `names` has no required column."""
     given = set(names)
     best = max(_FORMATS, key=lambda each: len(given.intersection(each.required)))
     if not given.intersection(best.required):
@@ -121,7 +121,7 @@ def _json_records(lines: Iterable[str]) -> Iterator[_Numbered]:
 
 
 def _no_header(header: list[str], instead: str) -> UserError:
-    return UserError(f"the trace's first line is {shown(','.join(header))}: {instead}", "invalid_trace")
+    return UserError(f"the first line of the trace is {shown(','.join(header))}: {instead}", "invalid_trace")
 
 
 def _no_request(line: int, why: str, found: _Format | None = None) -> UserError:
@@ -135,8 +135,8 @@ class _Reader:
 
     format: _Format
     service: ServiceLevel
-    pieces: dict[object, int] = field(default_factory=dict)  # piece number of each hash id or prefix id so far
-    arrived_s: dict[str, float] = field(default_factory=dict)  # arrival of each session's latest request so far
+    pieces: dict[object, int] = field(default_factory=dict)  # piece number of each hash id or prefix id read
+    arrived_s: dict[str, float] = field(default_factory=dict)  # arrival time of the last request read of each session
 
     def read(self, records: Iterable[_Numbered]) -> list[Arrival]:
         arrivals = []
@@ -146,7 +146,7 @@ class _Reader:
             except UserError as error:
                 raise _no_request(numbered.line, str(error), self.format) from error
         if not arrivals:
-            raise UserError("the trace has no requests: give at least one", "invalid_trace")
+            raise UserError("the trace has no requests: add at least one", "invalid_trace")
         arrivals.sort(key=lambda arrival: arrival.arrival_s)
         first_s = arrivals[0].arrival_s
         return [msgspec.structs.replace(arrival, arrival_s=arrival.arrival_s - first_s) for arrival in arrivals]
@@ -178,7 +178,7 @@ class _Reader:
         )
 
     def _turn(self, record: Record) -> tuple[float, str, float]:
-        """Return a request's arrival, its session, and its delay after the session's previous request."""
+        """Return a request's arrival time, its session, and its delay after the session's previous request."""
         session, delay_s = _name("session_id", record), self._seconds(record, "delay")
         before_s = self.arrived_s.get(session)
         if record.get(self.format.arrival) is not None:
@@ -214,7 +214,10 @@ class _Reader:
         )
 
     def _prefix(self, record: Record, prompt_tokens: int) -> tuple[tuple[int, ...], int]:
-        """Return the piece that prompts with the same prefix id share, and its length (default: the whole prompt)."""
+        """Return the piece that prompts with this prefix id share, and the length of the piece.
+
+        If the record has no `prefix_tokens`, the piece is the whole prompt.
+        """
         prefix_id, tokens = _name("prefix_id", record), record.get("prefix_tokens")
         if not prefix_id:
             if tokens is not None:
@@ -228,7 +231,7 @@ class _Reader:
         return tuple(self._piece(whole("a hash id", hash_id, 0, 2**64 - 1)) for hash_id in given)
 
     def _piece(self, name: object) -> int:
-        """Return the number of a named piece of a prompt. Numbers are consecutive, so different names never collide."""
+        """Return the number of a named piece of a prompt. Each name has a different number."""
         return self.pieces.setdefault(name, len(self.pieces))
 
     def _seconds(self, record: Record, name: str) -> float:

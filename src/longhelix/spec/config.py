@@ -50,7 +50,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
     """One token id, a list of them, or None for none; -1 is none as well."""
     given = value if isinstance(value, (list, tuple)) else () if value is None else (value,)
     name = "a token id of eos_token_id in the model's settings"
-    ids = [whole(name, token_id, -1, _MOST, " (-1 is none)", "invalid_model") for token_id in given]
+    ids = [whole(name, token_id, -1, _MOST, " (-1 for none)", "invalid_model") for token_id in given]
     return tuple(token_id for token_id in ids if token_id >= 0)
 
 
@@ -92,7 +92,7 @@ def sliding_window(config: Mapping[str, Any], family: Family, num_layers: int) -
     if window is None and not family.slides_unasked and kinds is not None and "sliding_attention" in kinds:
         raise UserError(
             "config.json has layers with sliding_attention in layer_types, but no window: set use_sliding_window to "
-            "true and sliding_window to its tokens, or leave layer_types out",
+            "true and sliding_window to its size in tokens, or leave layer_types out",
             "invalid_model",
         )
     return window if any(windowed_layers(config, family, num_layers)) else None

@@ -28,9 +28,9 @@ OPTIONAL = frozenset(
     {"original_max_position_embeddings", "quantization_config", "compression_config", "rope_interleave"}
 )
 
-_ONE_STACK = "a decoder and nothing else"
-_SAME_LAYERS = "layers that are all alike"
-_UNSCALED = "values that are not scaled or capped"
+_ONE_STACK = "a decoder-only model"
+_SAME_LAYERS = "identical layers"
+_UNSCALED = "no scaling or capping of values"
 NEUTRAL: Mapping[str, Neutral] = {
     "is_causal": Neutral((True,), "attention to earlier tokens only"),
     "use_bidirectional_attention": Neutral((False, None), "attention to earlier tokens only"),
@@ -39,7 +39,7 @@ NEUTRAL: Mapping[str, Neutral] = {
     "fusion_config": Neutral((None, {}), _ONE_STACK),
     "per_layer_config": Neutral((None, {}), _SAME_LAYERS),
     "pruned_heads": Neutral((None, {}), _SAME_LAYERS),
-    "kv_sharing_modes": Neutral((None,), "layers with keys and values of their own"),
+    "kv_sharing_modes": Neutral((None,), "separate keys and values in each layer"),
     "transformers_weights": Neutral((None,), "weights in model.safetensors"),
     "attn_logit_softcapping": Neutral((None,), _UNSCALED),
     "final_logit_softcapping": Neutral((None,), _UNSCALED),
@@ -135,7 +135,8 @@ def unread_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
 def _check_neutral(name: str, value: Any, neutral: Neutral) -> None:
     if not any(type(value) is type(known) and value == known for known in neutral.values):
         raise UserError(
-            f"config.json has {name} = {shown(value)}: longhelix runs {shown(neutral.values[0])}, {neutral.meaning}",
+            f"config.json has {name} = {shown(value)}: longhelix supports only {shown(neutral.values[0])} "
+            f"({neutral.meaning})",
             "invalid_model",
         )
 
@@ -154,7 +155,7 @@ def _check_window(given: Mapping[str, Any], family: Family) -> None:
     window = given.get("sliding_window")
     if not family.slides and window is not None and given.get("use_sliding_window") is not False:
         raise UserError(
-            f"config.json has sliding_window = {shown(window)}, but models of this family attend to everything: set it "
-            "to null if the model was not trained with a window",
+            f"config.json has sliding_window = {shown(window)}, but models of this family attend to all earlier "
+            "tokens: set it to null if the model was not trained with a window",
             "invalid_model",
         )

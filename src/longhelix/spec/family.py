@@ -90,7 +90,7 @@ _IN_EVERY_LAYER = {
     "decoder_sparse_step": Neutral((1,), "experts in every layer"),
     "mlp_only_layers": Neutral(([], None), "experts in every layer"),
 }
-_DEEPSEEK_LAYERS = {"moe_layer_freq": Neutral((1,), "experts in every layer after the first ones")}
+_DEEPSEEK_LAYERS = {"moe_layer_freq": Neutral((1,), "experts in every layer after the first, dense ones")}
 _NO_KV_HEADS = frozenset({"num_key_value_heads", "head_dim", "qk_head_dim"})  # latents have neither
 _LATENTS = {"attention_bias": False, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
                   "qk_rope_head_dim": 64, "v_head_dim": 128}  # fmt: skip
@@ -120,8 +120,8 @@ _DEEPSEEK_V3 = Family(
     aliases={"num_local_experts": "n_routed_experts"},
     neutral={
         **_DEEPSEEK_LAYERS,
-        "topk_method": Neutral(("noaux_tc", None), "a bias for each expert where experts are chosen"),
-        "scoring_func": Neutral(("sigmoid",), "scores that are sigmoids"),
+        "topk_method": Neutral(("noaux_tc", None), "a bias for each expert in the choice of experts"),
+        "scoring_func": Neutral(("sigmoid",), "sigmoid scores"),
     },
     ignored=_NO_KV_HEADS,
     attention_bias=True,
@@ -279,7 +279,7 @@ FAMILIES = {
         aliases=_LOCAL_EXPERTS,
         neutral={
             **_IN_EVERY_LAYER,
-            "norm_topk_prob": Neutral((True,), "weights of experts that sum to one"),
+            "norm_topk_prob": Neutral((True,), "expert weights that sum to one"),
         },
         attention_bias=True,
         qk_norm=True,
@@ -307,8 +307,8 @@ FAMILIES = {
         aliases={"num_experts": "n_routed_experts"},
         neutral={
             **_DEEPSEEK_LAYERS,
-            "scoring_func": Neutral(("softmax",), "scores that are a softmax"),
-            "rope_interleave": Neutral((True,), "pairs of channels that lie side by side"),
+            "scoring_func": Neutral(("softmax",), "softmax scores"),
+            "rope_interleave": Neutral((True,), "pairs of adjacent channels"),
         },
         ignored=_NO_KV_HEADS | {"norm_topk_prob"},  # transformers never makes the weights sum to one
         attention_bias=True,

@@ -106,7 +106,7 @@ class HardwareSpec:
             values[key], sources[key] = value, source
         for key, value in _ASSUMED.items():
             if key not in values:
-                values[key], sources[key] = value, "assumed: the file does not say"
+                values[key], sources[key] = value, "assumed: the system file does not set it"
         return cls._of(name, values, sources)
 
     @property
@@ -168,7 +168,7 @@ def _constants(name: str, table: Mapping[str, Any], prefix: str = "") -> Iterato
             yield dotted, entry["value"], entry["source"]
         else:
             raise _invalid(
-                f"the system {name} has {dotted} in another form than a value and where it comes from: set {dotted} = "
+                f"the system {name} has {dotted} in a form other than a value and its source: set {dotted} = "
                 '{ value = ..., source = "..." }'
             )
 

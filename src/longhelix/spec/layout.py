@@ -93,8 +93,8 @@ class Layout:
                 else ("ffn_replicas", ffn_replicas, num_ranks)
             )
             raise UserError(
-                f"kvp * tpa = {kvp} * {tpa} = {num_ranks} ranks do not divide by {name} = {degree}: "
-                f"set {name} to a divisor of {among}",
+                f"kvp * tpa = {kvp} * {tpa} = {num_ranks} ranks are not divisible by {name} = {degree}: set {name} to "
+                f"a divisor of {among}",
                 "invalid_layout",
             )
         if tpf is None:
@@ -172,8 +172,8 @@ class Layout:
         """Raise UserError if the layout has too many ranks for the model's heads or layers."""
         if self.tpa > heads.num_query_heads:
             raise UserError(
-                f"tpa is {self.tpa}, but the model has {heads.num_query_heads} query heads: "
-                f"set tpa to {heads.num_query_heads} or less, and spread the rest over kvp",
+                f"tpa is {self.tpa}, but the model has {heads.num_query_heads} query heads: set tpa to "
+                f"{heads.num_query_heads} or less, and increase kvp instead",
                 "invalid_layout",
             )
         if self.stage_layers is None and self.pp > num_layers:
@@ -183,8 +183,9 @@ class Layout:
             )
         if self.stage_layers is not None and sum(self.stage_layers) != num_layers:
             raise UserError(
-                f"stage_layers is {list(self.stage_layers)}, together {sum(self.stage_layers)} layers, but the model "
-                f"has {num_layers}: change the stages by {num_layers - sum(self.stage_layers):+}, or leave them out",
+                f"stage_layers is {list(self.stage_layers)}, {sum(self.stage_layers)} layers in total, but the model "
+                f"has {num_layers}: change the total by {num_layers - sum(self.stage_layers):+}, or leave "
+                "stage_layers out",
                 "invalid_layout",
             )
 
@@ -281,7 +282,7 @@ def _stages(layers: object, pp: int) -> tuple[int, ...]:
     counts = items("stage_layers", layers, _MOST_RANKS, "numbers of layers", code="invalid_layout")
     if len(counts) != pp:
         raise UserError(
-            f"stage_layers has {len(counts)} stages, but pp is {pp}: give a number of layers for each stage",
+            f"stage_layers has {len(counts)} stages, but pp is {pp}: give one number of layers per stage",
             "invalid_layout",
         )
     return tuple(_degree("a stage's number of layers", count) for count in counts)

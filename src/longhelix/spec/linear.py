@@ -26,8 +26,8 @@ class LinearAttention:
     def __post_init__(self) -> None:
         if self.num_value_heads % self.num_key_heads:
             raise UserError(
-                f"{self.num_value_heads} value heads do not divide into groups over {self.num_key_heads} key heads: "
-                "correct linear_num_value_heads or linear_num_key_heads in the model's config",
+                f"{self.num_value_heads} value heads are not a multiple of {self.num_key_heads} key heads: correct "
+                "linear_num_value_heads or linear_num_key_heads in the model's config",
                 "invalid_model",
             )
 

@@ -29,7 +29,7 @@ class MLA:
     def __post_init__(self) -> None:
         if self.rope_size % 2:
             raise UserError(
-                f"qk_rope_head_dim {self.rope_size} is odd: rotary embedding needs an even one", "invalid_model"
+                f"qk_rope_head_dim {self.rope_size} is odd: rotary embedding needs an even size", "invalid_model"
             )
 
     @property

@@ -84,12 +84,12 @@ class ModelSpec:
                 raise UserError(f"the model's {name} is {getattr(self, name)}: it must be 1 or more", "invalid_model")
         if self.num_query_heads % self.num_kv_heads:
             raise UserError(
-                f"{self.num_query_heads} query heads do not divide into groups over {self.num_kv_heads} KV heads: "
-                "correct num_attention_heads or num_key_value_heads in the model's config",
+                f"{self.num_query_heads} query heads are not a multiple of {self.num_kv_heads} KV heads: correct "
+                "num_attention_heads or num_key_value_heads in the model's config",
                 "invalid_model",
             )
         if self.mla is None and self.head_size % 2:
-            raise UserError(f"head size {self.head_size} is odd: rotary embedding needs an even one", "invalid_model")
+            raise UserError(f"head size {self.head_size} is odd: rotary embedding needs an even size", "invalid_model")
         if self.moe is not None and self.moe.num_dense_layers > self.num_layers:
             raise UserError(
                 f"the first {self.moe.num_dense_layers} layers are dense, but the model has {self.num_layers}: correct "
@@ -98,8 +98,8 @@ class ModelSpec:
             )
         if self.indexer is not None and (self.mla is None or self.mla.q_lora_rank is None):
             raise UserError(
-                "the model has an indexer, whose queries come from a latent of queries, but no q_lora_rank: give the "
-                "model's own config",
+                "the model has an indexer but no q_lora_rank, which the indexer's queries need: give the model's own "
+                "config",
                 "invalid_model",
             )
         if self.vision is not None:
@@ -120,7 +120,7 @@ class ModelSpec:
         beyond = max(vision.image_token_id, vision.start_token_id, vision.end_token_id)
         if beyond >= self.vocab_size:
             raise UserError(
-                f"a token of images is {beyond}, but the model's vocabulary has {self.vocab_size}: correct "
+                f"an image token id is {beyond}, but the model's vocabulary has {self.vocab_size} tokens: correct "
                 "image_token_id, vision_start_token_id or vision_end_token_id in the model's config",
                 "invalid_model",
             )
@@ -324,8 +324,8 @@ class ModelSpec:
         causal = metadata.get("llama.attention.causal", True)
         if causal is not True:
             raise UserError(
-                f"llama.attention.causal in the GGUF file is {shown(causal)}: longhelix runs models that attend to "
-                "earlier tokens alone, so choose one of those",
+                f"llama.attention.causal in the GGUF file is {shown(causal)}: longhelix runs only models that attend "
+                "to earlier tokens, so choose such a model",
                 "unsupported_model",
             )
         tokens = metadata.get("tokenizer.ggml.tokens")

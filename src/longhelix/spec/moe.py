@@ -51,8 +51,8 @@ class MoE:
             )
         if self.num_experts % self.num_groups or self.groups_per_token > self.num_groups:
             raise UserError(
-                f"{self.groups_per_token} of {self.num_groups} groups of {self.num_experts} experts cannot be taken: "
-                "correct n_group or topk_group in the model's config",
+                f"a token cannot take {self.groups_per_token} of {self.num_groups} equal groups of {self.num_experts} "
+                "experts: correct n_group or topk_group in the model's config",
                 "invalid_model",
             )
         if self.experts_per_token > self.num_experts // self.num_groups * self.groups_per_token:
@@ -111,8 +111,8 @@ class MoE:
         layers = list(range(layer_step - 1, count(config, "num_hidden_layers"), layer_step))
         if config.get("moe_layers", layers) not in (None, layers):
             raise UserError(
-                f"config.json has moe_layers = {shown(config['moe_layers'])}: longhelix plans for experts in every "
-                f"layer that interleave_moe_layer_step {layer_step} says, and in no other",
+                f"config.json has moe_layers = {shown(config['moe_layers'])}: longhelix plans for experts in exactly "
+                f"the layers that interleave_moe_layer_step {layer_step} selects",
                 "invalid_model",
             )
         return cls(
@@ -146,7 +146,7 @@ def _check_layer_types(config: Mapping[str, Any], num_dense_layers: int) -> None
     given, num_layers = config.get("mlp_layer_types"), count(config, "num_hidden_layers")
     if given not in (None, ["dense"] * num_dense_layers + ["sparse"] * (num_layers - num_dense_layers)):
         raise UserError(
-            f"config.json has mlp_layer_types = {shown(given)}: longhelix plans for experts in all layers after the "
-            f"first {num_dense_layers}, which first_k_dense_replace says, and in no other",
+            f"config.json has mlp_layer_types = {shown(given)}: longhelix plans for experts in exactly the layers "
+            f"after the first {num_dense_layers}, as first_k_dense_replace says",
             "invalid_model",
         )

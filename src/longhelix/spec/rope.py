@@ -116,7 +116,7 @@ def _sections(rope: Mapping[str, Any], head_size: int) -> tuple[int, ...]:
     if rope.get("mrope_section") is None:
         return ()
     if rope.get("mrope_interleaved") is not True:
-        raise UserError("longhelix runs M-RoPE with interleaved axes alone: mrope_interleaved must be true")
+        raise UserError("mrope_interleaved is not true: longhelix supports M-RoPE only with interleaved axes")
     given, allowed = rope["mrope_section"], f"three numbers that add up to {head_size // 2}, half the head size"
     sections = given if isinstance(given, (list, tuple)) else ()
     whole_numbers = all(type(number) is int and number >= 0 for number in sections)
@@ -149,10 +149,10 @@ def _yarn_weight(rope: Mapping[str, Any], key: str) -> float:
 
 def frequency_divisors(rope: Mapping[str, Any], key: str, head_size: int) -> tuple[float, ...]:
     values = rope[key] if isinstance(rope[key], (list, tuple)) else ()
-    allowed = f"{head_size // 2} numbers of {_LEAST} or more, half the head size {head_size}"
+    allowed = f"{head_size // 2} numbers (half the head size {head_size}), each {_LEAST} or more"
     if len(values) != head_size // 2:
         raise refused(key, rope[key], f"a list of {allowed}")
-    name, allowed = f"a number of {key}", f"one of {allowed}"
+    name, allowed = f"a number of {key}", f"a number of {_LEAST} or more"
     return tuple(real(name, value, lambda number: _LEAST <= number < math.inf, allowed) for value in values)
 
 

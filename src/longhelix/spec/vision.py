@@ -35,7 +35,7 @@ class VisionSpec:
         given, taken = count(tower, "out_hidden_size", _OUT_SIZE), count(decoder, "hidden_size")
         if given != taken:
             raise UserError(
-                f"the vision tower gives {given} numbers for each token, but the decoder takes {taken}: correct "
+                f"the vision tower outputs {given} values per token, but the decoder expects {taken}: correct "
                 "out_hidden_size or hidden_size in the model's config",
                 "invalid_model",
             )
@@ -61,12 +61,12 @@ def _num_deepstack(tower: Mapping[str, Any]) -> int:
     last = count(tower, "depth", _DEPTH) - 1
     layers = {whole(f"a layer of {name}", layer, 0, last, code="invalid_model") for layer in taps}
     if len(layers) < len(taps):
-        raise refused(name, taps, "layers of which each comes once", "invalid_model")
+        raise refused(name, taps, "a list of different layers", "invalid_model")
     return len(layers)
 
 
 def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     part = config.get(key)
     if not isinstance(part, Mapping):
-        raise UserError(f"the model's config has no {key}: give the whole config of the model", "invalid_model")
+        raise UserError(f"the model's config has no {key}: give the complete config of the model", "invalid_model")
     return part

@@ -154,7 +154,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 8, "short_factor": HALVES, "long_
         (LONGROPE | {"original_max_position_embeddings": 1}, "is 1: set it to an integer from 2 to"),
         (
             LONGROPE | {"long_factor": [*HALVES[1:], 1e-300]},
-            "a number of long_factor is 1e-300: set it to one of 32 numbers of 0.001 or more",
+            "a number of long_factor is 1e-300: set it to a number of 0.001 or more",
         ),
         (LONGROPE | {"long_factor": [*HALVES[1:], 10**400]}, "a number of long_factor is"),
         (LONGROPE | {"short_factor": 1}, "short_factor is 1: set it to a list of 32 numbers"),

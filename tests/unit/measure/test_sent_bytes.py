@@ -112,5 +112,5 @@ def test_a_variant_and_its_baseline_take_turns_at_being_first(found):
 
 
 def test_the_note_says_what_the_formula_leaves_out_and_what_passes_at_once():
-    assert "The formula leaves out headers and token sampling" in sequence_parallelism.NOTE
-    assert "passes a burst of up to {burst_ms:g} ms at its rate" in sequence_parallelism.NOTE
+    assert "The formula excludes headers and token sampling" in sequence_parallelism.NOTE
+    assert "sends a burst of up to {burst_ms:g} ms at its rate" in sequence_parallelism.NOTE

@@ -175,9 +175,9 @@ def test_helix_of_kv_heads():
         "--enable-chunked-prefill": True,
         "--max-num-seqs": 4,
     }
-    assert found("TensorRT-LLM", **llama).cannot[0].startswith("Helix of llama: only DeepSeek-V3, Kimi-K2 and dense")
+    assert found("TensorRT-LLM", **llama).cannot[0].startswith("Helix is not supported for llama: it")
     assert (
-        found("SGLang", **llama).cannot[0].startswith("decode context parallelism of llama: it shards only the latents")
+        found("SGLang", **llama).cannot[0].startswith("decode context parallelism is not supported for llama: SGLang")
     )
     qwen = settings_of(found("TensorRT-LLM", **(llama | {"model": DENSE_QWEN})))
     assert (qwen["tensor_parallel_size"], qwen["context_parallel_size"]) == (8, 8)
@@ -230,7 +230,7 @@ def test_groups_of_kvp_ranks():
     for command in commands(deployment(DENSE_QWEN, **dense), "a/model"):
         assert any("data parallel" in sentence for sentence in command.cannot), command.engine
     assert any(
-        "groups of 2 GPUs that share heads" in sentence for sentence in found("TensorRT-LLM", QWEN, **dense).cannot
+        "groups of 2 GPUs that split the heads" in sentence for sentence in found("TensorRT-LLM", QWEN, **dense).cannot
     )
 
 
@@ -241,7 +241,7 @@ def test_drafts_have_to_be_set_up_as_well():
 
 def test_experts_by_columns_and_whole():
     both = {"kvp": 1, "tpa": 4, "tpf": 2, "ep": 2}
-    assert found("vLLM", QWEN, **both).cannot[0].startswith("TPF 2 x EP 2: experts are shared by columns over all")
+    assert found("vLLM", QWEN, **both).cannot[0].startswith("TPF 2 x EP 2: vLLM either shards the columns of every")
     assert settings_of(found("SGLang", QWEN, **both))["--ep-size"] == 2
     assert settings_of(found("TensorRT-LLM", QWEN, **both))["moe_tensor_parallel_size"] == 2
     whole = settings_of(found("vLLM", QWEN, tpa=4, tpf=1, ep=4))
@@ -258,7 +258,7 @@ def test_experts_by_columns_and_whole():
 @pytest.mark.parametrize(
     ("asked", "layout", "words"),
     [
-        ((LLAMA,), {"kvp": 2, "tpa": 8, "tpf": 8, "ffn_replicas": 2}, "KVP ranks with a copy of the FFN each"),
+        ((LLAMA,), {"kvp": 2, "tpa": 8, "tpf": 8, "ffn_replicas": 2}, "a copy of the FFN on every KVP rank"),
         ((LLAMA,), {"tpa": 5, "tpf": 5}, "5 must divide the 128 query heads"),
         ((SMOL,), {"tpa": 9, "tpf": 9}, "9 must divide the 1536 columns of the FFN"),
         ((replace(LLAMA, num_kv_heads=4, num_query_heads=36),), {"tpa": 3, "tpf": 3}, "3 must divide the 4 KV heads"),
@@ -304,13 +304,15 @@ def test_pipelines_of_kvp_ranks():
     stages = {"kvp": 8, "tpf": 8, "pp": 2}
     assert settings_of(found("vLLM", R1, **stages))["--pipeline-parallel-size"] == 2
     assert settings_of(found("TensorRT-LLM", R1, **stages))["pipeline_parallel_size"] == 2
-    assert found("SGLang", R1, **stages).cannot[0].startswith("decode context parallel size 8 in 2 pipeline stages")
+    assert found("SGLang", R1, **stages).cannot[0].startswith("decode context parallel size 8 with 2 pipeline stages")
 
 
 def test_windows_with_decode_context_parallelism():
     window = replace(LLAMA, architecture="mistral", sliding_window=4096)
     assert (
-        found("vLLM", window, kvp=2, tpa=8, tpf=16).cannot[0].startswith("decode context parallelism of a model with")
+        found("vLLM", window, kvp=2, tpa=8, tpf=16)
+        .cannot[0]
+        .startswith("decode context parallelism is not supported for sliding windows")
     )
     assert not found("vLLM", window, tpa=8, tpf=8).cannot
 
@@ -319,9 +321,10 @@ def test_indexers_and_linear_attention_with_kvp():
     sparse, linear = load_model("deepseek-v3.2"), load_model("qwen3-next-80b-a3b")
     grid = {"kvp": 8, "tpf": 8}
     assert not found("vLLM", sparse, **grid).cannot
-    assert found("SGLang", sparse, **grid).cannot[0].startswith("decode context parallelism of deepseek_v32 with")
+    (no_indexer, *_) = found("SGLang", sparse, **grid).cannot
+    assert no_indexer.startswith("decode context parallelism is not supported for the indexer of deepseek_v32")
     (no_helix,) = found("TensorRT-LLM", sparse, **grid).cannot
-    assert no_helix.startswith("Helix of deepseek_v32")
+    assert no_helix.startswith("Helix is not supported for deepseek_v32")
     assert not found("TensorRT-LLM", sparse, tpa=8, tpf=8).cannot
     for engine in PREFIXES:
         assert any("qwen3_next" in reason for reason in found(engine, linear, **grid).cannot)
@@ -340,8 +343,8 @@ def test_each_family_is_answered():
 def test_notes():
     notes = found("vLLM", R1, "int4", "fp8", 200_000, 4, 512, True, kvp=16, tpf=16).notes
     assert [note.split(":")[0] for note in notes] == [
-        "the checkpoint must already have its weights in int4",
-        "the model's config has 163840 positions, but the plan has 200000 tokens",
+        "the checkpoint must already store its weights in int4",
+        "the plan has 200000 tokens, but the model's config has 163840 positions",
         "the plan overlaps exchanges with attention (HOP-B)",
         "16 GPUs on several servers",
     ]

@@ -81,15 +81,15 @@ def test_a_limit_that_is_left_to_the_cost_follows_the_time_between_tokens():
     ("settings", "limit_tokens", "said"),
     [
         ({}, 3, "growth_limit_tokens is 3, which is less than a KV block: set it to at least 4"),
-        ({}, 8, "all KVP ranks together hold 24 tokens of a request that may have 31: set it to at least 12"),
-        ({}, 11, "all KVP ranks together hold 24 tokens of a request that may have 31: set it to at least 12"),
+        ({}, 8, "all KVP ranks together hold 24 tokens, but the request may have 31: set it to at least 12"),
+        ({}, 11, "all KVP ranks together hold 24 tokens, but the request may have 31: set it to at least 12"),
         (
             {"max_model_len": 40},
             20,
-            "ranks are set up for at most 16 tokens of a request each: set it to at most 16, or raise --growth-limit",
+            "each rank is set up for at most 16 tokens of a request: set it to at most 16, or raise --growth-limit",
         ),
-        ({"placement": "striped"}, 16, "requests are placed striped: set --placement to growing or auto, or leave it"),
-        ({"placement": "local"}, 16, "requests are placed local: set --placement to growing or auto, or leave it out"),
+        ({"placement": "striped"}, 16, "the placement is striped: set --placement to growing or auto, or leave it"),
+        ({"placement": "local"}, 16, "the placement is local: set --placement to growing or auto, or leave it out"),
     ],
 )
 def test_limits_under_which_a_request_could_not_run_are_refused_in_a_sentence(settings, limit_tokens, said):

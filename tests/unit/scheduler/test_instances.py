@@ -349,5 +349,5 @@ def test_what_was_to_be_swapped_in_for_an_aborted_request_does_not_overwrite_wha
 
 
 def test_stages_have_one_clock():
-    with pytest.raises(UserError, match="clocks of their own in one stage, but pp is 2: set pp to 1"):
+    with pytest.raises(UserError, match="needs a single pipeline stage, but pp is 2: set pp to 1"):
         own(pp=2)

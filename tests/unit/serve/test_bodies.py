@@ -178,9 +178,9 @@ CALLS = [{"function": {"name": "f", "arguments": "{}"}}] * 128
     ("messages", "words"),
     [
         ([{"role": "user", "content": ""}] * 32_769, "there are 32769 messages: give at most 32768"),
-        ([{"role": "user", "content": PARTS}] * 33, "33792 parts and calls together: give at most 32768"),
-        ([{"role": "assistant", "content": "", "tool_calls": CALLS}] * 257, "32896 parts and calls together"),
-        ([{"role": "user", "content": PARTS, "tool_calls": CALLS}] * 29, "33408 parts and calls together"),
+        ([{"role": "user", "content": PARTS}] * 33, "33792 parts and tool calls in total: give at most 32768"),
+        ([{"role": "assistant", "content": "", "tool_calls": CALLS}] * 257, "32896 parts and tool calls in total"),
+        ([{"role": "user", "content": PARTS, "tool_calls": CALLS}] * 29, "33408 parts and tool calls in total"),
         ([None] * 32_769, "there are 32769 messages"),
     ],
     ids=["messages", "parts", "calls", "both", "nothing"],

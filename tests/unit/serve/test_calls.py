@@ -329,7 +329,7 @@ def test_the_arguments_of_all_calls_are_bounded_together(monkeypatch, text):
     async def test(client, llm, serving):
         most = [Message(**message)] * 2
         assert await serving.token_ids(lambda told: [len(told)], most, "messages") == array("i", [2])
-        with pytest.raises(UserError, match=r"messages\[2\].*with the calls before it, has more than 100 values"):
+        with pytest.raises(UserError, match=r"messages\[2\].*of earlier calls, has more than 100 values"):
             await serving.token_ids(lambda told: [len(told)], [*most, Message(**message)], "messages")
 
     run(test)

@@ -40,7 +40,9 @@ def test_arguments_may_be_left_out():
     assert call["function"] == {"name": "f", "arguments": {}}
 
 
-@pytest.mark.parametrize(("given", "words"), [("{", "are not JSON"), ("[]", "are no JSON object"), ("null", "no JSON")])
+@pytest.mark.parametrize(
+    ("given", "words"), [("{", "are not JSON"), ("[]", "are not a JSON object"), ("null", "not a")]
+)
 def test_other_arguments_are_refused_where_they_are(given, words):
     good, wrong = ({"function": {"name": "f", "arguments": each}} for each in ("", given))
     with pytest.raises(UserError, match=words) as refusal:

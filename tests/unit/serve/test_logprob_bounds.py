@@ -66,6 +66,6 @@ def test_a_prompt_may_fill_the_whole_context_where_no_new_token_is_wanted():
     (found,) = asked([longest], 0, echo=True, logprobs=0)
     assert (found.num_tokens, found.sampling.max_new_tokens) == (SERVING.max_model_len, 0)
     for prompt, most_tokens in ((longest, 1), ([*longest, 1], 0)):
-        with pytest.raises(ClientError, match="the model's context has 131072") as refused:
+        with pytest.raises(ClientError, match="the model's context length is 131072") as refused:
             asked([prompt], most_tokens, echo=True, logprobs=0)
         assert refused.value.param == "prompt"

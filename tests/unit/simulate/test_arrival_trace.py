@@ -222,8 +222,8 @@ def test_own_columns_in_both_formats_and_in_any_order():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "first line is ''"),
-        ("a,b\n1,2\n", "first line is 'a,b': begin with columns such as arrival_s,prompt_tokens"),
+        ("", "first line of the trace is ''"),
+        ("a,b\n1,2\n", "trace is 'a,b': start with a header such as arrival_s,prompt_tokens"),
         ("arrival_s,prompt_tokens,output_tokens\n", "no requests"),
         ("arrival_s,prompt_tokens,output_tokens\n0,1,1\n0,1\n", "line 3 .* 2 columns"),
         ("arrival_s,prompt_tokens,output_tokens\n0,,1\n", "line 2 .*prompt_tokens is missing"),
@@ -236,8 +236,8 @@ def test_own_columns_in_both_formats_and_in_any_order():
         ("arrival_s,prompt_tokens,output_tokens,tbt\n0,5,1,0\n", "line 2 .*'tbt' is not known"),
         ("arrival_s,prompt_tokens,output_tokens,prefix_id,prefix_tokens\n0,5,1,a,6\n", "line 2 .*prefix_tokens is 6"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "line 2 .*TIMESTAMP is 'yesterday'"),
-        ("0,5,5\n1,5,5\n", "first line is '0,5,5': begin with columns such as arrival_s"),
-        ("arrival_s,prompt_tokens,prompt_tokens,output_tokens\n0,5,6,1\n", "give the column 'prompt_tokens' once"),
+        ("0,5,5\n1,5,5\n", "trace is '0,5,5': start with a header such as arrival_s"),
+        ("arrival_s,prompt_tokens,prompt_tokens,output_tokens\n0,5,6,1\n", "name the column 'prompt_tokens' only once"),
         ("arrival_s,prompt_tokens,output_tokens\n0,5,-1\n", "line 2 .*output_tokens is -1"),
         ("arrival_s,prompt_tokens,output_tokens\n0,1_0,1\n", "line 2 .*prompt_tokens is '1_0'"),
         ("arrival_s,prompt_tokens,output_tokens\n0,inf,1\n", "line 2 .*prompt_tokens is inf"),

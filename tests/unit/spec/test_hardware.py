@@ -75,7 +75,7 @@ OPTIONAL = {"part_s": 0.0, "swap_bytes_per_s": 1e9, "reserve_bytes": 0.0, "node_
 def test_a_file_that_is_older_than_a_constant_is_read():
     spec = HardwareSpec.from_mapping("mine", {key: value for key, value in SYSTEM.items() if key not in OPTIONAL})
     assert {key: spec.constants[key] for key in OPTIONAL} == OPTIONAL
-    assert {spec.sources[key] for key in OPTIONAL} == {"assumed: the file does not say"}
+    assert {spec.sources[key] for key in OPTIONAL} == {"assumed: the system file does not set it"}
     assert spec.usable_bytes == spec.memory_bytes == 64e9
 
 
@@ -140,7 +140,7 @@ def test_a_system_without_arithmetic_is_refused(rates):
      constant(1e12) | {"unit": "bytes"}],
 )  # fmt: skip
 def test_a_constant_without_its_source_is_refused(entry):
-    refused(changed("memory_bytes_per_s", entry), "memory_bytes_per_s", "where it comes from")
+    refused(changed("memory_bytes_per_s", entry), "memory_bytes_per_s", "a value and its source")
 
 
 @pytest.mark.parametrize(

@@ -268,13 +268,13 @@ def test_products_that_differ_are_refused_with_the_tpf_that_works():
 
 @pytest.mark.parametrize("ep", [4, 5, 12])
 def test_an_ep_that_does_not_divide_the_ranks_is_refused_with_what_would(ep):
-    with pytest.raises(UserError, match=rf"6 ranks do not divide by .* {ep}: set ep to a divisor of 6") as caught:
+    with pytest.raises(UserError, match=rf"6 ranks are not divisible by .* {ep}: set ep to a divisor of 6") as caught:
         Layout(kvp=2, tpa=3, ep=ep)
     assert caught.value.code == "invalid_layout"
 
 
 def test_ffn_replicas_that_do_not_divide_the_ranks_are_refused():
-    with pytest.raises(UserError, match=r"6 ranks do not divide by .* 4") as caught:
+    with pytest.raises(UserError, match=r"6 ranks are not divisible by .* 4") as caught:
         Layout(kvp=2, tpa=3, ffn_replicas=4)
     assert caught.value.code == "invalid_layout"
 
@@ -318,7 +318,7 @@ def test_stages_have_as_many_layers_as_they_are_told():
         ({"stage_layers": 7}, "stage_layers is 7: set it to a tuple of numbers of layers"),
         ({"stage_layers": (3, 3)}, "stage_layers has 2 stages, but pp is 1"),
         ({"pp": 2, "stage_layers": (7, 0)}, "a stage's number of layers is 0: set it to an integer from 1"),
-        ({"pp": 2, "stage_layers": (3, 2)}, r"stage_layers is \[3, 2\], together 5 layers, but the model has 7.* \+2"),
+        ({"pp": 2, "stage_layers": (3, 2)}, r"stage_layers is \[3, 2\], 5 layers in total, but the model has 7.* \+2"),
         ({"pp": 8}, "pp is 8, but the model has 7 layers: set pp to 7 or less"),
     ],
 )

@@ -47,7 +47,7 @@ def context_name(value: object) -> str:
         allowed = f"1 to {_LONGEST_NAME} printable bytes that do not begin with a dot or a hyphen"
         raise refused("a context's name", value, allowed)
     if "/" in name or "\\" in name:
-        raise refused("a context's name", value, "one without / and \\")
+        raise refused("a context's name", value, "a name without / and \\")
     return name
 
 
@@ -84,7 +84,9 @@ class ContextFolder:
         try:
             data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
         except RuntimeError as error:  # there is no home
-            raise UserError("this user has no home for contexts: set XDG_DATA_HOME, or --contexts-dir") from error
+            raise UserError(
+                "this user has no home folder for contexts: set XDG_DATA_HOME, or --contexts-dir"
+            ) from error
         return data.absolute() / "longhelix" / "contexts"
 
     def names(self) -> list[str]:
@@ -104,7 +106,7 @@ class ContextFolder:
     def at(self, name: str) -> Path:
         """The folder of a context that is there."""
         if context_name(name) not in self.names():
-            known = f"known are {', '.join(self.names())}" if self.names() else "there is none"
+            known = f"known contexts are {', '.join(self.names())}" if self.names() else "the folder has no contexts"
             raise UserError(f"there is no context {name!r} in {self.path}: {known}", "unknown_context")
         return self.path / name
 
@@ -122,7 +124,7 @@ class ContextFolder:
         for name in self.names():
             if not _may_be(name):
                 found[name] = UserError(
-                    f"the folder '{name}' has a name that no context may have: rename it, or remove it",
+                    f"the folder '{name}' has a name that is not allowed for contexts: rename it, or remove it",
                     "invalid_context",
                 )
                 continue
@@ -138,18 +140,18 @@ class ContextFolder:
         try:
             version = msgspec.json.decode(found, type=_Version).version
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise damaged(path, "it is no manifest") from error
+            raise damaged(path, "it is not a valid manifest") from error
         if version != VERSION:
             raise UserError(
-                f"context {name!r} has version {version} of the format, and this longhelix reads {VERSION}: save it "
-                "again",
+                f"context {name!r} has version {version} of the format, but this version of longhelix reads "
+                f"{VERSION}: save it again",
                 "invalid_context",
             )
         try:
             manifest = msgspec.json.decode(found, type=_Manifest)
             context = msgspec.json.decode(manifest.context, type=SavedContext)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise damaged(path, "it is no manifest") from error
+            raise damaged(path, "it is not a valid manifest") from error
         if _sha256(bytes(manifest.context)) != manifest.checksum:
             raise damaged(path, "it has changed since it was saved")
         return msgspec.structs.replace(context, name=name)  # a folder may be renamed
@@ -188,12 +190,12 @@ class ContextFolder:
     def check_free(self, name: str, replace: bool) -> None:
         if context_name(name) in self.names() and not replace:
             raise UserError(
-                f"there is a context {name!r} in {self.path} already: choose another name, or set replace",
+                f"a context {name!r} already exists in {self.path}: choose another name, or set replace",
                 "context_exists",
             )
         if name not in self.names() and os.path.lexists(self.path / name):
             raise UserError(
-                f"{self.path / name} is there already, and is no folder: choose another name, or remove it",
+                f"{self.path / name} already exists and is not a folder: choose another name, or remove it",
                 "context_exists",
             )
 

@@ -90,7 +90,7 @@ class RankFile:
                 raise ValueError
             self._index_bytes = ends[1]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise damaged(self.path, "its header is none of a saved context") from error
+            raise damaged(self.path, "its header is not valid for a saved context") from error
         return tensors, starts
 
     def _array(self, name: str) -> NDArray:
@@ -152,7 +152,7 @@ def damaged(path: Path, how: str) -> UserError:
     """What a file of a context is that cannot be used. Its folder has the context's name."""
     name = path.parent.name
     return UserError(
-        f"context {name!r} is damaged: of its file {path.name}, {how}; remove it with longhelix context rm, "
-        "and save it again",
+        f"context {name!r} is damaged (file {path.name}: {how}): remove it with longhelix context rm, and save it "
+        "again",
         "invalid_context",
     )

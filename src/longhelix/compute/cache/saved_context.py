@@ -67,20 +67,21 @@ class SavedContext(msgspec.Struct, frozen=True):
         """Raise UserError unless requests of `origin` have the same KV, if they have the same frequencies."""
         if origin.model != self.origin.model:
             raise _mismatch(
-                f"context {self.name!r} is of another model ({self.model}): give that one, or save it again"
+                f"context {self.name!r} was saved with another model ({self.model}): use that model, or save the "
+                "context again"
             )
         if origin.rope != self.origin.rope:
             raise _mismatch(
-                f"context {self.name!r} was saved under other rope settings: set --rope-scaling to what it was then, "
-                "or save the context again"
+                f"context {self.name!r} was saved with other RoPE settings: set --rope-scaling to its value at that "
+                "time, or save the context again"
             )
         for name in ("dtype", "weight_dtype", "kv_dtype", "activation_dtype", "attention_dtype", "block_tokens"):
             saved, own = getattr(self.origin, name), getattr(origin, name)
             if saved != own:
                 change = f"leave {name} out" if saved is None else f"set {name} to {saved}"
                 raise _mismatch(
-                    f"context {self.name!r} was saved with {name} {saved}, and here it is {own}: {change}, or save the "
-                    "context again"
+                    f"context {self.name!r} was saved with {name} {saved}, but {name} is now {own}: {change}, or save "
+                    "the context again"
                 )
 
 

@@ -78,7 +78,8 @@ class Snapshot:
                 found += self._load(file, saved, heads, layers, ids) * len(heads) * len(layers)
         if found != len(ids) * len(self.heads) * len(self.layers):
             raise UserError(
-                f"context {folder.name!r} is damaged: its files do not hold all of its KV blocks once; save it again",
+                f"context {folder.name!r} is damaged: its files do not contain each of its KV blocks exactly once; "
+                "save it again",
                 "invalid_context",
             )
 
@@ -87,17 +88,17 @@ class Snapshot:
         sizes = len(file.blocks), saved.heads[1] - saved.heads[0], saved.layers[1] - saved.layers[0]
         wanted = {name: (*sizes, *kept.shape[1:]) for name, kept in self._kept.items()}
         if {name: array.shape for name, array in file.parts.items()} != wanted:
-            raise damaged(file.path, "the tensors have not the sizes of this model's KV")
+            raise damaged(file.path, "the tensors do not have the sizes of this model's KV")
         for name, kept in self._kept.items():
             dtypes = file.tensors[name].dtype, kept.dtype
             if dtypes == ("F32", "BF16") and name.endswith("_scales"):
                 raise UserError(
-                    f"context {file.path.parent.name!r} has the float32 scales of GPUs, and kernels of CPUs have "
-                    "bfloat16 ones: load it on GPUs, or save it again here",
+                    f"context {file.path.parent.name!r} was saved on GPUs with float32 scales, but CPU kernels need "
+                    "bfloat16 scales: load it on GPUs, or save it again on this machine",
                     "context_mismatch",
                 )
             if dtypes[0] != dtypes[1] and not (dtypes == ("BF16", "F32") and name.endswith("_scales")):
-                raise damaged(file.path, f"{name} is {dtypes[0]} in place of {dtypes[1]}")
+                raise damaged(file.path, f"{name} is {dtypes[0]} instead of {dtypes[1]}")
 
     def _load(self, file: RankFile, saved: SavedFile, heads: range, layers: range, ids: Mapping[int, int]) -> int:
         """Fill the blocks that a file has. Returns how many."""

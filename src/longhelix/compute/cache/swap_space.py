@@ -27,7 +27,7 @@ class SwapSpace:
         except (OSError, RuntimeError) as error:
             place = "pinned memory" if pool.device.type == "cuda" else tempfile.gettempdir()
             raise UserError(
-                f"swapped KV blocks need {size} bytes of {place} on a rank, which cannot be had: {error}; lower "
+                f"swapped KV blocks need {size} bytes of {place} on a rank, which cannot be allocated: {error}; lower "
                 "--swap-tokens" + ("" if pool.device.type == "cuda" else ", or set TMPDIR to a folder on a larger disk")
             ) from error
         self._slots_SX = bytes_X.view(num_slots, pool.block_bytes)

@@ -77,7 +77,7 @@ def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Ten
     if first + count > len(blocks_J) * layer.format.block_tokens:
         held = len(blocks_J) * layer.format.block_tokens
         raise ValueError(
-            f"the sequence's KV blocks here have room for {held} tokens, but {first + count} are asked for"
+            f"the sequence's KV blocks here have room for {held} tokens, but {first + count} are requested"
         )
     made = _expanded_format(layer.format, up_qXZ, nope_size, count)
     if made.arrangement is TILES and not is_compiling():

@@ -258,7 +258,7 @@ def _run_experts(
         experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
         return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
     if scales_TX is not None or dtype != x_TH.dtype:
-        raise ValueError("rows of bytes, and results of another dtype, are of native kernels: leave them out")
+        raise ValueError("int8 rows with scales and results of another dtype need native kernels: leave them out")
     check_operands(x_TH, weight_dtype, hidden, hidden, norm, residual, dtype, scales_TX)
     check_taken(weights_TY, experts_TY, x_TH.shape[0])
     residual = None if residual is None else residual.to(dtype)

@@ -33,31 +33,30 @@ def check_operands(
     if scales_TX is not None:
         _check_scales(x_TX, weight_dtype, depth, norm, scales_TX)
     if dtype not in _FLOATS:
-        raise ValueError(
-            f"a product cannot be of {dtype}: set dtype to that of activations, float32, bfloat16 or float16"
-        )
+        raise ValueError(f"a product cannot have the dtype {dtype}: set dtype to float32, bfloat16 or float16")
     if scales_TX is None and x_TX.dtype not in _FLOATS:
         raise ValueError(
             f"rows of {x_TX.dtype} have no scales: give rows of float32, bfloat16 or float16, or of int8 with scales"
         )
     if width != depth:
-        raise ValueError(f"rows have {width} inputs, but the weight takes {depth}: give as many")
+        raise ValueError(f"rows have {width} inputs, but the weight takes {depth}: give the same number")
     if norm is not None and norm.dtype != x_TX.dtype:
-        raise ValueError(f"rows of {x_TX.dtype} have a norm of {norm.dtype}: give both in one dtype")
+        raise ValueError(f"rows of {x_TX.dtype} have a norm of {norm.dtype}: give both the same dtype")
     if norm is not None and norm.shape != (depth,):
         raise ValueError(
-            f"rows of {depth} inputs have a norm of shape {tuple(norm.shape)}: give it one weight for each"
+            f"rows of {depth} inputs have a norm of shape {tuple(norm.shape)}: give the norm one weight per input"
         )
     if residual is not None and residual.shape != (rows, wanted := width if outputs is None else outputs):
         raise ValueError(
-            f"a result of shape {(rows, wanted)} has a residual of shape {tuple(residual.shape)}: give both one shape"
+            f"a result of shape {(rows, wanted)} has a residual of shape {tuple(residual.shape)}: give both the same "
+            "shape"
         )
 
 
 def _check_scales(x_TX, weight_dtype, depth, norm, scales_TX):
     rounds_inputs = weight_dtype is None or FORMATS[weight_dtype].rounds_inputs
     if x_TX.dtype != torch.int8 or not rounds_inputs or norm is not None:
-        raise ValueError("scales are of rows of int8 for a weight of w8a8, without a norm: leave them out elsewhere")
+        raise ValueError("scales apply only to int8 rows with a w8a8 weight and no norm: leave them out otherwise")
     rows, width = x_TX.shape
     wanted = rows, num_blocks(depth)
     if width != depth or scales_TX.dtype != torch.float32 or scales_TX.shape != wanted:
@@ -71,14 +70,14 @@ def check_taken(weights_TY: Tensor, experts_TY: Tensor, rows: int) -> None:
     """Raises ValueError if these are not what `route` gives for so many rows. Any number may name an expert."""
     if weights_TY.dtype != torch.float32 or experts_TY.dtype != torch.int64:
         raise ValueError(
-            f"experts are taken with weights of {weights_TY.dtype} and numbers of {experts_TY.dtype}: give weights of "
-            "torch.float32 and numbers of torch.int64"
+            f"expert weights have the dtype {weights_TY.dtype} and expert ids {experts_TY.dtype}: give weights in "
+            "torch.float32 and ids in torch.int64"
         )
     shape = experts_TY.shape
     if len(shape) != 2 or shape[0] != rows or weights_TY.shape != shape:
         raise ValueError(
-            f"{rows} rows take experts with weights of shape {tuple(weights_TY.shape)} and numbers of shape "
-            f"{tuple(shape)}: give both a row for each"
+            f"for {rows} rows, expert weights have the shape {tuple(weights_TY.shape)} and expert ids {tuple(shape)}: "
+            "give both one row per row of inputs"
         )
 
 

@@ -49,7 +49,7 @@ def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_
     if weight.arrangement is PANELS:
         return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
     if scales_TX is not None:
-        raise ValueError("scales are of rows of int8 for a weight of w8a8 in panels: leave them out elsewhere")
+        raise ValueError("scales apply only to int8 rows with a w8a8 weight in panels: leave them out otherwise")
     _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
     if x_TX.is_cuda:
         return _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
@@ -71,9 +71,11 @@ def _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX):
     outputs = weight.outputs // 2 if swiglu else weight.outputs
     check_operands(x_TX, weight.dtype, weight.depth, outputs, norm, residual, dtype, scales_TX)
     if bias is not None and bias.shape != (weight.outputs,):
-        raise ValueError(f"{weight.outputs} outputs have a bias of shape {tuple(bias.shape)}: give it one for each")
+        raise ValueError(
+            f"{weight.outputs} outputs have a bias of shape {tuple(bias.shape)}: give it one value per output"
+        )
     if bias is not None and scales_TX is None and bias.dtype != x_TX.dtype:
-        raise ValueError(f"rows of {x_TX.dtype} have a bias of {bias.dtype}: give both in one dtype")
+        raise ValueError(f"rows of {x_TX.dtype} have a bias of {bias.dtype}: give both the same dtype")
 
 
 def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):

@@ -158,6 +158,6 @@ def choose_arrangement(shapes: Iterable[tuple[int, int]], dtype: str, device: to
     if FORMATS[dtype].rounds_inputs:
         asked, instead = "activation_dtype int8", "leave it out"
     raise UserError(
-        f"{asked} needs the native CPU kernels and inputs of a multiple of {multiple}, but a weight has {depth}: "
-        f"{instead}"
+        f"{asked} needs the native CPU kernels and weights whose number of inputs is a multiple of {multiple}, but a "
+        f"weight has {depth}: {instead}"
     )

@@ -23,7 +23,7 @@ def machine(device: str) -> HardwareSpec:
         system = load_system(_preset_of(gpu_names()))
     converted = [f"flops_per_s.{dtype}" for dtype in (*KV_DTYPES, "w8a8") if dtype not in system.flops_per_s]
     rate = system.rate("bfloat16")
-    return system.replaced(dict.fromkeys(converted, rate), "assumed: as bfloat16, into which our kernels turn it")
+    return system.replaced(dict.fromkeys(converted, rate), "assumed: as for bfloat16, to which the kernels convert it")
 
 
 def _preset_of(names: list[str]) -> str:

@@ -105,8 +105,8 @@ def _read_gguf(path: Path) -> GgufFile:
     # 0: what has been merged. The later files of a split have no architecture.
     if file.metadata.get("split.count") not in (None, 0, 1):
         raise invalid_checkpoint(
-            f"{path} is a part of a split model, and these are not read: merge its files with "
-            "`llama-gguf-split --merge`, and give the one that this makes."
+            f"{path} is one part of a split model, which is not supported: merge all parts with `llama-gguf-split "
+            "--merge`, and give the merged file."
         )
     architecture = file.metadata.get("general.architecture")
     if architecture != "llama":
@@ -123,8 +123,8 @@ def _gguf_head_size(path: Path, metadata: Mapping[str, Any]) -> int:
         size = None
     if not isinstance(size, int) or size <= 0 or size % 2:
         raise invalid_checkpoint(
-            f"{path} gives no even head size: set llama.attention.key_length, "
-            "or llama.embedding_length and llama.attention.head_count."
+            f"{path} has no even head size: set llama.attention.key_length, or llama.embedding_length and "
+            "llama.attention.head_count."
         )
     return size
 
@@ -145,7 +145,7 @@ def _hugging_face_name(path: Path, name: str) -> str:
         if layer is not None and module in _GGUF_LAYER_MODULES:
             return f"model.layers.{layer}.{_GGUF_LAYER_MODULES[module]}.{kind}"
     raise invalid_checkpoint(
-        f"{path} holds {shown(name)}, which is no part of a dense llama model: give a dense llama model."
+        f"{path} holds {shown(name)}, which does not belong to a dense llama model: give a dense llama model."
     )
 
 

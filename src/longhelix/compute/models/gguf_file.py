@@ -77,7 +77,7 @@ class GgufFile:
         for _ in range(count):
             name = self._name()
             if name in found:
-                raise self._unsound(f"{shown(name)} is there twice")
+                raise self._unsound(f"{shown(name)} occurs twice")
             try:
                 found[name] = self._value(self._number("I"))
             except (MemoryError, RecursionError):
@@ -129,7 +129,7 @@ class GgufFile:
         for _ in range(count):
             name = self._name()
             if name in declared:
-                raise self._unsound(f"tensor {shown(name)} is there twice")
+                raise self._unsound(f"tensor {shown(name)} occurs twice")
             num_dims = self._number("I")
             if not 1 <= num_dims <= _MOST_DIMS:
                 raise self._unsound(f"tensor {shown(name)} has {num_dims} dims, not 1 to {_MOST_DIMS}")
@@ -142,9 +142,9 @@ class GgufFile:
         found = {}
         for name, (shape, kind, at) in sorted(declared.items(), key=lambda item: item[1][2]):
             if at % alignment:
-                raise self._unsound(f"tensor {shown(name)} begins at byte {at}, no multiple of {alignment}")
+                raise self._unsound(f"tensor {shown(name)} begins at byte {at}, which is not a multiple of {alignment}")
             if at < end:
-                raise self._unsound(f"tensor {shown(name)} begins inside of another")
+                raise self._unsound(f"tensor {shown(name)} begins inside another tensor")
             found[name] = self._tensor(name, shape, kind, start + at)
             end = at + found[name].data.nbytes
         return found
@@ -155,7 +155,9 @@ class GgufFile:
         kind = GGMLQuantizationType(kind)
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if 0 in shape or shape[-1] % block:
-            raise self._unsound(f"tensor {shown(name)} has shape {list(shape)}, no rows of whole {kind.name} blocks")
+            raise self._unsound(
+                f"tensor {shown(name)} has shape {list(shape)}, whose rows are not whole {kind.name} blocks"
+            )
         stored = *shape[:-1], shape[-1] // block * block_bytes
         end = begin + prod(stored)
         self._check_end(end)
@@ -172,14 +174,15 @@ class GgufFile:
 
     def _check_end(self, end: int) -> None:
         if end > len(self._view):
-            raise self._unsound(f"it ends at byte {len(self._view)}, but must go on")
+            raise self._unsound(f"it ends too early, at byte {len(self._view)}")
 
     def _unsound(self, what: str) -> UserError:
-        return invalid_checkpoint(f"{self._path} is not a sound GGUF file ({what}): download it again.")
+        return invalid_checkpoint(f"{self._path} is not a valid GGUF file ({what}): download it again.")
 
 
 def unreadable(path: Path, name: str, kind: str) -> UserError:
     """A tensor of a type from which no numbers can be had."""
     return invalid_checkpoint(
-        f"{path} stores {shown(name)} as {kind}, which cannot be read: give a file quantised otherwise, such as Q8_0."
+        f"{path} stores {shown(name)} as {kind}, which cannot be read: give a file with another quantisation, such as "
+        "Q8_0."
     )

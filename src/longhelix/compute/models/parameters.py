@@ -129,15 +129,15 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
         declared.add(name := source.name)
         if name not in tensors:
             raise UserError(
-                f"the checkpoint has no tensor {name!r}, which the model's config calls for: "
-                "check that all files of the model are there and belong together",
+                f"the checkpoint has no tensor {name!r}, which the model's config requires: check that all files of "
+                "the model are present and belong together",
                 "invalid_checkpoint",
             )
         shape, dtype = tensors[name]
         if shape != source.shape:
             raise UserError(
-                f"tensor {name!r} has shape {list(shape)}, but the model's config makes it {list(source.shape)}: "
-                "the config and the weights do not belong together",
+                f"tensor {name!r} has shape {list(shape)}, but the model's config requires {list(source.shape)}: the "
+                "config and the weights do not belong together",
                 "invalid_checkpoint",
             )
         if dtype not in DTYPES and not quantised:
@@ -148,14 +148,14 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
     wanted = [name for name in unused if not _changes_nothing(name, spec)]
     if wanted:
         raise UserError(
-            f"the checkpoint has a tensor {shown(wanted[0])} ({len(wanted)} such) that a "
-            f"{spec.architecture} model does not use: the config and the weights do not belong together",
+            f"the checkpoint has tensors that a {spec.architecture} model does not use ({len(wanted)}, such as "
+            f"{shown(wanted[0])}): the config and the weights do not belong together",
             "invalid_checkpoint",
         )
     if unused:
         warnings.warn(
-            f"{len(unused)} tensors of the checkpoint are not read, because nothing that is computed here depends on "
-            f"them, such as {shown(unused[0])}",
+            f"{len(unused)} tensors of the checkpoint, such as {shown(unused[0])}, are not read, because no "
+            "computation uses them",
             stacklevel=4,
         )
 

@@ -93,7 +93,9 @@ class _MappedShard:
             self._first = 8 + int.from_bytes(self._mapped[:8], "little")
             self._entries = json.loads(self._mapped[8 : self._first])
         except (OSError, ValueError) as error:
-            raise invalid_checkpoint(f"{path} was found sound, and cannot be read now ({error}).") from error
+            raise invalid_checkpoint(
+                f"{path} was valid when it was opened, but cannot be read now ({error})."
+            ) from error
         self._bytes = np.frombuffer(self._mapped, np.uint8)
 
     def read(self, tensor: TensorInfo, slices: tuple[slice, ...]) -> torch.Tensor:
@@ -146,15 +148,15 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
         return dict.fromkeys(_read_header(single), single.name)
     if not index.exists():
         raise invalid_checkpoint(
-            f"{folder} holds neither {single.name} nor {index.name}: "
-            "give a folder with safetensors weights (pickled weights are not read)."
+            f"{folder} holds neither {single.name} nor {index.name}: give a folder with safetensors weights (pickled "
+            "weights are not supported)."
         )
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise invalid_checkpoint(f'{index} must map tensor names to files under "weight_map": download it again.')
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise invalid_checkpoint(f"{index} places {name} in {shard!r}: name a file of the folder itself.")
+            raise invalid_checkpoint(f"{index} maps {name} to {shard!r}: give the name of a file in the same folder.")
     return weight_map
 
 
@@ -199,7 +201,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
         with safe_open(path, framework="numpy") as file:
             views = {name: file.get_slice(name) for name in file.offset_keys()}
     except (SafetensorError, OSError) as error:
-        raise invalid_checkpoint(f"{path} is not a sound safetensors file ({error}): download it again.") from error
+        raise invalid_checkpoint(f"{path} is not a valid safetensors file ({error}): download it again.") from error
     return {
         name: TensorInfo(name, tuple(view.get_shape()), _SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype()))
         for name, view in views.items()

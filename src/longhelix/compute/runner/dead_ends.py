@@ -44,8 +44,8 @@ class DeadEnds:
         if found is not None:
             said = found.decode(errors="replace")
             raise UserError(
-                f"the guide cannot be used: after {said[-_QUOTED:]!r} no text can end, so answers would run into their "
-                "limit; change what it allows there",
+                f"the guide cannot be used: after {said[-_QUOTED:]!r} no text can end, so answers would continue to "
+                "their token limit; change what the guide allows there",
                 "invalid_guide",
             )
 
@@ -53,8 +53,8 @@ class DeadEnds:
         endless = _endless(schema)
         if endless is not None:
             raise UserError(
-                f"the JSON schema cannot be used: no value satisfies {endless}, which requires itself without an end; "
-                "make what it requires optional, or give it an alternative such as null",
+                f"the JSON schema cannot be used: no value satisfies {endless}, which requires itself endlessly; make "
+                "what it requires optional, or add an alternative such as null",
                 "invalid_guide",
             )
         for patterns, names in _closed_objects(schema):

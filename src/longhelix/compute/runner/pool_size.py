@@ -42,14 +42,14 @@ def affordable_blocks(
     affordable_tokens = int((memory_bytes - held_bytes) * _POOL_SHARE) // token_bytes
     if affordable_tokens < 1:
         raise UserError(
-            f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: "
-            "free some, or use a smaller model or dtype",
+            f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: free some memory, or use a "
+            "smaller model or dtype",
             "out_of_memory",
         )
     if affordable_tokens < block_tokens:
         raise UserError(
-            f"the memory that the weights leave holds {affordable_tokens} tokens of KV cache, less than one block of "
-            f"{block_tokens}: set --block-tokens to at most {affordable_tokens}, or free some",
+            f"the memory left by the weights holds {affordable_tokens} tokens of KV cache, less than one block of "
+            f"{block_tokens}: set --block-tokens to at most {affordable_tokens}, or free some memory",
             "out_of_memory",
         )
     return affordable_tokens // block_tokens
@@ -69,8 +69,8 @@ def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, b
         return min(wanted, affordable)
     if asked_tokens > affordable_tokens:
         raise UserError(
-            f"kv_cache_tokens is {asked_tokens}, but the memory that the weights leave holds "
-            f"{affordable_tokens}: set --kv-cache-tokens to at most {affordable_tokens}",
+            f"kv_cache_tokens is {asked_tokens}, but the memory left by the weights holds {affordable_tokens}: set "
+            f"--kv-cache-tokens to at most {affordable_tokens}",
             "out_of_memory",
         )
     return -(-asked_tokens // (block_tokens * kvp))

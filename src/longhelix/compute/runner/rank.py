@@ -100,9 +100,9 @@ def _take_memory(pool: KVPool, sharers: int) -> None:
         free_bytes = host.available_bytes()
         if free_bytes < sharers * piece.nbytes:
             raise UserError(
-                f"the KV cache needs {left_bytes} bytes more on a rank, but {free_bytes} are free for {sharers}: other "
-                "processes have taken memory since the engine started; end some, or lower --kv-cache-tokens or "
-                "--max-model-len",
+                f"the KV cache needs {left_bytes} more bytes on a rank, but {free_bytes} bytes are free for {sharers} "
+                "ranks: other processes have taken memory since the engine started; end some of them, or lower "
+                "--kv-cache-tokens or --max-model-len",
                 "out_of_memory",
             )
         piece.zero_()

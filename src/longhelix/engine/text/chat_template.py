@@ -71,8 +71,8 @@ class ChatTemplate:
             messages: the messages, in OpenAI's format.
             tools: the functions that the assistant may call, in OpenAI's format.
             variables: additional variables for the template, such as enable_thinking.
-            add_generation_prompt: whether to end the prompt with the beginning of the assistant's next message, and
-                not after the last message.
+            add_generation_prompt: whether to end the prompt with the beginning of the assistant's next message
+                instead of the end of the last message.
             continue_final_message: whether to end the prompt inside the last message, so the answer continues it.
 
         Raises:
@@ -115,7 +115,7 @@ class ChatTemplate:
         """
         marked, said = _marked(messages[-1]) if messages else ({}, None)
         if said is None:
-            raise UserError("continue_final_message is set, but the last message has no text: give it some")
+            raise UserError("continue_final_message is set, but the last message has no text: add text to it")
         rendered = self.render([*messages[:-1], marked], tools, variables, add_generation_prompt=False)
         end = rendered.rfind(_MARK.strip())
         if end < 0 or said.strip() not in rendered[:end]:
@@ -192,8 +192,8 @@ def checked_variables(variables: object) -> dict[str, Any]:
         name = text("a name in chat_template_kwargs", key)
         if name in _OWN_VARIABLES:
             raise UserError(
-                f"chat_template_kwargs has {name}: give it as a field of its own, outside chat_template_kwargs, or "
-                "leave it out"
+                f"chat_template_kwargs has {name}: give it as a separate field, outside chat_template_kwargs, or leave "
+                "it out"
             )
         found[name] = value
     return found

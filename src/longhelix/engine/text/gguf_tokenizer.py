@@ -38,7 +38,7 @@ def read_tokenizer(metadata: Mapping[str, object]) -> tuple[tokenizers.Tokenizer
     return backend, encoder, ChatTemplate(template, special_tokens, for_tools) if template else None
 
 
-# Special tokens by their name in chat templates, with the names of their GGUF keys.
+# Maps the name of a special token in chat templates to the name of the token's GGUF key.
 _SPECIAL = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -243,7 +243,7 @@ def _gguf_rows(metadata: Mapping) -> list[tuple[str, int, float]]:
 def _gguf_added_tokens(metadata: Mapping, made: Collection[str] = ()) -> list[AddedToken]:
     """Return the special and user-defined tokens, which are found in a text before it is split.
 
-    made: tokens that merges produce. They are not special only because their names are on llama.cpp's list.
+    made: tokens that merges produce. A name on llama.cpp's list does not make such a token special.
     """
     special = {TokenType.UNKNOWN, TokenType.CONTROL}
     found = (

@@ -17,7 +17,7 @@ _PLACE = (1 << _PLACE_BITS) - 1
 class PieceEncoder:
     """Joins neighbouring pieces into longer pieces. The pair with the best score is joined first.
 
-    If several pairs have this score, the leftmost pair is joined first. The `tokenizers` library cannot do this,
+    If several pairs have the best score, the leftmost pair is joined first. The `tokenizers` library cannot do this,
     because it merges pairs by rank and every pair has a unique rank.
 
     Args:
@@ -101,7 +101,7 @@ class PieceEncoder:
     def _words(self, text: str) -> Iterator[str]:
         """Yield the words of a text.
 
-        The text is cut between two characters if they are adjacent in no piece. Therefore no piece spans a cut.
+        The text is cut between two characters if no piece contains this pair of characters. No piece can span a cut.
         """
         start = 0
         for at, pair in enumerate(pairwise(text), 1):

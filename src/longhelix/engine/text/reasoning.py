@@ -13,7 +13,7 @@ class ReasoningForm:
 
     begin: str  # tag before the reasoning
     end: str  # tag after the reasoning
-    is_implied: bool = False  # whether an answer starts inside the reasoning even without `begin` in prompt or answer
+    is_implied: bool = False  # True if an answer starts inside the reasoning even without `begin` in prompt or answer
 
     def is_used_by(self, template: str, tokens: Collection[str]) -> bool:
         """Return whether a model with this chat template and vocabulary may use this form."""
@@ -53,7 +53,7 @@ class ReasoningSplitter:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the rest of the answer is content."""
+        """True if the rest of the answer is content."""
         return self._next in (self._after_tag, self._content)
 
     def push(self, text: str) -> tuple[str | None, str]:

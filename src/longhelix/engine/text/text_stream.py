@@ -41,7 +41,7 @@ class ByteStream:
         self._begins = not any(tokens[token_id] for token_id in before if token_id not in hidden)
         self._decoder = _UTF8("replace")
         self._decoder.decode(_last_bytes(tokens, before, hidden))
-        self._is_cut = bool(self._decoder.getstate()[0])  # whether `before` ends inside a character
+        self._is_cut = bool(self._decoder.getstate()[0])  # True if `before` ends inside a character
 
     def push(self, token_id: int) -> str:
         if token_id in self._hidden:

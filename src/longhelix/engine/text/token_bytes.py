@@ -87,8 +87,8 @@ class _Cache(dict[int, bytes]):
 def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes | None:
     """Return the bytes of a tokenizer's tokens.
 
-    Returns None if the decoder is neither byte-level nor SentencePiece's, because its tokens then have no bytes of
-    their own.
+    Returns None if the decoder is neither byte-level nor SentencePiece's. With other decoders, the bytes of a token may
+    depend on the tokens around it.
     """
     decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     steps = [] if decoder is None else decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

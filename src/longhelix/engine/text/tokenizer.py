@@ -33,7 +33,7 @@ class Tokenizer:
     Attributes:
         max_model_len: largest number of tokens in a prompt, or None. Text that is too long for this number of tokens is
             rejected before it is tokenized.
-        end_ids: tokens that end an answer according to the tokenizer. The model's configuration may have more of them.
+        end_ids: tokens that end an answer according to the tokenizer. The model's configuration may list more tokens.
     """
 
     max_model_len: int | None = None
@@ -91,7 +91,7 @@ class Tokenizer:
 
     @property
     def tool_form(self) -> ToolForm | None:
-        """How the model writes tool calls. None if the model uses no form that this engine knows."""
+        """How the model writes tool calls. None if this engine does not support the model's form."""
         form = None if self._chat_template is None else self._chat_template.tool_form
         # Decoded text has no special tokens, so the engine could not find calls between special tokens.
         hidden = {self._backend.id_to_token(token_id) for token_id in self.special_ids}
@@ -247,7 +247,7 @@ class Tokenizer:
         """Return a decoder for ids that arrive one by one.
 
         Args:
-            before: the ids that precede them.
+            before: the ids that precede the decoded ids.
             skip_special_tokens: whether to leave special tokens out of the text.
             shown: special tokens that are never left out.
         """

@@ -24,11 +24,11 @@ class TokenizerFolder:
     """The tokenizer of a checkpoint folder. Its methods and properties raise UserError if a file is broken.
 
     Tokens come from tokenizer.json, then from `added_tokens_decoder` of tokenizer_config.json. If there is no
-    `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read too. Special tokens that are in none
-    of these lists are added last.
+    `added_tokens_decoder`, special_tokens_map.json and added_tokens.json are read too. Special tokens that no list
+    contains are added last.
 
-    Chat templates come from the first of these places that has a template: chat_template.jinja with the folder
-    additional_chat_templates, tokenizer_config.json, chat_template.json.
+    The chat templates are read from the first of these sources that contains a template: chat_template.jinja with the
+    folder additional_chat_templates, tokenizer_config.json, chat_template.json.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -95,7 +95,7 @@ class TokenizerFolder:
 
     @property
     def _extra_name(self) -> str:
-        """The key under which a file lists special tokens that have no name of their own."""
+        """The key under which a file lists special tokens without individual names."""
         return "extra_special_tokens" if self._config.get("extra_special_tokens") else "additional_special_tokens"
 
     @property

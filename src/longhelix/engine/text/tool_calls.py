@@ -78,7 +78,7 @@ class ToolCalls:
     """Splits an answer that arrives in pieces into text and tool calls.
 
     Text that looks like a call but is not a call stays text. The result does not depend on how the answer is split into
-    pieces. Each character is read once, or a few times at most.
+    pieces. Each character is read only a few times.
 
     Args:
         form: how the model writes calls.
@@ -97,7 +97,7 @@ class ToolCalls:
         self._state: Callable[[list[Piece]], bool] = self._text if form.begin else self._first
         self._num_calls = 0
         self._before = ""  # text before a possible call, which becomes text again if it is not a call
-        self._has_text_since_call = False  # whether there was text after the last call
+        self._has_text_since_call = False  # True if there was text after the last call
         # How far the current call has been read: index in the held text, and number of tokens of the call's head.
         self._at = self._num_read = 0
         self._name = ""
@@ -246,7 +246,7 @@ class ToolCalls:
 
     @property
     def _is_after_calls(self) -> bool:
-        """Whether there was a call and no text after the last call."""
+        """True if there was a call and no text after the last call."""
         return self._num_calls > 0 and not self._has_text_since_call
 
     def _add_text(self, text: str, found: list[Piece]) -> None:

@@ -77,7 +77,8 @@ class Patcher:
             self._processor = Qwen2VLImageProcessorPil.from_pretrained(str(folder), local_files_only=True)
         except Exception as error:  # transformers may raise any exception
             raise UserError(
-                f"how images are scaled cannot be read from {SETTINGS} in {folder} ({error}): download it again",
+                f"the settings for scaling images cannot be read from {SETTINGS} in {folder} ({error}): download it "
+                "again",
                 "invalid_checkpoint",
             ) from error
 
@@ -110,7 +111,7 @@ class Patcher:
             scaled = self._scaled(
                 height, width, factor=unit, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
             )
-        except Exception as error:  # for shapes that the model's rules reject
+        except Exception as error:  # raised for shapes that the model's rules reject
             raise _unreadable(name, error) from error
         return scaled[0] // unit, scaled[1] // unit
 
@@ -127,7 +128,7 @@ class Patcher:
                 )
             try:
                 return name, self._on_white(self._ops.exif_transpose(opened))
-            except Exception as error:  # for truncated files
+            except Exception as error:  # raised for truncated files
                 raise _unreadable(name, error) from error
 
     def _on_white(self, image: PIL.Image.Image) -> PIL.Image.Image:

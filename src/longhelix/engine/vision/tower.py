@@ -91,8 +91,8 @@ class Tower:
                 model.load_state_dict(weights, assign=True)
         except Exception as error:  # transformers may raise any exception
             raise invalid_checkpoint(
-                f"the vision tower cannot be made of the model's config and weights ({shown(str(error))}): check that "
-                "they belong together"
+                f"the vision tower cannot be created from the model's config and weights ({shown(str(error))}): check "
+                "that they belong together"
             ) from error
         if differ:
             raise invalid_checkpoint(

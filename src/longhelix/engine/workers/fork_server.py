@@ -74,12 +74,12 @@ class ForkServer:
 
     @property
     def is_up(self) -> bool:
-        """Whether the server is running."""
+        """True if the server is running."""
         return self.close.alive and self._server.poll() is None
 
     @property
     def is_idle(self) -> bool:
-        """Whether no `fork_server` block is active and all processes that the server has forked are closed."""
+        """True if no `fork_server` block is active and all processes that the server has forked are closed."""
         return not self.users and all(process.is_closed for process in self._processes)
 
     def start(self, command: list[str], **streams: int | None) -> Process:
@@ -191,7 +191,7 @@ def fork_server(environment: Mapping[str, str]) -> Iterator[ForkServer]:
 
 
 def server_for(environment: Mapping[str, str]) -> ForkServer:
-    """Return the same server as `fork_server`. Unlike with `fork_server`, the server may end before you use it.
+    """Return the same server as `fork_server`, but do not keep it running. It may end before you use it.
 
     If the server is not running, this function closes idle servers and then starts it.
     """
@@ -217,7 +217,7 @@ def _in_words() -> Iterator[None]:
 
 
 def inheritance(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """Return a key for servers, which contains everything that a process inherits from its parent and keeps."""
+    """Return a key that selects a server. It contains everything that a process inherits from its parent and keeps."""
     limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
     return (
         frozenset(environment.items()),

@@ -25,8 +25,8 @@ _START_S = 120.0
 _ANSWER_S = 60.0
 _KNOWN = 4096  # number of guides whose results are kept
 _TRIES = 2  # attempts to compile a guide if other programs end the process
-# Signals that come from outside, for example when the system is short of memory. The limits of the process itself use
-# other signals.
+# Signals that other programs or the system send, for example when memory is short. The limits that the process sets for
+# itself use other signals.
 _OF_OTHERS = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
 
 
@@ -54,7 +54,7 @@ class GuideChecker:
 
         Raises:
             UserError: no text can follow the guide, or the guide takes too much time or memory to compile.
-            PassingError: the check could not be made now. It may succeed later.
+            PassingError: the check could not be completed. It may succeed later.
         """
         found = self._found.get(_digest(guide))
         if found is None:

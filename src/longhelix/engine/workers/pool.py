@@ -85,7 +85,7 @@ class WorkerPool:
         self._watchdog = Watchdog(config)
         self._layout = config.layout
         self._in_flight: dict[int, _InFlight] = {}
-        # The time between two calls of `_receive` counts as silence only up to _LOOK_S. An engine that was suspended
+        # Between two calls of `_receive`, at most _LOOK_S counts as silence. An engine that was suspended
         # therefore does not report silent ranks, and an engine that calls `_receive` only rarely still finds them.
         self._listened_at = time.monotonic()
         self._quiet_s = dict.fromkeys(self._ranks, 0.0)

@@ -27,7 +27,7 @@ def join(world_size: int) -> None:
     Without torchrun, this function does nothing.
 
     Raises:
-        UserError: torchrun started a number of ranks that differs from the layout's, or ranks on several hosts.
+        UserError: torchrun started more or fewer ranks than the layout has, or it started ranks on several hosts.
     """
     if not is_active():
         return

@@ -156,7 +156,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     """Tells the engine that a worker ends because of an error."""
 
     cause: str
-    lost_peer: bool  # whether a collective failed because another rank had failed first
+    lost_peer: bool  # True if a collective failed because another rank had failed first
     user_error_code: str  # the code of a UserError; empty for other causes
 
 

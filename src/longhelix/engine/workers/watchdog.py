@@ -13,7 +13,7 @@ from longhelix.scheduler.work import Cost, Work
 FACTOR, GRACE_S = 10.0, 5.0
 DISK_S = 120.0  # longest time to wait for an answer that may need a slow disk
 START_S = 600.0  # longest time without progress during a start, for a slow disk or for compiling all layers
-_COMPILER_S = 600.0  # added to a step's limit if the compiler may have to compile a new shape
+_COMPILER_S = 600.0  # added to the time limit of a step if a new shape may have to be compiled
 _REFERENCE_FACTOR = 100.0  # factor by which reference kernels may be slower than predicted
 
 
@@ -24,8 +24,8 @@ class Watchdog:
     FACTOR times the predicted duration of the step. Progress is a collective, a layer, a step of a guide, or the end of
     a step. The duration is predicted only when it is needed, which is rare.
 
-    A start is stuck after START_S without progress. An answer is overdue after GRACE_S if no step delays it. Only time
-    in which the engine listens counts.
+    A start is stuck after START_S without progress. An answer is overdue after GRACE_S if no step delays it. The
+    watchdog counts only the time in which the engine listens.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -42,7 +42,7 @@ class Watchdog:
 
         Args:
             cost: predicts the seconds of a step.
-            packed: whether no rank runs reference kernels.
+            packed: False if any rank runs reference kernels.
             compiles: whether a rank may call a compiler for a step with a new shape.
         """
         self._cost = cost
@@ -58,7 +58,7 @@ class Watchdog:
         del self._in_flight[step_id]
 
     def given(self, ranks: Collection[int]) -> None:
-        """Record that ranks were given work. The time that they were idle before this does not count."""
+        """Record that ranks received work. The watchdog ignores the time that the ranks were idle before this."""
         for rank in ranks:
             self._still_s[rank] = 0.0
 
@@ -78,7 +78,7 @@ class Watchdog:
         return self._still_s_of(self._still_s)
 
     def waited(self, seconds: float) -> None:
-        """Count time in which the engine listened."""
+        """Add time in which the engine listened for messages."""
         for rank in self._still_s:
             self._still_s[rank] += seconds
 
@@ -121,11 +121,11 @@ class Watchdog:
         return FACTOR * predicted_s + GRACE_S + (_COMPILER_S if self._compiles else 0.0)
 
     def _describe(self, fault: str, feat: str, *, ranks: Collection[int], done: set[int], limit_s: float) -> str:
-        """Return a message that names the rank that is most likely the cause, and what the other ranks are doing.
+        """Return a message that names the rank that is most likely stuck, and says what the other ranks are doing.
 
         Args:
-            fault: what is wrong with the rank that is the cause.
-            feat: what the `done` ranks have done.
+            fault: what is wrong with the stuck rank.
+            feat: what the ranks in `done` have achieved.
             ranks: all ranks of the step or of the start.
             done: the ranks that are not stuck.
             limit_s: the time limit that was exceeded.

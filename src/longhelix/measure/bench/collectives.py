@@ -1,4 +1,4 @@
-"""Table of collectives over shared memory and gloo."""
+"""Table of the collectives benchmark: the times of collectives over shared memory and over gloo."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,20 +14,20 @@ COLUMNS = (
     Column("shm_s", "shm, us", ",.1f", 1e6),
     Column("spread", "spread, %", ".0f", 100),
     Column("gloo_s", "gloo, us", ",.1f", 1e6),
-    Column("speedup", "times faster", ".1f"),
+    Column("speedup", "speedup of shm", ".1f"),
 )
 NOTE = (
-    "Collectives of bfloat16 numbers with one thread per rank, called through the process group as the model does. "
-    "bytes: size of the whole tensor. Each call starts after a barrier, which is not measured. shm and gloo run in "
-    f"turn, in bursts of {BURST_CALLS} calls. The first {SETTLING_CALLS} calls of each burst are not measured. Times "
-    "are medians on rank 0."
+    "Collectives of bfloat16 numbers over shared memory (shm) and gloo, with one thread per rank. They are called "
+    "through the process group, as in the model. bytes: size of the whole tensor. Each call starts after a barrier, "
+    f"which is not measured. shm and gloo run in turn, in bursts of {BURST_CALLS} calls. The first {SETTLING_CALLS} "
+    "calls of each burst are not measured. Times are medians on rank 0."
 )
 
 
 def section(
     ranks: Sequence[int], sizes_bytes: tuple[int, ...], repeats: int, on_point: Callable[[Row], None]
 ) -> Section:
-    """Measure the collectives with each number of ranks, and create the table."""
+    """Measure the collectives with each number of ranks. Returns the table."""
     rows = collectives.measure(ranks, sizes_bytes, repeats, on_point)
     plot = Plot(("shm_s", "gloo_s"), ("collective", "ranks"), x="bytes")
     return Section(name="collectives", title="Collectives", note=NOTE, columns=COLUMNS, rows=rows, plot=plot)

@@ -1,4 +1,4 @@
-"""Conditions of a measurement, for reports."""
+"""Collects the conditions of a measurement for reports."""
 
 import importlib.metadata
 import os
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from longhelix.compute.machine import host
 
-# If the load average at the start is above this value, the report says that the machine was busy.
+# If the load average at the start is above this value, the report warns that the machine was not idle.
 IDLE_LOAD = 0.5
 
 
 def environment(date: str) -> dict[str, object]:
-    """Collect facts at the start of a run: the machine, the versions and the load."""
+    """Collect the conditions at the start of a run: the machine, versions and load."""
     from longhelix.compute.kernels import native
 
     return {
@@ -34,7 +34,7 @@ def environment(date: str) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that contains this package, and whether files have changed. None without a checkout."""
+    """Commit of the checkout that contains this package, with a mark if files have changed. None without a checkout."""
     package = Path(__file__).parents[2]
     if not _git(package, "ls-files", "__init__.py"):
         return None
@@ -43,7 +43,10 @@ def _commit() -> str | None:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    """Return the output of a git command. It is empty if git is not installed or `directory` is not a checkout."""
+    """Return the output of a git command.
+
+    The output is empty if git is not installed, or if `directory` is not in a checkout.
+    """
     try:
         done = subprocess.run(("git", "-C", str(directory), *arguments), capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Tables of the native kernels: titles, notes and columns."""
+"""Tables of the kernels benchmark: their titles, notes and columns."""
 
 from dataclasses import dataclass
 
@@ -6,24 +6,30 @@ from longhelix.measure.bench.section import Column, Plot, Section
 from longhelix.measure.world import Row
 
 _THREADS = Column("threads", "threads", "d")
-_CONTEXT = Column("context", "context", ",d")
+_CONTEXT = Column("context", "context, tokens", ",d")
 _HEADS = (Column("num_query_heads", "query heads", "d"), Column("num_kv_heads", "KV heads", "d"))
 _WEIGHT = (Column("weight_dtype", "weights"), Column("outputs", "outputs", "d"), Column("depth", "inputs", "d"))
 _TIME = (Column("time_s", "time, ms", ".3f", 1e3), Column("spread", "spread, %", ".0f", 100))
 _RATE = (
     Column("bytes_per_s", "GB/s", ".1f", 1e-9),
     Column("memory_bytes_per_s", "memory, GB/s", ".1f", 1e-9),
-    Column("fraction", "fraction", ".2f"),
+    Column("fraction", "fraction of memory rate", ".2f"),
 )
 _ARITHMETIC = (
     Column("flops_per_s", "GFLOP/s", ",.0f", 1e-9),
-    Column("bfloat16_flops_per_s", "torch.mm bf16", ",.0f", 1e-9),
-    Column("float32_flops_per_s", "torch.mm f32", ",.0f", 1e-9),
-    Column("matmul_fraction", "fraction of bf16", ".2f"),
+    Column("bfloat16_flops_per_s", "torch.mm bf16, GFLOP/s", ",.0f", 1e-9),
+    Column("float32_flops_per_s", "torch.mm f32, GFLOP/s", ",.0f", 1e-9),
+    Column("matmul_fraction", "fraction of torch.mm bf16", ".2f"),
 )
-_TORCH = (Column("torch_s", "F.linear bf16, ms", ".3f", 1e3), Column("speedup", "times faster", ".2f"))
-_MEMORY = "memory: rate of the read kernel over 512 MiB, in turn with the kernel. fraction: GB/s divided by memory."
-_MATMUL = "torch.mm: GFLOP/s of square matrices, in turn with the kernel. bf16 runs in float32 if that is faster."
+_TORCH = (Column("torch_s", "F.linear bf16, ms", ".3f", 1e3), Column("speedup", "speedup over F.linear", ".2f"))
+_MEMORY = (
+    "memory: rate of the read kernel over 512 MiB, measured in turn with the kernel. fraction of memory rate: GB/s "
+    "divided by memory."
+)
+_MATMUL = (
+    "torch.mm: rate of square matrix products, measured in turn with the kernel. The bf16 rate is measured in "
+    "float32 if float32 is faster."
+)
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,8 @@ class _Table:
 
 TABLES = {
     "attention": _Table(
-        "Decode attention: one row against a long KV",
-        f"GB/s: bytes of the KV, including scales. {_MEMORY}",
+        "Decode attention: one query row over a long KV cache",
+        f"GB/s: bytes of the KV, including scales, divided by the time. {_MEMORY}",
         (
             Column("kv_dtype", "KV"),
             Column("attention_dtype", "--attention-dtype"),
@@ -51,21 +57,22 @@ TABLES = {
         Plot(("fraction",), ("kv_dtype", "attention_dtype", "head_size", "num_query_heads", "threads")),
     ),
     "latent": _Table(
-        "Decode attention, MLA absorbed: keys of 576, values their first 512, bfloat16",
-        f"GB/s: bytes of the latent, counted once. {_MEMORY} {_MATMUL}",
+        "Decode attention with absorbed MLA in bfloat16: keys of 576 elements, of which the first 512 are the values",
+        f"GB/s: bytes of the latents, counted once for keys and values, divided by the time. {_MEMORY} {_MATMUL}",
         (*_HEADS, _CONTEXT, _THREADS, *_TIME, *_RATE, *_ARITHMETIC),
     ),
     "products": _Table(
-        "Products of one row",
-        "Products over copies of the weight that do not fit in any cache. GB/s: bytes of the weight, including scales. "
-        f"{_MEMORY} F.linear: torch's product of the same shape, over bfloat16 copies.",
+        "Matrix products of one row",
+        "The products run over copies of the weight that together do not fit in any cache. GB/s: bytes of the weight, "
+        f"including scales, divided by the time. {_MEMORY} F.linear: torch's product of the same shape, over copies in "
+        "bfloat16.",
         (*_WEIGHT, _THREADS, *_TIME, *_RATE, *_TORCH),
         Plot(("fraction",), ("weight_dtype", "outputs", "depth", "threads")),
     ),
     "chunk_attention": _Table(
-        "Attention of a prefill chunk, bfloat16",
-        "The last rows of a context with causal attention. GFLOP/s counts the operations that causal attention needs. "
-        f"{_MATMUL}",
+        "Attention of a prefill chunk in bfloat16",
+        "Causal attention of the last rows of a context. GFLOP/s counts only the operations that causal attention "
+        f"needs. {_MATMUL}",
         (
             Column("head_size", "head size", "d"),
             *_HEADS,
@@ -77,7 +84,7 @@ TABLES = {
         ),
     ),
     "chunk_products": _Table(
-        "Products of a prefill chunk",
+        "Matrix products of a prefill chunk",
         f"F.linear: torch's product of the same shape in bfloat16. {_MATMUL}",
         (*_WEIGHT, Column("rows", "rows", "d"), _THREADS, *_TIME, *_ARITHMETIC, *_TORCH),
     ),
@@ -85,7 +92,7 @@ TABLES = {
 
 
 def sections_of(rows: list[Row]) -> list[Section]:
-    """Create a table for each kind of row. The value of the key "part" is the kind of the row."""
+    """Create a table for each kind of kernel. The key "part" of a row is its kind."""
     return [
         Section(
             name=f"kernels_{kind}",

@@ -1,4 +1,7 @@
-"""Measures native kernels, in turn with their bound: the rate of reading memory or of multiplying matrices."""
+"""Measures native kernels.
+
+Each kernel runs in turn with the operation that bounds its speed: reading memory or multiplying matrices.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -91,7 +94,7 @@ class KernelsJob(msgspec.Struct, frozen=True):
         return {"part": "latent", **attention.row(), **bounded}
 
     def _product(self, read: Calls, dtype: str, outputs: int, depth: int) -> Row:
-        """Measure the memory-bound product of one row, with more copies of the weight than fit in a cache."""
+        """Measure the memory-bound product of one row, over more copies of the weight than fit in any cache."""
         x_TX, weight_OI = torch.randn(1, depth).bfloat16(), torch.randn(outputs, depth).bfloat16()
         weight = make_weight(weight_OI, dtype)
         copies = [replace(weight, values=weight.values.clone()) for _ in range(_num_copies(weight.values))]
@@ -131,7 +134,7 @@ class KernelsJob(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Inputs of one attention call: the last rows of a context, and one layer of random KV."""
+    """Inputs of one attention call: queries of the last rows of a context, and one layer of random KV."""
 
     q_TqC: Tensor  # queries, bfloat16
     pool: KVPool
@@ -142,8 +145,8 @@ class AttentionCase:
         """Create the inputs. Raises UserError if there is no native kernel for the head size."""
         if format.arrangement is not TILES:
             raise UserError(
-                f"--head-size has {format.key_size}, but the native kernels need multiples of {native.LANES}: give "
-                "only multiples"
+                f"--head-size has {format.key_size}, but the native kernels need multiples of {native.LANES}: set it "
+                "to multiples of this number"
             )
         pool = KVPool({"kv": format}, 1, -(-context // BLOCK_TOKENS), _CPU)
         fill(pool)
@@ -177,12 +180,12 @@ class AttentionCase:
 
 
 def _num_copies(weight: Tensor) -> int:
-    """Number of copies of the weight whose total size is at least the number of bytes that `memory.reader` reads."""
+    """Number of copies of the weight that together have at least as many bytes as `memory.READ_BYTES`."""
     return -(-memory.READ_BYTES // weight.nbytes)
 
 
 def _rate(timings: Mapping[str, Timing], num_bytes: int) -> Row:
-    """Columns with the read rate of the kernel, and the rate at which the machine reads memory."""
+    """Columns with the rates at which the kernel and the machine read memory."""
     bytes_per_s = num_bytes / timings["kernel"].median_s
     memory_bytes_per_s = memory.READ_BYTES / timings["read"].median_s
     rates = {"read_bytes": num_bytes, "bytes_per_s": bytes_per_s, "memory_bytes_per_s": memory_bytes_per_s}
@@ -203,5 +206,5 @@ def _compared_with_torch(timings: Mapping[str, Timing]) -> Row:
 
 
 def sections(job: KernelsJob, on_point: Callable[[Row], None]) -> list[Section]:
-    """Run the job in a new process, and create the tables."""
+    """Run the job in a new process. Returns the tables."""
     return sections_of([ranks[0] for ranks in collect(job, 1, on_point)])

@@ -1,4 +1,4 @@
-"""Compares layouts of the same ranks: Helix, local placement, tensor parallelism and the tied layout."""
+"""Compares layouts on the same ranks: Helix, local placement, tensor parallelism and the tied layout."""
 
 import time
 from array import array
@@ -23,24 +23,24 @@ from longhelix.spec.layout import Layout
 
 COLUMNS = (
     Column("requests", "requests", "d"),
-    Column("context", "context", ",d"),
+    Column("context", "context, tokens", ",d"),
     Column("strategy", "strategy"),
     Column("layout", "kvp x tpa"),
     Column("step_s", "step, ms", ".2f", 1e3),
     Column("spread", "spread, %", ".0f", 100),
-    Column("over_helix", "over Helix", ".2f"),
+    Column("over_helix", "step vs Helix", ".2f"),
     Column("exchanged_bytes", "exchanged, KB", ",.1f", 1e-3),
     Column("prefill_s", "prefill, s", ".3f"),
-    Column("prefill_over_helix", "over Helix", ".2f"),
+    Column("prefill_over_helix", "prefill vs Helix", ".2f"),
 )
 LONGEST_PROMPT = 2048
 NOTE = (
-    "The same ranks and weights in several layouts, measured in turn. step: one decode step of all requests, with "
-    "random KV. exchanged: bytes that all ranks send in Helix's exchange in that step. prefill: time from the first "
-    f"chunk to the first token of the last request, through the scheduler, for prompts of up to {LONGEST_PROMPT:,} "
-    "tokens. over Helix: time divided by that of Helix; below 1 is faster. local: each KVP rank has separate "
-    "requests. tied: each KVP rank has a copy of the FFN. TP: ranks split the heads, and duplicate KV heads if there "
-    "are too few."
+    "Several layouts use the same ranks and weights, and are measured in turn. step: time of one decode step of all "
+    "requests, with random KV. exchanged: bytes that all ranks send in Helix's exchange during this step. prefill: "
+    "time from the first chunk to the first token of the last request, with the scheduler. It is measured for "
+    f"prompts of up to {LONGEST_PROMPT:,} tokens. vs Helix: time divided by the time of Helix. Values below 1 are "
+    "faster. local: each KVP rank has separate requests. tied: each KVP rank has a copy of the FFN. TP: the ranks "
+    "split the heads. If there are fewer KV heads than ranks, KV heads are replicated."
 )
 
 
@@ -84,7 +84,7 @@ class LayoutsJob(msgspec.Struct, frozen=True):
 
 
 class _Prefill:
-    """Prefills prompts up to their first tokens. The schedulers of all ranks make the same decisions."""
+    """Prefills prompts up to their first tokens. Each rank runs its own scheduler, and all make the same decisions."""
 
     def __init__(self, model: RankModel, prompts: list[list[int]]) -> None:
         self._config = model.config.scheduler
@@ -110,7 +110,7 @@ class _Prefill:
 
 
 class _Immediate:
-    """Runner of this rank that computes a step as soon as it is submitted."""
+    """Runner of this rank. It computes each step as soon as the step is submitted."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.num_blocks = runner.pool.num_blocks
@@ -137,9 +137,9 @@ def strategies(ranks: int, configure: Callable[[Layout], EngineConfig]) -> dict[
 
 
 def section(job: LayoutsJob, on_point: Callable[[Row], None]) -> Section:
-    """Run the job on new ranks, and create the table."""
+    """Run the job in new rank processes. Returns the table."""
     ranks = next(iter(job.configs.values())).layout.world_size
     rows = []
     for found in collect(job, ranks, on_point):
         rows.append(found[0] | {"exchanged_bytes": sum(row["exchanged_bytes"] for row in found)})
-    return Section(name="layouts", title=f"Layouts of {ranks} ranks", note=NOTE, columns=COLUMNS, rows=rows)
+    return Section(name="layouts", title=f"Layouts on {ranks} ranks", note=NOTE, columns=COLUMNS, rows=rows)

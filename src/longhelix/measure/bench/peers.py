@@ -1,4 +1,7 @@
-"""Measures other engines and planners. Each peer is a separate program (benchmarks/peers) with its own Python."""
+"""Measures other engines and planners (peers). Each peer is a separate program in benchmarks/peers.
+
+Most peers run in their own virtual environment.
+"""
 
 import importlib.util
 import json
@@ -16,18 +19,18 @@ from longhelix.measure.world import Row
 
 PROGRAMS = Path(__file__).parents[4] / "benchmarks" / "peers"  # exists only in a checkout, not in an installed package
 TIMEOUT_S = 1800.0
-# Peers hold KV in bfloat16 or float32, and some peers copy the KV while they fill it.
+# Peers store KV in bfloat16 or float32, and some peers copy the KV while they fill the cache.
 _COPIES = 3
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Other engine or planner to measure."""
+    """Another engine or planner that the benchmarks can measure."""
 
     name: str
     program: str  # file name in PROGRAMS
     environment: str | None  # name of its virtual environment; None for the current one
-    package: str  # Python package that it needs
+    package: str  # Python package that the program imports
 
 
 MODELS = (
@@ -51,7 +54,7 @@ ATTENTION_COLUMNS = (
     Column("kv", "KV"),
     Column("context", "context", ",d"),
     Column("threads", "threads", "d"),
-    Column("form", "form"),
+    Column("form", "torch op"),
     Column("step_s", "time, ms", ".2f", 1e3),
     Column("kv_gb_per_s", "GB/s", ".1f"),
     Column("read_gb_per_s", "torch reads, GB/s", ".1f"),
@@ -64,12 +67,13 @@ _SIDE = (
     Column("threads", "threads", "d"),
 )
 SIDE_COLUMNS = {
-    "decode": (*_SIDE, Column("time_s", "step, ms", ".2f", 1e3), Column("relative", "of longhelix's time", ".2f")),
-    "prefill": (*_SIDE, Column("tokens_per_s", "tokens/s", ",.0f"), Column("relative", "of longhelix's time", ".2f")),
+    "decode": (*_SIDE, Column("time_s", "step, ms", ".2f", 1e3), Column("relative", "time vs longhelix", ".2f")),
+    "prefill": (*_SIDE, Column("tokens_per_s", "tokens/s", ",.0f"), Column("relative", "time vs longhelix", ".2f")),
 }
 SIDE_NOTE = (
-    "The same model in each program, on all cores. Peers run after longhelix, not in turn with it. Times are relative "
-    "to the first row of longhelix at the same context. Compare only rows with the same weights and KV."
+    "Each program runs the same model on all cores. Peers run after longhelix, not in turn with longhelix. Times are "
+    "relative to the first row of longhelix at the same context. Compare only rows with the same formats of weights "
+    "and KV."
 )
 
 
@@ -77,14 +81,14 @@ SIDE_NOTE = (
 class Peers:
     """The peers that are installed on this machine."""
 
-    directory: Path  # directory of the peers' virtual environments
-    remarks: list[str] = field(default_factory=list)  # one sentence for each peer that is missing or fails
+    directory: Path  # folder of the peers' virtual environments
+    remarks: list[str] = field(default_factory=list)  # one sentence for each peer that is missing or has failed
 
     def attention(self, context: int, threads: Sequence[int]) -> list[Section]:
-        """Measure torch's attention ops over the KV of `context` tokens."""
+        """Measure decode attention of torch over the KV of `context` tokens."""
         options = ["--shapes", *ATTENTION_SHAPES, "--contexts", str(context), "--threads", *map(str, threads)]
         rows = self.points(ATTENTION, options)
-        note = "Decode attention in the forms that torch offers; see benchmarks/peers/README.md."
+        note = "Decode attention with each suitable operation of torch. See benchmarks/peers/README.md."
         return (
             [Section(name="kernels_torch", title="Attention by torch", note=note, columns=ATTENTION_COLUMNS, rows=rows)]
             if rows
@@ -113,12 +117,12 @@ class Peers:
     def _model(self, peer: Peer, what: str, config: EngineConfig, contexts: Sequence[int]) -> list[Row]:
         if not config.model_path.endswith(".gguf"):
             self.remarks.append(
-                f"{peer.name} was left out: peers run GGUF files, and {config.model_path} is not a GGUF file."
+                f"{peer.name} was left out: peers need a GGUF file, and {config.model_path} is not a GGUF file."
             )
             return []
         fitting = [context for context in contexts if _fits(config, context)]
         if len(fitting) < len(contexts):
-            self.remarks.append(f"{peer.name} was left out at {max(contexts)} tokens: its KV does not fit in memory.")
+            self.remarks.append(f"{peer.name} was left out at {max(contexts)} tokens: the KV does not fit in memory.")
         if not fitting:
             return []
         threads = config.threads_per_rank * config.layout.world_size
@@ -131,7 +135,7 @@ class Peers:
         program = PROGRAMS / peer.program
         missing = peer.environment is None and importlib.util.find_spec(peer.package) is None
         if missing or not program.exists() or not Path(python).exists():
-            where = "this install" if peer.environment is None else self.directory / peer.environment
+            where = "this installation" if peer.environment is None else self.directory / peer.environment
             self.remarks.append(
                 f"{peer.name} was left out: it is not installed in {where} (see benchmarks/peers/install.sh)."
             )
@@ -156,7 +160,7 @@ class Peers:
 
 
 def peer_row(point: Row) -> Row:
-    """Convert a point of a peer to a row. Its time is the time of a decode step or of the whole prompt."""
+    """Convert a point of a peer to a row. `time_s` is the time of one decode step or of the whole prompt."""
     speed = point["prefill_tokens_per_s"]
     return {
         "program": point["peer"],
@@ -181,7 +185,7 @@ def own(row: Row) -> Row:
 
 
 def with_relative_times(rows: Sequence[Row]) -> list[Row]:
-    """Sort rows by context, and add the time relative to longhelix, which is the first row of the same context."""
+    """Sort rows by context, and add each row's time relative to the first row of the same context (longhelix)."""
     first: dict[int, Row] = {}
     for row in rows:
         first.setdefault(row["context"], row)
@@ -190,7 +194,7 @@ def with_relative_times(rows: Sequence[Row]) -> list[Row]:
 
 
 def _fits(config: EngineConfig, context: int) -> bool:
-    """Whether _COPIES bfloat16 copies of the KV fit in free memory. Peers may need this much memory."""
+    """True if _COPIES bfloat16 copies of the KV fit in free memory, because peers may need this much memory."""
     spec = config.spec
     kv_bytes = context * spec.kv_bytes_per_token("bfloat16", spec.num_kv_heads, spec.num_layers, "cpu")
     return _COPIES * kv_bytes < host.available_bytes()

@@ -1,6 +1,7 @@
 """Measures the speed of longhelix's planner and of other planners.
 
-Measured values are the configurations per second, the time of a plan, and the time of the import."""
+The measured values are configurations per second, the time of a plan, and the time of the import.
+"""
 
 import json
 import subprocess
@@ -15,7 +16,7 @@ from longhelix.measure.timing import Timing, seconds
 from longhelix.measure.world import Row
 
 COLUMNS = (
-    Column("what", "what"),
+    Column("what", "benchmark"),
     Column("configurations", "configurations", ",d"),
     Column("time_s", "time, s", ".2f"),
     Column("spread", "spread, %", ".0f", 100),
@@ -23,10 +24,10 @@ COLUMNS = (
     Column("peak_bytes", "peak RSS, MB", ",.0f", 1e-6),
 )
 NOTE = (
-    "DeepSeek-R1 on GB200 at 1M tokens, FP4. sweep: every layout of up to 128 GPUs at every batch size, in a process "
-    "with one thread; memory is unlimited, so that every configuration is computed. peak RSS: of that process. plan: "
-    "`longhelix plan --json` with --max-gpus 64 and 1024, including start-up. import: of longhelix.plan.answer, "
-    "including numpy."
+    "DeepSeek-R1 in FP4 on GB200, at 1M tokens. sweep: one single-threaded process computes every layout of up to 128 "
+    "GPUs at every batch size. Memory is unlimited, so that no configuration is skipped. peak RSS: memory use of this "
+    "process. plan: `longhelix plan --json` with --max-gpus 64 and 1024, including process start-up. import: time to "
+    "import longhelix.plan.answer, including numpy."
 )
 PEER_COLUMNS = (
     Column("peer", "planner"),
@@ -38,8 +39,9 @@ PEER_COLUMNS = (
     Column("memory_gb", "GB per GPU", ".1f"),
 )
 PEER_NOTE = (
-    "The same question, as far as each planner supports it (see benchmarks/peers/README.md): the shape of DeepSeek-V3, "
-    "64 GB200, 1M tokens. Each planner has its own hardware model, so tokens/s differ; compare the times."
+    "Each planner gets the same question, as far as it supports the question (see benchmarks/peers/README.md): a model "
+    "of the size of DeepSeek-V3 on 64 GB200 at 1M tokens. Each planner has its own hardware model, so compare the "
+    "times but not tokens/s."
 )
 QUESTION = ("plan", "--model", "deepseek-r1", "--system", "gb200", "--context", "1M", "--json")
 _TIMEOUT_S = 300
@@ -55,7 +57,7 @@ searched = space(model, 128)
 start = time.perf_counter()
 found = sweep(Setting(model, system, "fp4", "fp4", "fp4"), searched, 1e6, batches())
 took_s = time.perf_counter() - start
-# Not ru_maxrss, which starts with the value of the parent process.
+# VmHWM instead of ru_maxrss, which starts with the value of the parent process.
 peak_bytes = 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 print(json.dumps({"configurations": len(found.points), "time_s": took_s, "peak_bytes": peak_bytes}))
 """
@@ -68,7 +70,7 @@ print(json.dumps({"time_s": time.perf_counter() - start}))
 
 
 def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None]) -> list[Section]:
-    """Measure longhelix's planner `repeats` times and each installed peer once, and create the tables."""
+    """Measure longhelix's planner `repeats` times, and each installed peer once. Returns the tables."""
     rows = [_of("sweep", [_program(_SWEEP) for _ in range(repeats)])]
     rows.append(_of("plan", [_plan(64) for _ in range(repeats)]))
     rows.append(_of("plan of 1,024 GPUs", [_plan(1024) for _ in range(repeats)]))
@@ -91,7 +93,7 @@ def sections(repeats: int, peers: Peers | None, on_point: Callable[[Row], None])
 
 
 def _of(what: str, samples: Sequence[Row]) -> Row:
-    """Return a row with the median time of repeated runs, and the counts of the last run."""
+    """Return a row with the median time of repeated runs, and with the other values of the last run."""
     timing = Timing.of([row["time_s"] for row in samples])
     counted = {name: value for name, value in samples[-1].items() if name != "time_s"}
     row = {"what": what, **counted, **timing.row("time_s")}

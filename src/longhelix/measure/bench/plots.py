@@ -8,12 +8,12 @@ from longhelix.measure.world import Row
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw(section: Section, report: Path) -> str:
-    """Draw the plot of a section into the folder of the report. Returns the file name of the image."""
+    """Draw the plot of a section as a PNG file next to the report. Returns the name of the file."""
     import matplotlib
 
     matplotlib.use("agg")

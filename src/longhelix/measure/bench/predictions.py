@@ -1,4 +1,7 @@
-"""Compares predictions of a calibrated system with measurements. Most of them were not used to fit constants."""
+"""Compares the predictions for a calibrated system with measurements.
+
+Most of these measurements were not used to fit constants.
+"""
 
 from collections.abc import Sequence
 
@@ -26,23 +29,24 @@ COLUMNS = (
     Column("layout", "kvp x tpa"),
     Column("weight_dtype", "weights"),
     Column("kv_dtype", "KV"),
-    Column("use", "use"),
+    Column("use", "used for"),
     Column("seconds", "measured, ms", ",.2f", 1e3),
     Column("spread", "spread, %", ".0f", 100),
     Column("predicted_s", "predicted, ms", ",.2f", 1e3),
     Column("error", "error, %", "+.1f", 100),
 )
 NOTE = (
-    "decode: one step of one request with this many tokens, the model on all ranks and sampling, without scheduler and "
-    "sockets. prefill: a prompt of this many tokens in chunks of 512. predicted: from the constants above. use: the "
-    "constants are fitted to the points marked fit, not to test (other lengths and layouts) or extra (other dtypes)."
+    "decode: one step of one request with this number of tokens. It includes the model on all ranks and sampling, but "
+    "not the scheduler and sockets. prefill: a prompt of this number of tokens in chunks of 512. predicted: time that "
+    "the performance model predicts with the constants above. used for: the constants are fitted only to the points "
+    "with `fit`. Points with `test` have other lengths or layouts, and points with `extra` have other dtypes."
 )
 
 
 def predicted(
     system: HardwareSpec, config: EngineConfig, requests: Sequence[Row], fitted: CalibrationScope
 ) -> list[Row]:
-    """Return rows for the requests in the dtypes of `config`, with predicted time, error and use."""
+    """Return rows for the requests in the dtypes of `config`, with the predicted time, its error, and the use."""
     setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
     dtypes = config.weight_dtype, config.kv_dtype
     own = [row for row in requests if (row["weight_dtype"], row["kv_dtype"]) == dtypes]
@@ -60,7 +64,7 @@ def _use(row: Row, fitted: CalibrationScope) -> str:
 
 
 def mean_errors(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the mean absolute error for each use of points, as a share of the measured time."""
+    """Return the mean absolute error for each use of points, as a fraction of the measured time."""
     found: dict[str, list[float]] = {}
     for row in rows:
         found.setdefault(row["use"], []).append(abs(row["error"]))
@@ -72,7 +76,9 @@ PRODUCT_COLUMNS = (
     Column("rows", "rows", "d"),
     Column("flops_per_s", "GFLOP/s", ",.0f", 1e-9),
 )
-PRODUCT_NOTE = "The engine's matrix products with a weight of 2,048 x 2,048, all threads, dtypes measured in turn."
+PRODUCT_NOTE = (
+    "The engine's matrix products with a weight of 2,048 x 2,048 on all threads. The dtypes are measured in turn."
+)
 
 
 def sections(
@@ -84,10 +90,10 @@ def sections(
         system: the calibrated system.
         measured: measurements of the system.
         configs: configurations with the dtypes of the predicted requests.
-        fitted: scope of the requests that were used to fit the constants.
+        fitted: scope of the requests to which the constants are fitted.
     """
     rows = [row for config in configs for row in predicted(system, config, measured.requests, fitted)]
-    means = ", ".join(f"{mean:.1%} of {use} points" for use, mean in mean_errors(rows).items())
+    means = ", ".join(f"{mean:.1%} for `{use}` points" for use, mean in mean_errors(rows).items())
     constants = [
         {"constant": name, "value": value, "source": system.sources[name]} for name, value in system.constants.items()
     ]
@@ -95,13 +101,23 @@ def sections(
     return [
         Section(
             name="constants",
-            title="The system local",
-            note="Times in seconds, rates per second.",
+            title="Constants of the system local",
+            note="Times are in seconds, and rates are per second.",
             columns=columns,
             rows=constants,
         ),
-        Section(name="products", title="Products", note=PRODUCT_NOTE, columns=PRODUCT_COLUMNS, rows=measured.products),
         Section(
-            name="predictions", title="Predictions", note=f"{NOTE} Mean error: {means}.", columns=COLUMNS, rows=rows
+            name="products",
+            title="Matrix products",
+            note=PRODUCT_NOTE,
+            columns=PRODUCT_COLUMNS,
+            rows=measured.products,
+        ),
+        Section(
+            name="predictions",
+            title="Predicted and measured times",
+            note=f"{NOTE} Mean absolute error: {means}.",
+            columns=COLUMNS,
+            rows=rows,
         ),
     ]

@@ -1,4 +1,4 @@
-"""Reports of benchmarks: tables in the terminal, Markdown and JSON."""
+"""Reports of benchmarks, as tables in the terminal, as Markdown and as JSON."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,9 +10,12 @@ from longhelix.measure.bench import plots
 from longhelix.measure.bench.environment import IDLE_LOAD
 from longhelix.measure.bench.section import Section
 
-# A median is noisy if the distance between its quartiles is more than this share of the median.
+# A median is noisy if the difference of its quartiles is more than this fraction of the median.
 NOISE = 0.2
-MEDIANS = "Times are medians over rounds in which the compared cases run in turn. spread: distance of the quartiles."
+MEDIANS = (
+    "Times are medians over several rounds. In each round, the compared cases run in turn. spread: difference of the "
+    "quartiles, relative to the median."
+)
 
 
 @dataclass
@@ -21,7 +24,7 @@ class BenchReport:
 
     environment: dict[str, object]
     sections: list[Section] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)  # sentences that say what was not measured, and why
+    remarks: list[str] = field(default_factory=list)  # sentences that say which cases were not measured, and why
 
     @property
     def sentences(self) -> list[str]:
@@ -30,7 +33,8 @@ class BenchReport:
         load = self.environment["load_average"][0]
         if load > IDLE_LOAD:
             found.append(
-                f"The machine was not idle: its load was {load} at the start of the run. Quote ratios, not times."
+                f"The machine was not idle: its load was {load} at the start of the run. Compare ratios instead of "
+                "times."
             )
         rows = (row for section in self.sections for row in section.rows)
         spreads = [row["spread"] for row in rows if row.get("spread") is not None]
@@ -74,11 +78,14 @@ class BenchReport:
         return "\n".join(lines)
 
     def write(self, path: Path) -> None:
-        """Write Markdown to `path`, and JSON and plots next to it. Without matplotlib, add a remark instead."""
+        """Write Markdown to `path`, and JSON and plots next to it.
+
+        If matplotlib is not installed, the report has a remark instead of plots.
+        """
         drawn = [section for section in self.sections if section.plot]
         if drawn and not plots.available():
             drawn = []
-            self.remarks.append("No plots: matplotlib is not installed; install longhelix[bench].")
+            self.remarks.append("No plots, because matplotlib is not installed: run pip install 'longhelix[bench]'.")
         path.with_suffix(".json").write_text(self.as_json() + "\n", encoding="utf-8")
         images = {section.name: plots.draw(section, path) for section in drawn}
         path.write_text(self.as_markdown(images), encoding="utf-8")

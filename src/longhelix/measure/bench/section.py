@@ -1,4 +1,4 @@
-"""Tables of measurements and plots of these tables."""
+"""Tables of measurements, and the plots of these tables."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Column:
     key: str  # key of the value in a row
     title: str
     format: str = ""  # format specification; empty for text
-    factor: float = 1  # factor from the unit in the row to the unit in the title
+    factor: float = 1  # converts from the unit of the row to the unit in the title
 
     def show(self, row: Row) -> str:
         """Format the value of a row. The text is empty if the row has no such value."""
@@ -25,11 +25,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Plot:
-    """Plot of a table: one line or bar for each of `y` and each combination of values of `series`."""
+    """Plot of a table, with one line or bar per column in `y` and per combination of values of the `series` columns."""
 
     y: tuple[str, ...]  # keys of columns
     series: tuple[str, ...]  # keys of columns
-    x: str | None = None  # key of a column; None draws bars
+    x: str | None = None  # key of a column; None draws bars instead of lines
 
 
 @dataclass(frozen=True)
@@ -44,5 +44,5 @@ class Section:
     plot: Plot | None = None
 
     def column(self, key: str) -> Column:
-        """Return the column with a key."""
+        """Return the column that has the key `key`."""
         return next(column for column in self.columns if column.key == key)

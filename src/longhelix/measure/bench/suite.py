@@ -1,4 +1,4 @@
-"""Runs benchmarks of longhelix and of peers, and collects the tables in one report."""
+"""Runs the benchmarks of longhelix and of peers, and collects their tables in one report."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from longhelix.spec.layout import Layout
 
 @dataclass(frozen=True)
 class SuiteScope:
-    """Points and repeats that `Suite.all` measures."""
+    """The points that `Suite.all` measures, and the number of repeats."""
 
     kv_context: int  # number of KV tokens that attention kernels read
     groups: tuple[int, ...]  # query heads per KV head
@@ -78,9 +78,9 @@ FULL = SuiteScope(
 
 
 class Suite:
-    """A run of benchmarks. Each method runs one benchmark and adds its tables to the report.
+    """A run of benchmarks. Each benchmark has a method, which adds tables to the report.
 
-    Methods raise UserError if a value is out of range or a case cannot be measured.
+    These methods raise UserError if a value is out of range or if a case cannot be measured.
     """
 
     def __init__(self, date: str, peers: Path | None, tell: Callable[[str], None]) -> None:
@@ -88,8 +88,8 @@ class Suite:
 
         Args:
             date: date and time for the report.
-            peers: folder of the peers' environments. None measures no peers.
-            tell: callback that receives a line of text for each point.
+            peers: folder of the peers' virtual environments. With None, no peers are measured.
+            tell: callback that receives one line of text for each measured point.
         """
         check_native()
         self._report = BenchReport(environment(date))
@@ -106,7 +106,10 @@ class Suite:
         threads: Sequence[int],
         repeats: int,
     ) -> None:
-        """Measure attention over `context` tokens, and matrix products. Empty `threads` means all cores."""
+        """Measure attention over `context` tokens, and matrix products.
+
+        If `threads` is empty, the kernels run on all cores.
+        """
         threads = threads or (host.cores(),)
         check_positive("context", context)
         check_positive("head-size", *head_sizes)
@@ -169,21 +172,21 @@ class Suite:
     def sequence_parallelism(
         self, pairs: dict[str, Pair], prompts: Sequence[int], rates_mbit: Sequence[float], repeats: int
     ) -> None:
-        """Measure the prefill of each prompt with both configurations of each pair, over links of different rates.
+        """Measure the prefill of each prompt with both configurations of each pair, at each link rate.
 
-        If this process cannot create a link, the ranks use loopback. In this case, the progress lines and a remark say
-        so.
+        If this process cannot create a link, the ranks use loopback. A progress line and a remark in the report then
+        give the reason.
         """
         check_positive("repeats", repeats)
         if not rates_mbit:
-            raise UserError("--rates-mbit is empty: give one or more rates in Mbit/s")
+            raise UserError("--rates-mbit is empty: set it to one or more rates in Mbit/s")
         rates_mbit = tuple(dict.fromkeys(link.checked_rate_mbit(rate) for rate in rates_mbit))
         lacking = link.missing()
         if lacking is not None:
             self._tell(f"sp: --rates-mbit is ignored and the ranks use plain loopback, because {lacking}")
             self._report.remarks.append(
-                f"The ranks used plain loopback without a limit on its rate, because {lacking}. Sent bytes include "
-                "those of all programs on this host."
+                f"The ranks used plain loopback without a rate limit, because {lacking}. The sent bytes include the "
+                "loopback traffic of all programs on this host."
             )
             rates_mbit = ()
         job = SequenceParallelismJob(pairs, tuple(sorted(set(prompts))), rates_mbit, repeats)
@@ -195,7 +198,11 @@ class Suite:
         self._report.sections += planner.sections(repeats, self._peers, self._on_point("planner"))
 
     def all(self, short: bool) -> None:
-        """Run all benchmarks with the built-in model, in bfloat16, int8 and on two ranks. `short`: fewer points."""
+        """Run the main benchmarks with the built-in model: in bfloat16, in int8, and on two ranks.
+
+        Args:
+            short: measure fewer points.
+        """
         scope = SHORT if short else FULL
         configs = [
             configure("builtin", Layout(), scope.contexts, weight_dtype=dtype, kv_dtype=dtype)
@@ -216,7 +223,7 @@ class Suite:
         self.planner(scope.planner_repeats)
 
     def predict(self) -> None:
-        """Calibrate, and compare predictions with measurements of other lengths, layouts and dtypes."""
+        """Calibrate this machine, and compare predictions with measurements of other lengths, layouts and dtypes."""
         scope = predictions.SCOPE
         configs = [scope.config(layout, "bfloat16") for layout in predictions.LAYOUTS] + [
             scope.config(Layout(), "int8")
@@ -227,7 +234,7 @@ class Suite:
         self._report.sections += predictions.sections(system, measured, [configs[0], configs[-1]], fitted)
 
     def finish(self) -> BenchReport:
-        """Return the report, including remarks on peers."""
+        """Return the report, including the remarks on peers."""
         if self._peers:
             self._report.remarks += dict.fromkeys(self._peers.remarks)
         return self._report

@@ -1,1 +1,1 @@
-"""Calibration: measures this machine and creates the system `local` from it."""
+"""Calibration: measures this machine, and creates the system `local` from the measurements."""

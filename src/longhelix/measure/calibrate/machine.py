@@ -18,12 +18,12 @@ from longhelix.measure.world import Row
 TINY_KERNELS = 256
 NARROW_DTYPES = ("int8", "int4", "w8a8")
 PRODUCT_DTYPES = ("float32", "bfloat16", *NARROW_DTYPES)
-PRODUCT_ROWS = (1, 16, 128, 512)  # numbers of rows as in a decode step and in prefill chunks
+PRODUCT_ROWS = (1, 16, 128, 512)  # numbers of rows: those of decode steps and those of prefill chunks
 _PRODUCT_SIZE = 2048
 
 
 class MachineJob(msgspec.Struct, frozen=True):
-    """Job of one process: measures the fixed cost of a kernel, and float32 products with all threads."""
+    """Job of one process: measures the fixed cost of a kernel, and float32 matrix products on all threads."""
 
     repeats: int
 
@@ -39,7 +39,7 @@ class MachineJob(msgspec.Struct, frozen=True):
 
 
 class ProductsJob(msgspec.Struct, frozen=True):
-    """Job of one process: measures the engine's matrix products by weight dtype and rows, with all threads."""
+    """Job of one process: measures the engine's matrix products on all threads, by weight dtype and number of rows."""
 
     repeats: int
 
@@ -64,7 +64,10 @@ def _square(dtype: str) -> Weight:
 
 
 def _tiny_kernels() -> Callable[[], None]:
-    """Create a tape of TINY_KERNELS products that are so small that only the fixed cost of a kernel matters."""
+    """Create a tape of TINY_KERNELS matrix products.
+
+    The products are so small that their time is the fixed cost of a kernel.
+    """
     weight, x_TX, tape = make_weight(torch.randn(16, 32).bfloat16(), "bfloat16"), torch.randn(1, 32).bfloat16(), Tape()
     with tape:
         for _ in range(TINY_KERNELS):

@@ -1,4 +1,4 @@
-"""Measurements for the system `local`: the machine, its collectives, and single requests of a model."""
+"""Measurements for the system `local`: of the machine, of its collectives, and of single requests to a model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from longhelix.measure.world import Row, collect
 from longhelix.perf.fit import MeasuredRequest
 from longhelix.spec.layout import Layout
 
-RANKS = (2, 4)  # two numbers of ranks, to separate the fixed cost of a collective from the latency per rank
-SIZES_BYTES = (2048, 32768, 524288)  # message sizes from those of a decode step to those of a prefill chunk
+RANKS = (2, 4)  # two values, so that fits can separate the fixed cost of a collective from its cost per rank
+SIZES_BYTES = (2048, 32768, 524288)  # message sizes, from that of a decode step to that of a prefill chunk
 
 
 @dataclass(frozen=True)
 class CalibrationScope:
-    """Points and repeats of a calibration."""
+    """The points that a calibration measures, and the number of repeats."""
 
     contexts: tuple[int, ...]  # contexts of decode steps, in tokens
     decode_repeats: int
@@ -28,12 +28,12 @@ class CalibrationScope:
     collective_repeats: int
 
     def includes(self, row: Row) -> bool:
-        """Whether to use a row to fit constants: it has one of these lengths and ran on one rank in bfloat16."""
+        """True if the fits use a row: the row has one of these lengths and ran on one rank in bfloat16."""
         tokens = self.contexts if row["chunk"] is None else self.prompts
         return row["tokens"] in tokens and row["ranks"] == 1 and row["weight_dtype"] == row["kv_dtype"] == "bfloat16"
 
     def config(self, layout: Layout, dtype: str) -> EngineConfig:
-        """Configuration of the built-in model with room for these requests. `dtype` applies to weights and KV."""
+        """Configuration of the built-in model that has room for these requests, with weights and KV in `dtype`."""
         lengths = (*self.contexts, *self.prompts)
         return configure("builtin", layout, lengths, weight_dtype=dtype, kv_dtype=dtype)
 
@@ -72,20 +72,20 @@ class Measurements:
         """Run all measurements.
 
         Args:
-            scope: points and repeats.
-            configs: configurations with which the requests are measured.
+            scope: the points to measure, and the number of repeats.
+            configs: engine configurations that run the requests.
             on_point: function that accepts the name of a measurement and returns a callback for its rows.
         """
         ((machine,),) = collect(MachineJob(scope.machine_repeats), 1, on_point("machine"))
         products = [row for (row,) in collect(ProductsJob(scope.machine_repeats), 1, on_point("products"))]
         calls = collectives.measure(RANKS, SIZES_BYTES, scope.collective_repeats, on_point("collectives"))
-        # These measurements run close together, because memory bandwidth may change from minute to minute.
+        # Decode and prefill run one right after the other, because memory bandwidth may change from minute to minute.
         steps = _steps(scope, configs, on_point("decode"))
         return cls(machine, products, calls, steps + _prefills(scope, configs, on_point("prefill")))
 
 
 def measured_request(row: Row) -> MeasuredRequest:
-    """Convert a row of `Measurements.requests` to the form that fits and predictions use."""
+    """Convert a row of `Measurements.requests` to the type that fits and predictions use."""
     kvp, tpa = map(int, row["layout"].split(" x "))
     return MeasuredRequest(Layout(kvp=kvp, tpa=tpa), row["tokens"], row["chunk"], row["seconds"])
 

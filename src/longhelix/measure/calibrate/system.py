@@ -1,4 +1,4 @@
-"""Creates the system `local` from measurements of this machine and constants fitted to them."""
+"""Creates the system `local` from measurements of this machine, and from constants fitted to the measurements."""
 
 import statistics
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def local_system(measured: Measurements, config: EngineConfig, fitted: Calibrati
 
     Args:
         measured: measurements of this machine.
-        config: configuration of the measured model.
-        fitted: scope of the requests that are used to fit constants.
+        config: engine configuration of the measured model.
+        fitted: scope of the requests to which constants are fitted.
     """
     requests = [row for row in measured.requests if fitted.includes(row)]
     machine = measured.machine | {
@@ -44,42 +44,51 @@ def _median(requests: Sequence[Row], key: str, work: str) -> float:
 
 
 def _narrow_rates(products: Sequence[Row], bfloat16_flops_per_s: float) -> Row:
-    """FLOP/s of narrow weights: the bfloat16 rate times the measured ratio of the engine's largest products."""
+    """FLOP/s with narrow weights.
+
+    The rate is the bfloat16 rate, multiplied by the measured ratio of the engine's largest products in both dtypes.
+    """
     rates = {row["weight_dtype"]: row["flops_per_s"] for row in products if row["rows"] == max(PRODUCT_ROWS)}
     return {f"flops_per_s.{dtype}": bfloat16_flops_per_s * rates[dtype] / rates["bfloat16"] for dtype in NARROW_DTYPES}
 
 
 def _before_fits(machine: Row) -> dict[str, Row]:
-    """Constants before fitting. The fits replace the guessed values."""
+    """Return the constants before fitting. The fits replace the values whose source is "guess"."""
     preset = load_system("cpu")
     values = {
-        "memory_bytes_per_s": (machine["memory_bytes_per_s"], "measured: the read kernel, in turn with decode steps"),
-        "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, shared by its ranks"),
+        "memory_bytes_per_s": (
+            machine["memory_bytes_per_s"],
+            "measured: rate of the read kernel, which ran in turn with decode steps",
+        ),
+        "memory_bytes": (host.memory_bytes(), "measured: memory of this machine, which all ranks share"),
         "reserve_bytes": (preset.reserve_bytes, f"assumed: value of the preset {preset.name}"),
         "memory_efficiency": (0.8, "guess"),
         "compute_efficiency": (0.8, "guess"),
         "attention_efficiency": (0.8, "guess"),
-        "kernel_s": (machine["kernel_s"], f"measured: a tape of {TINY_KERNELS} tiny products"),
+        "kernel_s": (machine["kernel_s"], f"measured: time of a tape of {TINY_KERNELS} tiny products, per product"),
         "collective_s": (preset.collective_s, f"assumed: value of the preset {preset.name}"),
-        "step_s": (machine["step_s"], "measured: a decode step on one rank outside of native kernels"),
-        "part_fixed_share": (1, "assumed: each part is a separate collective"),
+        "step_s": (machine["step_s"], "measured: time of a decode step on one rank outside native kernels"),
+        "part_fixed_share": (1, "assumed: each part of an exchange is a separate collective"),
         "part_s": (preset.part_s, f"assumed: value of the preset {preset.name}"),
         "swap_bytes_per_s": (preset.swap_bytes_per_s, f"assumed: value of the preset {preset.name}"),
-        "in_switch_reduction": (False, "assumed: processes are not joined by a switch"),
-        "shared": (True, "assumed: ranks are processes of this machine"),
-        "cores": (host.cores(), "measured: cores that this process may use"),
+        "in_switch_reduction": (False, "assumed: no switch connects the processes"),
+        "shared": (True, "assumed: all ranks are processes of this machine"),
+        "cores": (host.cores(), "measured: number of cores that this process may use"),
         "node_ranks": (preset.node_ranks, f"assumed: value of the preset {preset.name}"),
         "flops_per_s.bfloat16": (
             machine["flops_per_s.bfloat16"],
-            "measured: torch.mm of 1024 x 1024, in turn with prefills",
+            "measured: torch.mm of 1024 x 1024 matrices, which ran in turn with prefills",
         ),
-        "flops_per_s.float32": (machine["flops_per_s.float32"], "measured: torch.mm of 1024 x 1024, all threads"),
-        "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: same as float32, which kernels compute in"),
-        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: same as bfloat16, which kernels convert it to"),
+        "flops_per_s.float32": (
+            machine["flops_per_s.float32"],
+            "measured: torch.mm of 1024 x 1024 matrices on all threads",
+        ),
+        "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: same as float32, used for float16"),
+        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: same as bfloat16, used for fp8"),
         **{
             f"flops_per_s.{dtype}": (
                 machine[f"flops_per_s.{dtype}"],
-                f"measured: bfloat16 rate, scaled by the engine's products of {max(PRODUCT_ROWS)} rows in both dtypes",
+                f"measured: bfloat16 rate, scaled by the ratio of {max(PRODUCT_ROWS)}-row products in both dtypes",
             )
             for dtype in NARROW_DTYPES
         },

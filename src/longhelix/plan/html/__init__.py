@@ -1,1 +1,1 @@
-"""Pages, each as one self-contained HTML file."""
+"""Builds pages. Each page is one self-contained HTML file."""

@@ -15,9 +15,9 @@ def write(path: Path, assets: Path, scripts: Sequence[str], data: Mapping[str, b
     """Write a self-contained page to `path`.
 
     Args:
-        assets: folder with page.html, page.css and the scripts. Plotly is included if page.html contains {{plotly}}.
+        assets: folder with page.html, page.css and the scripts. If page.html contains {{plotly}}, plotly is included.
         scripts: file names of the scripts, in order.
-        data: bytes to compress and insert, by the name of their placeholder in page.html.
+        data: bytes to compress and insert into page.html, by the name of their placeholder.
 
     Raises:
         UserError: plotly is missing, or `path` cannot be written.
@@ -41,7 +41,9 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise UserError("the page needs plotly: pip install 'longhelix[plan]'", "missing_dependency") from error
+        raise UserError(
+            "the page needs plotly, which is not installed: run pip install 'longhelix[plan]'", "missing_dependency"
+        ) from error
     return str(get_plotlyjs())
 
 

@@ -62,23 +62,26 @@ class ChatBody(ScoredBody, PromptEndingBody, ReasonedBody):
     messages: Messages
     """The conversation."""
     max_completion_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
-    """Most new tokens; all that the model's context leaves by default."""
+    """Maximum number of new tokens; by default, as many as fit in the model's context."""
     max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
     """Older name of max_completion_tokens."""
     logprobs: bool | None = None
     """Return the log-probability of each new token."""
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
-    """Number of likeliest tokens to return at each new token. Needs logprobs."""
+    """Number of likeliest tokens to return for each new token. Requires logprobs."""
     tools: Tools | None = None
     """Functions that the model may call."""
     tool_choice: _ToolChoice | None = None
-    """`none` for no calls, `auto` if the model decides, `required` for at least one call, or the function to call."""
+    """`none` forbids calls, `auto` lets the model decide, and `required` forces at least one call.
+
+    An object names the function that the model must call.
+    """
     parallel_tool_calls: bool | None = None
-    """Whether an answer may have several calls; true by default."""
+    """Allow several tool calls in one answer; true by default."""
     return_token_ids: bool | None = None
-    """Return the ids of the new tokens and of the one that ended them."""
+    """Return the ids of the new tokens and of the token that ended the answer."""
     reasoning_effort: Effort | None = None
-    """How much to reason, for chat templates that read it."""
+    """Reasoning effort. Only chat templates with a variable for the effort use this field."""
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

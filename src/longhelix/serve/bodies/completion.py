@@ -17,15 +17,15 @@ class CompletionBody(ScoredBody):
     prompt: Prompts
     """One prompt or several, all as text or all as token ids."""
     max_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
-    """Most new tokens; 16 by default."""
+    """Maximum number of new tokens; 16 by default."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Number of likeliest tokens to return at each new token, with their log-probabilities."""
+    """Number of likeliest tokens to return for each new token, with their log-probabilities."""
     echo: bool | None = None
     """Begin each answer with its prompt."""
     add_special_tokens: bool | None = None
-    """Whether the tokenizer adds special tokens, such as BOS, to the prompt; true by default."""
+    """Add special tokens, such as BOS, to the prompt; true by default."""
     return_token_ids: bool | None = None
-    """Return the ids of the new tokens and of the one that ended them."""
+    """Return the ids of the new tokens and of the token that ended the answer."""
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -42,5 +42,5 @@ class CompletionBody(ScoredBody):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether the answer is only the prompt, so that the engine need not compute anything."""
+        """True if the answer consists only of the prompt. The engine then computes nothing."""
         return self.echoes and self.max_tokens == 0 and self.logprobs is None and self.prompt_logprobs is None

@@ -7,14 +7,14 @@ from longhelix.serve.bodies.templated import TemplatedBody
 
 
 class ContextBody(TemplatedBody):
-    """Context to save: either `prompt` or `messages`."""
+    """Context to save. Set either `prompt` or `messages`."""
 
     id: ContextName
     """Name of the context."""
     model: ModelName | None = None
     prompt: Prompt | None = None
-    """Text or token ids."""
+    """Text or token ids of the context."""
     messages: Messages | None = None
-    """Beginning of a conversation."""
+    """Messages at the beginning of a conversation."""
     replace: bool | None = None
-    """Replace a context of the same name."""
+    """Replace an existing context of the same name."""

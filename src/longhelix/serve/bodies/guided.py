@@ -22,7 +22,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's field for the form of the answer."""
+    """OpenAI's field for the format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -49,7 +49,7 @@ _WITHOUT_EFFECT = ("disable_fallback", "backend", "_backend", "_backend_was_auto
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's field for the form of the answer. Set one of its fields."""
+    """vLLM's field for the format of the answer. Set exactly one of the fields in this object."""
 
     model_config = ConfigDict(strict=True, extra="forbid", use_attribute_docstrings=True)
     content: Annotated[Schema | None, Field(alias="json")] = None
@@ -57,11 +57,11 @@ class StructuredOutputs(BaseModel):
     regex: Text | None = None
     """Regular expression."""
     choice: Choices | None = None
-    """Texts to choose from."""
+    """Texts of which the answer must be one."""
     grammar: Text | None = None
     """Lark or GBNF grammar."""
     json_object: bool | None = None
-    """Any JSON object."""
+    """True if the answer must be a JSON object with any content."""
 
     @model_validator(mode="before")
     @classmethod
@@ -77,7 +77,7 @@ _MOST_STRUCTURED = len(StructuredOutputs.model_fields) + len(_UNSERVED) + len(_W
 
 
 class GuidedBody(Body):
-    """Fields for guided decoding. At most one of them may be set."""
+    """Fields for guided decoding. Set at most one of these fields."""
 
     guide_fields: ClassVar[tuple[str, ...]] = (
         "response_format",
@@ -86,15 +86,15 @@ class GuidedBody(Body):
     )
 
     response_format: ResponseFormat | None = None
-    """Form of the answer, as OpenAI has it."""
+    """Format of the answer, in OpenAI's notation."""
     structured_outputs: Annotated[StructuredOutputs, few(_MOST_STRUCTURED)] | None = None
-    """Form of the answer, as vLLM has it."""
+    """Format of the answer, in vLLM's notation."""
     guided_json: Schema | None = None
     """JSON schema that the answer must follow."""
     guided_regex: Text | None = None
     """Regular expression that the answer must match."""
     guided_choice: Choices | None = None
-    """Texts to choose the answer from."""
+    """Texts of which the answer must be one."""
     guided_grammar: Text | None = None
     """Grammar that the answer must follow."""
 
@@ -112,8 +112,8 @@ class GuidedBody(Body):
         found = self.guides()
         if len(found) > 1:
             raise UserError(
-                f"several fields say what the answer has to be: give one of {', '.join(self.guide_fields[:-1])} and "
-                f"{self.guide_fields[-1]}, and one thing in it"
+                f"several fields guide the answer: give only one of {', '.join(self.guide_fields[:-1])} and "
+                f"{self.guide_fields[-1]}, with one guide in it"
             )
         return found[0] if found else None
 

@@ -24,7 +24,7 @@ class TextPart(Body):
 
 
 class RefusalPart(Body):
-    """Text in which a model refused to answer. It is kept as text."""
+    """Text in which a model refused to answer. The prompt contains this part as normal text."""
 
     type: Literal["refusal"]
     refusal: Text
@@ -50,7 +50,7 @@ class ImagePart(Body):
         Annotated[Text, Tag("str")] | Annotated[ImageUrl, Tag("object")],
         Discriminator(lambda given: "str" if isinstance(given, str) else "object"),
     ]
-    """The URL, or an object that holds it."""
+    """URL of the image, or an object with the URL."""
 
     @property
     def url(self) -> str:
@@ -71,7 +71,7 @@ class FunctionCall(Body):
 
     name: Name
     arguments: Text | dict[str, Any] | None = None
-    """Object or its JSON text. May be null, missing or empty if the function has no arguments."""
+    """Arguments as an object or as JSON text. May be null, missing or empty if the function has no arguments."""
 
 
 class ToolCall(Body):
@@ -99,17 +99,17 @@ class ToolCall(Body):
                 arguments = reader.read(arguments)
             except JsonBoundsError as error:
                 raise UserError(
-                    f"{path}: a call whose arguments are JSON that, with the calls before it, {error}"
+                    f"{path}: the JSON of the arguments, together with the arguments of earlier calls, {error}"
                 ) from error
             except ValueError as error:
-                raise UserError(f"{path}: a call whose arguments are not JSON ({error}): correct it") from error
+                raise UserError(f"{path}: the arguments of a call are not JSON ({error}): correct them") from error
         if not isinstance(arguments, dict):
-            raise UserError(f"{path}: a call whose arguments are no JSON object: correct it")
+            raise UserError(f"{path}: the arguments of a call are not a JSON object: correct them")
         found = self.model_dump(exclude_none=True)
         return found | {"function": found["function"] | {"arguments": arguments}}
 
 
-_CONTINUE = Unserved((False,), "set continue_final_message next to messages")
+_CONTINUE = Unserved((False,), "set continue_final_message at the top level of the body")
 _UNSERVED = {  # unsupported fields of messages
     "prefix": _CONTINUE,
     "partial": _CONTINUE,
@@ -122,7 +122,7 @@ class Message(Body):
     """Message of a conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    """A role that the chat template knows, such as system, user, assistant or tool."""
+    """Role that the chat template supports, such as system, user, assistant or tool."""
     content: TextOr[Annotated[list[Part], Field(max_length=MOST_PARTS, fail_fast=True)]] | None = None
     """Text, or parts of text and images."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
@@ -132,7 +132,7 @@ class Message(Body):
     reasoning_content: Text | None = None
     """Reasoning of the assistant."""
     reasoning: Text | None = None
-    """The same under vLLM's newer name."""
+    """Same as `reasoning_content`, under vLLM's newer name."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -148,7 +148,7 @@ class Message(Body):
 
     @property
     def num_characters(self) -> int:
-        """Number of characters of the text, reasoning and arguments: about the length of the rendered message."""
+        """Total length of the text, reasoning and arguments, which approximates the length of the rendered message."""
         content = self.content or self.refusal or ""
         parts = [content] if isinstance(content, str) else [_text(part) for part in content]
         calls = [call.function.arguments for call in self.tool_calls or ()]
@@ -211,7 +211,7 @@ def _counted(given: object) -> object:
     lists = [message.get(name) for message in dicts for name in ("content", "tool_calls")]
     parts = sum(len(each) for each in lists if isinstance(each, list))
     if parts > MOST_PARTS:
-        raise ValueError(f"messages have {parts} parts and calls together: give at most {MOST_PARTS}")
+        raise ValueError(f"messages have {parts} parts and tool calls in total: give at most {MOST_PARTS}")
     return given
 
 

@@ -4,7 +4,7 @@ from longhelix.serve.bodies.body import Body
 
 
 class ReasonedBody(Body):
-    """Fields for how reasoning is returned."""
+    """Fields that control how reasoning is returned."""
 
     include_reasoning: bool | None = None
     """Return the reasoning; true by default."""

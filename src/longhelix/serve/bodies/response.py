@@ -26,9 +26,9 @@ from longhelix.serve.bodies.templated import Effort, PromptEndingBody, effort_va
 from longhelix.serve.bodies.unserved import UNSERVED, Unserved, check_unserved
 
 _MOST_METADATA = 16  # OpenAI's limit
-_WHOLE = Unserved((), "no response is kept, so send the whole conversation as input")
+_WHOLE = Unserved((), "responses are not stored, so send the whole conversation as input")
 _UNSERVED = UNSERVED | {
-    "store": Unserved((False,), "no response is kept, so set it to false"),
+    "store": Unserved((False,), "responses are not stored, so set it to false"),
     "previous_response_id": _WHOLE,
     "previous_response": _WHOLE,
     "previous_input_messages": _WHOLE,
@@ -114,7 +114,7 @@ def _chat_part(part: InputText | InputImage | RefusalPart) -> TextPart | ImagePa
 
 
 class TextFormat(Body):
-    """Form of the answer."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(max_length=256)] | None = None
@@ -139,7 +139,7 @@ class TextOptions(Body):
     """Options for the text of the answer."""
 
     format: TextFormat | None = None
-    """Form of the answer."""
+    """Format of the answer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -152,7 +152,7 @@ class ReasoningOptions(Body):
     """Options for the reasoning."""
 
     effort: Effort | None = None
-    """How much to reason, for chat templates that read it."""
+    """Reasoning effort. Only chat templates with a variable for the effort use this field."""
     summary: Literal["auto"] | None = None
     """Has no effect: the reasoning is never summarized."""
 
@@ -174,7 +174,7 @@ class ResponseBody(SampledBody, PromptEndingBody, ReasonedBody):
     reasoning: ReasoningOptions | None = None
     """Options for the reasoning."""
     max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
-    """Most new tokens; all that the model's context leaves by default."""
+    """Maximum number of new tokens; by default, as many as fit in the model's context."""
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],

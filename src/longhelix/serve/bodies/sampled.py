@@ -1,4 +1,4 @@
-"""Request fields that all endpoints that generate tokens share."""
+"""Request fields of all endpoints that generate tokens."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -33,14 +33,14 @@ class StreamOptions(Body):
 
 
 class SampledBody(GuidedBody):
-    """Fields that all endpoints with new tokens share. Null means the default."""
+    """Fields of all endpoints that generate tokens. A field that is null has its default value."""
 
     prompt_field: ClassVar[str]  # name of the field that contains the prompt
     limit_field: ClassVar[str] = "max_tokens"  # name of the field with the maximum number of new tokens
     unserved: ClassVar[Mapping[str, Unserved]] = UNSERVED  # unsupported fields of other servers
 
     model: ModelName | None = None
-    """Name of the model; the one of this server by default."""
+    """Name of the model; by default, the model of this server."""
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     """Number of answers to each prompt; 1 by default."""
     stream: bool | None = None
@@ -48,31 +48,31 @@ class SampledBody(GuidedBody):
     stream_options: StreamOptions | None = None
     """Options of a stream."""
     temperature: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] | None = None
-    """Divides the logits; 0 chooses the likeliest token; 1 by default."""
+    """Sampling temperature; 1 by default. At 0, the likeliest token is always chosen."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Sample from the likeliest tokens whose probabilities sum to top_p."""
+    """Sample only from the likeliest tokens, up to a total probability of top_p."""
     top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
-    """Sample from the top_k likeliest tokens; -1 or 0 for all."""
+    """Sample only from the top_k likeliest tokens; -1 or 0 for all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Sample from tokens with at least min_p times the probability of the likeliest one."""
+    """Sample only from tokens that have at least min_p times the probability of the likeliest token."""
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
-    """Above 1, makes tokens of the prompt and the answer less likely."""
+    """Values above 1 make tokens that occur in the prompt or the answer less likely."""
     presence_penalty: _Penalty | None = None
-    """Subtracted from the logits of tokens in the answer."""
+    """Value to subtract from the logit of each token that occurs in the answer."""
     frequency_penalty: _Penalty | None = None
-    """Subtracted from the logits of tokens in the answer, once for each occurrence."""
+    """Value to subtract from a token's logit for each occurrence of the token in the answer."""
     logit_bias: Annotated[dict[str, _Bias], Field(max_length=_MOST_BIASED), few(_MOST_BIASED)] | None = None
-    """Added to the logits, by token id."""
+    """Values to add to the logits, by token id."""
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    """Makes sampling reproducible. Each of the n answers has a seed of its own."""
+    """Random seed that makes sampling reproducible. The n answers to a prompt use consecutive seeds."""
     stop: Annotated[str, Field(min_length=1, max_length=1000)] | _Strings | None = None
     """One or more texts that end the answer."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
-    """Tokens that end the answer."""
+    """Ids of tokens that end the answer."""
     min_tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)] | None = None
-    """Minimum number of new tokens before an end token or a stop may end the answer."""
+    """Minimum number of new tokens before an end token or a stop string may end the answer."""
     ignore_eos: bool | None = None
-    """Continue after the model's end tokens."""
+    """Continue the answer after the model's end tokens."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; true by default."""
     include_stop_str_in_output: bool | None = None
@@ -80,7 +80,7 @@ class SampledBody(GuidedBody):
     priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
     """Requests with a higher priority run first; 0 by default."""
     client: Annotated[str, Field(max_length=256)] | None = None
-    """Name of the client. Clients that compete share the prefill time fairly."""
+    """Name of the client. The scheduler divides prefill time fairly among clients."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """Share the prefix cache only with requests that have the same salt."""
     context: ContextName | None = None
@@ -90,7 +90,7 @@ class SampledBody(GuidedBody):
     tbt_slo_s: _Seconds | None = None
     """Target for the time between two tokens, in seconds."""
     user: Any = None
-    """Accepted without effect."""
+    """Accepted, but has no effect."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -102,12 +102,12 @@ class SampledBody(GuidedBody):
         stops = self.stop if isinstance(self.stop, list) else [self.stop or ""]
         if sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
             raise ValueError(
-                f"stop has more than {_MOST_STOP_CHARACTERS} characters in all: give fewer or shorter ones"
+                f"stop has more than {_MOST_STOP_CHARACTERS} characters in total: give fewer or shorter strings"
             )
         return self
 
     def asks_for(self, option: str) -> bool:
-        """Whether the answer is a stream and this option of `stream_options` is set."""
+        """True if the answer is a stream and this option of `stream_options` is set."""
         return bool(self.stream and self.stream_options is not None and getattr(self.stream_options, option))
 
     @property
@@ -121,7 +121,7 @@ class SampledBody(GuidedBody):
 
     @property
     def echoes(self) -> bool:
-        """Whether each choice begins with its prompt."""
+        """True if each choice begins with its prompt."""
         return False
 
     def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
@@ -154,7 +154,7 @@ class SampledBody(GuidedBody):
             "top_k": 0 if self.top_k == -1 else self.top_k,  # -1 is vLLM's value for no limit
             "seed": None if self.seed is None else (self.seed + choice) % 2**63,
         }
-        # A request must compute something: without new tokens, the log-probabilities of its prompt.
+        # A request must compute something. If it has no new tokens, it computes the log-probabilities of its prompt.
         others = 0 if max_new_tokens == 0 and self.num_prompt_logprobs is not None else None
         return SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -180,7 +180,7 @@ class ScoredBody(SampledBody):
     """Fields of endpoints that can return log-probabilities of the prompt, as vLLM does."""
 
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """Number of likeliest tokens to return at each prompt token, with their log-probabilities."""
+    """Number of likeliest tokens to return for each prompt token, with their log-probabilities."""
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -193,17 +193,17 @@ class ScoredBody(SampledBody):
         if self.stream:
             raise UserError(f"{what} cannot be streamed: leave out stream, or {what}")
         if self.context is not None:
-            raise UserError(f"{what} needs a prompt that is computed here: leave out context, or {what}")
+            raise UserError(f"{what} cannot be combined with a saved context: leave out context, or {what}")
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
     """Return biases by token id. In JSON, the ids are strings."""
     wrong = next((name for name in given if not _is_written_id(name)), None)
     if wrong is not None:
-        raise UserError(f'logit_bias has {wrong[:20]!r}: its keys must be token ids, such as "42"')
+        raise UserError(f'logit_bias key {wrong[:20]!r} is not a token id: use keys such as "42"')
     return {int(name): bias for name, bias in given.items()}
 
 
 def _is_written_id(name: str) -> bool:
-    """Whether a string is a token id in its canonical form, such as "42" but not "042"."""
+    """True if a string is a token id in its canonical form, such as "42" but not "042"."""
     return name.isascii() and name.isdigit() and len(name) < 12 and (name == "0" or name[0] != "0")

@@ -29,7 +29,7 @@ class TemplatedBody(Body):
 
 
 class PromptEndingBody(TemplatedBody):
-    """Fields for how the prompt ends."""
+    """Fields that control how the prompt ends."""
 
     add_generation_prompt: bool | None = None
     """End the prompt with the start of an assistant message; true by default."""
@@ -39,10 +39,7 @@ class PromptEndingBody(TemplatedBody):
     @model_validator(mode="after")
     def _check_ending(self) -> Self:
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError(
-                "continue_final_message is set together with add_generation_prompt: an answer goes on with the last "
-                "message, or is one of its own"
-            )
+            raise ValueError("continue_final_message is set together with add_generation_prompt: set only one of them")
         return self
 
     def rendering(self, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ _UNSERVED = {
 
 
 class TokenizeBody(PromptEndingBody):
-    """Text or messages to tokenize: either `prompt` or `messages`."""
+    """Text or messages to tokenize. Set either `prompt` or `messages`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -31,13 +31,13 @@ class TokenizeBody(PromptEndingBody):
 
     model: ModelName | None = None
     prompt: Text | None = None
-    """Text."""
+    """Text to tokenize."""
     messages: Messages | None = None
     """Conversation, which the chat template turns into text."""
     add_special_tokens: bool = True
-    """Whether the tokenizer adds special tokens, such as BOS, to `prompt`."""
+    """Add special tokens, such as BOS, to `prompt`."""
     tools: Tools | None = None
-    """Functions that the conversation offers."""
+    """Functions that the model may call in the conversation."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

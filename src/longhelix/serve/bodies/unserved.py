@@ -36,7 +36,7 @@ def check_unserved(given: Mapping[str, object] | None, unserved: Mapping[str, Un
 
 
 def _ours(name: str, *neutral: Any) -> Unserved:
-    """Return an unsupported field that this server supports under another name."""
+    """Return the entry of a field that this server supports only under a different name."""
     return Unserved(neutral, f"use {name}")
 
 
@@ -45,7 +45,7 @@ _TOP_LEVEL = Unserved(({},), "give its fields at the top level of the body")
 _KEY_OF_CACHE = _ours("cache_salt", "")
 _TEMPLATE_VARIABLE = Unserved(([],), "put it into chat_template_kwargs, if the model's template reads it")
 _ALL_PENALTIES_COUNT = "leave it out: penalties here count all tokens"
-_IMAGE_SIZES = Unserved((), "leave it out: images are scaled as the model's own files say")
+_IMAGE_SIZES = Unserved((), "leave it out: the model's own settings determine how images are scaled")
 
 UNSERVED: dict[str, Unserved] = {
     # Sampling parameters that have another name here, or only one supported value.
@@ -70,11 +70,11 @@ UNSERVED: dict[str, Unserved] = {
     "stop_sequences": _ours("stop", []),
     "stop_words": _ours("stop", []),
     "stop_strings": _ours("stop", []),
-    "stop_regex": Unserved(("", []), "use stop, which takes texts"),
+    "stop_regex": Unserved(("", []), "use stop, which takes plain strings"),
     "n_probs": _ours("logprobs", 0),
     "top_n_tokens": _ours("logprobs", 0),
     "no_stop_trim": _ours("include_stop_str_in_output", False),
-    "do_sample": Unserved((True,), "set temperature to 0 for the likeliest tokens"),
+    "do_sample": Unserved((True,), "set temperature to 0 to choose the most likely tokens"),
     "return_full_text": _ours("echo in /v1/completions", False),
     "return_tokens": _ours("return_token_ids", False),
     "details": Unserved((False,), "use logprobs and return_token_ids"),
@@ -146,7 +146,7 @@ UNSERVED: dict[str, Unserved] = {
     "custom_params": Unserved(({},)),
     "vllm_xargs": Unserved(({},)),
     "repetition_detection": Unserved((), "use stop or max_tokens"),
-    "post_sampling_probs": Unserved((False,), "use logprobs, which are those of the model's own distribution"),
+    "post_sampling_probs": Unserved((False,), "use logprobs, which describe the model's own distribution"),
     "t_max_predict_ms": Unserved((0, -1), "use max_tokens"),
     "n_indent": Unserved((0,)),
     "t_max_prompt_ms": Unserved((0, -1)),
@@ -162,8 +162,12 @@ UNSERVED: dict[str, Unserved] = {
     "grammar_lazy": Unserved((False,)),
     "grammar_triggers": Unserved(([],)),
     # Rendering of messages into a prompt.
-    "add_special_tokens": Unserved((False,), "use /v1/completions; the model's template adds what messages need"),
-    "chat_template": Unserved((), "put its variables into chat_template_kwargs; the template is the model's own"),
+    "add_special_tokens": Unserved(
+        (False,), "use /v1/completions; the chat template already adds special tokens to messages"
+    ),
+    "chat_template": Unserved(
+        (), "put its variables into chat_template_kwargs; the server uses the model's own template"
+    ),
     "documents": _TEMPLATE_VARIABLE,
     "template": Unserved(("",), "use /v1/completions with the whole prompt"),
     "system": Unserved(("",), "give a message with the role system"),

@@ -71,7 +71,7 @@ def test_a_folder_that_was_renamed_is_a_context_of_the_new_name(folder):
 
 def test_a_context_is_replaced_as_a_whole_or_not_at_all(folder):
     save(folder, "a", b"first")
-    with pytest.raises(UserError, match="already: choose another name") as refused:
+    with pytest.raises(UserError, match=r"already exists in .*: choose another name") as refused:
         save(folder, "a", b"second")
     assert code_of(refused) == "context_exists"
     assert (folder.at("a") / "rank-0").read_bytes() == b"first"
@@ -175,7 +175,7 @@ def test_all_manifests_are_read_with_one_look_at_the_folder(folder, monkeypatch)
     assert looks == [["-none", "a", "b", "c", "gone"]]
     damaged = {name: found.pop(name) for name in ("-none", "b")}
     assert found == {"a": context("a"), "c": context("c")}
-    assert "is no manifest" in str(damaged["b"])
+    assert "is not a valid manifest" in str(damaged["b"])
     assert all(isinstance(error, UserError) for error in damaged.values())
 
 
@@ -184,12 +184,15 @@ def test_manifests_that_are_none_are_refused(folder):
     path = folder.at("a") / "context.json"
     sound = path.read_bytes()
     for content, words in [
-        (b"", "it is no manifest"),
-        (b"[]", "it is no manifest"),
-        (b'{"version": 2}', "it is no manifest"),
-        (sound.replace(b'"version":2', b'"version":7'), "has version 7 of the format, and this longhelix reads 2"),
+        (b"", "it is not a valid manifest"),
+        (b"[]", "it is not a valid manifest"),
+        (b'{"version": 2}', "it is not a valid manifest"),
+        (
+            sound.replace(b'"version":2', b'"version":7'),
+            "has version 7 of the format, but this version of longhelix reads 2",
+        ),
         (sound.replace(b"builtin", b"another"), "it has changed since it was saved"),
-        (sound.replace(b'"num_tokens":5', b'"num_tokens":"x"'), "it is no manifest"),
+        (sound.replace(b'"num_tokens":5', b'"num_tokens":"x"'), "it is not a valid manifest"),
     ]:
         path.write_bytes(content)
         with pytest.raises(UserError, match=words) as refused:
@@ -230,16 +233,19 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "other"}, "is of another model \\(builtin\\)"),
-        ({"dtype": "bfloat16"}, "saved with dtype float32, and here it is bfloat16: set dtype to float32"),
-        ({"kv_dtype": "int8"}, "saved with kv_dtype float32, and here it is int8"),
-        ({"activation_dtype": "int8"}, "activation_dtype None, and here it is int8: leave activation_dtype out"),
+        ({"model": "other"}, "was saved with another model \\(builtin\\)"),
+        ({"dtype": "bfloat16"}, "saved with dtype float32, but dtype is now bfloat16: set dtype to float32"),
+        ({"kv_dtype": "int8"}, "saved with kv_dtype float32, but kv_dtype is now int8"),
+        (
+            {"activation_dtype": "int8"},
+            "activation_dtype None, but activation_dtype is now int8: leave activation_dtype out",
+        ),
         (
             {"attention_dtype": "int8"},
-            "attention_dtype None, and here it is int8: leave attention_dtype out",
+            "attention_dtype None, but attention_dtype is now int8: leave attention_dtype out",
         ),
-        ({"block_tokens": 8}, "saved with block_tokens 4, and here it is 8"),
-        ({"rope": "other"}, "saved under other rope settings: set --rope-scaling to what it was then"),
+        ({"block_tokens": 8}, "saved with block_tokens 4, but block_tokens is now 8"),
+        ({"rope": "other"}, "saved with other RoPE settings: set --rope-scaling to its value at that time"),
     ],
 )
 def test_a_context_is_refused_to_requests_of_other_kv(changes, words):
@@ -262,7 +268,7 @@ def test_the_folder_is_that_of_the_users_data_unless_another_is_given(monkeypatc
         raise RuntimeError
 
     monkeypatch.setattr(Path, "home", homeless)
-    with pytest.raises(UserError, match="no home for contexts: set XDG_DATA_HOME"):
+    with pytest.raises(UserError, match="no home folder for contexts: set XDG_DATA_HOME"):
         ContextFolder(None).names()
 
 
@@ -293,7 +299,7 @@ def test_names_that_no_context_may_have_are_shown_and_removed(folder):
     for name, error in found.items():
         assert name.isprintable()
         name.encode()
-        assert "has a name that no context may have: rename it, or remove it" in str(error)
+        assert "has a name that is not allowed for contexts: rename it, or remove it" in str(error)
         str(error).encode()
         with pytest.raises(UserError, match="a context's name is"):
             folder.manifest(name)
@@ -318,7 +324,7 @@ def test_what_is_no_folder_is_no_context_and_in_the_way_of_one(folder):
     assert folder.names() == ["sound"]
     for name in ("file", "broken", "loop"):
         for replace in (False, True):
-            with pytest.raises(UserError, match="is there already, and is no folder") as refused:
+            with pytest.raises(UserError, match="already exists and is not a folder") as refused:
                 save(folder, name, replace=replace)
             assert code_of(refused) == "context_exists"
     assert sorted(os.listdir(folder.path)) == ["broken", "file", "loop", "sound"]

@@ -157,7 +157,7 @@ def test_memory_that_went_to_others_meanwhile_is_refused_in_words(config, monkey
     part_bytes = pool_bytes // 30 // 8
     free = iter([2 * part_bytes] * 5 + [2 * part_bytes - 1])
     monkeypatch.setattr(host, "available_bytes", lambda: next(free))
-    words = f"needs {pool_bytes - 5 * part_bytes} bytes more on a rank, but {2 * part_bytes - 1} are free for 2"
+    words = f"needs {pool_bytes - 5 * part_bytes} more bytes on a rank, but {2 * part_bytes - 1} bytes are free for 2 "
     with pytest.raises(UserError, match=words) as refused:
         new_pool(config, 0, config.scheduler.num_blocks)
     assert refused.value.code == "out_of_memory"

@@ -100,7 +100,7 @@ def test_tiles_and_rows_hold_the_same_numbers(tmp_path, dtype):
     back = saved_by(tmp_path, rows, "rows", {0: 3, 1: 1})
     again = make_snapshot(range(2), dtype, TILES)
     if dtype in ("fp8", "int8"):
-        with pytest.raises(UserError, match="float32 scales of GPUs") as refused:
+        with pytest.raises(UserError, match="saved on GPUs with float32 scales") as refused:
             again.load(tmp_path, [back], {0: 0, 1: 1})
         assert refused.value.code == "context_mismatch"
         for name in ("kv.keys", "kv.values"):
@@ -168,7 +168,7 @@ def damaged(tmp_path):
 
 def test_a_missing_file_is_named(damaged):
     (damaged.folder / "rank-1").unlink()
-    assert "of its file rank-1, it is missing" in damaged.words()
+    assert "(file rank-1: it is missing)" in damaged.words()
 
 
 @pytest.mark.parametrize("left", [0, 7, 100, 5000])
@@ -202,16 +202,16 @@ def test_what_is_not_read_is_not_checked_and_what_is_read_is(damaged):
 
 def test_files_that_do_not_hold_all_blocks_once_are_refused(damaged):
     damaged.files.append(damaged.files[0])
-    assert "do not hold all of its KV blocks once" in damaged.words()
+    assert "do not contain each of its KV blocks exactly once" in damaged.words()
     del damaged.files[1:]
-    assert "do not hold all of its KV blocks once" in damaged.words()
+    assert "do not contain each of its KV blocks exactly once" in damaged.words()
 
 
 def test_tensors_of_another_model_are_refused(damaged):
     damaged.target = make_snapshot(range(2), "bfloat16")
-    assert "kv.keys is F32 in place of BF16" in damaged.words()
+    assert "kv.keys is F32 instead of BF16" in damaged.words()
     damaged.target = make_snapshot(range(2), shared=True)
-    assert "not the sizes" in damaged.words()
+    assert "do not have the sizes" in damaged.words()
 
 
 def test_turns_go_up_in_even_steps():

@@ -217,7 +217,7 @@ def test_bytes_of_other_rows_or_weights_are_refused():
     with pytest.raises(ValueError, match="rows of float32, bfloat16 or float16"):
         linear(q_TX, weight, dtype=torch.float32)
     for rows, other, norm in ((torch.ones(3, 32), weight, None), (q_TX, float_weight, None), (q_TX, weight, scales_TX)):
-        with pytest.raises(ValueError, match="scales are of rows of int8 for a weight of w8a8, without a norm"):
+        with pytest.raises(ValueError, match="scales apply only to int8 rows with a w8a8 weight and no norm"):
             linear(rows, other, norm=norm, dtype=torch.float32, scales_TX=scales_TX)
 
 
@@ -246,7 +246,7 @@ def test_scales_that_are_not_of_these_rows_are_refused():
     assert torch.equal(linear(apart[1], weight, dtype=torch.float32, scales_TX=apart[0]), wanted_TO)
     plain = Weight(matrix(5, 144, 1), "float32", 5, 144, PLAIN)
     for rows, other in ((q_TX, plain), (q_TX.view(torch.uint8), weight)):
-        with pytest.raises(ValueError, match="scales are of rows of int8 for a weight of w8a8"):
+        with pytest.raises(ValueError, match="scales apply only to int8 rows with a w8a8 weight"):
             linear(rows, other, dtype=torch.float32, scales_TX=scales_TX)
 
 
@@ -254,7 +254,7 @@ def test_products_of_bytes_are_of_the_dtype_of_activations():
     q_TX, scales_TX = quantise_rows(torch.ones(3, 32))
     weight = make_weight(matrix(5, 32, 1), "w8a8")
     for named in ({"scales_TX": scales_TX}, {"scales_TX": scales_TX, "dtype": torch.int8}, {}):
-        with pytest.raises(ValueError, match=r"a product cannot be of torch.int8: set dtype"):
+        with pytest.raises(ValueError, match=r"a product cannot have the dtype torch.int8: set dtype"):
             linear(q_TX, weight, **named)
 
 
@@ -283,8 +283,8 @@ def test_a_weight_that_cannot_be_packed_is_refused_in_words(monkeypatch):
     with pytest.raises(UserError) as refused:
         make_weight(torch.zeros(4, 40), "w8a8")
     assert str(refused.value) == (
-        "activation_dtype int8 needs the native CPU kernels and inputs of a multiple of 16, but a weight has 40: "
-        "leave it out"
+        "activation_dtype int8 needs the native CPU kernels and weights whose number of inputs is a multiple of 16, "
+        "but a weight has 40: leave it out"
     )
     monkeypatch.setattr(native, "module", None)
     with pytest.raises(UserError, match="activation_dtype int8 needs the native CPU kernels"):

@@ -531,7 +531,7 @@ def test_numbers_that_the_kernels_do_not_know_are_refused():
         ("rows have 128 inputs, but the weight takes 64", {"x": torch.ones(3, 128)}),
         ("give them two dimensions", {"x": torch.ones(64)}),
         ("rows of torch.int8 have no scales", {"x": torch.ones(3, 64, dtype=torch.int8), "dtype": torch.float32}),
-        ("a product cannot be of torch.int32: set dtype", {"dtype": torch.int32}),
+        ("a product cannot have the dtype torch.int32: set dtype", {"dtype": torch.int32}),
         ("rows of torch.float32 have a norm of torch.bfloat16", {"norm": torch.ones(64).bfloat16()}),
         ("rows of 64 inputs have a norm of shape", {"norm": torch.ones(32)}),
         ("has a residual of shape", {"residual": torch.ones(2, 20)}),
@@ -642,8 +642,8 @@ def test_weights_that_cannot_be_packed_are_kept_as_rows(monkeypatch):
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_narrow_weight_that_cannot_be_packed_is_refused_in_words(dtype, monkeypatch):
     message = (
-        f"weight_dtype {dtype} needs the native CPU kernels and inputs of a multiple of 32, but a weight has 48: "
-        "set weight_dtype to the model's dtype"
+        f"weight_dtype {dtype} needs the native CPU kernels and weights whose number of inputs is a multiple of "
+        "32, but a weight has 48: set weight_dtype to the model's dtype"
     )
     with pytest.raises(UserError) as refused:
         make_weight(torch.zeros(4, 48), dtype)

@@ -244,9 +244,9 @@ def test_what_experts_would_read_as_something_else_is_refused(device):
     x_TH, residual = normal(5, 32, seed=6), normal(5, 32, seed=7)
     held, (weights_TY, experts_TY) = make(COLUMNS, 32, torch.float32, device), some_taken(5, NUM_EXPERTS, 2, 13)
     for rows, taken, added, words in (
-        (x_TH, (weights_TY.double(), experts_TY), None, "weights of torch.float64"),
-        (x_TH, (weights_TY, experts_TY.int()), None, "numbers of torch.int32"),
-        (x_TH, (weights_TY[:3], experts_TY[:3]), None, "5 rows take experts"),
+        (x_TH, (weights_TY.double(), experts_TY), None, "weights have the dtype torch.float64"),
+        (x_TH, (weights_TY, experts_TY.int()), None, "expert ids torch.int32"),
+        (x_TH, (weights_TY[:3], experts_TY[:3]), None, "for 5 rows, expert weights have the shape"),
         (x_TH, (weights_TY, experts_TY), residual[:3], "has a residual of shape"),
         (normal(5, 16, seed=6), (weights_TY, experts_TY), None, "rows have 16 inputs, but the weight takes 32"),
     ):

@@ -131,16 +131,16 @@ def test_a_string_beyond_the_end_is_refused(length, written):
     endless = struct.pack("<Q", length) + bytes(40)
     for value in (endless, items(STRING, endless), items(STRING, string("a"), endless), items(STRING, endless, b"")):
         kind = STRING if value is endless else ARRAY
-        assert_refused(written([field("a", kind, value)], data=b"", alignment=1), "ends at byte")
-    assert_refused(written([endless], data=b"", alignment=1), "ends at byte")
-    assert_refused(written(tensors=[endless], data=b"", alignment=1), "ends at byte")
+        assert_refused(written([field("a", kind, value)], data=b"", alignment=1), "ends too early, at byte")
+    assert_refused(written([endless], data=b"", alignment=1), "ends too early, at byte")
+    assert_refused(written(tensors=[endless], data=b"", alignment=1), "ends too early, at byte")
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", [GGUFValueType.INT32, STRING, ARRAY])
 @pytest.mark.parametrize("count", [2**60, 2**64 - 1])
 def test_an_endless_array_is_refused(kind, count, written):
-    assert_refused(written([field("a", ARRAY, struct.pack("<IQ", kind, count))], data=b""), "ends at byte")
+    assert_refused(written([field("a", ARRAY, struct.pack("<IQ", kind, count))], data=b""), "ends too early, at byte")
 
 
 def test_arrays_nested_too_deep_are_refused_by_the_key(written):
@@ -153,8 +153,8 @@ def test_values_of_an_unknown_type_are_refused(written):
 
 
 def test_what_is_there_twice_is_refused_by_name(written):
-    assert_refused(written([LLAMA[1]] * 2), "'llama.embedding_length' is there twice")
-    assert_refused(written(tensors=[tensor("w", 8)] * 2), "tensor 'w' is there twice")
+    assert_refused(written([LLAMA[1]] * 2), "'llama.embedding_length' occurs twice")
+    assert_refused(written(tensors=[tensor("w", 8)] * 2), "tensor 'w' occurs twice")
 
 
 @pytest.mark.parametrize("alignment", [8, 32, 64, 256])
@@ -200,9 +200,9 @@ def test_a_tensor_without_numbers_or_beyond_the_end_is_refused(shape, written):
 
 def test_tensors_may_neither_overlap_nor_begin_between_two_places(written):
     for at in (0, 32):
-        assert_refused(written(tensors=[tensor("v", 16, at=at), tensor("w", 16, at=0)]), "inside of another")
+        assert_refused(written(tensors=[tensor("v", 16, at=at), tensor("w", 16, at=0)]), "inside another tensor")
     for at in (4, 33):
-        assert_refused(written(tensors=[tensor("w", 8, at=at)]), "'w'", f"byte {at}, no multiple of 32")
+        assert_refused(written(tensors=[tensor("w", 8, at=at)]), "'w'", f"byte {at}, which is not a multiple of 32")
     assert list(GgufFile(written(tensors=[tensor("v", 8, at=64), tensor("w", 16)])).tensors) == ["w", "v"]
 
 

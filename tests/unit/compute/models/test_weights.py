@@ -145,7 +145,7 @@ def test_products_that_cannot_be_packed_are_tensors(tensors):
     assert weight.arrangement is PLAIN
     stacked = [made[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     assert torch.equal(weight.values, torch.cat(stacked).bfloat16())
-    with pytest.raises(UserError, match="weight_dtype int8 needs the native CPU kernels and inputs of a multiple"):
+    with pytest.raises(UserError, match="weight_dtype int8 needs the native CPU kernels and weights whose number"):
         Weights(SafetensorsCheckpoint(folder), declare(SPEC, Layout(), 0), torch.bfloat16, "int8", CPU).product(
             "layers.0.down"
         )

@@ -170,7 +170,7 @@ def make_python(environment, script):
                 (["sp", "--rates-mbit", "1e-9"], "rates_mbit is 1e-09: set it to a number from 0.001 to 1,000,000"),
                 (["sp", "--rates-mbit", "1e300"], "rates_mbit is 1e+300"),
                 (["sp", "--rates-mbit", "inf"], "rates_mbit is inf"),
-                (["sp", "--tpa", "1"], "the layout has 1 ranks, but the link joins two"),
+                (["sp", "--tpa", "1"], "the layout has 1 ranks, but the link joins exactly two"),
                 (["sp", "--prompts", "0"], "a context or prompt is 0"),
                 (["sp", "--prompts", "1G"], "a prompt has 1000000000 tokens, but the model is made for 8192"),
                 (["sp", "--repeats", "0"], "repeats is 0"),

@@ -96,7 +96,7 @@ def test_tables_show_the_constants_and_how_well_they_fit(measured, tmp_path, cap
     assert main(["calibrate", "--short", "--out", str(path)]) == 0
     out = capsys.readouterr().out
     assert "attention_efficiency" in out
-    assert "of fit points" in " ".join(out.split())
+    assert "for `fit` points" in " ".join(out.split())
     assert f"Wrote {path}." in out
     assert load_system(str(path)).name == "mine"
 

@@ -309,7 +309,7 @@ def test_a_file_of_a_system_is_read_or_refused(tmp_path):
     path.write_bytes(b"\xff")
     refused(load_system, path, "invalid_system", str(path), "TOML")
     path.write_text("memory_bytes_per_s = 5")
-    refused(load_system, path, "invalid_system", "mine", "where it comes from")
+    refused(load_system, path, "invalid_system", "mine", "a value and its source")
     refused(load_system, tmp_path / "none.toml", "unknown_system", "none.toml")
 
 
