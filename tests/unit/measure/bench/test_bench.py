@@ -172,7 +172,7 @@ def make_python(environment, script):
                 (["sp", "--rates-mbit", "inf"], "rates_mbit is inf"),
                 (["sp", "--tpa", "1"], "the layout has 1 ranks, but the link joins exactly two"),
                 (["sp", "--prompts", "0"], "a context or prompt is 0"),
-                (["sp", "--prompts", "1G"], "a prompt has 1000000000 tokens, but the model is made for 8192"),
+                (["sp", "--prompts", "1G"], "--prompts has 1000000000 tokens, but the model supports 8192"),
                 (["sp", "--repeats", "0"], "repeats is 0"),
                 (["sp", "--threads", "0"], "threads is 0"),
                 (["sp", "--threads", "100000"], "threads is 100000: set it to an integer from 1 to "),
