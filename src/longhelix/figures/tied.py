@@ -69,7 +69,10 @@ class TiedDeployment:
         return self.chunk_s(chunk, tokens - chunk)
 
     def attention_s(self, tokens: float, chunk: float) -> float:
-        """Return the time of attention in a prefill: the mean over several prefixes times the number of steps."""
+        """Return the total attention time of a prefill.
+
+        The estimate is the mean attention time of steps with several prefix lengths, times the number of steps.
+        """
         steps = [Work.chunk(chunk, (node + 0.5) / _NODES * tokens) for node in range(_NODES)]
         found = [item for work in steps for item in step_items(self.setting, self.layouts, work)]
         return sum(_number(item.seconds) for item in found if item.name == "attention") / _NODES * tokens / chunk

@@ -1,6 +1,6 @@
 """Measures the speed of longhelix's planner and of other planners.
 
-The measured values are configurations per second, the time of a plan, and the time of the import.
+It reports configurations per second, planning time, and import time.
 """
 
 import json
@@ -103,14 +103,14 @@ def _of(what: str, samples: Sequence[Row]) -> Row:
 
 
 def _plan(max_gpus: int) -> Row:
-    """Measure the time of a plan, including process start-up."""
+    """Measure how long one plan takes, including process start-up."""
     found: dict[str, object] = {}
     took_s = seconds(lambda: found.update(_command(max_gpus)))
     return {"time_s": took_s}
 
 
 def _own() -> Row:
-    """Return the row of longhelix's planner for the peers' table."""
+    """Measure longhelix's planner, and return its row of the comparison table."""
     found: dict[str, object] = {}
     took_s = seconds(lambda: found.update(_command(64)))
     best = found["frontier"][-1]
