@@ -171,7 +171,7 @@ def test_a_name_is_given_once_unless_it_is_replaced(oracles, tmp_path):
     with engine(oracle, tmp_path, Layout()) as llm:
         llm.save_context("document", oracle.prompts[2])
         assert llm.generate([[1]], GREEDY, context="document")[0].prompt_tokens == 19
-        with pytest.raises(UserError, match=r"a context 'document' in .* already") as refused:
+        with pytest.raises(UserError, match=r"a context 'document' already exists in") as refused:
             llm.save_context("document", context)
         assert refused.value.code == "context_exists"
         llm.save_context("document", context, replace=True)

@@ -248,7 +248,7 @@ MISTAKES = {
     "two lengths": ((*PLAN, "--mix", "chat"), "set one of --context, --isl with --osl, --mix and --trace"),
     "half a length": (("plan", *MODEL, "--isl", "1k"), "only one is set: set both"),
     "a rate of what never ends": ((*PLAN, "--rate", "1"), "set --isl and --osl instead of --context"),
-    "no rate": ((*ENDING, "--rate", "0"), "rate is 0.0: set it above 0"),
+    "no rate": ((*ENDING, "--rate", "0"), "rate is 0.0: set it to a number above 0"),
     "all is there": ((*ENDING, "--prefix-hit", "1"), "prefix-hit is 1.0"),
     "more than drafts": ((*PLAN, "--draft-tokens", "1", "--accepted-tokens", "2.5"), "accepted-tokens is 2.5"),
     "no drafts": ((*PLAN, "--accepted-tokens", "1.8"), "a step with 0 draft tokens gives 1 to 1"),

@@ -26,7 +26,7 @@ def ask(num_tokens, prompts=1, *, max_model_len=131_072, **fields):
 def test_as_many_as_an_answer_may_have(num_tokens, prompts, choices):
     assert num_tokens * prompts * choices == MOST
     assert ask(num_tokens, prompts, echo=True, n=choices) == prompts * choices
-    with pytest.raises(ClientError, match=f"an answer has at most {MOST}") as refused:
+    with pytest.raises(ClientError, match=f"an answer repeats at most {MOST}") as refused:
         ask(num_tokens + 1, prompts, echo=True, n=choices)
     assert refused.value.param == "echo"
     assert ask(num_tokens + 1, prompts, n=choices) == prompts * choices, "without echo nothing goes back"

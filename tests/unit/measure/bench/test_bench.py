@@ -159,7 +159,7 @@ def make_python(environment, script):
         (["kernels", "--kv-dtype", "int3"], "kv-dtype 'int3' is not known"),
         (["kernels", "--group", "0"], "group is 0"),
         (["collectives", "--ranks", "1"], "--ranks has 1, but collectives need at least two ranks"),
-        (["collectives", "--bytes", "6", "--ranks", "2"], "give multiples of 4"),
+        (["collectives", "--bytes", "6", "--ranks", "2"], "set it to multiples of 4"),
         (["layouts", "--ranks", "0"], "ranks is 0"),
         *few(
             [
