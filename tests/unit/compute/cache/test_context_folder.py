@@ -226,7 +226,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are(folder):
     assert code_of(refused) == "unknown_context"
     save(folder, "a")
     save(folder, "b")
-    with pytest.raises(UserError, match="known are a, b"):
+    with pytest.raises(UserError, match="known contexts are a, b"):
         folder.remove("x")
 
 
