@@ -71,8 +71,8 @@ def serve(
     max_restarts
         Restart a failed engine at most this many times per hour. Running requests continue after a restart.
     max_replays
-        Engine failures in a row that a running request survives; after one more it ends with an error. Two new tokens
-        end the row.
+        Engine failures in a row that a running request survives; after one more it ends with an error. The count
+        starts again when the request has two new tokens.
     drain
         Time for running requests to finish after SIGTERM or Ctrl-C, such as 30s. [default: 60 s]
     reasoning_parser

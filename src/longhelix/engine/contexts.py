@@ -64,7 +64,7 @@ class ReadContext:
 
 
 class Contexts:
-    """Saves one engine's contexts to a folder, and loads them from it.
+    """Saves contexts to a folder, and loads contexts of any engine from it.
 
     Contexts are saved from the prefix cache and loaded into the prefix cache, where requests find them by their tokens.
     If a loaded context is evicted before a request uses it, the request computes the context's KV.

@@ -286,9 +286,9 @@ class EngineOptions:
     hop_b: int | None = _setting(
         None,
         Count(tokens=False),
-        "Maximum number of parts that HOP-B splits a batch into, to overlap the exchange of one part with the "
-        "attention of the next; 1 turns it off. [default: the number that the performance model predicts to be "
-        "fastest, for each step]",
+        "Number of parts that HOP-B splits a batch into, or fewer for small batches, to overlap the exchange of one "
+        "part with the attention of the next; 1 turns it off. [default: the number that the performance model predicts "
+        "to be fastest, for each step]",
     )
     contexts_dir: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None, path, "Folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"

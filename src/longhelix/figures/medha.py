@@ -197,7 +197,8 @@ def _utilisation(small: Setting, large: Setting) -> list[Claim]:
     return [
         Claim("20", "MFU of prefill, sustained", "8B, 1M, 4 stages", published=55, modelled=100 * middle.mfu(M, CHUNK),
               unit="%",
-              note=f"50-60% in the paper. With the causal mask, it is {100 * middle.mfu(M, CHUNK, causal=True):.0f}%"),
+              note="50-60% in the paper. Counted with the causal mask, the modelled MFU is "
+                   f"{100 * middle.mfu(M, CHUNK, causal=True):.0f}%"),
         Claim("20", "MFU of prefill, best", "8B and 70B, 1M to 4M, 4 stages", published=75, modelled=100 * most,
               unit="%",
               note="attention_efficiency is fitted to the sustained MFU of 50-60%. A value of 0.38 instead of 0.30 "

@@ -60,7 +60,7 @@ class TiedDeployment:
     def p95_s(self, tokens: float, chunk: float, decodes: int = 0) -> float:
         """Return the P95 of a prefill's step times.
 
-        It is the time of the step after 95% of the tokens, because step times grow linearly.
+        It is the time of the step after 95% of the tokens, because step times grow with the prefix.
         """
         return self.chunk_s(chunk, _P95 * tokens, decodes)
 

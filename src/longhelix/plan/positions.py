@@ -6,11 +6,11 @@ from longhelix.spec import ModelSpec
 def beyond_positions(model: ModelSpec, context: int) -> str | None:
     """Return a warning if the context has more tokens than the model has positions; otherwise None.
 
-    The predicted costs of such a context are valid, but its answers may be meaningless.
+    The predicted costs of such a context are valid, but answers may be meaningless beyond these positions.
     """
     if context <= model.scaled_positions:
         return None
     return (
         f"a context of {context} tokens exceeds the {model.scaled_positions} positions that the model supports: the "
-        "predicted costs are valid, but answers may be meaningless"
+        "predicted costs are valid, but answers may be meaningless beyond these positions"
     )

@@ -29,8 +29,7 @@ class Recovery:
     """How often the server recovers from engine failures."""
 
     restarts: int = 3  # maximum number of restarts within an hour
-    # Number of consecutive engine failures that a request survives without a new token in between. The next failure
-    # ends the request.
+    # Number of engine failures that a request survives without two new tokens in between. The next failure ends it.
     failures: int = 1
 
 

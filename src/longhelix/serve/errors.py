@@ -243,7 +243,8 @@ def event_stream(data: dict[str, Any]) -> dict[str, Any]:
 
 def streamed() -> dict[int | str, dict[str, Any]]:
     """Return the response of a route that may stream, for OpenAPI."""
-    return {200: {"content": event_stream({"description": "if stream is true: JSON, then [DONE] at the end"})}}
+    description = "if stream is true: JSON. Completions and chats send [DONE] after the last event"
+    return {200: {"content": event_stream({"description": description})}}
 
 
 def install(app: FastAPI) -> None:

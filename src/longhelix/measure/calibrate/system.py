@@ -83,8 +83,8 @@ def _before_fits(machine: Row) -> dict[str, Row]:
             machine["flops_per_s.float32"],
             "measured: torch.mm of 1024 x 1024 matrices on all threads",
         ),
-        "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: same as float32, used for float16"),
-        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: same as bfloat16, used for fp8"),
+        "flops_per_s.float16": (machine["flops_per_s.float32"], "assumed: as float32: kernels compute float16 in it"),
+        "flops_per_s.fp8": (machine["flops_per_s.bfloat16"], "assumed: as bfloat16, to which kernels convert fp8"),
         **{
             f"flops_per_s.{dtype}": (
                 machine[f"flops_per_s.{dtype}"],
