@@ -1,0 +1,300 @@
+"""Models on the Hugging Face Hub: finds `ORG/NAME` in the hub's cache on this machine, or downloads it there.
+
+huggingface_hub does the work, so its environment variables apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
+Only data is downloaded, never code: config, tokenizer, and safetensors weights, or one GGUF file.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from longhelix.errors import UserError
+
+Files = Mapping[str, int | None]  # path in the repository to size in bytes, None if the hub does not say
+
+_CONFIG = ("config.json", "hf_quant_config.json")
+_PATTERNS = (
+    *_CONFIG,
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+_TEMPLATES = "additional_chat_templates/"
+# Copies of the same weights in the format of their publisher, such as Mistral's.
+_SECOND_COPIES = "consolidated*.safetensors"
+_GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """Model on the hub, as a user names it: ORG/NAME, or ORG/NAME:FILE for a GGUF file."""
+
+    name: str  # ORG/NAME
+    gguf: str | None  # name of the GGUF file, or its quantisation such as Q4_K_M
+    revision: str  # branch, tag or commit
+
+    @classmethod
+    def of(cls, model: str, revision: str | None = None) -> HubModel | None:
+        """Parse a model name. Returns None if it has another form, or if a file or folder of that name exists."""
+        part = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+        match = re.fullmatch(rf"({part}/{part})(?::([A-Za-z0-9._/-]+))?", model)
+        if match is None or os.path.exists(model):
+            return None
+        return cls(match[1], match[2], revision or "main")
+
+    def wanted(self, files: Files) -> list[str]:
+        """Return which of a repository's files to download. Raises UserError if it has no model that can run."""
+        ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
+        if self.gguf is not None:
+            return [self._chosen(ggufs)]
+        weights = [file for file in files if file.endswith(".safetensors") and _is_wanted(file)]
+        if "config.json" in files and weights:
+            return [file for file in files if _is_wanted(file)]
+        if ggufs:
+            raise UserError(
+                f"{self.name} has no safetensors weights, but {len(ggufs)} GGUF files: choose one, such as "
+                f"{self.name}:{ggufs[0]}",
+                "invalid_checkpoint",
+            )
+        raise UserError(
+            f"{self.name} has no config.json and safetensors weights: choose a repository of a model that has both, "
+            "or a GGUF file",
+            "invalid_checkpoint",
+        )
+
+    def _chosen(self, ggufs: list[str]) -> str:
+        """Return the GGUF file that has the given name, or the only one of the given quantisation."""
+        asked = str(self.gguf)
+        if asked in ggufs:
+            found = [asked]
+        else:
+            found = [file for file in ggufs if re.search(rf"(^|[-._/]){re.escape(asked)}\.gguf$", file, re.IGNORECASE)]
+        if len(found) != 1:
+            what = f"{len(found)} GGUF files" if found else "no GGUF file"
+            known = f"choose one of {', '.join(found or ggufs)}" if ggufs else f"leave out :{asked}"
+            raise UserError(f"{self.name} has {what} for {asked}: {known}", "invalid_checkpoint")
+        if _GGUF_PART.search(found[0]):
+            raise UserError(
+                f"{found[0]} is one part of a split GGUF file: merge the parts with llama-gguf-split, and give the path "
+                "of the result",
+                "invalid_checkpoint",
+            )
+        return found[0]
+
+
+def find(model: str, revision: str | None = None, tell: Callable[[str], None] | None = None) -> str:
+    """Return the path of a model. Downloads a model of the hub that is not in the cache.
+
+    Args:
+        model: "builtin", a path, or a hub ID. An existing path is used even if it looks like a hub ID.
+        revision: branch, tag or commit of the hub ID; "main" if None.
+        tell: receives one line before a download. None logs it.
+
+    Raises:
+        UserError: the repository, the revision or a file does not exist or is not accessible, the hub cannot be
+            reached, or the disk is full.
+    """
+    asked = HubModel.of(model, revision)
+    if asked is None:
+        if revision is not None:
+            raise UserError(f"revision is {revision!r}, but {model} is not a model on the hub: leave revision out")
+        return model
+    folder, files = _download(asked, asked.wanted, tell or logging.getLogger(__name__).info)
+    return str(folder if asked.gguf is None else folder / files[0])
+
+
+def find_config(model: str, revision: str | None = None) -> str:
+    """Return the path of a folder with a model's config.json, which is downloaded without weights for a hub ID.
+
+    Any other name is returned as it is. Raises UserError as `find` does.
+    """
+    asked = HubModel.of(model, revision)
+    if asked is None:
+        return model
+
+    def wanted(files: Files) -> list[str]:
+        if "config.json" not in files:
+            raise UserError(f"{model} has no config.json: choose a repository of a model", "unknown_model")
+        return [file for file in files if file in _CONFIG]
+
+    return str(_download(asked, wanted, logging.getLogger(__name__).info)[0])
+
+
+def _is_wanted(file: str) -> bool:
+    if "/" in file:
+        return file.startswith(_TEMPLATES) and file.endswith(".jinja")
+    return any(fnmatch(file, pattern) for pattern in _PATTERNS) and not fnmatch(file, _SECOND_COPIES)
+
+
+def _download(
+    asked: HubModel, wanted: Callable[[Files], list[str]], tell: Callable[[str], None]
+) -> tuple[Path, list[str]]:
+    """Bring the wanted files into the cache. Returns the folder of the revision, and the files."""
+    from huggingface_hub import constants, snapshot_download  # imported here because it loads an HTTP client
+    from huggingface_hub.utils import tqdm
+
+    class TerminalBar(tqdm):
+        """Progress bar that is shown only on a terminal."""
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **{"disable": None} | settings)
+
+    cache = Path(constants.HF_HUB_CACHE)
+    with _errors_in_words(asked, cache):
+        repository = _repository(asked, cache)
+        try:
+            files = wanted(repository.files)
+        except UserError as error:
+            if repository.is_offline:
+                raise UserError(_in_part(asked.name, cache), "download_failed") from error
+            raise
+        missing_bytes = sum(repository.files[file] or 0 for file in files if file not in repository.cached)
+        if missing_bytes:
+            tell(f"downloading {asked.name} ({missing_bytes / 1e9:.3g} GB) to {cache}")
+            _check_space(asked, missing_bytes, cache)
+        folder = snapshot_download(
+            asked.name,
+            revision=asked.revision,
+            allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in files],
+            local_files_only=repository.is_offline,
+            library_name="longhelix",
+            tqdm_class=TerminalBar,
+        )
+    return Path(folder), files
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """Files of one revision of a repository."""
+
+    files: Files
+    cached: Files  # those that are in the cache
+    is_offline: bool  # whether the hub is out of reach, so that only the cached files are known
+
+
+def _repository(asked: HubModel, cache: Path) -> _Repository:
+    """List a repository's files. Uses the cache if the hub does not answer."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled, RevisionNotFoundError
+
+    try:
+        listed = HfApi().model_info(asked.name, revision=asked.revision, files_metadata=True)
+    except RevisionNotFoundError:
+        raise
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        cached = _cached(asked.name, asked.revision)
+        if cached:
+            return _Repository(cached, cached, is_offline=True)
+        if isinstance(error, HfHubHTTPError):
+            raise
+        why, what = (
+            ("HF_HUB_OFFLINE is set", "unset it")
+            if isinstance(error, OfflineModeIsEnabled)
+            else (f"{constants.ENDPOINT} cannot be reached ({error})", "check the network")
+        )
+        raise UserError(
+            f"there is no folder {asked.name}, the cache {cache} does not contain that model, and {why}: {what}, or give "
+            "the path of a model",
+            "download_failed",
+        ) from error
+    files = {file.rfilename: file.size for file in listed.siblings or ()}
+    return _Repository(files, _cached(asked.name, str(listed.sha)), is_offline=False)
+
+
+def _cached(name: str, revision: str) -> Files:
+    """Return the files of a revision that are in the cache, with their sizes."""
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    with suppress(CacheNotFound):
+        for repository in scan_cache_dir().repos:
+            if (repository.repo_type, repository.repo_id) == ("model", name):
+                for snapshot in repository.revisions:
+                    if revision in (snapshot.commit_hash, *snapshot.refs):
+                        folder = snapshot.snapshot_path
+                        return {str(file.file_path.relative_to(folder)): file.size_on_disk for file in snapshot.files}
+    return {}
+
+
+def _in_part(name: str, cache: Path) -> str:
+    return (
+        f"the cache {cache} does not contain all of {name}, and the hub is offline or refuses access: check the network, "
+        "HF_HUB_OFFLINE and HF_TOKEN, then run the command again"
+    )
+
+
+def _check_space(asked: HubModel, missing_bytes: int, cache: Path) -> None:
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if missing_bytes > free_bytes:
+        raise UserError(
+            f"{asked.name} needs {missing_bytes / 1e9:.3g} GB, but the disk of {cache} has {free_bytes / 1e9:.3g} GB "
+            "free: make room, or set HF_HOME to a folder on another disk",
+            "disk_full",
+        )
+
+
+@contextmanager
+def _errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
+    """Turn the errors of huggingface_hub into UserErrors."""
+    from huggingface_hub import constants, errors
+    from huggingface_hub.utils import logging as hub_logging
+
+    name, hub = asked.name, constants.ENDPOINT
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()  # it warns of each attempt, and the last error says the same
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise UserError(
+            f"access to {name} must be granted by its owner: request it at {hub}/{name}, then set HF_TOKEN to a token of "
+            "your account",
+            "download_failed",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise UserError(
+            f"there is neither a folder {name} on this machine nor a repository {name} at {hub}: check the name, and "
+            "set HF_TOKEN if the repository is private",
+            "download_failed",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise UserError(
+            f"{name} has no revision {asked.revision}: set the revision to a branch, a tag or a commit", "download_failed"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise UserError(_in_part(name, cache), "download_failed") from error
+    except errors.HfHubHTTPError as error:
+        raise UserError(
+            f"{hub} refused to send {name} with status {error.response.status_code}: try again later", "download_failed"
+        ) from error
+    except (errors.HTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"the disk of {cache} became full during the download of {name}: make room and run the command again, "
+                "or set HF_HOME to a folder on another disk",
+                "disk_full",
+            ) from error
+        raise UserError(
+            f"the download of {name} from {hub} failed ({' '.join(str(error).split())}): check the network, then run "
+            "the command again to continue",
+            "download_failed",
+        ) from error
+    finally:
+        hub_logging.set_verbosity(verbosity)
