@@ -348,7 +348,7 @@ def test_torchrun_with_the_wrong_number_of_ranks_is_told_the_right_one(oracle):
 
 
 def test_missing_model(capfd, tmp_path):
-    assert "No model at" in refusal(capfd, *generate(tmp_path / "none"))
+    assert "there is no model at" in refusal(capfd, *generate(tmp_path / "none"))
 
 
 def test_unknown_architecture_names_the_known_ones(capfd, model):

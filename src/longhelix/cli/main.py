@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError
 
 from longhelix.cli.config_file import from_file
+from longhelix.cli.help import HELP, HELP_ALL, PROMPT, SERVER, HelpFormatter
 from longhelix.errors import EngineError, RequestError, UserError
 
 USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -19,11 +20,24 @@ app = App(
     help="Exact LLM inference with contexts of millions of tokens.",
     version=lambda: importlib.metadata.version("longhelix"),
     config=from_file,
+    help_flags=(HELP, "-h", HELP_ALL),
+    help_formatter=HelpFormatter(),
+    help_epilogue="--help-all shows every option of a command.",
 )
 # Commands are registered by name and imported later, so that `longhelix --help` stays fast.
-app.command("longhelix.cli.generate:generate", name="generate", help="Generate an answer to one prompt.")
+app.command(
+    "longhelix.cli.generate:generate",
+    name="generate",
+    help="Generate an answer to one prompt.",
+    group_parameters=PROMPT,
+)
 app.command("longhelix.cli.chat.verb:chat", name="chat", help="Chat with a model in the terminal.")
-app.command("longhelix.cli.serve:serve", name="serve", help="Serve a model over an OpenAI-compatible HTTP API.")
+app.command(
+    "longhelix.cli.serve:serve",
+    name="serve",
+    help="Serve a model over an OpenAI-compatible HTTP API.",
+    group_parameters=SERVER,
+)
 app.command(
     "longhelix.cli.context:app", name="context", help="Save, list, load and remove the KV cache of long prompts."
 )
@@ -63,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in arguments
+    app.help_formatter.shows_all = HELP_ALL in arguments
     warnings.showwarning = _show_warning
     signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, fields, make_dataclass, replace
+from dataclasses import KW_ONLY, Field, dataclass, fields, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,11 +12,13 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from longhelix.cli.help import ANSWER, ENGINE, MODEL, RARE_ANSWER, rare
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.compute.cache.context_folder import ContextFolder
 from longhelix.compute.runner.config import EngineConfig
+from longhelix.engine import hub
 from longhelix.engine.llm import LLM
 from longhelix.engine.options import Count, CountOrAuto, EngineOptions, Words, compilation, path, rope_settings, weights
 from longhelix.errors import UserError
@@ -55,16 +57,28 @@ def _type(setting: Field) -> Any:
     name, negative = setting.metadata["flag"], setting.metadata["negative"]
     named = {"name": f"--{name}"} if name else {}
     negative = f"--{negative}" if negative else ()
-    return Annotated[kind | None, Parameter(help=help_text, negative=negative, show_default=False, **named)]
+    group = ENGINE if setting.name in _COMMON else rare(ENGINE)
+    parameter = Parameter(help=help_text, negative=negative, show_default=False, group=group, **named)
+    return Annotated[kind | None, parameter]
 
 
 def _flags(name: str, settings: Iterable[Field]) -> type:
     """Create a dataclass with one flag per setting. Flags that were not given are None."""
     flags = [(setting.name, _type(setting), None) for setting in settings]
     record = make_dataclass(name, flags, namespace={"__module__": __name__}, frozen=True, kw_only=True)
-    return Parameter(name="*", group="Engine")(record)
+    return Parameter(name="*", group=ENGINE)(record)
 
 
+# Engine options that `--help` shows. `--help-all` shows the others too.
+_COMMON = (
+    "weight_dtype",
+    "kv_dtype",
+    "max_model_len",
+    "kv_cache_tokens",
+    "policy",
+    "max_running",
+    "device",
+)
 _OBJECTS = {
     "rope_scaling": '{"rope_type": "linear", "factor": 2}',
     "client_weights": '{"batch": 0.5}',
@@ -105,13 +119,17 @@ def contexts_folder(flags: Any) -> ContextFolder:
     return ContextFolder(given(flags).get("contexts_dir"))
 
 
-@Parameter(name="*", group="Model and layout")
-@dataclass(frozen=True, kw_only=True)
+@Parameter(name="*", group=MODEL)
+@dataclass(frozen=True)
 class ModelOptions:
     """Options for the model to load and its layout over ranks."""
 
     model: str
-    "Model to load: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
+    """Model to load: `builtin`, a folder in Hugging Face format, a GGUF file, or a model on the Hugging Face Hub such
+    as Qwen/Qwen3-8B."""
+    _: KW_ONLY
+    revision: Annotated[str | None, Parameter(group=rare(MODEL))] = None
+    "Branch, tag or commit of a model on the hub. [default: main]"
     layout: str | None = None
     """YAML file of degrees and settings, as `longhelix plan --out` writes, or `auto` for one rank with all cores.
     Options on the command line override the file."""
@@ -119,17 +137,25 @@ class ModelOptions:
     "KV parallelism: ranks that split each request's KV cache along the sequence. [default: 1]"
     tpa: int | None = None
     "Tensor parallelism of attention: ranks that split the heads. [default: 1]"
-    tpf: int | None = None
+    tpf: Annotated[int | None, Parameter(group=rare(MODEL))] = None
     "Tensor parallelism of the FFN: ranks that split its columns. [default: kvp * tpa / ep]"
     ep: int | None = None
     "Expert parallelism: ranks that split the experts. [default: the largest divisor of both kvp * tpa and the experts]"
     pp: int | None = None
     "Number of pipeline stages. [default: 1]"
-    tied: Annotated[bool | None, Parameter(negative=(), show_default=False)] = None
+    tied: Annotated[bool | None, Parameter(group=rare(MODEL), negative=(), show_default=False)] = None
     """Replicate the FFN on every KVP instance, with tpf = tpa (Medha's layout). With placement growing, local or auto,
     instances that share no request run their steps independently."""
-    config: Path | None = None
+    config: Annotated[Path | None, Parameter(group=rare(MODEL))] = None
     "YAML file of options by name. Options on the command line override it."
+
+    def found(self, tell: Callable[[str], None] | None = None) -> "ModelOptions":
+        """Return the options with the path of the model, which is downloaded from the hub if needed.
+
+        Args:
+            tell: receives one line before a download. None prints it to standard error.
+        """
+        return replace(self, model=hub.find(self.model, self.revision, tell or _print), revision=None)
 
     def start(
         self,
@@ -144,7 +170,7 @@ class ModelOptions:
             tell: callback that receives the resolved configuration. None prints a description to standard error.
             defaults: values for settings that are in neither the flags nor the layout file.
         """
-        model, settings = self._composed(engine)
+        model, settings = self.found()._composed(engine)
         settings = {**(defaults or {}), **settings}
         llm = model._start(settings)
         (tell or _print_described)(llm.config)
@@ -202,7 +228,7 @@ def parsed_object(name: str, text: str, example: str) -> dict[str, Any]:
     return settings
 
 
-@Parameter(name="*", group="Answer")
+@Parameter(name="*", group=ANSWER)
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """Options that decide how new tokens are sampled."""
@@ -211,48 +237,50 @@ class SamplingOptions:
     "Maximum number of new tokens."
     temperature: float = 0.0
     "Sampling temperature. 0 always takes the most likely token; higher values make answers more varied."
-    top_k: int = 0
+    top_k: Annotated[int, RARE_ANSWER] = 0
     "Sample only from the k most likely tokens. 0 turns this off."
     top_p: float = 1.0
     "Sample only from the most likely tokens that together reach this probability. 1 turns this off."
-    min_p: float = 0.0
+    min_p: Annotated[float, RARE_ANSWER] = 0.0
     "Sample only from tokens with at least this probability relative to the most likely one. 0 turns this off."
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, RARE_ANSWER] = 1.0
     "Penalty for tokens that occur in the prompt or the answer. Values above 1 make them less likely."
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, RARE_ANSWER] = 0.0
     "Amount subtracted from the logit of each token that the answer already contains."
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, RARE_ANSWER] = 0.0
     "Amount subtracted from a token's logit for each time that the answer contains it."
-    logit_bias: str | None = None
+    logit_bias: Annotated[str | None, RARE_ANSWER] = None
     """Numbers to add to the logits of token ids, as a JSON object such as '{"42": -100}'. [default: none]"""
     seed: int | None = None
     "Seed for sampling. Set it to get the same answer each time. [default: random]"
     stop: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
     "Text that ends the answer and is left out of it. May be given several times."
-    stop_token_ids: Annotated[tuple[int, ...], Parameter(negative=(), show_default=False)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Parameter(group=rare(ANSWER), negative=(), show_default=False)] = ()
     "Token ID that ends the answer. May be given several times."
-    ignore_eos: Flag = False
+    ignore_eos: Annotated[Flag, RARE_ANSWER] = False
     "Continue after the model's end-of-sequence token. Use it to benchmark answers of a fixed length."
-    include_stop_str_in_output: Flag = False
+    include_stop_str_in_output: Annotated[Flag, RARE_ANSWER] = False
     "Include the stop text, or the text of the stop token, in the answer."
-    skip_special_tokens: Annotated[bool, Parameter(negative="--show-special-tokens", show_default=False)] = True
+    skip_special_tokens: Annotated[
+        bool, Parameter(group=rare(ANSWER), negative="--show-special-tokens", show_default=False)
+    ] = True
     "Leave special tokens out of the text of the answer (default). --show-special-tokens keeps them."
-    min_tokens: Size = 0
+    min_tokens: Annotated[Size, RARE_ANSWER] = 0
     "Minimum number of new tokens before the answer may end. Stop texts are ignored until then."
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, RARE_ANSWER] = None
     "Return log probabilities of the N most likely tokens for each new token. [default: off]"
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, RARE_ANSWER] = None
     """Return log probabilities of the N most likely tokens for each prompt token. The whole prompt is then computed,
     and --max-new-tokens may be 0. [default: off]"""
-    json_object: Flag = False
+    json_object: Annotated[Flag, RARE_ANSWER] = False
     "Constrain the answer to a JSON object."
-    json_schema: Path | None = None
+    json_schema: Annotated[Path | None, RARE_ANSWER] = None
     "File with a JSON schema that the answer must match."
-    regex: str | None = None
+    regex: Annotated[str | None, RARE_ANSWER] = None
     "Regular expression that the whole answer must match."
-    grammar: Path | None = None
+    grammar: Annotated[Path | None, RARE_ANSWER] = None
     "File with a grammar that the answer must follow, in GBNF or llguidance's Lark."
-    choice: Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)] = ()
+    choice: Annotated[tuple[str, ...], Parameter(group=rare(ANSWER), negative=(), show_default=False)] = ()
     "Allowed answer. Repeat the option to allow several."
 
     def params(self) -> SamplingParams:
@@ -283,7 +311,7 @@ class SamplingOptions:
         return {int(key) if re.fullmatch("[0-9]{1,10}", key) else key: bias for key, bias in parsed.items()}
 
 
-@Parameter(name="*", group="Answer")
+@Parameter(name="*", group=ANSWER)
 @dataclass(frozen=True, kw_only=True)
 class ChatSamplingOptions(SamplingOptions):
     """Sampling options for a conversation. By default, the length of answers is not limited."""
@@ -292,9 +320,13 @@ class ChatSamplingOptions(SamplingOptions):
     "Maximum number of new tokens per answer. [default: the free rest of the context]"
 
 
+def _print(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def _print_described(config: EngineConfig) -> None:
     for line in describe(config):
-        print(line, file=sys.stderr)
+        _print(line)
 
 
 def describe(config: EngineConfig) -> list[str]:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from longhelix.cli.demand import DemandOptions
 from longhelix.cli.planning import DraftOptions, PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
+from longhelix.engine.hub import HubModel
 from longhelix.plan import peers, report, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers
@@ -136,7 +137,8 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
     deployment = report.best_deployment(found)
     if deployment is not None:
         (folder / "plan.yaml").write_text(report.as_yaml(found, model))
-        loaded = model if Path(model).is_dir() else "MODEL"  # other engines can load a folder, but not a preset
+        is_loadable = Path(model).is_dir() or HubModel.of(model) is not None  # a preset has no weights
+        loaded = model if is_loadable else "MODEL"
         commands = peers.commands(deployment, loaded)
         (folder / "commands.txt").write_text("\n".join(command.as_text() for command in commands))
         for command in commands:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from longhelix.cli.values import tied_layout
+from longhelix.engine import hub
 from longhelix.errors import UserError
 from longhelix.perf.setting import Setting
 from longhelix.plan.question import MOST_GPUS
@@ -22,14 +23,18 @@ _TABLE_WIDTH = 160  # number of columns if standard output is not a terminal
 
 
 @Parameter(name="*", group="Model and system")
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PlannedModel:
     """Options for the model, the dtypes and the system to plan for."""
 
     model: str
-    "Model to plan for: a preset such as deepseek-r1, a folder with a Hugging Face config.json, or `builtin`."
+    """Model to plan for: a preset such as deepseek-r1, a folder with a Hugging Face config.json, a model on the hub
+    such as Qwen/Qwen3-8B, or `builtin`."""
+    _: KW_ONLY
     system: str
     "System to plan for: a preset such as gb200, a TOML file, or `local` (this machine, see `longhelix calibrate`)."
+    revision: str | None = None
+    "Branch, tag or commit of a model on the hub. [default: main]"
     weight_dtype: str | None = None
     "Dtype of all weights. [default: the checkpoint's]"
     expert_dtype: str | None = None
@@ -41,7 +46,7 @@ class PlannedModel:
 
     def setting(self) -> Setting:
         """Load the model and the system. Raises UserError for an unknown name or an unsupported dtype."""
-        model, system = load_model(self.model), load_system(self.system)
+        model, system = load_model(hub.find_config(self.model, self.revision)), load_system(self.system)
         if self.expert_dtype is not None and model.moe is None:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
         if self.weight_dtype is None and model.stored_dtype and model.stored_dtype not in FORMATS:

@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from longhelix.cli.help import RARE_SERVER, SERVER, rare
 from longhelix.cli.options import EngineFlags, ModelOptions, describe, held_tokens, parsed_object
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.compute.runner.config import EngineConfig
+from longhelix.engine.hub import HubModel
 from longhelix.engine.text.reasoning import PARSERS
 from longhelix.errors import UserError
 from longhelix.serve.server_log import ServerLog
@@ -33,18 +35,18 @@ def serve(
     port: int = 8000,
     served_model_name: str | None = None,
     api_key_file: Path | None = None,
-    allow_without_key: Flag = False,
-    max_waiting_requests: int = 1024,
-    max_waiting_tokens: Size = 64_000_000,
-    max_body_bytes: Size | None = None,
-    max_restarts: int = 3,
-    max_replays: int = 1,
-    drain: Annotated[Seconds, Parameter(show_default=False)] = 60.0,
+    allow_without_key: Annotated[Flag, RARE_SERVER] = False,
+    max_waiting_requests: Annotated[int, RARE_SERVER] = 1024,
+    max_waiting_tokens: Annotated[Size, RARE_SERVER] = 64_000_000,
+    max_body_bytes: Annotated[Size | None, RARE_SERVER] = None,
+    max_restarts: Annotated[int, RARE_SERVER] = 3,
+    max_replays: Annotated[int, RARE_SERVER] = 1,
+    drain: Annotated[Seconds, Parameter(group=rare(SERVER), show_default=False)] = 60.0,
     reasoning_parser: Literal[PARSERS] = "auto",
-    metrics_prefix: str = "longhelix",
-    log_format: Literal["text", "json"] = "text",
-    otlp_endpoint: str | None = None,
-    default_chat_template_kwargs: str | None = None,
+    metrics_prefix: Annotated[str, RARE_SERVER] = "longhelix",
+    log_format: Annotated[Literal["text", "json"], RARE_SERVER] = "text",
+    otlp_endpoint: Annotated[str | None, RARE_SERVER] = None,
+    default_chat_template_kwargs: Annotated[str | None, RARE_SERVER] = None,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until SIGTERM or Ctrl-C.
 
@@ -55,7 +57,7 @@ def serve(
     port
         Port to listen on. 0 picks any free port.
     served_model_name
-        Model name that clients use. [default: the last part of --model]
+        Model name that clients use. [default: the hub ID, or the last part of the path]
     api_key_file
         File of API keys, one per line. Clients send one as `Authorization: Bearer KEY`; the environment variable
         LONGHELIX_API_KEY adds another.
@@ -107,7 +109,7 @@ def serve(
     recovery = Recovery(whole("max_restarts", max_restarts, 0, 10**6), whole("max_replays", max_replays, 0, 10**6))
     if max_body_bytes is not None:
         max_body_bytes = whole("max_body_bytes", max_body_bytes, 1024, 2**40)
-    name = served_model_name or Path(model.model).name
+    name = served_model_name or (model.model if HubModel.of(model.model) else Path(model.model).name)
     variables: dict[str, Any] = {}
     if default_chat_template_kwargs is not None:
         example = '{"enable_thinking": false}'
@@ -117,6 +119,7 @@ def serve(
     traces = None if otlp_endpoint is None else Traces(otlp_endpoint, name)
     with contextlib.closing(ServerLog(as_json=log_format == "json")) as log, log.captures_logs():
         log.write("start", version=importlib.metadata.version("longhelix"), model=name, process_id=os.getpid())
+        model = model.found(partial(log.write, "download"))
         with model.start(engine, partial(_log_layout, log), _DEFAULTS) as llm:
             image_bytes = _IMAGE_BYTES if llm.config.spec.vision is not None else 0
             most_bytes = max_body_bytes or 1_000_000 + 16 * llm.config.scheduler.max_model_len + image_bytes

@@ -93,8 +93,8 @@ class HubModel:
             raise UserError(f"{self.name} has {what} for {asked}: {known}", "invalid_checkpoint")
         if _GGUF_PART.search(found[0]):
             raise UserError(
-                f"{found[0]} is one part of a split GGUF file: merge the parts with llama-gguf-split, and give the path "
-                "of the result",
+                f"{found[0]} is one part of a split GGUF file: merge the parts with llama-gguf-split, and give the "
+                "path of the result",
                 "invalid_checkpoint",
             )
         return found[0]
@@ -211,8 +211,8 @@ def _repository(asked: HubModel, cache: Path) -> _Repository:
             else (f"{constants.ENDPOINT} cannot be reached ({error})", "check the network")
         )
         raise UserError(
-            f"there is no folder {asked.name}, the cache {cache} does not contain that model, and {why}: {what}, or give "
-            "the path of a model",
+            f"there is no folder {asked.name}, the cache {cache} does not contain that model, and {why}: {what}, or "
+            "give the path of a model",
             "download_failed",
         ) from error
     files = {file.rfilename: file.size for file in listed.siblings or ()}
@@ -235,8 +235,8 @@ def _cached(name: str, revision: str) -> Files:
 
 def _in_part(name: str, cache: Path) -> str:
     return (
-        f"the cache {cache} does not contain all of {name}, and the hub is offline or refuses access: check the network, "
-        "HF_HUB_OFFLINE and HF_TOKEN, then run the command again"
+        f"the cache {cache} does not contain all of {name}, and the hub is offline or refuses access: check the "
+        "network, HF_HUB_OFFLINE and HF_TOKEN, then run the command again"
     )
 
 
@@ -264,8 +264,8 @@ def _errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise UserError(
-            f"access to {name} must be granted by its owner: request it at {hub}/{name}, then set HF_TOKEN to a token of "
-            "your account",
+            f"access to {name} must be granted by its owner: request it at {hub}/{name}, then set HF_TOKEN to a token "
+            "of your account",
             "download_failed",
         ) from error
     except errors.RepositoryNotFoundError as error:
@@ -276,7 +276,8 @@ def _errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise UserError(
-            f"{name} has no revision {asked.revision}: set the revision to a branch, a tag or a commit", "download_failed"
+            f"{name} has no revision {asked.revision}: set the revision to a branch, a tag or a commit",
+            "download_failed",
         ) from error
     except errors.LocalEntryNotFoundError as error:
         raise UserError(_in_part(name, cache), "download_failed") from error

