@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from rich.table import Table
 
 from longhelix.cli.demand import DemandOptions
 from longhelix.cli.planning import DraftOptions, PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.engine.hub import HubModel
-from longhelix.plan import peers, report, terminal
+from longhelix.plan import peers, report, summary, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers
 from longhelix.plan.positions import beyond_positions
@@ -30,6 +31,7 @@ def plan(
     *,
     max_gpus: int = 64,
     ttl: Annotated[Seconds | None, Parameter(show_default=False)] = None,
+    ttl_with_prefill: Annotated[Seconds | None, Parameter(show_default=False)] = None,
     ttft: Annotated[Seconds | None, Parameter(show_default=False)] = None,
     users: Size = 1,
     min_gpus: Flag = False,
@@ -37,19 +39,22 @@ def plan(
     any_shape: Flag = False,
     out: Path | None = None,
     json: Flag = False,
+    verbose: Flag = False,
 ) -> None:
-    """Find the best layout on up to --max-gpus GPUs. Prints the Pareto frontier, the best layout that meets all
-    targets, and the reasons.
+    """Find the best layout on up to --max-gpus GPUs that meets all targets. Prints the answer, how it compares with
+    other strategies, and what limits it.
 
     Parameters
     ----------
     max_gpus
         Maximum number of GPUs, up to 1024.
     ttl
-        Maximum time between two tokens, such as 20ms, even while another prompt is prefilled. [default: no target]
+        Maximum mean time between two tokens of a request (TPOT), such as 20ms. [default: no target]
+    ttl_with_prefill
+        Maximum time between two tokens in a step that also computes a chunk of another prompt, such as 100ms. Small
+        values need small chunks, which make the time to first token long. [default: no target]
     ttft
-        Maximum time to first token of the longest prompt, such as 30s. With --ttl, the plan also shows TTFT against
-        TTL. [default: no target]
+        Maximum time to first token of the longest prompt, such as 30s. [default: no target]
     users
         Minimum number of requests that run at the same time.
     min_gpus
@@ -63,7 +68,9 @@ def plan(
         Folder to write the plan to: plan.json, plan.html, frontier.csv, .png and .svg, plan.yaml (for --layout of
         `serve` and `generate`), and commands.txt with the commands of other engines for the same layout.
     json
-        Print one JSON object instead of tables.
+        Print one JSON object instead of text.
+    verbose
+        Also print the Pareto frontier, a table of each strategy, and why other layouts are slower or do not fit.
     """
     start_s = time.perf_counter()
     context, demand = requests.load()
@@ -73,6 +80,7 @@ def plan(
         context=context,
         max_gpus=max_gpus,
         ttl_s=ttl,
+        ttl_with_prefill_s=ttl_with_prefill,
         ttft_s=ttft,
         users=users,
         fewest_gpus=min_gpus,
@@ -93,32 +101,43 @@ def plan(
     as_object = {"model": model.model} | report.as_json(
         found, seconds=seconds, neighbours=others, rejections=rejected, crossovers=crossed
     )
-    if out is not None:
-        _write(out, found, model.model, as_object)
     if json:
         print(json_module.dumps(as_object))
     else:
-        _show(found, others, rejected, crossed)
+        _show_answer(found, model.model)
+        if verbose:
+            _show_tables(found, others, rejected, crossed)
+    if out is not None:
+        _write(out, found, model.model, as_object)
 
 
 _PLAN_FILES = ("plan.json", "plan.html", "frontier.csv", "frontier.png", "frontier.svg")
-_BEST_LAYOUT_FILES = ("plan.yaml", "commands.txt", peers.CONFIG_FILE)
+_LAYOUT_FILES = ("plan.yaml", "commands.txt", peers.CONFIG_FILE)
 
 
-def _show(found: Plan, others: list[Neighbour], rejected: list[Rejection], crossed: list[Crossover]) -> None:
+def _show_answer(found: Plan, model: str) -> None:
     console = stdout()
+    console.print(summary.headline(found, model), highlight=False, style="bold")
+    console.print()
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for label, text in summary.lines(found):
+        grid.add_row(label, text)
+    console.print(grid, highlight=False)
+
+
+def _show_tables(found: Plan, others: list[Neighbour], rejected: list[Rejection], crossed: list[Crossover]) -> None:
+    console = stdout()
+    console.print()
     console.print(terminal.draw_frontier(report.series(found), ttl_s=found.question.ttl_s))
     console.print(report.frontier_table(found), report.strategy_table(found), report.users_table(found))
     if found.latencies is not None:
         console.print(report.latency_table(found))
     console.print(report.crossover_table(crossed))
+    rejected = [each for each in rejected if each.strategy in found.strategies]
     if rejected:
         console.print(report.rejections_table(rejected))
-    if found.best is not None:
+    if found.best is not None and others:
         console.print(report.neighbours_table(found.best, others))
-    for line in (report.headline(found), report.sentence(found), report.disaggregated_sentence(found)):
-        if line:
-            console.print(line, highlight=False)
 
 
 def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) -> None:
@@ -132,17 +151,20 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
     page.write_page(folder / "plan.html", found, as_object)
     (folder / "plan.json").write_text(json_module.dumps(as_object, indent=1) + "\n")
     (folder / "frontier.csv").write_text(report.as_csv(found))
-    for name in _BEST_LAYOUT_FILES:  # remove files of an earlier plan in this folder
+    for name in _LAYOUT_FILES:  # remove files of an earlier plan in this folder
         (folder / name).unlink(missing_ok=True)
-    deployment = report.best_deployment(found)
+    deployment = report.deployed(found)
     if deployment is not None:
         (folder / "plan.yaml").write_text(report.as_yaml(found, model))
         is_loadable = Path(model).is_dir() or HubModel.of(model) is not None  # a preset has no weights
         loaded = model if is_loadable else "MODEL"
         commands = peers.commands(deployment, loaded)
-        (folder / "commands.txt").write_text("\n".join(command.as_text() for command in commands))
+        text = "\n".join(command.as_text() for command in commands)
+        if found.best is None:
+            text = "# No configuration meets all targets. These commands are for the closest layout.\n\n" + text
+        (folder / "commands.txt").write_text(text)
         for command in commands:
             if command.config:
                 (folder / peers.CONFIG_FILE).write_text(command.config_yaml())
-    written = [name for name in (*_PLAN_FILES, *_BEST_LAYOUT_FILES) if (folder / name).exists()]
+    written = [name for name in (*_PLAN_FILES, *_LAYOUT_FILES) if (folder / name).exists()]
     print(f"wrote {', '.join(sorted(written))} to {folder}", file=sys.stderr)

@@ -38,7 +38,8 @@ class Plan:
     sweep: Sweep
     frontier: list[Candidate]  # frontier over all strategies
     baseline: list[Candidate]  # frontier over all strategies except Helix
-    strategies: dict[str, list[Candidate]]  # frontier of each strategy, by name
+    # Frontier of each strategy, by name. "helix_exposed" is left out if HOP-B gains nothing.
+    strategies: dict[str, list[Candidate]]
     headline: Gain | None  # gain of Helix over the baseline; None if either frontier is empty
     at_ttl: AtSpeed | None  # Helix and the baseline at the TTL target; None without a TTL target
     best: Choice | None  # best choice that meets all targets; None if no configuration does
@@ -46,6 +47,11 @@ class Plan:
     disaggregated: Disaggregated | None  # None if impossible, or without a demand
     users_at_ttl: list[UsersAtTtl]
     latencies: Latencies | None  # TTFT against TTL; None without a TTFT target
+
+    @property
+    def answer(self) -> Choice | None:
+        """The best choice, or the choice closest to the targets if none meets all of them."""
+        return self.best or next(iter(self.nearest), None)
 
 
 def answer(question: Question) -> Plan:
@@ -65,19 +71,22 @@ def answer(question: Question) -> Plan:
     helix = np.isin(strategy, [index for index, each in enumerate(STRATEGIES) if each.name in HELIX])
     chooser = Chooser(question, every)
     best = chooser.best() if question.has_targets else _balanced(chooser, points)
+    strategies = {each.name: _frontier(searched, strategy == index) for index, each in enumerate(STRATEGIES)}
+    if _points(strategies["helix_exposed"]) == _points(strategies["helix"]):
+        del strategies["helix_exposed"]  # HOP-B gains nothing, so that the two are the same
     return Plan(
         question=question,
         configurations=searched.configurations,
         sweep=searched,
         frontier=_frontier(searched, np.ones(len(points), dtype=np.bool_)),
         baseline=_frontier(searched, ~helix),
-        strategies={each.name: _frontier(searched, strategy == index) for index, each in enumerate(STRATEGIES)},
+        strategies=strategies,
         headline=_headline(points, helix),
         at_ttl=None if question.ttl_s is None else _at_ttl(points, helix, question.ttl_s),
         best=best,
         disaggregated=disaggregated(question, every),
         nearest=[] if best is not None else chooser.nearest(),
-        users_at_ttl=_users_at_ttl(budgets_s, searched, strategy),
+        users_at_ttl=[each for each in _users_at_ttl(budgets_s, searched, strategy) if each.strategy in strategies],
         latencies=None if question.ttft_s is None else latencies(use, every, question.users),
     )
 
@@ -85,6 +94,10 @@ def answer(question: Question) -> Plan:
 def _frontier(searched: Sweep, mask: Mask) -> list[Candidate]:
     chosen = searched.points.take(mask)
     return candidates(searched.space, chosen.take(frontier(chosen.user_tokens_per_s, chosen.gpu_tokens_per_s)))
+
+
+def _points(found: list[Candidate]) -> list[tuple[dict[str, int | str], int, float]]:
+    return [(each.layout, each.batch, each.tokens_per_s_per_user) for each in found]
 
 
 def _headline(points: Points, helix: Mask) -> Gain | None:

@@ -10,13 +10,16 @@ from numpy.typing import NDArray
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.plan.candidate import degrees
 from longhelix.plan.question import Question
-from longhelix.plan.service import CHUNKS, Service, ServiceLoad, mixed_seconds, service
+from longhelix.plan.service import Service, ServiceLoad, mixed_seconds, service
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import MOST_BATCH, largest, units
+from longhelix.units import digits
 
 _BLOCK = 64  # number of layouts per round of the search
 _STEP = 2**0.25  # ratio between successive batch sizes that the search tries for a demand
 _NEAREST = 3
+# How much TTFT and throughput a shorter step with a chunk may cost.
+_LITTLE_MORE, _LITTLE_LESS = 1.1, 0.99
 _Index = NDArray[np.intp]
 _Keeps = Callable[[Layouts, Array, Array], Mask]  # arguments: layouts, batches, chunk sizes
 
@@ -32,8 +35,8 @@ class Choice:
     batch: int  # number of requests that decode together in one replica
     users: int  # number of requests that all replicas serve at the same time
     chunk_tokens: int  # prompt tokens in one step, in addition to the batch
-    ttl_s: float  # mean TTL
-    ttl_p95_s: float  # TTL in a step that also computes a chunk of a prompt
+    ttl_s: float  # mean time between tokens (TPOT)
+    ttl_p95_s: float  # time between tokens in a step that also computes a chunk of a prompt
     ttft_s: float  # TTFT of the longest prompt
     rate_per_s: float | None  # requests per second; None without a demand
     tokens_per_s_per_user: float
@@ -93,7 +96,7 @@ class Chooser:
     def __init__(self, question: Question, space: Space) -> None:
         self._question, self._space = question, space
         self._use = ServiceLoad(question.setting, question.context, question.demand, question.ttft_s)
-        self._chunks = np.array(CHUNKS, dtype=np.float64)
+        self._chunks = np.array(question.chunks, dtype=np.float64)
         self._unit = units(space.layouts)
 
     def best(self) -> Choice | None:
@@ -118,12 +121,12 @@ class Chooser:
             return None
         if self._question.demand is not None:
             found = self._refined(found)
-        return self._choice(found)
+        return self._choice(self._with_short_steps(found))
 
     def at(self, layout: int, batch: float) -> Choice | None:
         """Return the choice for a layout and a batch, or for the largest smaller batch that leaves room for a chunk.
 
-        Selects the chunk size with the shortest TTFT. Returns None if no request fits in memory with any chunk size.
+        Returns None if no request fits in memory with any chunk size.
         """
         every = np.full(len(self._chunks), layout)
         held = np.minimum(self._largest(every, self._chunks, self._fits), batch)
@@ -131,7 +134,7 @@ class Chooser:
         if held.max() == 0:
             return None
         tried = self._given(every[kept], held[kept], self._chunks[kept])
-        return self._choice(tried.take(np.argsort(tried.given.ttft_s, kind="stable")[:1]))
+        return self._choice(self._with_short_steps(tried.take(np.array([0]))))
 
     def nearest(self) -> list[Choice]:
         """Return the _NEAREST configurations that are closest to the targets, each with a different layout."""
@@ -143,7 +146,8 @@ class Chooser:
         tried = self._given(index[held], batch[held], chunk[held])
         order = np.lexsort((tried.gpus, self._missed(tried)))
         _, first = np.unique(tried.layout[order], return_index=True)
-        return [self._choice(tried.take(order[[position]])) for position in np.sort(first)[:_NEAREST]]
+        nearest = [tried.take(order[[position]]) for position in np.sort(first)[:_NEAREST]]
+        return [self._choice(self._with_short_steps(each)) for each in nearest]
 
     def _bounds(self) -> Array:
         """Return a lower bound of each layout's `_value`. It is infinite for layouts that cannot meet the targets."""
@@ -216,6 +220,20 @@ class Chooser:
         tried = self._given(index[kept], batch[kept], chunk[kept])
         return self._first(_joined(found, tried.take(np.flatnonzero(self._meets(tried)))))
 
+    def _with_short_steps(self, found: _Tried) -> _Tried:
+        """Return the configuration with the smallest chunk size that costs little TTFT and no throughput.
+
+        Large chunks make the steps with a chunk long, and beyond some size they hardly shorten the prefill.
+        """
+        index, chunk = self._with_chunks(found.layout)
+        batch = np.repeat(found.batch, len(chunk))
+        held = self._fits(self._space.layouts.take(index), batch, chunk)
+        tried = self._given(index[held], batch[held], chunk[held])
+        kept = (tried.gpus <= found.gpus) & (tried.tokens_per_s_per_gpu >= _LITTLE_LESS * found.tokens_per_s_per_gpu)
+        tried = tried.take(np.flatnonzero(kept & (self._missed(tried) <= self._missed(found))))
+        quick = np.flatnonzero(tried.given.ttft_s <= _LITTLE_MORE * tried.given.ttft_s.min())
+        return tried.take(quick[:1])
+
     def _with_chunks(self, layouts: _Index) -> tuple[_Index, Array]:
         """Return all pairs of these layouts and the chunk sizes."""
         return np.repeat(layouts, len(self._chunks)), np.tile(self._chunks, len(layouts))
@@ -244,13 +262,16 @@ class Chooser:
         return fits
 
     def _within_ttl(self, layouts: Layouts, batch: Array, chunk: Array) -> Mask:
-        fits = self._fits(layouts, batch, chunk)
-        if self._question.ttl_s is None:
-            return fits
-        held = np.flatnonzero(fits)
-        mixed_s = mixed_seconds(self._use, layouts.take(held), batch[held], chunk[held])
-        fits[held] = mixed_s <= self._question.ttl_s
-        return fits
+        """Whether configurations fit, and whether their steps meet the targets, without and with a chunk."""
+        kept, question = self._fits(layouts, batch, chunk), self._question
+        if question.ttl_s is not None:
+            held = np.flatnonzero(kept)
+            kept[held] = self._use.token_seconds(layouts.take(held), batch[held]) <= question.ttl_s
+        if question.ttl_with_prefill_s is not None:
+            held = np.flatnonzero(kept)
+            mixed_s = mixed_seconds(self._use, layouts.take(held), batch[held], chunk[held])
+            kept[held] = mixed_s <= question.ttl_with_prefill_s
+        return kept
 
     def _in_time(self, layouts: Layouts, batch: Array, chunk: Array) -> Mask:
         assert self._question.ttft_s is not None
@@ -264,9 +285,12 @@ class Chooser:
         """Return the name, the unit, the values of the configurations and the limit of each target that is set."""
         question, found = self._question, []
         if question.ttl_s is not None:
-            found.append(("TTL during a prefill", "ms", 1e3 * tried.given.ttl_p95_s, 1e3 * question.ttl_s))
+            found.append(("TPOT", " ms", 1e3 * tried.given.ttl_s, 1e3 * question.ttl_s))
+        if question.ttl_with_prefill_s is not None:
+            limit_ms = 1e3 * question.ttl_with_prefill_s
+            found.append(("time between tokens during a prefill", " ms", 1e3 * tried.given.ttl_p95_s, limit_ms))
         if question.ttft_s is not None:
-            found.append(("TTFT", "s", tried.given.ttft_s, question.ttft_s))
+            found.append(("TTFT", " s", tried.given.ttft_s, question.ttft_s))
         return [*found, ("GPUs", "", tried.gpus, float(question.max_gpus))]
 
     def _meets(self, tried: _Tried) -> Mask:
@@ -308,7 +332,7 @@ class Chooser:
             draft_tokens=self._use.setting.draft_tokens,
             accepted_tokens=self._use.setting.accepted_tokens,
             violates=tuple(
-                f"{name} {has[0]:.4g} {unit} > {most:.4g}".replace("  ", " ")
+                f"{name} {digits(has[0])}{unit} instead of {digits(most)}{unit}"
                 for name, unit, has, most in self._limits(found)
                 if has[0] > most
             ),

@@ -172,7 +172,7 @@ def runnable(deployment: Deployment) -> Runnable:
         settings["chunk_tokens"] = deployment.chunk_tokens
     if deployment.sharded and not deployment.hop_b:
         settings["hop_b"] = 1
-    return Runnable(settings, (*missing, *_limits(deployment, longest_tokens, str(formats.get("device", "")))))
+    return Runnable(settings, (*missing, *_limits(deployment, longest_tokens)))
 
 
 def as_yaml(found: Runnable) -> str:
@@ -208,7 +208,7 @@ def _rounded_up(tokens: int, unit: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterable[str]:
+def _limits(deployment: Deployment, longest_tokens: int) -> Iterable[str]:
     """Describe what the engine refuses or does not support yet, except for number formats."""
     ranks = deployment.degrees.world_size
     if deployment.grouped and deployment.sharded:
@@ -228,18 +228,16 @@ def _limits(deployment: Deployment, longest_tokens: int, device: str) -> Iterabl
             f"the model attends within a sliding window of {longest_tokens} tokens, which longhelix does not run yet: "
             f"requests may have up to {longest_tokens} tokens instead of {deployment.context}"
         )
-    if device != "cpu" and deployment.device == "cuda" and ranks > _ONE_HOST_GPUS:
+    if deployment.device == "cuda" and ranks > _ONE_HOST_GPUS:
         yield f"ranks on several hosts are not supported: all {ranks} GPUs must be on one host"
-    if ranks > _FEW_RANKS:
-        yield (f"on CPUs, all {ranks} ranks are processes on one host: it needs {-(-ranks // 4)} cores or more")
+    if deployment.device == "cpu" and ranks > _FEW_RANKS:
+        yield f"all {ranks} ranks are processes on one host: it needs {-(-ranks // 4)} cores or more"
 
 
 def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[str]]:
     """Return the settings of the number formats and descriptions of the differences from the planned formats."""
     weights, kv = FORMATS[deployment.weight_dtype], FORMATS[deployment.kv_dtype]
     device = deployment.device
-    if not (_keeps_weights(deployment, weights, device) and _keeps_kv(deployment.model, kv, device)):
-        device = "cpu"  # CPUs support more formats
     own_weights, own_kv = _nearest_weights(deployment, weights, device), _nearest_kv(deployment.model, kv, device)
     missing = []
     if own_weights is not weights:
@@ -251,23 +249,20 @@ def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[
         )
     if own_kv is not kv:
         missing.append(f"the KV cache is planned in {kv.name}, {_kv_reason(kv, device)}: {own_kv.name} here")
-    found: dict[str, int | str | bool] = {}
-    other = "cpu" if device == "cuda" else "cuda"
-    if not (_keeps_weights(deployment, own_weights, other) and _keeps_kv(deployment.model, own_kv, other)):
-        if device == "cpu":
-            found["device"] = "cpu"  # "auto" would select available GPUs and then refuse the formats
-        missing += _elsewhere(deployment, other) if device == "cuda" or deployment.device == "cuda" else []
-    return found | _weight_settings(own_weights) | {"kv_dtype": own_kv.name}, missing
+    if missing and device == "cuda":
+        missing += _on_cpus(deployment, own_weights, own_kv)
+    return {"device": device} | _weight_settings(own_weights) | {"kv_dtype": own_kv.name}, missing
 
 
-def _elsewhere(deployment: Deployment, device: str) -> list[str]:
-    """Return a sentence with the formats that run on the other device."""
-    weights = _nearest_weights(deployment, FORMATS[deployment.weight_dtype], device)
-    kv = _nearest_kv(deployment.model, FORMATS[deployment.kv_dtype], device)
-    settings = _weight_settings(weights) | {"kv_dtype": kv.name, "device": device}
-    here, there = ("CPUs", "GPUs") if device == "cuda" else ("GPUs", "CPUs")
+def _on_cpus(deployment: Deployment, own_weights: NumberFormat, own_kv: NumberFormat) -> list[str]:
+    """Return a sentence with the formats that run on CPUs, if these are closer to the plan."""
+    weights = _nearest_weights(deployment, FORMATS[deployment.weight_dtype], "cpu")
+    kv = _nearest_kv(deployment.model, FORMATS[deployment.kv_dtype], "cpu")
+    if (weights, kv) == (own_weights, own_kv):
+        return []
+    settings = {"device": "cpu"} | _weight_settings(weights) | {"kv_dtype": kv.name}
     words = ", ".join(f"{name} {value}" for name, value in settings.items())
-    return [f"these formats run only on {here}; on {there}, set {words}"]
+    return [f"formats closer to the plan run on CPUs only: set {words}"]
 
 
 def _weights_reason(weights: NumberFormat) -> str:

@@ -14,7 +14,7 @@ from longhelix.perf.layouts import Array
 from longhelix.perf.setting import Setting
 from longhelix.plan import deployment
 from longhelix.plan.answer import Plan
-from longhelix.plan.candidate import Candidate, degrees, drafts_in_words, in_words
+from longhelix.plan.candidate import Candidate, degrees, in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.crossover import Crossover
 from longhelix.plan.deployment import Deployment
@@ -22,6 +22,7 @@ from longhelix.plan.reasons import Neighbour, Rejection
 from longhelix.plan.service import CHUNKS
 from longhelix.plan.space import STRATEGIES
 from longhelix.spec.weights import num_parameters
+from longhelix.units import count, digits, duration, size
 
 _TITLES = {strategy.name: strategy.title for strategy in STRATEGIES}
 _MOST_ROWS = 12
@@ -40,6 +41,7 @@ def as_json(
         "max_gpus": question.max_gpus,
         "targets": {
             "ttl_s": question.ttl_s,
+            "ttl_with_prefill_s": question.ttl_with_prefill_s,
             "ttft_s": question.ttft_s,
             "users": question.users,
             "rate_per_s": question.rate_per_s,
@@ -94,9 +96,9 @@ def _latencies(plan: Plan) -> dict[str, object] | None:
     if found is None:
         return None
     frontier = [_latency(plan, int(index)) for index in found.frontier()]
-    if question.ttl_s is None or question.ttft_s is None:
+    if question.ttl_with_prefill_s is None or question.ttft_s is None:
         return {"frontier": frontier}
-    fewest = found.fewest_gpus(question.ttft_s, question.ttl_s)
+    fewest = found.fewest_gpus(question.ttft_s, question.ttl_with_prefill_s)
     return {"frontier": frontier, "fewest_gpus": None if fewest is None else _latency(plan, fewest)}
 
 
@@ -128,9 +130,9 @@ def as_csv(plan: Plan) -> str:
     return text.getvalue()
 
 
-def best_deployment(plan: Plan) -> Deployment | None:
-    """Return one replica of the best layout as a deployment; None if no configuration meets the targets."""
-    best, question = plan.best, plan.question
+def deployed(plan: Plan) -> Deployment | None:
+    """Return one replica of the answer as a deployment: of the best layout, or of the one closest to the targets."""
+    best, question = plan.answer, plan.question
     if best is None:
         return None
     setting = question.setting
@@ -151,20 +153,21 @@ def best_deployment(plan: Plan) -> Deployment | None:
 
 
 def as_yaml(plan: Plan, model_name: str) -> str:
-    """Return the text of a layout file for `serve --layout` and `generate --layout`.
-
-    The text is empty if no configuration meets the targets.
-    """
-    best, found, question = plan.best, best_deployment(plan), plan.question
+    """Return the text of a layout file for `serve --layout` and `generate --layout`, empty without an answer."""
+    best, found, question = plan.answer, deployed(plan), plan.question
     if best is None or found is None:
         return ""
-    lines = [
-        f"# {model_name} on {best.gpus // best.replicas} GPUs of {question.setting.system.name}: "
-        f"{in_words(best.layout)}, {best.batch} requests of {question.context} tokens,",
-        f"# TTFT {best.ttft_s:.3g} s, TTL {1e3 * best.ttl_s:.2f} ms ({1e3 * best.ttl_p95_s:.2f} during a prefill), "
-        f"{best.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {best.memory_bytes_per_gpu / 1e9:.2f} GB per GPU",
+    unmet = [f"This is the closest layout. It misses: {', '.join(best.violates)}"] if best.violates else []
+    sentences = [
+        *unmet,
+        f"{model_name} on {best.gpus // best.replicas} GPUs of {question.setting.system.name}: {in_words(best.layout)}, "
+        f"{best.batch} requests of {count(question.context)} tokens",
+        f"TTFT {duration(best.ttft_s)}, TPOT {duration(best.ttl_s)} ({duration(best.ttl_p95_s)} during a prefill), "
+        f"{digits(best.tokens_per_s_per_gpu)} tokens/s/GPU, {size(best.memory_bytes_per_gpu)} per GPU",
     ]
-    return "\n".join(lines) + "\n" + deployment.as_yaml(deployment.runnable(found))
+    runnable = deployment.runnable(found)
+    lines = [line for sentence in sentences for line in deployment.comment(sentence)]
+    return "\n".join(lines) + "\n" + deployment.as_yaml(runnable)
 
 
 def frontier_table(plan: Plan) -> Table:
@@ -271,74 +274,6 @@ def series(plan: Plan) -> dict[str, tuple[Array, Array]]:
         for name, found in plan.strategies.items()
         if found
     }
-
-
-def sentence(plan: Plan) -> str:
-    """Describe the best layout, or the closest layouts with the targets that each of them misses."""
-    if plan.best is not None:
-        return f"Best: {_said(plan, plan.best)}."
-    found = "".join(f"\n  {_said(plan, choice)}; misses {', '.join(choice.violates)}" for choice in plan.nearest)
-    return f"No configuration meets all targets. The closest:{found}"
-
-
-def disaggregated_sentence(plan: Plan) -> str:
-    """Compare disaggregated prefill and decode with the best layout that does both; empty if the plan has none."""
-    found, best = plan.disaggregated, plan.best
-    if found is None:
-        return ""
-    over = "" if best is None else f", {found.tokens_per_s_per_gpu / best.tokens_per_s_per_gpu:.2f}x the best above"
-    cost = found.cost_per_million_tokens
-    return (
-        f"Disaggregated: prefill on {found.prefills} x {in_words(found.prefill_layout)} with chunks of "
-        f"{found.chunk_tokens} tokens, decode on {found.decodes} x {in_words(found.decode_layout)} with {found.batch} "
-        f"requests each, {found.gpus} GPUs: {found.rate_per_s:.3g} requests/s; TTFT {found.ttft_s:.3g} s, including "
-        f"{found.transfer_s:.2g} s to transfer the KV; TTL {1e3 * found.ttl_s:.2f} ms; "
-        f"{found.tokens_per_s_per_gpu:.2f} tokens/s/GPU{over}"
-        + ("." if cost is None else f"; {cost:.2f} per million tokens.")
-    )
-
-
-def _said(plan: Plan, choice: Choice) -> str:
-    copies = f"{choice.replicas} x " if choice.replicas > 1 else ""
-    said = [
-        f"{_TITLES[choice.strategy]}, {copies}{in_words(choice.layout)}, {choice.gpus} GPUs, {choice.users:,} users",
-        f"TTFT {choice.ttft_s:.3g} s with chunks of {choice.chunk_tokens} tokens, TTL {1e3 * choice.ttl_s:.2f} ms "
-        f"({1e3 * choice.ttl_p95_s:.2f} ms during a prefill)",
-        f"{choice.tokens_per_s_per_gpu:.2f} tokens/s/GPU, {choice.headroom_bytes / 1e9:.1f} GB free per GPU",
-    ]
-    if choice.draft_tokens:
-        said.append(drafts_in_words(choice.draft_tokens, choice.accepted_tokens))
-    if choice.rate_per_s is not None:
-        said.insert(1, f"{choice.rate_per_s:.3g} requests/s")
-    if choice.cost_per_million_tokens is not None:
-        cost = f"{choice.cost_per_million_tokens:.2f} per million tokens at {plan.question.gpu_hour:g} per GPU hour"
-        said.append(cost)
-    return "; ".join(said)
-
-
-def headline(plan: Plan) -> str:
-    """Describe Helix's gain over the baseline in decode: first the gain at the TTL target, then the largest gain.
-
-    The text is empty if Helix or the baseline has no configuration.
-    """
-    gain = plan.headline
-    if gain is None:
-        return ""
-    largest = (
-        f"largest gain {gain.throughput:.1f}x tokens/s/GPU, at {gain.at_user_tokens_per_s:.0f} tokens/s/user; max "
-        f"tokens/s/user {gain.interactivity:.2f}x."
-    )
-    return f"Helix against the best other strategy, decode only: {_at_ttl(plan)}{largest}"
-
-
-def _at_ttl(plan: Plan) -> str:
-    found, ttl_s = plan.at_ttl, plan.question.ttl_s
-    if found is None or ttl_s is None:
-        return ""
-    at, ours, others = f"at {1e3 * ttl_s:g} ms", found.gpu_tokens_per_s, found.base_gpu_tokens_per_s
-    if found.ratio is None:
-        return f"{at} {f'only Helix, {ours:.2f} tokens/s/GPU' if ours else 'neither'}; "
-    return f"{at} {found.ratio:.2f}x tokens/s/GPU ({ours:.2f} against {others:.2f}); "
 
 
 def _thinned(found: list[_Row]) -> list[_Row]:

@@ -22,8 +22,8 @@ STRATEGIES = (
     Strategy("dp_ep", "DP attention + EP"),
     Strategy("dp_tp", "DP attention + TP FFN"),
     Strategy("tied", "Medha (tied KVP)"),
-    Strategy("helix_exposed", "Helix without HOP-B"),
     Strategy("helix", "Helix"),
+    Strategy("helix_exposed", "Helix without HOP-B"),
     Strategy("helix_dp", "DP x KVP"),
 )
 HELIX = ("helix_exposed", "helix", "helix_dp")

@@ -1,0 +1,35 @@
+"""Numbers with units as people read them: token counts, bytes and times with three digits."""
+
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def count(number: int) -> str:
+    """Return a number of tokens, such as "256K", "1M" or "8,192". K is 1,000, as on the command line."""
+    for unit, name in ((10**6, "M"), (10**3, "K")):
+        if (number >= 10 * unit and number % unit == 0) or number == unit == 10**6:
+            return f"{number // unit:,}{name}"
+    return f"{number:,}"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes, such as "14.7 GB"."""
+    for unit, name in _SIZES:
+        if num_bytes >= 0.9995 * unit:
+            return f"{digits(num_bytes / unit)} {name}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Return a time, such as "49.1 ms"."""
+    for unit, name in _TIMES:
+        if seconds >= 0.9995 * unit:
+            return f"{digits(seconds / unit)} {name}"
+    return f"{digits(seconds / 1e-6)} us"
+
+
+def digits(number: float) -> str:
+    """Return a number with three digits, or with all digits before the point if these are more."""
+    if number >= 999.5:
+        return f"{number:,.0f}"
+    return f"{number:.3g}" if "e" not in f"{number:.3g}" else f"{number:.2f}"
