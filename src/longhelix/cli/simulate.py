@@ -29,7 +29,7 @@ from longhelix.simulate.arrival import Arrival, ScaledWorkload, Workload, rate_p
 from longhelix.simulate.capacity import Capacity, find_capacity
 from longhelix.simulate.chrome_trace import ChromeTrace
 from longhelix.simulate.pool import num_blocks
-from longhelix.simulate.report import Variant, VariantResult, as_json, table
+from longhelix.simulate.report import Variant, VariantResult, as_json, headline, table
 from longhelix.simulate.simulation import Observer, Outcome, Server
 from longhelix.simulate.simulation import simulate as simulate_workload
 from longhelix.spec.layout import Layout
@@ -107,6 +107,10 @@ def simulate(
     placement = placement or ("striped" if options.kvp_threshold_tokens is None else "auto")
     if options.kvp_threshold_tokens is not None and "auto" not in placement.split(","):
         raise UserError("--kvp-threshold applies only to --placement auto: leave it out, or set --placement auto")
+    if capacity and not any(arrival.service.has_slo for arrival in arrivals):
+        raise UserError(
+            "--capacity is the highest rate that meets an SLO, but no request has one: set --ttft-slo or --tbt-slo"
+        )
     variants = _variants(policy, chunk_tokens, placement)
     if chrome_trace is not None and len(variants) > 1:
         raise UserError(
@@ -124,12 +128,17 @@ def simulate(
     if observer is not None:
         observer.close()
     _warn(runs)
+    warned = beyond_positions(setting.model, max(each.prompt_tokens + each.output_tokens for each in arrivals))
+    if warned is not None:
+        warnings.warn(warned, stacklevel=2)
+    arrival_rps = rate_per_s(arrivals)
     if out is not None:
         title = f"{model.model} on {setting.system.name}, {layout.world_size} GPUs"
-        _write(out, runs, title, f"{len(arrivals):,} requests, {rate_per_s(arrivals):.3g} per second")
+        _write(out, runs, title, f"{len(arrivals):,} requests, {arrival_rps:.3g} per second")
     if json:
         print(json_module.dumps(as_json(runs)))
     else:
+        stdout().print(headline(runs, arrival_rps), highlight=False, style="bold")
         stdout().print(table(runs))
 
 

@@ -10,6 +10,7 @@ from longhelix.simulate.capacity import ATTAINMENT, Capacity
 from longhelix.simulate.histogram import RELATIVE_ERROR, Histogram
 from longhelix.simulate.request_tracker import TBT_PERCENT
 from longhelix.simulate.simulation import Outcome
+from longhelix.units import digits, duration
 
 _PERCENTS = (50.0, 90.0, 99.0)
 
@@ -85,6 +86,30 @@ def percentiles(histogram: Histogram) -> dict[str, float | None]:
     return {
         f"p{percent:.0f}": value for percent, value in zip(_PERCENTS, histogram.percentiles(_PERCENTS), strict=True)
     }
+
+
+def headline(runs: Sequence[VariantResult], rate_rps: float) -> str:
+    """Return the answer in one sentence for each run: how the arrivals are served, or the capacity."""
+    arrive = f"at {digits(rate_rps)} requests/s" if rate_rps else "all at once"
+    return "\n".join(_sentence(run, arrive) for run in runs)
+
+
+def _sentence(run: VariantResult, arrive: str) -> str:
+    outcome = run.outcome
+    if run.capacity is not None:
+        return f"{run.variant.name}: {_capacity(run)} requests/s with {ATTAINMENT:.0%} within their SLO."
+    if not outcome.finished:
+        return f"{run.variant.name}: no request can run."
+    ttft, tbt = (_middle_and_late(times) for times in (outcome.ttft, outcome.tbt))
+    return (
+        f"{run.variant.name}: {outcome.finished:,} requests that arrive {arrive} get their first token after {ttft}, and "
+        f"further tokens every {tbt}."
+    )
+
+
+def _middle_and_late(histogram: Histogram) -> str:
+    median, late = histogram.percentiles((50.0, 99.0))
+    return "-" if median is None or late is None else f"{duration(median)} (p99 {duration(late)})"
 
 
 def table(runs: Sequence[VariantResult]) -> Table:
