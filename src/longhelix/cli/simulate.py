@@ -22,6 +22,7 @@ from longhelix.engine.resolution import scheduler_config
 from longhelix.errors import UserError
 from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
+from longhelix.plan.positions import beyond_positions
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.request import MOST_TOKENS

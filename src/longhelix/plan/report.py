@@ -160,8 +160,8 @@ def as_yaml(plan: Plan, model_name: str) -> str:
     unmet = [f"This is the closest layout. It misses: {', '.join(best.violates)}"] if best.violates else []
     sentences = [
         *unmet,
-        f"{model_name} on {best.gpus // best.replicas} GPUs of {question.setting.system.name}: {in_words(best.layout)}, "
-        f"{best.batch} requests of {count(question.context)} tokens",
+        f"{model_name} on {best.gpus // best.replicas} GPUs of {question.setting.system.name}: {in_words(best.layout)}"
+        f", {best.batch} requests of {count(question.context)} tokens",
         f"TTFT {duration(best.ttft_s)}, TPOT {duration(best.ttl_s)} ({duration(best.ttl_p95_s)} during a prefill), "
         f"{digits(best.tokens_per_s_per_gpu)} tokens/s/GPU, {size(best.memory_bytes_per_gpu)} per GPU",
     ]

@@ -83,10 +83,8 @@ def _choice(plan: Plan, choice: Choice) -> Iterator[Line]:
     rate = "" if choice.rate_per_s is None else f", {digits(choice.rate_per_s)} requests/s"
     yield "Users", f"{choice.users:,} at the same time{rate}"
     drafts = f"; {drafts_in_words(choice.draft_tokens, choice.accepted_tokens)}" if choice.draft_tokens else ""
-    yield (
-        "TPOT",
-        f"{duration(choice.ttl_s)}; {duration(choice.ttl_p95_s)} in steps that also compute a chunk of a prompt{drafts}",
-    )
+    with_chunk = f"{duration(choice.ttl_p95_s)} in steps that also compute a chunk of a prompt"
+    yield "TPOT", f"{duration(choice.ttl_s)}; {with_chunk}{drafts}"
     prompt = max(kind.input_tokens for kind in _load(plan).kinds)
     yield (
         "TTFT",
@@ -101,10 +99,8 @@ def _choice(plan: Plan, choice: Choice) -> Iterator[Line]:
         f"{size(choice.memory_bytes_per_gpu)} per GPU, {size(choice.headroom_bytes)} free on the fullest",
     )
     if choice.cost_per_million_tokens is not None:
-        cost = (
-            f"{digits(choice.cost_per_million_tokens)} per million tokens, at {plan.question.gpu_hour:g} per GPU hour"
-        )
-        yield "Cost", cost
+        cost = digits(choice.cost_per_million_tokens)
+        yield "Cost", f"{cost} per million tokens, at {plan.question.gpu_hour:g} per GPU hour"
 
 
 def _load(plan: Plan) -> ServiceLoad:

@@ -190,6 +190,10 @@ class ServiceLevel:
     cache_salt: str = ""
     growth_limit_tokens: int | None = None
 
+    @property
+    def has_slo(self) -> bool:
+        return self.ttft_slo_s is not None or self.tbt_slo_s is not None
+
     def __post_init__(self) -> None:
         """Check every value and convert it to a plain Python type. Raises UserError if one is invalid."""
         checked: dict[str, Any] = {

@@ -102,8 +102,8 @@ def _sentence(run: VariantResult, arrive: str) -> str:
         return f"{run.variant.name}: no request can run."
     ttft, tbt = (_middle_and_late(times) for times in (outcome.ttft, outcome.tbt))
     return (
-        f"{run.variant.name}: {outcome.finished:,} requests that arrive {arrive} get their first token after {ttft}, and "
-        f"further tokens every {tbt}."
+        f"{run.variant.name}: {outcome.finished:,} requests that arrive {arrive} get their first token after {ttft}, "
+        f"and further tokens every {tbt}."
     )
 
 
