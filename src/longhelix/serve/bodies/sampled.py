@@ -48,11 +48,11 @@ class SampledBody(GuidedBody):
     stream_options: StreamOptions | None = None
     """Options of a stream."""
     temperature: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] | None = None
-    """Sampling temperature; 1 by default. At 0, the likeliest token is always chosen."""
+    """Sampling temperature. At 0, the likeliest token is always chosen. By default the model's own setting, else 1."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Sample only from the likeliest tokens, up to a total probability of top_p."""
+    """Sample only from the likeliest tokens, up to a total probability of top_p. By default the model's setting."""
     top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
-    """Sample only from the top_k likeliest tokens; -1 or 0 for all tokens."""
+    """Sample only from the top_k likeliest tokens; -1 or 0 for all tokens. By default the model's setting."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     """Sample only from tokens that have at least min_p times the probability of the likeliest token."""
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
@@ -124,7 +124,14 @@ class SampledBody(GuidedBody):
         """True if each choice begins with its prompt."""
         return False
 
-    def sampling(self, max_new_tokens: int, choice: int, logprobs: int | None, guide: Guide | None) -> SamplingParams:
+    def sampling(
+        self,
+        max_new_tokens: int,
+        choice: int,
+        logprobs: int | None,
+        guide: Guide | None,
+        defaults: Mapping[str, Any],
+    ) -> SamplingParams:
         """Return the sampling parameters of one choice.
 
         Each choice has its own seed. Only the first choice computes the log-probabilities of the prompt.
@@ -134,11 +141,13 @@ class SampledBody(GuidedBody):
             choice: index of the choice.
             logprobs: number of likeliest tokens at each new token; None for no log-probabilities.
             guide: guide of the answer.
+            defaults: the model's sampling settings, for fields that the request leaves out.
 
         Raises:
             UserError: a value is invalid.
         """
         given = {
+            "temperature": self.temperature,
             "top_p": self.top_p,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
@@ -158,11 +167,10 @@ class SampledBody(GuidedBody):
         others = 0 if max_new_tokens == 0 and self.num_prompt_logprobs is not None else None
         return SamplingParams(
             max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
             logprobs=logprobs,
             prompt_logprobs=self.num_prompt_logprobs if choice == 0 else others,
             guide=guide,
-            **{name: value for name, value in given.items() if value is not None},
+            **{"temperature": 1.0, **defaults, **{name: each for name, each in given.items() if each is not None}},
         )
 
     def service(self) -> ServiceLevel:
