@@ -26,6 +26,8 @@ from longhelix.scheduler.request import SamplingParams, ServiceLevel
 from longhelix.spec.layout import Layout
 
 if TYPE_CHECKING:
+    __version__: str
+
     from longhelix.compute.kernels import merge_states
     from longhelix.engine.llm import LLM
     from longhelix.engine.prompt import ImagePrompt
@@ -44,6 +46,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # read only if asked for, because it takes milliseconds
+        import importlib.metadata
+
+        return importlib.metadata.version("longhelix")
     # Planning and estimating need no engine, so sockets and tokenizers load with the first `LLM`.
     if name == "LLM":
         from longhelix.engine.llm import LLM

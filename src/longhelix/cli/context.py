@@ -15,6 +15,7 @@ from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag
 from longhelix.compute.cache.saved_context import SavedContext
 from longhelix.errors import UserError
+from longhelix.units import count, duration, size
 
 app = App(name="context")
 
@@ -51,7 +52,8 @@ def save(
     if json:
         print(json_module.dumps(_as_json(saved) | {"save_s": seconds}))
     else:
-        stderr.print(f"saved {saved.num_tokens} tokens, {saved.num_bytes} bytes, in {seconds:.1f} s", highlight=False)
+        said = f"saved {count(saved.num_tokens)} tokens, {size(saved.num_bytes)}, in {duration(seconds)}"
+        stderr.print(said, highlight=False)
 
 
 @app.command(name="list")
@@ -72,11 +74,11 @@ def list_(contexts: ContextsFlags = ContextsFlags(), *, json: Flag = False) -> N
     if json:
         print(json_module.dumps({"contexts": [_as_json(saved) for saved in sound] + damaged}))
         return
-    table = Table("name", "tokens", "model", "KV", "bytes", "saved at", box=None, pad_edge=False)
+    table = Table("name", "tokens", "model", "KV", "size", "saved at", box=None, pad_edge=False)
     for saved in sound:
         origin = saved.origin
         table.add_row(
-            saved.name, f"{saved.num_tokens}", saved.model, origin.kv_dtype, f"{saved.num_bytes}", saved.saved_at
+            saved.name, f"{saved.num_tokens:,}", saved.model, origin.kv_dtype, size(saved.num_bytes), saved.saved_at
         )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     for one in damaged:

@@ -16,6 +16,7 @@ from longhelix.plan.candidate import drafts_in_words, in_words
 from longhelix.plan.estimate import Estimate
 from longhelix.plan.estimate import estimate as estimate_layout
 from longhelix.plan.report import setting_as_json
+from longhelix.units import count, digits, duration, size
 
 _NO_DRAFTS = DraftOptions()
 
@@ -108,7 +109,18 @@ def _object(setting: Setting, found: Estimate) -> dict[str, Any]:
 
 
 def show(found: Estimate, console: Console) -> None:
-    """Print a table of the cost items of a step, and a summary line."""
+    """Print a summary line, and a table of the cost items of a step."""
+    fits = "fits" if found.fits else "DOES NOT FIT"
+    drafts = f" ({drafts_in_words(found.draft_tokens, found.accepted_tokens)})" if found.draft_tokens else ""
+    console.print(
+        f"TPOT {duration(found.ttl_s)}{drafts}, {duration(found.ttl_p95_s)} during a prefill, "
+        f"{digits(found.tokens_per_s_per_user)} tokens/s/user, {digits(found.tokens_per_s_per_gpu)} tokens/s/GPU; TTFT "
+        f"{duration(found.ttft_s)} in chunks of {count(found.chunk_tokens)}; MFU {found.mfu:.1%}, "
+        f"MBU {found.mbu:.1%}; {size(found.memory_bytes_per_gpu)} on the fullest GPU (weights "
+        f"{size(found.weights_bytes_per_gpu)}, KV {size(found.kv_bytes_per_gpu)}): {fits}",
+        highlight=False,
+        style="bold",
+    )
     table = Table(title=f"{in_words(found.layout)}: {found.gpus} GPUs, batch {found.batch}", title_justify="left")
     for name in ("cost item", "ms", "share", "GFLOP", "HBM, MB", "sent, kB"):
         table.add_column(name, justify="left" if name == "cost item" else "right")
@@ -124,16 +136,6 @@ def show(found: Estimate, console: Console) -> None:
             item.source,
         )
     console.print(table)
-    fits = "fits" if found.fits else "DOES NOT FIT"
-    drafts = f" ({drafts_in_words(found.draft_tokens, found.accepted_tokens)})" if found.draft_tokens else ""
-    console.print(
-        f"TTL {1e3 * found.ttl_s:.3f} ms{drafts}, {1e3 * found.ttl_p95_s:.3f} ms during a prefill, "
-        f"{found.tokens_per_s_per_user:.1f} tokens/s/user, {found.tokens_per_s_per_gpu:.2f} tokens/s/GPU; TTFT "
-        f"{found.ttft_s:.2f} s in chunks of {found.chunk_tokens}; MFU {found.mfu:.1%}, "
-        f"MBU {found.mbu:.1%}; {found.memory_bytes_per_gpu / 1e9:.2f} GB on the fullest GPU (weights "
-        f"{found.weights_bytes_per_gpu / 1e9:.2f}, KV {found.kv_bytes_per_gpu / 1e9:.2f}): {fits}",
-        highlight=False,
-    )
 
 
 def _compared(first: Estimate, second: Estimate) -> Table:

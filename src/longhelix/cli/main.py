@@ -7,9 +7,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnknownOptionError
 
 from longhelix.cli.config_file import from_file
+from longhelix.cli.foreign_options import advice
 from longhelix.cli.help import HELP, HELP_ALL, PROMPT, SERVER, HelpFormatter
 from longhelix.errors import EngineError, RequestError, UserError
 
@@ -37,6 +38,11 @@ app.command(
     name="serve",
     help="Serve a model over an OpenAI-compatible HTTP API.",
     group_parameters=SERVER,
+)
+app.command(
+    "longhelix.cli.download:download",
+    name="download",
+    help="Download a model from the Hugging Face Hub, or install the built-in model.",
 )
 app.command(
     "longhelix.cli.context:app", name="context", help="Save, list, load and remove the KV cache of long prompts."
@@ -82,6 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except UnknownOptionError as error:
+        option = error.token.keyword or error.token.value
+        instead = advice(option)
+        message = str(error) if instead is None else f"{option} is not an option of longhelix: {instead}"
+        return _fail(" ".join(message.split()), "usage", USER_ERROR, as_json)
     except CycloptsError as error:
         return _fail(" ".join(str(error).split()), "usage", USER_ERROR, as_json)
     except UserError as error:

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.result import Result
+from longhelix.units import count, digits, duration, size
 
 
 def fullest(load: list[list[int]]) -> str:
@@ -36,31 +37,35 @@ def measurements(result: Result, config: EngineConfig) -> Table:
         row("cached prompt tokens", f"{result.cached_tokens}")
     row("new tokens", f"{len(result.token_ids)} ({result.finish_reason})")
     if result.ttft_s is not None:
-        row("TTFT", f"{result.ttft_s:.3f} s ({result.prompt_tokens / result.ttft_s:.0f} prompt tokens/s)")
+        speed = digits(result.prompt_tokens / result.ttft_s)
+        row("TTFT", f"{duration(result.ttft_s)} ({speed} prompt tokens/s)")
     if result.preemptions:
         row("preempted", f"{result.preemptions} times, {result.recomputed_tokens} tokens recomputed")
     if result.swapped_tokens:
         row("swapped in", f"{result.swapped_tokens} tokens")
     if result.moved_tokens:
-        row("moved between ranks", f"{result.moved_tokens} tokens, {result.moved_bytes} bytes, {result.moved_s:.3f} s")
+        moved = f"{count(result.moved_tokens)} tokens, {size(result.moved_bytes)}, {duration(result.moved_s)}"
+        row("moved between ranks", moved)
     if result.tbt_s:
         ttl_s = statistics.median(result.tbt_s)
         p95_s = sorted(result.tbt_s)[int(0.95 * (len(result.tbt_s) - 1))]
-        row("TTL", f"median {1e3 * ttl_s:.1f} ms, p95 {1e3 * p95_s:.1f} ms")
-        row("decode", f"{1 / ttl_s:.2f} tokens/s")
+        row("TPOT", f"median {duration(ttl_s)}, p95 {duration(p95_s)}")
+        row("decode", f"{digits(1 / ttl_s)} tokens/s")
     ranks = range(config.layout.world_size)
     kv_tokens = [result.kv_tokens_per_rank[config.layout.kvp_rank(rank)] for rank in ranks]
     kv_bytes = [tokens * config.kv_bytes_per_token(rank) for rank, tokens in zip(ranks, kv_tokens, strict=True)]
     for rank in ranks:
-        row(f"KV on rank {rank}", f"{kv_tokens[rank]} tokens, {kv_bytes[rank]} bytes")
-    row("exchanged", f"{result.exchanged_bytes_per_token:.0f} bytes/token, over all ranks")
+        row(f"KV on rank {rank}", f"{count(kv_tokens[rank])} tokens, {size(kv_bytes[rank])}")
+    sent = size(result.exchanged_bytes_per_token)
+    row("exchanged", f"{sent} per token, sent by all ranks together in the exchanges after attention")
     if result.hop_b.parts > 1:
-        waited = "" if result.hop_b.exposed_s is None else f", {result.hop_b.exposed_s:.3f} s not hidden by attention"
+        exposed_s = result.hop_b.exposed_s
+        waited = "" if exposed_s is None else f", {duration(exposed_s)} not hidden by attention"
         row("HOP-B", f"up to {result.hop_b.parts} parts, {result.hop_b.exchanges} exchanges per layer{waited}")
     if result.tbt_s:
         weight_bytes = sum(config.weight_bytes_read(rank) for rank in ranks)
         read_bytes = weight_bytes + sum(kv_bytes)
-        row("achieved", f"{read_bytes / ttl_s / 1e9:.2f} GB/s (weights of {weight_bytes} bytes and final KV, per TTL)")
+        row("achieved", f"{size(read_bytes / ttl_s)}/s ({size(weight_bytes)} of weights and the final KV, per TPOT)")
     return table
 
 

@@ -26,6 +26,7 @@ from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.request import MOST_TOKENS, SamplingParams
 from longhelix.spec.layout import Layout, widest_ep
 from longhelix.spec.presets import load_model
+from longhelix.units import count, digits
 from longhelix.values import above_zero, flag, seconds
 
 stderr = Console(stderr=True)
@@ -354,7 +355,7 @@ def describe(config: EngineConfig) -> list[str]:
     where = "1 GPU" if config.device == "cuda" else f"{config.threads_per_rank} threads"
     placement = scheduler.placement
     if placement == "auto":
-        placement = f"auto: requests of up to {scheduler.kvp_threshold_tokens} tokens on one rank"
+        placement = f"auto: requests of up to {count(scheduler.kvp_threshold_tokens)} tokens on one rank"
     attention = f", attention {config.attention_dtype}" if config.attention_dtype else ""
     weights = (
         f"{config.weight_dtype}, activations {config.activation_dtype}"
@@ -365,10 +366,10 @@ def describe(config: EngineConfig) -> list[str]:
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
         f"{layout.world_size} ranks x {where}, {config.execution}; {config.dtype}, "
         f"weights {weights}, KV {config.kv_dtype}{attention}",
-        f"KV cache holds {tokens} tokens ({placement}, blocks of {scheduler.block_tokens}); "
-        f"max_model_len {scheduler.max_model_len}; chunks of {'up to ' if scheduler.adaptive else ''}"
-        f"{scheduler.chunk_tokens} tokens; "
-        f"maximum concurrency at {scheduler.max_model_len} tokens: {tokens / scheduler.max_model_len:.2f}",
+        f"KV cache holds {count(tokens)} tokens ({placement}, blocks of {scheduler.block_tokens}); "
+        f"max_model_len {count(scheduler.max_model_len)}; chunks of {'up to ' if scheduler.adaptive else ''}"
+        f"{count(scheduler.chunk_tokens)} tokens; "
+        f"maximum concurrency at {count(scheduler.max_model_len)} tokens: {digits(tokens / scheduler.max_model_len)}",
     ]
 
 

