@@ -19,7 +19,7 @@ _BLOCK = 64  # number of layouts per round of the search
 _STEP = 2**0.25  # ratio between successive batch sizes that the search tries for a demand
 _NEAREST = 3
 # How much TTFT and throughput a shorter step with a chunk may cost.
-_LITTLE_MORE, _LITTLE_LESS = 1.1, 0.99
+LITTLE_MORE, LITTLE_LESS = 1.1, 0.99
 _Index = NDArray[np.intp]
 _Keeps = Callable[[Layouts, Array, Array], Mask]  # arguments: layouts, batches, chunk sizes
 
@@ -229,9 +229,9 @@ class Chooser:
         batch = np.repeat(found.batch, len(chunk))
         held = self._fits(self._space.layouts.take(index), batch, chunk)
         tried = self._given(index[held], batch[held], chunk[held])
-        kept = (tried.gpus <= found.gpus) & (tried.tokens_per_s_per_gpu >= _LITTLE_LESS * found.tokens_per_s_per_gpu)
+        kept = (tried.gpus <= found.gpus) & (tried.tokens_per_s_per_gpu >= LITTLE_LESS * found.tokens_per_s_per_gpu)
         tried = tried.take(np.flatnonzero(kept & (self._missed(tried) <= self._missed(found))))
-        quick = np.flatnonzero(tried.given.ttft_s <= _LITTLE_MORE * tried.given.ttft_s.min())
+        quick = np.flatnonzero(tried.given.ttft_s <= LITTLE_MORE * tried.given.ttft_s.min())
         return tried.take(quick[:1])
 
     def _with_chunks(self, layouts: _Index) -> tuple[_Index, Array]:

@@ -16,10 +16,10 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import WAIT, decode_items
 from longhelix.plan.answer import Plan
 from longhelix.plan.candidate import degrees, in_words
-from longhelix.plan.choice import Choice
+from longhelix.plan.choice import LITTLE_LESS, LITTLE_MORE, Choice
 from longhelix.plan.demand import Demand, Kind
 from longhelix.plan.pareto import frontier
-from longhelix.plan.question import Question
+from longhelix.plan.question import LEAST_CHUNK, Question
 from longhelix.plan.service import CHUNKS, ServiceLoad, mixed_seconds, prompts
 from longhelix.plan.space import STRATEGIES, Space
 from longhelix.plan.sweep import MOST_BATCH, Points, Sweep, unit_sweep, units
@@ -156,6 +156,9 @@ def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, An
         "dtypes": [[setting.weight_dtype, setting.kv_dtype] for setting in settings],
         "expert_dtypes": [setting.experts_in for setting in settings],
         "gpu_caps": gpu_caps(questions[0].max_gpus),
+        "least_chunk": LEAST_CHUNK,
+        "little_more": LITTLE_MORE,
+        "little_less": LITTLE_LESS,
     }
 
 
@@ -164,6 +167,7 @@ def _initial(question: Question, questions: list[Question]) -> dict[str, Any]:
     return {
         "length": questions.index(question),
         "ttl_s": question.ttl_s,
+        "ttl_with_prefill_s": question.ttl_with_prefill_s,
         "ttft_s": question.ttft_s,
         "users": question.users,
         "rate_per_s": question.rate_per_s,

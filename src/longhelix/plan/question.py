@@ -9,7 +9,7 @@ from longhelix.plan.demand import Demand
 from longhelix.plan.service import CHUNKS
 
 MOST_GPUS = 1024
-_LEAST_CHUNK = 256  # tokens; matrix products over fewer rows are bound by reading the weights
+LEAST_CHUNK = 256  # tokens; matrix products over fewer rows are bound by reading the weights
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Question:
 
         Small chunks make prefill slow. They are worth it only to limit the time of steps with a chunk.
         """
-        return CHUNKS if self.ttl_with_prefill_s is not None else tuple(each for each in CHUNKS if each >= _LEAST_CHUNK)
+        return CHUNKS if self.ttl_with_prefill_s is not None else tuple(each for each in CHUNKS if each >= LEAST_CHUNK)
 
     @property
     def node_gpus(self) -> int | None:

@@ -1,6 +1,7 @@
 """The planning verbs as users call them: files, JSON, mistakes."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -37,7 +38,8 @@ def run(capfd, *arguments):
 
 
 def test_plan_writes_json_alone(capfd):
-    status, out, _ = run(capfd, *PLAN, "--ttl", "30ms", "--ttft", "200s", "--users", "2", "--json")
+    targets = "--ttl", "30ms", "--ttl-with-prefill", "30ms", "--ttft", "200s", "--users", "2"
+    status, out, _ = run(capfd, *PLAN, *targets, "--json")
     found = json.loads(out)
     assert status == 0
     assert found["best"]["batch"] >= 2
@@ -56,7 +58,7 @@ def test_plan_writes_json_alone(capfd):
 def test_a_plan_of_a_number_of_gpus_that_no_layout_has(capfd):
     """Three GPUs are neither a power of two nor whole servers."""
     asked = ("plan", "--model", "llama-3-8b", "--system", "h100", "--context", "4k", "--max-gpus", "3")
-    status, out, err = run(capfd, *asked)
+    status, out, err = run(capfd, *asked, "--verbose")
     assert (status, err) == (0, "")
     assert "best TTL of Helix / best TTL of others, 2 GPUs" in " ".join(out.split())
     status, out, _ = run(capfd, *asked, "--json")
@@ -78,9 +80,22 @@ def test_accepted_drafts_are_told_with_the_plan(capfd, tmp_path):
     assert "assumes 1.8 tokens per step (1 drafted)" in " ".join(out.split())
 
 
-def test_plan_prints_tables_and_the_best_layout(capfd):
-    status, out, _ = run(capfd, *PLAN, "--ttft", "300s", "--ttl", "50ms")
+def test_plan_prints_the_answer_first_and_tables_on_request(capfd):
+    targets = "--ttft", "300s", "--ttl", "50ms"
+    status, out, _ = run(capfd, *PLAN, *targets)
     assert status == 0
+    lines = out.splitlines()
+    assert len(lines) <= 25
+    answer = (
+        r"llama-3\.1-405b on gb200: .+ on \d+ GPUs, \d+ users at [0-9.]+ ms per token, first token after [0-9.]+ s\."
+    )
+    assert re.fullmatch(answer, lines[0])
+    labels = [line.split("  ")[0] for line in lines[2:] if not line.startswith(" ")]
+    assert labels == ["Asked", "Users", "TPOT", "TTFT", "Throughput", "Memory", "Compared", "Limited by", "Terms"]
+    asked = "1M tokens, up to 16 GPUs, TPOT at most 50 ms, TTFT at most 300 s"
+    assert lines[2].split(maxsplit=1)[1].strip() == asked
+    status, out, _ = run(capfd, *PLAN, *targets, "--verbose")
+    assert out.startswith("\n".join(lines))
     expected = (
         "tokens/s per GPU against tokens/s per user",
         "frontier of",
@@ -89,7 +104,6 @@ def test_plan_prints_tables_and_the_best_layout(capfd):
         "below 1, KVP pays",
         "layouts in which one request does not fit",
         "alternatives to ",
-        "Best: ",
     )
     for words in expected:
         assert words in out
@@ -107,7 +121,7 @@ def test_a_demand_has_a_rate_a_cost_and_two_sides(capfd):
     more = json.loads(run(capfd, *asked, "--rate", str(2 * best["rate_per_s"]), "--json")[1])
     assert more["best"] is None or more["best"]["replicas"] >= 2
     _, out, _ = run(capfd, *asked)
-    assert "Disaggregated: prefill on " in " ".join(out.split())
+    assert "Disaggregated prefill on " in " ".join(out.split())
     assert "per million tokens" in " ".join(out.split())
 
 
@@ -121,11 +135,35 @@ def test_lengths_come_from_a_mix_or_a_trace(capfd, tmp_path):
         assert json.loads(out)["context"] == 200_300
 
 
-def test_what_no_configuration_keeps_is_said_with_what_comes_nearest(capfd):
-    status, out, _ = run(capfd, *PLAN, "--ttl", "1ms", "--ttft", "1s")
+def test_what_no_configuration_keeps_is_said_with_what_comes_nearest(capfd, tmp_path):
+    status, out, _ = run(capfd, *PLAN, "--ttl", "1ms", "--ttft", "1s", "--out", str(tmp_path))
     assert status == 0
-    assert "No configuration meets all targets. The closest:" in " ".join(out.split())
-    assert "misses TTL during a prefill" in " ".join(out.split())
+    said = " ".join(out.split())
+    assert said.startswith("llama-3.1-405b on gb200: no configuration meets all targets. Closest: ")
+    assert re.search(r"misses TPOT [0-9.]+ ms instead of 1 ms, TTFT [0-9.]+ s instead of 1 s\.", said)
+    degrees, _ = read_layout(tmp_path / "plan.yaml")
+    nearest = json.loads((tmp_path / "plan.json").read_text())["nearest"][0]["layout"]
+    assert (degrees["tpa"], degrees["pp"]) == (nearest["tpa"], nearest["pp"])
+    assert (tmp_path / "plan.yaml").read_text().startswith("# This is the closest layout. It misses: TPOT ")
+    assert (tmp_path / "commands.txt").read_text().startswith("# No configuration meets all targets.")
+
+
+def test_small_chunks_are_chosen_only_to_keep_steps_with_them_short(capfd):
+    chunks = []
+    for targets in ((), ("--ttl", "50ms"), ("--ttl", "50ms", "--ttl-with-prefill", "60ms")):
+        best = json.loads(run(capfd, *PLAN, *targets, "--json")[1])["best"]
+        chunks.append(best["chunk_tokens"])
+    assert min(chunks[:2]) >= 256 > chunks[2]
+    assert best["ttl_p95_s"] <= 0.06
+
+
+def test_strategies_that_are_the_same_are_one_row(capfd):
+    """On this system HOP-B gains nothing, so that Helix with and without it are the same."""
+    asked = "plan", "--model", "llama-3.1-405b", "--system", "h200", "--context", "256k", "--max-gpus", "16"
+    _, out, _ = run(capfd, *asked, "--verbose")
+    assert "Helix" in out
+    assert "Helix without HOP-B" not in out
+    assert "helix_exposed" not in json.loads(run(capfd, *asked, "--json")[1])["strategies"]
 
 
 def test_products_in_bytes_are_planned_with_and_read_back(capfd, tmp_path):
@@ -150,7 +188,9 @@ def test_the_yaml_of_a_plan_is_read_back(capfd, tmp_path):
     groups, kvp = best["layout"]["dp"], best["layout"]["kvp"]
     assert degrees == {name: best["layout"][name] for name in ("tpa", "tpf", "ep", "pp")} | {"kvp": groups * kvp}
     assert settings["placement"] == best["layout"]["placement"]
-    assert (settings["weight_dtype"], settings["max_model_len"]) == ("int4", 1_000_000)  # fp4 has no kernels here
+    assert (settings["device"], settings["max_model_len"]) == ("cuda", 1_000_000)
+    assert (settings["weight_dtype"], settings["kv_dtype"]) == ("bfloat16", "fp8")  # the engine has no fp4
+    assert "# Not as planned: weights are planned in fp4" in (folder / "plan.yaml").read_text()
     assert settings["chunk_tokens"] == best["chunk_tokens"]
     assert "# vLLM" in (folder / "commands.txt").read_text()
     assert (folder / "frontier.csv").read_text().startswith("strategy,dp,kvp,tpa")
@@ -242,6 +282,7 @@ MISTAKES = {
     "unknown model": (changed(PLAN, model="deepseek-r2"), "deepseek-r1"),
     "unknown system": (changed(PLAN, system="gb20"), "gb200"),
     "no time at all": ((*PLAN, "--ttl", "0ms"), "ttl is 0.0 s: set it above 0"),
+    "no time beside a prompt": ((*PLAN, "--ttl-with-prefill", "0ms"), "ttl-with-prefill is 0.0 s: set it above 0"),
     "no time to the first token": ((*PLAN, "--ttft", "0s"), "ttft is 0.0 s: set it above 0"),
     "no context": (changed(PLAN, context="0"), "context is 0"),
     "no lengths": (("plan", *MODEL), "set one of --context, --isl with --osl, --mix and --trace"),

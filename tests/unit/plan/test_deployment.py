@@ -45,13 +45,14 @@ def test_the_built_in_model_on_cpus_runs_as_planned(tmp_path):
     found = runnable(deployment(kvp=2, tpa=3, tpf=6, users=3, chunk=512))
     assert found.missing == ()
     assert as_yaml(found) == (
-        "kvp: 2\ntpa: 3\ntpf: 6\nep: 1\npp: 1\nplacement: striped\ndtype: bfloat16\nweight_dtype: bfloat16\n"
-        "kv_dtype: bfloat16\nmax_model_len: 8192\nkv_cache_tokens: 24576\nchunk_tokens: 512\n"
+        "kvp: 2\ntpa: 3\ntpf: 6\nep: 1\npp: 1\nplacement: striped\ndevice: cpu\ndtype: bfloat16\n"
+        "weight_dtype: bfloat16\nkv_dtype: bfloat16\nmax_model_len: 8192\nkv_cache_tokens: 24576\nchunk_tokens: 512\n"
     )
     degrees, settings = read(found, tmp_path)
     assert degrees == {"kvp": 2, "tpa": 3, "tpf": 6, "ep": 1, "pp": 1}
     assert settings == {
         "placement": "striped",
+        "device": "cpu",
         "dtype": "bfloat16",
         "weight_dtype": "bfloat16",
         "kv_dtype": "bfloat16",
@@ -76,22 +77,22 @@ def test_formats_that_nobody_stores_become_the_nearest_that_runs_and_the_file_sa
     assert (settings["device"], settings["weight_dtype"], settings["kv_dtype"]) == ("cpu", "int4", "int4")
 
 
-def test_a_plan_for_gpus_in_formats_of_cpus_says_what_runs_on_either():
+def test_a_plan_for_gpus_in_formats_of_cpus_stays_on_gpus_and_says_what_cpus_run():
     found = runnable(deployment(LLAMA, "fp4", "fp4", "cuda", 1_000_000, 4, kvp=2, tpa=4, tpf=8))
     assert (found.settings["device"], found.settings["weight_dtype"], found.settings["kv_dtype"]) == (
-        "cpu",
-        "int4",
-        "int4",
+        "cuda",
+        "bfloat16",
+        "fp8",
     )
     assert found.missing[2] == (
-        "these formats run only on CPUs; on GPUs, set dtype bfloat16, weight_dtype bfloat16, kv_dtype fp8, device cuda"
+        "formats closer to the plan run on CPUs only: set device cpu, weight_dtype int4, kv_dtype int4"
     )
 
 
 def test_a_plan_for_gpus_in_formats_of_gpus_is_left_to_them():
     found = runnable(deployment(LLAMA, "bfloat16", "fp8", "cuda", 100_000, 4, kvp=2, tpa=4, tpf=8))
     assert found.missing == ()
-    assert "device" not in found.settings
+    assert found.settings["device"] == "cuda"
 
 
 def test_bytes_times_bytes_are_two_settings():
@@ -105,10 +106,7 @@ def test_latents_are_kept_narrow_on_gpus_alone():
     layout = {"kvp": 4, "tpf": 4}
     planned = runnable(deployment(R1, "bfloat16", "fp8", "cuda", **layout))
     assert planned.settings["kv_dtype"] == "fp8"
-    assert planned.missing == (
-        "these formats run only on GPUs; on CPUs, set dtype bfloat16, weight_dtype bfloat16, kv_dtype bfloat16, "
-        "device cpu",
-    )
+    assert (planned.settings["device"], planned.missing) == ("cuda", ())
     on_cpus = runnable(deployment(R1, "bfloat16", "fp8", **layout))
     assert on_cpus.settings["kv_dtype"] == "bfloat16"
     assert on_cpus.missing == (
@@ -249,7 +247,7 @@ def test_more_than_one_host():
     on_gpus = runnable(deployment(LLAMA, "bfloat16", "bfloat16", "cuda", kvp=8, tpa=2, tpf=16))
     assert on_gpus.missing == ("ranks on several hosts are not supported: all 16 GPUs must be on one host",)
     on_cpus = runnable(deployment(LLAMA, kvp=10, tpa=8, tpf=80))
-    assert on_cpus.missing == ("on CPUs, all 80 ranks are processes on one host: it needs 20 cores or more",)
+    assert on_cpus.missing == ("all 80 ranks are processes on one host: it needs 20 cores or more",)
 
 
 @given(words=st.lists(st.text("abc-:/", min_size=1, max_size=150), min_size=1, max_size=20))

@@ -153,7 +153,8 @@ def test_what_is_asked_for_has_the_ends_of_all_frontiers_and_what_keeps_the_targ
     gpus = np.array([tables.layout(table, point)["gpus"] for point in range(len(rows["batch"]))])
     gpu = rows["batch"] / rows["ttl_s"] / gpus
     for strategy, line in zip(STRATEGIES, lines, strict=True):
-        found = plan.strategies[strategy.name]
+        # HOP-B may gain nothing; then the two are the same.
+        found = plan.strategies.get(strategy.name, plan.strategies["helix"])
         ends = [candidate.tokens_per_s_per_gpu for candidate in found[:1] + found[-1:]]
         assert [gpu[point] for point in line[:1] + line[-1:]] == pytest.approx(ends, rel=1e-5)
         within = [each.tokens_per_s_per_gpu for each in found if each.ttl_s <= 0.03]

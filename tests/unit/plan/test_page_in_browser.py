@@ -218,21 +218,24 @@ def test_drafts_are_in_the_pages_answer_as_in_the_plans(browser, tmp_path):
         assert title.startswith("One token's share of a decode step with 2.25 tokens on one GPU: ")
 
 
-def test_the_headline_is_the_gain_at_the_target_and_then_the_largest(page, dense):
+def test_the_headline_is_the_answer_and_then_the_gains(page, dense):
     found, plan = shown(page), dense.plan
-    assert found["gain"] == f"{plan.at_ttl.ratio:.2f}×"
-    assert re.match(rf"{re.escape(found['gain'])}At 30 ms per token, Helix against", found["headline"])
-    assert number(re.search("Largest gain: ([0-9.]+)×", found["headline"])[1]) == pytest.approx(
+    best = plan.best
+    assert page.find_element("id", "answer").text == f"{best.users} users on {best.gpus} GPUs"
+    assert found["headline"].startswith(f"{best.users} users on {best.gpus} GPUs")
+    ratio = r"At {} ms per token, Helix has ([0-9.]+)× the tokens/s per GPU of the best other strategy"
+    assert re.match(ratio.format(30), found["gain"])[1] == f"{plan.at_ttl.ratio:.2f}"
+    assert number(re.search("Largest gain of Helix: ([0-9.]+)×", found["gain"])[1]) == pytest.approx(
         plan.headline.throughput, rel=6e-3
     )
     page.execute_script(SET, "ttl", "31")
     moved = shown(page)
-    assert "At 31 ms per token" in moved["headline"]
-    assert number(moved["gain"]) == pytest.approx(plan.at_ttl.ratio, rel=0.1)
+    assert number(re.match(ratio.format(31), moved["gain"])[1]) == pytest.approx(plan.at_ttl.ratio, rel=0.1)
     page.execute_script(SET, "ttl", "0.001")
-    assert "no strategy gets there" in shown(page)["headline"]
+    assert "no strategy gets there" in shown(page)["gain"]
+    assert "it misses a target" in shown(page)["headline"]
     page.execute_script(SET, "ttl", "")
-    assert "set a target to see the gain there" in shown(page)["headline"]
+    assert shown(page)["gain"].startswith("Largest gain of Helix")
     assert shown(page)["target"] is None
 
 
@@ -243,7 +246,9 @@ def test_a_control_changes_the_frontiers(page, control, setting):
     assert shown(page)["lines"] != before["lines"]
 
 
-@pytest.mark.parametrize(("control", "setting"), [("ttl", "60"), ("ttft", "150"), ("users", "60"), ("fewest", None)])
+@pytest.mark.parametrize(
+    ("control", "setting"), [("ttl", "20"), ("ttlBeside", "100"), ("ttft", "150"), ("users", "60"), ("fewest", None)]
+)
 def test_a_target_changes_the_best_and_is_kept(page, control, setting):
     before = shown(page)
     page.execute_script(SET, control, setting)
@@ -256,7 +261,7 @@ def test_a_target_changes_the_best_and_is_kept(page, control, setting):
         return
     kept = [dict(zip(after["columns"], row, strict=True)) for row in fitting(after) if "✗" not in " ".join(row)]
     assert kept
-    limits = {"ttl": ("ms during a prefill", 1), "ttft": ("TTFT, s", 1), "users": ("Users", -1)}
+    limits = {"ttlBeside": ("ms during a prefill", 1), "ttft": ("TTFT, s", 1), "users": ("Users", -1)}
     if control in limits:
         column, sign = limits[control]
         assert all(sign * number(row[column]) <= sign * float(setting) * (1 + sign * 1e-2) for row in kept)
@@ -391,19 +396,19 @@ def test_a_click_on_a_point_shows_its_configuration(page):
 def test_the_keyboard_reaches_everything(page):
     reached, keys = [], webdriver.Keys
     page.execute_script("document.activeElement.blur()")
-    for _ in range(40):
+    for _ in range(44):
         webdriver.ActionChains(page).send_keys(keys.TAB).perform()
         reached.append(page.execute_script("return document.activeElement.id || document.activeElement.textContent"))
-    for wanted in ("length", "gpus", "ttl", "ttft", "users", "price", "dtypes", "fewest", "hop-b", "reset", "frontier",
-                   "Helix", "attention-grid", "ffn-grid", "other-plan"):  # fmt: skip
+    for wanted in ("length", "gpus", "ttl", "ttlBeside", "ttft", "users", "price", "dtypes", "fewest", "hop-b", "reset",
+                   "frontier", "Helix", "attention-grid", "ffn-grid", "other-plan"):  # fmt: skip
         assert wanted in reached
     frontier = page.find_element("id", "frontier")
-    frontier.send_keys(keys.ARROW_LEFT)
+    frontier.send_keys(keys.ARROW_RIGHT)
     first = shown(page)
     assert first["title"] == "Your selection"
     readout = page.find_element("id", "readout").text
     assert "tokens/s per user" in readout
-    frontier.send_keys(keys.ARROW_LEFT)
+    frontier.send_keys(keys.ARROW_RIGHT)
     assert page.find_element("id", "readout").text != readout
     frontier.send_keys(keys.ARROW_UP)
     assert shown(page)["title"] == "Your selection"

@@ -16,7 +16,7 @@ from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill, prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
-from longhelix.plan import report
+from longhelix.plan import report, summary
 from longhelix.plan.answer import answer
 from longhelix.plan.candidate import as_layouts, degrees
 from longhelix.plan.crossover import crossovers
@@ -29,6 +29,7 @@ from longhelix.plan.service import CHUNKS, ServiceLoad, mixed_seconds, service
 from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import batches, sweep
 from longhelix.spec.presets import load_model, load_system, model_names, system_names
+from longhelix.units import digits
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +45,7 @@ def r1():
 
 @pytest.fixture(scope="module")
 def llama():
-    return answer(Question(LLAMA, 1_000_000, 64, ttl_s=0.01))
+    return answer(Question(LLAMA, 1_000_000, 64, ttl_s=0.01, ttl_with_prefill_s=0.01))
 
 
 def test_every_layout_of_the_space_is_one_and_there_is_none_twice():
@@ -233,13 +234,15 @@ def test_the_headline_is_the_gain_at_the_asked_ttl(llama, r1):
     within = points.ttl_s <= 0.02
     ours, others = (points.gpu_tokens_per_s[within & kept].max() for kept in (helix, ~helix))
     assert (found.at_ttl.gpu_tokens_per_s, found.at_ttl.base_gpu_tokens_per_s) == (ours, others)
-    first, _, rest = report.headline(found).partition("; ")
-    assert first.endswith(f"at 20 ms {ours / others:.2f}x tokens/s/GPU ({ours:.2f} against {others:.2f})")
-    assert rest.startswith(f"largest gain {found.headline.throughput:.1f}x tokens/s/GPU")
+    compared = dict(summary.lines(found))["Compared"]
+    assert compared.startswith(
+        f"at 20 ms, Helix has {digits(ours / others)}x the tokens/s/GPU of the best other strategy ({digits(ours)} and "
+        f"{digits(others)}); largest gain of Helix {digits(found.headline.throughput)}x tokens/s/GPU"
+    )
     at_ttl = report.as_json(found, 1.0, [], [], [])["at_ttl"]
     assert at_ttl["throughput_gain"] == found.at_ttl.ratio == ours / others
     assert r1.at_ttl is None
-    assert "decode only: largest gain" in report.headline(r1)
+    assert dict(summary.lines(r1))["Compared"].startswith("largest gain of Helix")
 
 
 def test_a_ttl_that_one_side_alone_reaches_is_said_to_be(llama):
@@ -247,8 +250,8 @@ def test_a_ttl_that_one_side_alone_reaches_is_said_to_be(llama):
     between = (min(fastest[name] for name in HELIX) + min(fastest[name] for name in fastest if name not in HELIX)) / 2
     found = answer(replace(llama.question, ttl_s=between))
     assert found.at_ttl.ratio is None
-    assert "only Helix" in report.headline(found)
-    assert "ms neither; " in report.headline(answer(replace(llama.question, ttl_s=1e-5)))
+    assert "only Helix runs" in dict(summary.lines(found))["Compared"]
+    assert "neither Helix nor another" in dict(summary.lines(answer(replace(llama.question, ttl_s=1e-5))))["Compared"]
 
 
 def test_a_neighbour_without_room_says_what_it_lacks():

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.unit
 def test_any_64_bits_are_a_seed(given, seeds):
     """A choice beyond the first has the one after it."""
     body = CompletionBody(prompt="x", seed=given)
-    assert [body.sampling(1, choice, None, None).seed for choice in range(2)] == seeds
+    assert [body.sampling(1, choice, None, None, {}).seed for choice in range(2)] == seeds
 
 
 @pytest.mark.parametrize("given", [-(2**63) - 1, 2**63, 1.5])
@@ -167,7 +167,7 @@ def test_unknown_fields_that_an_answer_quotes_can_be_written(place, unknown):
 def test_nor_is_it_where_something_is_made_of_it(fields):
     body = CompletionBody.model_validate({"prompt": "x"} | fields)
     with pytest.raises(UserError, match="half a surrogate pair at character 5"):
-        body.sampling(1, 0, None, body.guide())
+        body.sampling(1, 0, None, body.guide(), {})
 
 
 PARTS = [{"type": "text", "text": ""}] * 1024

@@ -16,7 +16,9 @@ async function answerOf(file) {
 
 function targetsOf({ targets, max_gpus: gpus }) {
   return [
-    targets.ttl_s && `${time(targets.ttl_s)} per token`, targets.ttft_s && `TTFT ${time(targets.ttft_s)}`,
+    targets.ttl_s && `${time(targets.ttl_s)} per token`,
+    targets.ttl_with_prefill_s && `${time(targets.ttl_with_prefill_s)} per token during a prefill`,
+    targets.ttft_s && `TTFT ${time(targets.ttft_s)}`,
     targets.users > 1 && plural(targets.users, "user"),
     targets.rate_per_s && `${digits(targets.rate_per_s)} requests/s`,
     targets.fewest_gpus && "fewest GPUs", `up to ${plural(gpus, "GPU")}`,

@@ -5,6 +5,7 @@ const at = (id) => document.getElementById(id);
 // units; whole: whether it must be an integer.
 const NUMBERS = {
   ttl: { unit: 1e-3, words: "ms per token", asked: plan.asked.ttl_s },
+  ttlBeside: { unit: 1e-3, words: "ms during a prefill", asked: plan.asked.ttl_with_prefill_s },
   ttft: { unit: 1, words: "TTFT", asked: plan.asked.ttft_s },
   users: { unit: 1, words: "users", asked: plan.asked.users > 1 ? plan.asked.users : null, whole: true },
   rate: { unit: 1, words: "requests/s", asked: plan.asked.rate_per_s },
@@ -55,6 +56,7 @@ function stateSet() {
   const leftOut = at("hop-b").checked ? EXPOSED : OVERLAPPED;
   return {
     ...found, users: found.users ?? 1, length, dtypes, capIndex, cap: plan.gpu_caps[capIndex],
+    leastChunk: found.ttlBeside === null ? plan.least_chunk : 0,
     tokens: plan.lengths[length], fewest: at("fewest").checked, table: tableOf(length, dtypes),
     strategies: plan.strategies.filter((strategy, index) =>
       !leftOut.includes(strategy.name) && plan.layouts.some((layout) => layout.strategy === index)),

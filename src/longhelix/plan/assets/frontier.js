@@ -114,22 +114,31 @@ function gainsAsAnswered(state) {
 function targetWords({ ours, others }, ttl) {
   const target = `At ${time(ttl)} per token`;
   if (ours && others) {
-    return [`${(ours / others).toFixed(2)}×`, `${target}, Helix against the best other strategy: ${digits(ours)} `
-      + `tokens/s per GPU against ${digits(others)}`];
+    return `${target}, Helix has ${(ours / others).toFixed(2)}× the tokens/s per GPU of the best other strategy `
+      + `(${digits(ours)} and ${digits(others)}).`;
   }
-  if (ours) return ["–", `${target}, only Helix gets there, with ${digits(ours)} tokens/s per GPU`];
-  return ["–", `${target}, ${others ? "Helix does not get there, but others do" : "no strategy gets there"}`];
+  if (ours) return `${target}, only Helix gets there, with ${digits(ours)} tokens/s per GPU.`;
+  return `${target}, ${others ? "Helix does not get there, but others do" : "no strategy gets there"}.`;
 }
 
-function drawHeadline(state) {
+function gainWords(state) {
   const found = gainsAsAnswered(state);
-  at("headline").hidden = found === null;
-  if (found === null) return;
-  const largest = `${digits(found.largest.gain)}× at ${digits(found.largest.user)} tokens/s per user; maximum `
-    + `tokens/s per user ${digits(found.speed)}×`;
-  const [gain, words] = found.target ? targetWords(found.target, state.ttl)
-    : [`${digits(found.largest.gain)}×`,
-      "Helix's largest gain in tokens/s per GPU; set a target to see the gain there"];
-  at("headline").replaceChildren(element("strong", { id: "gain" }, gain), element("span", {}, words),
-    element("small", { id: "largest" }, `Largest gain: ${largest}. Decode only, as papers compare it.`));
+  if (found === null) return "";
+  const atTarget = found.target ? `${targetWords(found.target, state.ttl)} ` : "";
+  return `${atTarget}Largest gain of Helix: ${digits(found.largest.gain)}× the tokens/s per GPU, at `
+    + `${digits(found.largest.user)} tokens/s per user; its maximum tokens/s per user is ${digits(found.speed)}×. `
+    + "Decode only, as papers compare it.";
+}
+
+// The answer in one line, and below it Helix's gain.
+function drawHeadline(state, shown) {
+  at("headline").hidden = shown === null;
+  if (shown === null) return;
+  const users = people(shown.users);
+  const answer = `${users} ${users === "1" ? "user" : "users"} on ${plural(shown.gpus, "GPU")}`;
+  const ttft = shown.ttft === null ? "" : `, first token after ${time(shown.ttft)}`;
+  at("headline").replaceChildren(element("strong", { id: "answer" }, answer),
+    element("span", {}, `${time(shown.ttl)} per token${ttft}, with ${shown.strategy.title}`
+      + `${shown.far > 0 ? "; it misses a target" : ""}`),
+    element("small", { id: "gain" }, gainWords(state)));
 }

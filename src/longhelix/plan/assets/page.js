@@ -14,7 +14,7 @@ function people(users) {
 }
 
 const COLUMNS = [
-  ["Tokens/s per user", (found) => digits(found.user)],
+  ["Tokens/s per user", (found) => digits(found.user), "ttl"],
   ["Tokens/s per GPU", (found) => digits(found.gpu)],
   ["ms during a prefill", (found) => orNone(found.ttlBeside, (ttl) => digits(1e3 * ttl)), "ttlBeside"],
   ["TTFT, s", (found) => orNone(found.ttft, digits), "ttft"],
@@ -56,7 +56,8 @@ function memoryBar(table, found) {
 
 function missedWords(found, state) {
   const targets = [
-    ["ttlBeside", "time per token during a prefill", time(found.ttlBeside), state.ttl && time(state.ttl)],
+    ["ttl", "time per token", time(found.ttl), state.ttl && time(state.ttl)],
+    ["ttlBeside", "time per token during a prefill", time(found.ttlBeside), state.ttlBeside && time(state.ttlBeside)],
     ["ttft", "TTFT", time(found.ttft), state.ttft && time(state.ttft)], ["gpus", "GPUs", whole(found.gpus), state.cap]];
   return targets.filter(([target]) => found.missed[target] > 0)
     .map(([, name, has, most]) => `${name} (${has}, over ${most})`).join(" and ");
@@ -119,7 +120,7 @@ function draw(choice) {
     drawStep(itemsOf(state.table, shown.point), state.table.point.ttl_s[shown.point]);
     drawLayout(shown, state.tokens);
   }
-  drawHeadline(state);
+  drawHeadline(state, shown);
   drawFrontier(state, shown);
 }
 

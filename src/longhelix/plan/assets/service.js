@@ -62,14 +62,15 @@ function served(table, index, state) {
     activations_bytes: prompts.activations_bytes,
   };
   found.missed = {
-    ttlBeside: over(found.ttlBeside, state.ttl), ttft: over(found.ttft, state.ttft), gpus: over(found.gpus, state.cap),
+    ttl: over(found.ttl, state.ttl), ttlBeside: over(found.ttlBeside, state.ttlBeside),
+    ttft: over(found.ttft, state.ttft), gpus: over(found.gpus, state.cap),
   };
   found.far = Object.values(found.missed).reduce((sum, far) => sum + far, 0);
   return found;
 }
 
-function hasTargets({ ttl, ttft, users, rate, fewest }) {
-  return ttl !== null || ttft !== null || users > 1 || rate !== null || fewest;
+function hasTargets({ ttl, ttlBeside, ttft, users, rate, fewest }) {
+  return ttl !== null || ttlBeside !== null || ttft !== null || users > 1 || rate !== null || fewest;
 }
 
 // Sort key of configurations that meet all targets, smallest first.
@@ -88,9 +89,23 @@ function order(found, state) {
   return found.far > 0 ? [found.far, found.gpus] : [0, ...worth(found, state)];
 }
 
+// The configuration of the same point with the smallest chunk that costs little TTFT and no throughput.
+function withShortSteps(best, configurations) {
+  const kept = configurations.filter((found) => found.point === best.point && found.gpus <= best.gpus
+    && found.gpu >= plan.little_less * best.gpu && found.far <= best.far);
+  const quickest = Math.min(...kept.map((found) => found.ttft));
+  return kept.filter((found) => found.ttft <= plan.little_more * quickest)
+    .reduce((least, found) => (found.chunk < least.chunk ? found : least));
+}
+
 function first(configurations, state) {
-  return configurations.reduce((best, found) =>
-    (best === null || isBefore(order(found, state), order(best, state)) ? found : best), null);
+  const best = configurations.reduce((before, found) =>
+    (before === null || isBefore(order(found, state), order(before, state)) ? found : before), null);
+  return best === null ? null : withShortSteps(best, configurations);
+}
+
+function isAllowed(index, state) {
+  return state.table.configuration.chunk[index] >= state.leastChunk;
 }
 
 // The best configuration of each strategy, or the closest to the targets; null if none fits in memory.
@@ -100,7 +115,8 @@ function bests(state) {
   state.table.configuration.point.forEach((point, index) => {
     const held = plan.layouts[layout[point]];
     const strategy = state.strategies.indexOf(plan.strategies[held.strategy]);
-    if (strategy >= 0 && held.gpus <= state.cap) found[strategy].push(served(state.table, index, state));
+    const allowed = held.gpus <= state.cap && isAllowed(index, state);
+    if (strategy >= 0 && allowed) found[strategy].push(served(state.table, index, state));
   });
   return found.map((configurations) => first(configurations, state));
 }
@@ -109,7 +125,7 @@ function bests(state) {
 function atPoint(state, point) {
   const found = [];
   state.table.configuration.point.forEach((each, index) => {
-    if (each === point) found.push(served(state.table, index, state));
+    if (each === point && isAllowed(index, state)) found.push(served(state.table, index, state));
   });
   if (found.length) return first(found, state);
   const layout = layoutOf(state.table, point);

@@ -29,9 +29,8 @@ function time(seconds) {
 }
 
 function tokens(count) {
-  const [size, unit] = [[1e6, "M"], [1048576, "Mi"], [1024, "Ki"], [1000, "k"]]
-    .find(([size]) => count % size === 0) ?? [1, ""];
-  return unit ? `${digits(count / size)}${unit}` : whole(count);
+  if (count >= 1e6 && count % 1e5 === 0) return `${count / 1e6}M`;
+  return count >= 1e4 && count % 1e3 === 0 ? `${whole(count / 1e3)}K` : whole(count);
 }
 
 function noun(count, word) {
