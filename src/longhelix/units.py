@@ -5,10 +5,11 @@ _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def count(number: int) -> str:
-    """Return a number of tokens, such as "256K", "1M" or "8,192". K is 1,000, as on the command line."""
-    for unit, name in ((10**6, "M"), (10**3, "K")):
-        if (number >= 10 * unit and number % unit == 0) or number == unit == 10**6:
-            return f"{number // unit:,}{name}"
+    """Return a number of tokens, such as "256K", "1.5M" or "8,192". K is 1,000, as on the command line."""
+    if number >= 10**6 and number % 10**5 == 0:
+        return f"{number // 10**6:,}{'.' * (number % 10**6 > 0)}{str(number // 10**5 % 10).strip('0')}M"
+    if number >= 10**4 and number % 10**3 == 0:
+        return f"{number // 10**3:,}K"
     return f"{number:,}"
 
 

@@ -11,7 +11,7 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 
 from longhelix.cli.config_file import from_file
 from longhelix.cli.foreign_options import advice
-from longhelix.cli.help import HELP, HELP_ALL, PROMPT, SERVER, HelpFormatter
+from longhelix.cli.help import ANSWER, HELP, HELP_ALL, PROMPT, SERVER, HelpFormatter
 from longhelix.errors import EngineError, RequestError, UserError
 
 USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -32,7 +32,9 @@ app.command(
     help="Generate an answer to one prompt.",
     group_parameters=PROMPT,
 )
-app.command("longhelix.cli.chat.verb:chat", name="chat", help="Chat with a model in the terminal.")
+app.command(
+    "longhelix.cli.chat.verb:chat", name="chat", help="Chat with a model in the terminal.", group_parameters=ANSWER
+)
 app.command(
     "longhelix.cli.serve:serve",
     name="serve",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from longhelix.errors import UserError
+from longhelix.units import size
 
 Files = Mapping[str, int | None]  # path in the repository to size in bytes, None if the hub does not say
 
@@ -168,8 +169,8 @@ def _download(
             raise
         missing_bytes = sum(repository.files[file] or 0 for file in files if file not in repository.cached)
         if missing_bytes:
-            tell(f"downloading {asked.name} ({missing_bytes / 1e9:.3g} GB) to {cache}")
             _check_space(asked, missing_bytes, cache)
+            tell(f"downloading {asked.name} ({size(missing_bytes)}) to {cache}")
         folder = snapshot_download(
             asked.name,
             revision=asked.revision,
@@ -245,8 +246,8 @@ def _check_space(asked: HubModel, missing_bytes: int, cache: Path) -> None:
     free_bytes = shutil.disk_usage(existing).free
     if missing_bytes > free_bytes:
         raise UserError(
-            f"{asked.name} needs {missing_bytes / 1e9:.3g} GB, but the disk of {cache} has {free_bytes / 1e9:.3g} GB "
-            "free: make room, or set HF_HOME to a folder on another disk",
+            f"{asked.name} needs {size(missing_bytes)}, but the disk of {cache} has {size(free_bytes)} free: make "
+            "room, or set HF_HOME to a folder on another disk",
             "disk_full",
         )
 

@@ -1,11 +1,13 @@
 """Help of every command fits a terminal of 100 columns."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from longhelix.cli.main import app
+from longhelix.cli import foreign_options
+from longhelix.cli.main import app, main
 
 pytestmark = pytest.mark.unit
 
@@ -30,6 +32,63 @@ def test_help_fits_100_columns(command):
     lines = console.file.getvalue().splitlines()
     assert lines[0].startswith(" ".join(("Usage: longhelix", *command)))
     assert max(map(len, lines)) <= COLUMNS
+
+
+def shown(capsys, *arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(COLUMNS))
+        assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_help_shows_what_most_people_need_and_help_all_the_rest(capsys, command):
+    few, every = (set(re.findall(r"^│[ *]+(?:MODEL )?(--[a-z0-9-]+)", shown(capsys, command, option), re.MULTILINE))
+                  for option in ("--help", "--help-all"))  # fmt: skip
+    assert few < every
+    assert len(few) <= 25 < 45 < len(every)
+    assert {"--model", "--kvp", "--tpa", "--max-model-len"} <= few
+    expert = {"--flash-comm-v1", "--compilation-config", "--hop-b", "--swap-tokens", "--tied"}
+    assert not expert & few
+    assert expert <= every
+    panels = re.findall(r"^╭─ (.+?) ─", shown(capsys, command, "--help"), re.MULTILINE)
+    assert panels[0] == "Model and layout"
+    assert shown(capsys, command, "--help").endswith("--help-all shows every option of a command.\n")
+
+
+def test_the_model_may_be_positional():
+    for arguments in (["builtin", "--kvp", "2"], ["--kvp", "2", "builtin"], ["--model", "builtin", "--kvp", "2"]):
+        _, bound, _ = app.parse_args(["serve", *arguments], print_error=False, exit_on_error=False)
+        assert (bound.arguments["model"].model, bound.arguments["model"].kvp) == ("builtin", 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--tensor-parallel-size", "--tensor-parallel-size is not an option of longhelix: use --tpa for attention"),
+        ("--tensor_parallel_size", "use --tpa for attention"),
+        ("-ngl", "use --device cuda"),
+        ("--ctx-size", "use --max-model-len"),
+        ("-c", "use --max-model-len"),
+        ("--n-predict", "use --max-new-tokens"),
+        ("--gpu-memory-utilization=0.9", "use --kv-cache-tokens"),
+        ("--trust-remote-code", "longhelix never runs code from a model repository"),
+    ],
+)
+def test_options_of_other_engines_name_ours(capsys, option, words):
+    assert main(["generate", "builtin", option, "2"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert words in err
+
+
+def test_what_other_engines_options_name_exists(capsys):
+    """Each option of ours in the advice is an option of `serve` or `generate`."""
+    known = {option for command in ("serve", "generate")
+             for option in re.findall(r"--[a-z0-9-]+", shown(capsys, command, "--help-all"))}  # fmt: skip
+    named = {option for advice in foreign_options._ADVICE.values() for option in re.findall(r"--[a-z0-9-]+", advice)}
+    assert named <= known
+    assert len(foreign_options._ADVICE) >= 60
 
 
 def test_commands_below_others_are_looked_at():

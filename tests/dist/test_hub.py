@@ -1,0 +1,199 @@
+"""Models on the hub, from a small hub on loopback: as a user names them, and everything that can go wrong."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from hub import COMMIT, Hub
+from oracle import FAMILIES, make_oracle, save_tokenizer_files
+
+pytestmark = pytest.mark.dist
+
+FIND = """
+import sys
+from longhelix.engine.hub import find
+from longhelix.errors import UserError
+try:
+    print(find(*sys.argv[1:], tell=lambda line: print(line, file=sys.stderr)))
+except UserError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A repository with what publishers put beside the files that are needed."""
+    oracle = make_oracle(FAMILIES["llama"], tmp_path_factory.mktemp("llama"))
+    save_tokenizer_files(oracle.path)
+    (oracle.path / "modeling_toy.py").write_text("raise SystemExit('code of a repository ran')")
+    (oracle.path / "pytorch_model.bin").write_bytes(b"a pickle")
+    (oracle.path / "original").mkdir()
+    shutil.copy(oracle.path / "model.safetensors", oracle.path / "original" / "model.safetensors")
+    shutil.copy(oracle.path / "model.safetensors", oracle.path / "consolidated.safetensors")
+    return oracle
+
+
+@pytest.fixture
+def hub(model):
+    repositories = {"toys/llama": model.path, "toys/gated": model.path}
+    with Hub(repositories, gated={"toys/gated"}).serve() as found:
+        yield found
+
+
+@pytest.fixture
+def python(hub, tmp_path):
+    """Runs Python with this hub and a cache of its own. Returns its exit status, output and errors."""
+
+    def run(*arguments, **variables):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")} | variables
+        command = [sys.executable, *map(str, arguments)]
+        done = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
+        return done.returncode, done.stdout.strip(), done.stderr
+
+    return run
+
+
+@pytest.fixture
+def find(python):
+    return lambda *arguments, **variables: python("-c", FIND, *arguments, **variables)
+
+
+def files_below(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_hub_id_is_downloaded_once_without_code_and_answers(python, hub, model):
+    asked = "-m", "longhelix", "generate", "toys/llama", "--prompt", "w1 w2 w3", "--max-new-tokens", "4", "--json"
+    status, out, err = python(*asked)
+    assert status == 0, err
+    assert "downloading toys/llama (" in err
+    sent = {name.removeprefix("toys/llama/") for name in hub.downloads}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= sent
+    assert not {"modeling_toy.py", "pytorch_model.bin", "original/model.safetensors", "consolidated.safetensors"} & sent
+    hub.downloads.clear()
+    again = python(*asked)
+    assert (again[0], hub.downloads) == (0, [])
+    assert "downloading" not in again[2]
+    local = python("-m", "longhelix", "generate", model.path, *asked[4:])
+    tokens = [json.loads(answer)["token_ids"] for answer in (out, again[1], local[1])]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert len(tokens[0]) == 4
+
+
+def test_a_plan_reads_the_config_alone(python, hub):
+    status, out, err = python(
+        "-m", "longhelix", "plan", "toys/llama", "--system", "h100", "--context", "1k", "--max-gpus", "1"
+    )
+    assert status == 0, err
+    assert out.startswith("toys/llama on h100: ")
+    assert hub.downloads == ["toys/llama/config.json"]
+
+
+def test_a_folder_of_the_same_name_wins(find, hub, tmp_path):
+    (tmp_path / "toys" / "llama").mkdir(parents=True)
+    assert find("toys/llama")[:2] == (0, "toys/llama")
+    assert hub.downloads == []
+
+
+def test_revisions_and_the_cache_without_the_hub(find, hub):
+    status, out, err = find("toys/llama", "nightly")
+    words = "toys/llama has no revision nightly: set the revision to a branch, a tag or a commit"
+    assert (status, out, err) == (2, words, "")
+    status, path, err = find("toys/llama", COMMIT)
+    assert (status, path.endswith(COMMIT)) == (0, True), err
+    assert find("toys/llama", COMMIT, HF_HUB_OFFLINE="1")[:2] == (0, path)
+    assert find("toys/llama", COMMIT, HF_ENDPOINT="http://127.0.0.1:9")[:2] == (0, path)
+    assert "revision is 'main', but /tmp is not a model on the hub" in find("/tmp", "main")[1]
+
+
+MISTAKES = {
+    "missing": (
+        ("toys/lama",),
+        {},
+        "neither a folder toys/lama on this machine nor a repository toys/lama at ",
+    ),
+    "gated": (("toys/gated",), {}, "access to toys/gated must be granted by its owner: request it at "),
+    "wrong token": (("toys/gated",), {"HF_TOKEN": "hf_other"}, "access to toys/gated must be granted"),
+    "offline": (
+        ("toys/llama",),
+        {"HF_HUB_OFFLINE": "1"},
+        "HF_HUB_OFFLINE is set: unset it, or give the path",
+    ),
+    "no hub": (("toys/llama",), {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
+    "no GGUF": (("toys/llama:Q4_K_M",), {}, "toys/llama has no GGUF file for Q4_K_M: leave out :Q4_K_M"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_get_one_sentence_and_leave_no_files(find, hub, tmp_path, mistake):
+    arguments, variables, words = MISTAKES[mistake]
+    status, out, err = find(*arguments, **variables)
+    assert (status, len(out.splitlines()), err) == (2, 1, "")
+    assert words in out
+    assert not {name for name in files_below(tmp_path) if "snapshots" in name or "blobs" in name}
+
+
+def test_a_gated_repository_opens_with_the_token(find, hub):
+    assert find("toys/gated", HF_TOKEN=hub.token)[0] == 0
+
+
+def test_a_download_that_is_cut_ends_in_one_sentence_and_continues(find, hub, model, tmp_path):
+    hub.cut_after = 1000
+    status, out, err = find("toys/llama")
+    assert (status, len(out.splitlines())) == (2, 1), err
+    assert "the download of toys/llama from " in out
+    assert "run the command again to continue" in out
+    assert "cache" in find("toys/llama", HF_HUB_OFFLINE="1")[1]  # a part of a model is not taken for the model
+    hub.cut_after = None
+    hub.downloads.clear()
+    status, path, _ = find("toys/llama")
+    assert (status, hub.downloads) == (0, ["toys/llama/model.safetensors"])
+    weights = model.path / "model.safetensors"
+    assert (tmp_path / path / "model.safetensors").read_bytes() == weights.read_bytes()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system with room for 64 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("a full disk needs the right to mount a file system")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk_is_told_before_the_download(find, hub, small_disk):
+    status, out, err = find("toys/llama", HF_HOME=str(small_disk))
+    assert (status, err) == (2, "")
+    assert out.startswith("toys/llama needs ")
+    assert out.endswith("free: make room, or set HF_HOME to a folder on another disk")
+    assert hub.downloads == []
+    assert not files_below(small_disk)
+
+
+def test_gguf_files_are_chosen_by_name_or_quantisation(find, hub, tmp_path):
+    folder = tmp_path / "ggufs"
+    folder.mkdir()
+    for name in ("toy-Q4_K_M.gguf", "toy-Q8_0.gguf", "mmproj-toy-Q8_0.gguf", "big-00001-of-00002.gguf"):
+        (folder / name).write_bytes(b"GGUF" + name.encode())
+    hub.repositories["toys/ggufs"] = folder
+    for asked in ("Q8_0", "q8_0", "toy-Q8_0.gguf"):
+        status, path, err = find(f"toys/ggufs:{asked}")
+        assert (status, path.endswith("/toy-Q8_0.gguf")) == (0, True), err
+    assert hub.downloads == ["toys/ggufs/toy-Q8_0.gguf"]
+    assert find("toys/ggufs:Q8_0", HF_HUB_OFFLINE="1")[1].endswith("/toy-Q8_0.gguf")
+    assert "has no safetensors weights, but 3 GGUF files: choose one, such as toys/ggufs:" in find("toys/ggufs")[1]
+    assert "no GGUF file for Q5_0: choose one of " in find("toys/ggufs:Q5_0")[1]
+    assert "one part of a split GGUF file" in find("toys/ggufs:big-00001-of-00002.gguf")[1]
