@@ -7,7 +7,7 @@ _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 def count(number: int) -> str:
     """Return a number of tokens, such as "256K", "1.5M" or "8,192". K is 1,000, as on the command line."""
     if number >= 10**6 and number % 10**5 == 0:
-        return f"{number // 10**6:,}{'.' * (number % 10**6 > 0)}{str(number // 10**5 % 10).strip('0')}M"
+        return f"{number / 10**6:,.1f}".removesuffix(".0") + "M"
     if number >= 10**4 and number % 10**3 == 0:
         return f"{number // 10**3:,}K"
     return f"{number:,}"
