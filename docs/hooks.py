@@ -69,12 +69,14 @@ def _type_name(hint: Any) -> str:
 
 
 def _options(command: Any) -> dict[str, list[list[str]]]:
-    """Rows of options by the group that `--help` shows them in."""
+    """Rows of options by the group that `--help-all` shows them in."""
+    from longhelix.cli.help import RARE
+
     groups: dict[str, list[list[str]]] = {}
     for option in command.assemble_argument_collection(parse_docstring=True):
         if not option.parse or not option.show or option.children or "*" in option.names:
             continue
-        group = option.parameter.group[0].name if option.parameter.group else "Parameters"
+        group = option.parameter.group[0].name.removesuffix(RARE) if option.parameter.group else "Parameters"
         says, default = option.parameter.help or "", option.field_info.default
         if option.required:
             says += " Required."

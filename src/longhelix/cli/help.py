@@ -6,7 +6,7 @@ from cyclopts import Group, Parameter
 from cyclopts.help import DefaultFormatter
 
 HELP, HELP_ALL = "--help", "--help-all"
-_RARE = " (more)"  # how the titles of groups with rare options end
+RARE = " (more)"  # how the titles of groups with rare options end
 
 
 def _groups(*titles: str) -> list[Group]:
@@ -15,13 +15,13 @@ def _groups(*titles: str) -> list[Group]:
 
 
 MODEL, SERVER, PROMPT, ANSWER, ENGINE, *_RARE_GROUPS = _groups(
-    *(titles := ("Model and layout", "Server", "Prompt", "Answer", "Engine")), *(f"{title}{_RARE}" for title in titles)
+    *(titles := ("Model and layout", "Server", "Prompt", "Answer", "Engine")), *(f"{title}{RARE}" for title in titles)
 )
 
 
 def rare(group: Group) -> Group:
     """Return the group for options of `group` that few people need."""
-    return next(each for each in _RARE_GROUPS if each.name == f"{group.name}{_RARE}")
+    return next(each for each in _RARE_GROUPS if each.name == f"{group.name}{RARE}")
 
 
 RARE_SERVER, RARE_PROMPT, RARE_ANSWER = (Parameter(group=rare(group)) for group in (SERVER, PROMPT, ANSWER))
@@ -33,5 +33,5 @@ class HelpFormatter(DefaultFormatter):
     shows_all = False
 
     def __call__(self, console: Any, options: Any, panel: Any) -> None:
-        if self.shows_all or not str(panel.title).endswith(_RARE):
+        if self.shows_all or not str(panel.title).endswith(RARE):
             super().__call__(console, options, panel)
