@@ -111,7 +111,7 @@ def test_text_streams_to_stdout_and_the_table_to_stderr(capfd, oracle):
     status, out, err = run(capfd, *generate(oracle.path))
     assert status == 0
     assert len(out.split()) == 8
-    for name in ("prompt tokens", "TTFT", "TTL", "tokens/s", "KV on rank 0", "exchanged", "achieved"):
+    for name in ("prompt tokens", "TTFT", "TPOT", "tokens/s", "KV on rank 0", "exchanged", "achieved"):
         assert name in err
 
 
@@ -154,7 +154,7 @@ def test_prompt_file_is_fed_as_it_is(capfd, oracle, tmp_path):
 
 def test_sizes_take_units_and_are_echoed_resolved(capfd, oracle):
     _, _, err = run(capfd, *generate(oracle.path, "--kv-cache-tokens", "2Ki", "--max-model-len", "1k"))
-    assert "KV cache holds 2048 tokens" in err
+    assert "KV cache holds 2,048 tokens" in err
     assert "max_model_len 1000" in err
     assert "warning: max_model_len 1000 exceeds the 128 positions" in err
 

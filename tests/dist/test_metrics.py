@@ -212,8 +212,8 @@ def test_the_server_writes_its_life_and_no_secret(server, client):
     assert events[-2:] == ["drain", "end"]
     cache = server.line("kv_cache")
     assert (cache["held_tokens"], cache["max_model_len"], cache["max_concurrency"]) == (8192, 2048, 4)
-    assert cache["message"].startswith("KV cache holds 8192 tokens")
-    assert "maximum concurrency at 2048 tokens: 4.00" in cache["message"]
+    assert cache["message"].startswith("KV cache holds 8,192 tokens")
+    assert "maximum concurrency at 2,048 tokens: 4" in cache["message"]
     said = repr(server.lines)
     assert KEY not in said
     assert "nobody sees" not in said

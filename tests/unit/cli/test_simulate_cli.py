@@ -12,6 +12,7 @@ from longhelix.cli.main import main
 pytestmark = pytest.mark.unit
 
 SERVER = ("simulate", "--model", "llama-3.1-405b", "--system", "gb200", "--kvp", "2", "--tpa", "8")
+CAPACITY = ("--capacity", "--tbt-slo", "1s")
 DRAWN = (*SERVER, "--synthetic", "--requests", "40", "--rate", "4", "--seed", "7")
 PERCENTILES = {"p50", "p90", "p99", "max"}
 
@@ -107,7 +108,7 @@ def test_policies_chunks_and_placements_are_compared_in_one_run(capfd):
     ]
     status, out, _ = run(capfd, *DRAWN, *lists)
     assert status == 0
-    assert out.count("lars") == out.count("fcfs") == 4
+    assert out.count("lars") == out.count("fcfs") == 8  # a sentence and a column each
 
 
 def test_a_policy_that_spares_short_requests_does(capfd, tmp_path):
@@ -130,7 +131,7 @@ def test_the_capacity_lies_between_a_rate_that_is_met_and_one_that_is_not(capfd)
 def test_files(capfd, tmp_path):
     plotly = pytest.importorskip("plotly.offline", reason="needs plotly, of the extra plan")
     folder, trace = tmp_path / "new" / "out", tmp_path / "trace.json"
-    status, _, err = run(capfd, *DRAWN, "--out", str(folder), "--chrome-trace", str(trace), "--capacity")
+    status, _, err = run(capfd, *DRAWN, "--out", str(folder), "--chrome-trace", str(trace), *CAPACITY)
     assert status == 0, err
     report = json.loads((folder / "simulation.json").read_text())
     own = (folder / "simulation.html").read_text(encoding="utf-8").replace(plotly.get_plotlyjs(), "")
@@ -172,7 +173,8 @@ def test_without_plotly_the_extra_is_named(capfd, tmp_path, monkeypatch):
             ("--policy", "fcfs,lars", "--chrome-trace", "t.json"),
             "--chrome-trace records one variant, but 2 are compared",
         ),
-        (("--requests", "1", "--capacity"), "all requests arrive at once"),
+        (("--requests", "1", *CAPACITY), "all requests arrive at once"),
+        (("--capacity",), "--capacity is the highest rate that meets an SLO, but no request has one: set --ttft-slo"),
     ],
     ids=lambda value: "_".join(value).replace("--", "") if isinstance(value, tuple) else "",
 )

@@ -195,7 +195,7 @@ def test_rope_settings_that_are_resolved_give_frequencies(rope, max_model_len):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"model": 5}, 'model is 5: set it to "builtin", or the path'),
+        ({"model": 5}, 'model is 5: set it to "builtin", the path'),
         ({"model": "builtin", "layout": 2}, "layout is 2: set it to a Layout"),
         ({"model": "builtin", "trace": 7}, "trace is 7: set it to a path"),
     ],

@@ -16,7 +16,7 @@ MOST = 2**20
 
 def ask(num_tokens, prompts=1, *, max_model_len=131_072, **fields):
     driver, call = SimpleNamespace(most_requests=1024), SimpleNamespace(arrival_s=0.0)
-    serving = SimpleNamespace(driver=driver, max_model_len=max_model_len, call=call)
+    serving = SimpleNamespace(driver=driver, max_model_len=max_model_len, call=call, sampling_defaults={})
     body = CompletionBody(prompt=[1], **fields)
     prompt = array("i", [1]) * num_tokens
     return len(Serving.requests(serving, body, [prompt] * prompts, 1, body.logprobs))

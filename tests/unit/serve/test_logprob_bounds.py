@@ -11,7 +11,10 @@ from longhelix.serve.serving import Serving
 pytestmark = pytest.mark.unit
 
 SERVING = SimpleNamespace(
-    driver=SimpleNamespace(most_requests=64), max_model_len=131_072, call=SimpleNamespace(arrival_s=0.0)
+    driver=SimpleNamespace(most_requests=64),
+    max_model_len=131_072,
+    call=SimpleNamespace(arrival_s=0.0),
+    sampling_defaults={},
 )
 
 
