@@ -29,6 +29,8 @@ EVERY_COMMAND = sorted({tuple(command) for page in PAGES for command in commands
 NEEDS_NO_FILES = [command for command in EVERY_COMMAND if not re.search(r"/|FOLDER|\.\w{3,}( |$)", " ".join(command))]
 PREDICTED = [command for command in NEEDS_NO_FILES if command[0] in PREDICTIONS]
 ANSWERED = [command for command in NEEDS_NO_FILES if command[0] == "generate" and "--context" not in command]
+# Downloads need the network. Other commands with a hub ID run with a folder of that name.
+NEEDS_NETWORK = [command for command in EVERY_COMMAND if command[0] == "download"]
 RUN_WITHOUT_FILES = [*PREDICTED, *ANSWERED, ("collect-env",)]
 EVERY_REQUEST = [line for page in PAGES for line in lines(page) if line.startswith("curl ")]
 # Programs that need neither a server nor a model from elsewhere.

@@ -12,7 +12,7 @@ from serving_process import serving
 from shown import VISION_LANGUAGE, draw, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from documented import EVERY_COMMAND, EVERY_PROGRAM, EVERY_REQUEST, RUN_WITHOUT_FILES
+from documented import EVERY_COMMAND, EVERY_PROGRAM, EVERY_REQUEST, NEEDS_NETWORK, RUN_WITHOUT_FILES
 from longhelix.cli.main import main
 from oracle import VOCAB, save_tokenizer_files
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TIMEOUT_S = 300
 TEMPLATE = "{% for message in messages %}w5 {% endfor %}w6"
 CONTEXTS = ("context save", "context list", "generate", "context load", "context rm")  # in an order that works
-WITH_FILES = [command for command in EVERY_COMMAND if command not in RUN_WITHOUT_FILES]
+WITH_FILES = [command for command in EVERY_COMMAND if command not in (*RUN_WITHOUT_FILES, *NEEDS_NETWORK)]
 SERVED = [command for command in WITH_FILES if command[0] == "serve"]
 ON_CONTEXTS = sorted(
     (each for each in WITH_FILES if each[0] == "context" or (each[0] == "generate" and "--context" in each)),
@@ -51,8 +51,9 @@ def models(tmp_path_factory):
 def folder(tmp_path, monkeypatch, models):
     """Working directory with every file and folder that the documentation names."""
     text, images = models
-    (tmp_path / "path/to").mkdir(parents=True)
-    for name in ("path/to/folder", "path/to/model", "FOLDER"):
+    for parent in ("path/to", "Qwen"):
+        (tmp_path / parent).mkdir(parents=True)
+    for name in ("path/to/folder", "path/to/model", "Qwen/Qwen3-8B"):
         (tmp_path / name).symlink_to(text)
     (tmp_path / "path/to/qwen3-vl-folder").symlink_to(images)
     (tmp_path / "question.txt").write_text("What is a KV cache?")
