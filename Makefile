@@ -24,7 +24,7 @@ run: setup
 	@mkdir -p build
 	@{ cat $(RUN_DOCUMENTS); sed -n '/^## Who decides/,/^## Processes/p' docs/internals/architecture.md; printf '\n\n$(RUN_QUESTION)'; } > build/question.txt
 	@printf '[%s, "Who decides" of docs/internals/architecture.md]\n\n$(RUN_QUESTION)' '$(RUN_DOCUMENTS)'
-	@line="$$(printf '\nx')"; $(BIN)/longhelix generate --model builtin --prompt-file build/question.txt --kvp 2 \
+	@line="$$(printf '\nx')"; $(BIN)/longhelix generate builtin --prompt-file build/question.txt --kvp 2 \
 	  --stop '"' --stop "$${line%x}" --max-new-tokens 64
 
 # Each core takes one file of tests after the other, in their order: so those that start ranks come first.

@@ -101,7 +101,7 @@ def test_servers_start_and_end(command):
     if "plan/plan.yaml" in command:
         planned = ("plan", "--model", "path/to/model", "--system", "h200", "--max-gpus", "2", "--context", "4k")
         assert main([*planned, "--ttl", "50ms", "--out", "plan/"]) == 0
-        flags = (*flags, "--kv-cache-tokens", "8192")  # this machine has less memory than the planned GPU
+        flags = (*flags, "--device", "cpu", "--kv-cache-tokens", "8192")  # this machine may have no GPU
     with serving(*flags) as server:
         assert server.end() == 0
 

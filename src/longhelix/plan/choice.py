@@ -146,8 +146,14 @@ class Chooser:
         tried = self._given(index[held], batch[held], chunk[held])
         order = np.lexsort((tried.gpus, self._missed(tried)))
         _, first = np.unique(tried.layout[order], return_index=True)
-        nearest = [tried.take(order[[position]]) for position in np.sort(first)[:_NEAREST]]
-        return [self._choice(self._with_short_steps(each)) for each in nearest]
+        nearest: list[Choice] = []
+        for position in np.sort(first):
+            choice = self._choice(self._with_short_steps(tried.take(order[[position]])))
+            if choice.layout not in [each.layout for each in nearest]:  # with and without HOP-B
+                nearest.append(choice)
+            if len(nearest) == _NEAREST:
+                break
+        return nearest
 
     def _bounds(self) -> Array:
         """Return a lower bound of each layout's `_value`. It is infinite for layouts that cannot meet the targets."""

@@ -164,4 +164,4 @@ def _capacity(run: VariantResult) -> str:
     assert run.capacity is not None
     if run.capacity.rate_rps is None:
         return "none"
-    return f"{'' if run.capacity.is_bounded else 'above '}{run.capacity.rate_rps:.4g}"
+    return f"{'' if run.capacity.is_bounded else 'above '}{digits(run.capacity.rate_rps)}"

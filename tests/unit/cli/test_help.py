@@ -2,16 +2,19 @@
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from longhelix.cli import foreign_options
+from longhelix.cli.foreign_options import advice
 from longhelix.cli.main import app, main
 
 pytestmark = pytest.mark.unit
 
 COLUMNS = 100
+GUIDE = Path(__file__).parents[3] / "docs/guides/from-vllm.md"
 
 
 def commands(application, path=()):
@@ -80,6 +83,16 @@ def test_options_of_other_engines_name_ours(capsys, option, words):
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert words in err
+
+
+def test_the_guides_table_of_other_engines_options_says_what_the_command_line_says():
+    section = GUIDE.read_text().split("## Options")[1].split("\n## ")[0]
+    told = 0
+    for options, words in re.findall(r"^\| (.+) \| (.+?) \|$", section, re.MULTILINE):
+        for option in re.findall(r"`(--?[\w-]+)`", options):
+            assert words.replace("`", "") == advice(option), option
+            told += 1
+    assert told >= 60
 
 
 def test_what_other_engines_options_name_exists(capsys):
