@@ -120,6 +120,7 @@ def show(found: Estimate, console: Console) -> None:
         f"{size(found.weights_bytes_per_gpu)}, KV {size(found.kv_bytes_per_gpu)}): {fits}",
         highlight=False,
         style="bold",
+        soft_wrap=True,
     )
     table = Table(title=f"{in_words(found.layout)}: {found.gpus} GPUs, batch {found.batch}", title_justify="left")
     for name in ("cost item", "ms", "share", "GFLOP", "HBM, MB", "sent, kB"):

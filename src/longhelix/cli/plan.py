@@ -117,7 +117,7 @@ _LAYOUT_FILES = ("plan.yaml", "commands.txt", peers.CONFIG_FILE)
 
 def _show_answer(found: Plan, model: str) -> None:
     console = stdout()
-    console.print(summary.headline(found, model), highlight=False, style="bold")
+    console.print(summary.headline(found, model), highlight=False, style="bold", soft_wrap=True)
     console.print()
     grid = Table.grid(padding=(0, 2, 0, 0))
     for label, text in summary.lines(found):

@@ -139,7 +139,7 @@ def simulate(
     if json:
         print(json_module.dumps(as_json(runs)))
     else:
-        stdout().print(headline(runs, arrival_rps), highlight=False, style="bold")
+        stdout().print(headline(runs, arrival_rps), highlight=False, style="bold", soft_wrap=True)
         stdout().print(table(runs))
 
 

@@ -76,7 +76,8 @@ def _asked(plan: Plan) -> str:
 
 def _layout(choice: Choice) -> str:
     copies = f"{choice.replicas} x " if choice.replicas > 1 else ""
-    return f"{_TITLES[choice.strategy]} ({copies}{in_words(choice.layout)}) on {choice.gpus} GPUs"
+    gpus = "1 GPU" if choice.gpus == 1 else f"{choice.gpus} GPUs"
+    return f"{_TITLES[choice.strategy]} ({copies}{in_words(choice.layout)}) on {gpus}"
 
 
 def _choice(plan: Plan, choice: Choice) -> Iterator[Line]:
