@@ -57,7 +57,7 @@ def server():
 
 @pytest.fixture
 def with_tools(server, monkeypatch):
-    """The model, whose template has none, as one that knows tools."""
+    """The model with a template whose tools look different from those of its own template."""
     monkeypatch.setattr(server[1].tokenizer, "_chat_template", ChatTemplate(TEMPLATE, {}))
     return server
 
@@ -266,8 +266,22 @@ def test_what_is_wrong_with_tools_is_said(with_tools, change, words):
         assert words in answer.json()["error"]["message"]
 
 
-def test_a_template_without_tools_refuses_them(server):
-    client, _ = server
+def test_a_template_without_tools_refuses_them(server, monkeypatch):
+    client, llm = server
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    monkeypatch.setattr(llm.tokenizer, "_chat_template", ChatTemplate(template, {}))
     answer = client.post("/v1/chat/completions", json=CHAT)
     assert answer.status_code == 400
     assert "the model's chat template does not support tools" in answer.json()["error"]["message"]
+
+
+def test_the_built_in_models_own_template_shows_tools(server):
+    client, llm = server
+    with_tools = llm.tokenizer.encode_chat(CHAT["messages"], tools=CHAT["tools"])
+    shown = llm.tokenizer.decode(with_tools)
+    assert all(tool["function"]["name"] in shown for tool in CHAT["tools"])
+    answer = client.post("/v1/chat/completions", json=CHAT | {"tool_choice": "required", "max_tokens": 200})
+    calls = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert calls
+    assert {call["function"]["name"] for call in calls} <= {tool["function"]["name"] for tool in CHAT["tools"]}
+    assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls)
