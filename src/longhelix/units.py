@@ -31,6 +31,4 @@ def duration(seconds: float) -> str:
 
 def digits(number: float) -> str:
     """Return a number with three digits, or with all digits before the point if these are more."""
-    if number >= 999.5:
-        return f"{number:,.0f}"
-    return f"{number:.3g}" if "e" not in f"{number:.3g}" else f"{number:.2f}"
+    return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"

@@ -36,9 +36,13 @@ class Server:
 
 @contextlib.contextmanager
 def serving(*flags):
-    """A server at any free port, which takes requests. It has the built-in model unless `flags` name another."""
+    """A server at any free port, which takes requests.
+
+    It has the built-in model unless `flags` name another: first, or with --model.
+    """
     command = [sys.executable, "-m", "longhelix", "serve", "--port", "0", "--log-format", "json"]
-    command += [] if "--model" in flags else ["--model", "builtin"]
+    is_named = "--model" in flags or (flags and not flags[0].startswith("--"))
+    command += [] if is_named else ["--model", "builtin"]
     lines = []
     with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as process:
         reader = threading.Thread(target=lambda: lines.extend(map(json.loads, process.stderr)))

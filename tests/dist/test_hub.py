@@ -111,7 +111,10 @@ def test_revisions_and_the_cache_without_the_hub(find, hub):
     assert (status, path.endswith(COMMIT)) == (0, True), err
     assert find("toys/llama", COMMIT, HF_HUB_OFFLINE="1")[:2] == (0, path)
     assert find("toys/llama", COMMIT, HF_ENDPOINT="http://127.0.0.1:9")[:2] == (0, path)
-    assert "revision is 'main', but /tmp is not a model on the hub" in find("/tmp", "main")[1]
+    assert (
+        "revision is 'main', but /tmp is a file or folder on this machine: leave revision out"
+        in find("/tmp", "main")[1]
+    )
 
 
 MISTAKES = {

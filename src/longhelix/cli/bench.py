@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 from rich.console import Console
 
+from longhelix.cli.help import HELP_FLAGS
 from longhelix.cli.options import BenchFlags, given
 from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # these modules import torch, so commands import them only wh
     from longhelix.measure.bench.report import BenchReport
     from longhelix.measure.bench.suite import Suite
 
-app = App(name="bench")
+app = App(name="bench", help_flags=HELP_FLAGS)
 
 
 def _as_typed(values: tuple[object, ...]) -> str:

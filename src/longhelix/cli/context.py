@@ -10,6 +10,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from longhelix.cli.help import HELP_FLAGS
 from longhelix.cli.options import ContextsFlags, EngineFlags, ModelOptions, contexts_folder, stderr
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag
@@ -17,7 +18,7 @@ from longhelix.compute.cache.saved_context import SavedContext
 from longhelix.errors import UserError
 from longhelix.units import count, duration, size
 
-app = App(name="context")
+app = App(name="context", help_flags=HELP_FLAGS)
 
 
 @app.command

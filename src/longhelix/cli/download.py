@@ -1,6 +1,7 @@
 """`longhelix download`: brings a model to this machine before it is used."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from typing import Annotated
@@ -25,8 +26,12 @@ def download(model: str, *, revision: Annotated[str | None, Parameter(show_defau
         Branch, tag or commit of a model on the hub. [default: main]
     """
     if model == "builtin":
+        if revision is not None:
+            raise UserError("the built-in model has no revisions: leave out --revision")
         _install_builtin()
         return
+    if os.path.exists(model):
+        raise UserError(f"{model} is a file or folder on this machine, which longhelix would use: rename it, or use it")
     if hub.HubModel.of(model) is None:
         raise UserError(f"{model!r} is not a model on the hub: give its ID, such as Qwen/Qwen3-8B, or builtin")
     print(hub.find(model, revision, lambda line: print(line, file=sys.stderr)))

@@ -1,5 +1,8 @@
 """Options of vLLM, SGLang and llama.cpp, and what longhelix has instead."""
 
+import re
+from collections.abc import Collection
+
 _ONE_COPY = "longhelix serves one copy of the model: start more servers behind a router"
 # Option without its dashes, with - for _, to the advice.
 _ADVICE = {
@@ -84,7 +87,12 @@ _ADVICE = {
 }
 
 
-def advice(option: str) -> str | None:
-    """Return what to use instead of another program's option, such as "--tensor-parallel-size=8"; None if unknown."""
+def advice(option: str, known: Collection[str]) -> str | None:
+    """Return what to use instead of another program's option, such as "--tensor-parallel-size=8".
+
+    Args:
+        known: options of the command. None is returned if the advice names others.
+    """
     name = option.lstrip("-").partition("=")[0].replace("_", "-")
-    return _ADVICE.get(name)
+    found = _ADVICE.get(name)
+    return found if found is not None and set(re.findall(r"--[a-z0-9-]+", found)) <= set(known) else None

@@ -6,6 +6,7 @@ from cyclopts import Group, Parameter
 from cyclopts.help import DefaultFormatter
 
 HELP, HELP_ALL = "--help", "--help-all"
+HELP_FLAGS = (HELP, "-h", HELP_ALL)
 RARE = " (more)"  # how the titles of groups with rare options end
 
 

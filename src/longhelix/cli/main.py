@@ -11,7 +11,7 @@ from cyclopts import App, CycloptsError, UnknownOptionError
 
 from longhelix.cli.config_file import from_file
 from longhelix.cli.foreign_options import advice
-from longhelix.cli.help import ANSWER, HELP, HELP_ALL, PROMPT, SERVER, HelpFormatter
+from longhelix.cli.help import ANSWER, HELP_ALL, HELP_FLAGS, PROMPT, SERVER, HelpFormatter
 from longhelix.errors import EngineError, RequestError, UserError
 
 USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
@@ -21,7 +21,7 @@ app = App(
     help="Exact LLM inference with contexts of millions of tokens.",
     version=lambda: importlib.metadata.version("longhelix"),
     config=from_file,
-    help_flags=(HELP, "-h", HELP_ALL),
+    help_flags=HELP_FLAGS,
     help_formatter=HelpFormatter(),
     help_epilogue="--help-all shows every option of a command.",
 )
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except UnknownOptionError as error:
         option = error.token.keyword or error.token.value
-        instead = advice(option)
+        instead = advice(option, [name for each in error.argument_collection for name in each.names])
         message = str(error) if instead is None else f"{option} is not an option of longhelix: {instead}"
         return _fail(" ".join(message.split()), "usage", USER_ERROR, as_json)
     except CycloptsError as error:

@@ -7,6 +7,7 @@ Only data is downloaded, never code: config, tokenizer, and safetensors weights,
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -38,6 +39,7 @@ _PATTERNS = (
     "preprocessor_config.json",
     "processor_config.json",
 )
+_WEIGHTS, _INDEX, _SUFFIX = "model.safetensors", "model.safetensors.index.json", ".safetensors"
 _TEMPLATES = "additional_chat_templates/"
 # Copies of the same weights in the format of their publisher, such as Mistral's.
 _SECOND_COPIES = "consolidated*.safetensors"
@@ -57,7 +59,7 @@ class HubModel:
         """Parse a model name. Returns None if it has another form, or if a file or folder of that name exists."""
         part = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
         match = re.fullmatch(rf"({part}/{part})(?::([A-Za-z0-9._/-]+))?", model)
-        if match is None or os.path.exists(model):
+        if match is None or os.path.exists(model) or re.search(r"--|\.\.|[.-](/|$)|\.git$", match[1]):
             return None
         return cls(match[1], match[2], revision or "main")
 
@@ -66,8 +68,9 @@ class HubModel:
         ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
         if self.gguf is not None:
             return [self._chosen(ggufs)]
-        weights = [file for file in files if file.endswith(".safetensors") and _is_wanted(file)]
-        if "config.json" in files and weights:
+        if "config.json" in files and _WEIGHTS in files:
+            return [file for file in files if _is_wanted(file) and (file == _WEIGHTS or not file.endswith(_SUFFIX))]
+        if "config.json" in files and _INDEX in files:
             return [file for file in files if _is_wanted(file)]
         if ggufs:
             raise UserError(
@@ -115,8 +118,7 @@ def find(model: str, revision: str | None = None, tell: Callable[[str], None] | 
     """
     asked = HubModel.of(model, revision)
     if asked is None:
-        if revision is not None:
-            raise UserError(f"revision is {revision!r}, but {model} is not a model on the hub: leave revision out")
+        _check_no_revision(model, revision)
         return model
     folder, files = _download(asked, asked.wanted, tell or logging.getLogger(__name__).info)
     return str(folder if asked.gguf is None else folder / files[0])
@@ -129,6 +131,7 @@ def find_config(model: str, revision: str | None = None) -> str:
     """
     asked = HubModel.of(model, revision)
     if asked is None:
+        _check_no_revision(model, revision)
         return model
 
     def wanted(files: Files) -> list[str]:
@@ -137,6 +140,12 @@ def find_config(model: str, revision: str | None = None) -> str:
         return [file for file in files if file in _CONFIG]
 
     return str(_download(asked, wanted, logging.getLogger(__name__).info)[0])
+
+
+def _check_no_revision(model: str, revision: str | None) -> None:
+    if revision is not None:
+        what = "a file or folder on this machine" if os.path.exists(model) else "not a model on the hub"
+        raise UserError(f"revision is {revision!r}, but {model} is {what}: leave revision out")
 
 
 def _is_wanted(file: str) -> bool:
@@ -179,7 +188,18 @@ def _download(
             library_name="longhelix",
             tqdm_class=TerminalBar,
         )
+        if repository.is_offline and not _has_every_shard(Path(folder)):
+            raise UserError(_in_part(asked.name, cache), "download_failed")
     return Path(folder), files
+
+
+def _has_every_shard(folder: Path) -> bool:
+    """Whether the weights that the index of a model names are there. Without an index, there is nothing to miss."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return True
+    shards = json.loads(index.read_bytes()).get("weight_map", {}).values()
+    return all((folder / shard).is_file() for shard in set(shards))
 
 
 @dataclass(frozen=True)
@@ -263,6 +283,8 @@ def _errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
     hub_logging.set_verbosity_error()  # it warns of each attempt, and the last error says the same
     try:
         yield
+    except UserError:
+        raise
     except errors.GatedRepoError as error:
         raise UserError(
             f"access to {name} must be granted by its owner: request it at {hub}/{name}, then set HF_TOKEN to a token "
@@ -286,7 +308,7 @@ def _errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
         raise UserError(
             f"{hub} refused to send {name} with status {error.response.status_code}: try again later", "download_failed"
         ) from error
-    except (errors.HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
                 f"the disk of {cache} became full during the download of {name}: make room and run the command again, "
@@ -294,8 +316,8 @@ def _errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
                 "disk_full",
             ) from error
         raise UserError(
-            f"the download of {name} from {hub} failed ({' '.join(str(error).split())}): check the network, then run "
-            "the command again to continue",
+            f"the download of {name} from {hub} to {cache} failed ({' '.join(str(error).split())}): check the network "
+            "and the folder, then run the command again to continue",
             "download_failed",
         ) from error
     finally:

@@ -82,9 +82,10 @@ class LLM:
             raise refused("model", model, '"builtin", the path of a folder or a GGUF file, or a hub ID')
         _check_callbacks(on_load=on_load, on_warm_up=on_warm_up)
         options = EngineOptions.of(settings)
+        path = hub.find(str(model), revision)  # first, because ranks under torchrun wait for each other only so long
         if isinstance(layout, Layout):  # `resolve` rejects anything else
             torchrun.join(layout.world_size)
-        checkpoint = open_checkpoint(hub.find(str(model), revision))
+        checkpoint = open_checkpoint(path)
         ranks.prepare()
         self.config = resolve(checkpoint, layout, options)
         self.tokenizer = (
@@ -135,9 +136,7 @@ class LLM:
         """Return the sampling settings that the model's publisher recommends, by field of `SamplingParams`.
 
         They come from generation_config.json or from a GGUF file's metadata. The result is empty if there are none.
-
-        Raises:
-            UserError: a recommended value is invalid.
+        Values out of range are left out with a warning.
         """
         return sampling_defaults(self._generation_config)
 

@@ -154,8 +154,9 @@ def _decodes(question: Question, use: ServiceLoad, space: Space) -> _Side:
 
     def keeps(batch: Array) -> Mask:
         kept: Mask = use.memory_bytes(layouts, batch, 0.0) <= use.setting.capacity_bytes(layouts)
-        if question.ttl_s is not None:
-            kept &= use.token_seconds(layouts, batch) <= question.ttl_s
+        for limit_s in (question.ttl_s, question.ttl_with_prefill_s):  # without prefill, every step is as long
+            if limit_s is not None:
+                kept &= use.token_seconds(layouts, batch) <= limit_s
         return kept
 
     batch = largest(keeps, np.full(len(layouts), float(MOST_BATCH)))

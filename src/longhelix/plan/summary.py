@@ -175,4 +175,8 @@ def _next_user(plan: Plan, load: ServiceLoad, layouts: Layouts, choice: Choice) 
         return "the question: more GPUs or users were not asked for"
     if question.ttft_s is not None or question.ttl_with_prefill_s is not None:
         return "prefill: with more requests, the targets for prompts are missed"
+    if question.ttl_s is not None:
+        return "TPOT, which includes the steps that compute prompts"
+    if question.has_targets:
+        return "the largest batch of the search"
     return "the balance of tokens/s/user and tokens/s/GPU, because the question has no target"

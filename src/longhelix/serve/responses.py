@@ -38,6 +38,10 @@ def routes(serving: Serving) -> APIRouter:
 
 
 async def _submit(serving: Serving, body: ResponseBody) -> tuple[RequestGroup, "_Format"]:
+    # A response contains the settings that it was sampled with, so the model's own are filled in first.
+    unset = [name for name in ("temperature", "top_p") if getattr(body, name) is None]
+    defaults = serving.sampling_defaults
+    body = body.model_copy(update={name: defaults[name] for name in unset if name in defaults})
     before = await serving.context_tokens(body.context)
     field = body.guide_field or "input"
     guide = await serving.guide(body.guide, field)  # before the images, which are slower

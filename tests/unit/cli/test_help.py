@@ -90,9 +90,21 @@ def test_the_guides_table_of_other_engines_options_says_what_the_command_line_sa
     told = 0
     for options, words in re.findall(r"^\| (.+) \| (.+?) \|$", section, re.MULTILINE):
         for option in re.findall(r"`(--?[\w-]+)`", options):
-            assert words.replace("`", "") == advice(option), option
+            said = words.replace("`", "")
+            assert said == advice(option, re.findall(r"--[a-z0-9-]+", said)), option
             told += 1
     assert told >= 60
+
+
+def test_advice_names_only_options_of_the_command(capsys):
+    assert main(["plan", "builtin", "--tensor-parallel-size", "2"]) == 2
+    assert "--tpa" not in capsys.readouterr().err
+
+
+def test_help_all_is_for_commands_below_others_too(capsys):
+    assert "--tied" in shown(capsys, "context", "save", "--help-all")
+    assert "--tied" not in shown(capsys, "context", "save", "--help")
+    assert shown(capsys, "bench", "decode", "--help-all")
 
 
 def test_what_other_engines_options_name_exists(capsys):

@@ -4,7 +4,6 @@ import pytest
 
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine.sampling_defaults import gguf_generation_config, sampling_defaults
-from longhelix.errors import UserError
 
 pytestmark = pytest.mark.unit
 
@@ -20,6 +19,7 @@ pytestmark = pytest.mark.unit
         ),
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
         ({"temperature": None, "min_p": 0.1}, {"min_p": 0.1}),
+        ({"top_k": -1}, {"top_k": 0}),
     ],
 )
 def test_settings_are_read_by_their_names(config, expected):
@@ -29,9 +29,9 @@ def test_settings_are_read_by_their_names(config, expected):
 @pytest.mark.parametrize(
     ("config", "words"), [({"temperature": "hot"}, "temperature"), ({"top_p": 7}, "top_p"), ({"top_k": -3}, "top_k")]
 )
-def test_settings_out_of_range_are_refused(config, words):
-    with pytest.raises(UserError, match=words):
-        sampling_defaults(config)
+def test_settings_out_of_range_are_left_out_with_a_warning(config, words):
+    with pytest.warns(UserWarning, match=f"not used for {words}: {words} is "):
+        assert sampling_defaults(config | {"min_p": 0.1}) == {"min_p": 0.1}
 
 
 def test_the_built_in_model_has_its_publishers_settings():

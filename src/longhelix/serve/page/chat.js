@@ -176,7 +176,7 @@ export class Chat {
     write(send, this.running ? "Stop" : "Send");
     send.classList.toggle("stop", this.running !== null);
     const value = (/** @type {string} */ id) => byId(id).value;
-    const said = [`temperature ${value("temperature") || "1"}`];
+    const said = [value("temperature") ? `temperature ${value("temperature")}` : "the model's temperature"];
     said.push(value("max-tokens") ? `${value("max-tokens")} tokens` : "all that fit");
     if (value("seed")) said.push(`seed ${value("seed")}`);
     write(/** @type {HTMLElement} */ (byId("sampling").querySelector("summary")), said.join(" · "));
