@@ -101,14 +101,14 @@ def plan(
     as_object = {"model": model.model} | report.as_json(
         found, seconds=seconds, neighbours=others, rejections=rejected, crossovers=crossed
     )
+    if out is not None:  # before anything is printed, because the reader of a pipe may leave early
+        _write(out, found, model.model, as_object)
     if json:
         print(json_module.dumps(as_object))
     else:
         _show_answer(found, model.model)
         if verbose:
             _show_tables(found, others, rejected, crossed)
-    if out is not None:
-        _write(out, found, model.model, as_object)
 
 
 _PLAN_FILES = ("plan.json", "plan.html", "frontier.csv", "frontier.png", "frontier.svg")
