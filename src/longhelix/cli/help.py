@@ -25,7 +25,7 @@ def rare(group: Group) -> Group:
     return next(each for each in _RARE_GROUPS if each.name == f"{group.name}{RARE}")
 
 
-RARE_SERVER, RARE_PROMPT, RARE_ANSWER = (Parameter(group=rare(group)) for group in (SERVER, PROMPT, ANSWER))
+RARE_SERVER, RARE_ANSWER = (Parameter(group=rare(group)) for group in (SERVER, ANSWER))
 
 
 class HelpFormatter(DefaultFormatter):
