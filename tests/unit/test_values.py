@@ -22,6 +22,16 @@ from longhelix.scheduler.config import SchedulerConfig
 
 pytestmark = pytest.mark.unit
 
+
+def test_max_tokens_is_another_name_for_max_new_tokens():
+    assert SamplingParams(max_tokens=5) == SamplingParams(max_new_tokens=5)
+    assert SamplingParams(max_tokens=5, max_new_tokens=5).max_new_tokens == 5
+    with pytest.raises(UserError, match="max_tokens and max_new_tokens are the same setting"):
+        SamplingParams(max_tokens=5, max_new_tokens=6)
+    with pytest.raises(UserError, match=r"^max_tokens is 0"):
+        SamplingParams(max_tokens=0)
+
+
 FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 

@@ -111,7 +111,7 @@ def load(
     if json:
         print(json_module.dumps(_as_json(loaded.saved) | {"load_s": seconds}))
     else:
-        stderr.print(f"loaded {loaded.saved.num_tokens} tokens in {1e3 * seconds:.0f} ms", highlight=False)
+        stderr.print(f"loaded {loaded.saved.num_tokens:,} tokens in {duration(seconds)}", highlight=False)
 
 
 @app.command

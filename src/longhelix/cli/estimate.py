@@ -40,7 +40,7 @@ def estimate(
     compare: Annotated[tuple[str, str] | None, Parameter(negative=(), show_default=False)] = None,
     json: Flag = False,
 ) -> None:
-    """Predict the cost of one configuration: each cost item of a decode step, TTL, TTFT, memory and utilisation. Uses
+    """Predict the cost of one configuration: each cost item of a decode step, TPOT, TTFT, memory and utilisation. Uses
     the same performance model as `longhelix plan`.
 
     Parameters
@@ -69,7 +69,8 @@ def estimate(
         How KV is spread over KVP ranks: striped over all of them, or local to one rank per request (data-parallel
         attention).
     chunk
-        Prompt tokens per prefill step, for TTFT and for the TTL of requests that decode in the same steps.
+        Prompt tokens per prefill step, for TTFT and for the time between tokens of requests that decode in the same
+        steps.
     compare
         Two layouts to compare instead of the degrees above, such as `--compare kvp=8,tpa=8 kvp=1,tpa=64`.
     json

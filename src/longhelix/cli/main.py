@@ -2,19 +2,20 @@
 
 import importlib.metadata
 import json
+import os
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, UnknownOptionError
+from cyclopts import App, CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 from longhelix.cli.config_file import from_file
 from longhelix.cli.foreign_options import advice
 from longhelix.cli.help import ANSWER, HELP_ALL, HELP_FLAGS, PROMPT, SERVER, HelpFormatter
 from longhelix.errors import EngineError, RequestError, UserError
 
-USER_ERROR, ENGINE_ERROR, INTERRUPTED, TERMINATED = 2, 1, 130, 143
+USER_ERROR, ENGINE_ERROR, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 1, 130, 141, 143
 
 app = App(
     name="longhelix",
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: command-line arguments without the program name. None reads the arguments from `sys.argv`.
 
     Returns:
-        The exit status: 0 on success, 2 for a user error, 1 if the engine or a request failed, 130 after Ctrl-C.
+        The exit status: 0 on success, 2 for a user error, 1 if the engine or a request failed, 130 after Ctrl-C,
+        141 if the reader of standard output left early.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in arguments
@@ -90,20 +92,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-    except UnknownOptionError as error:
-        option = error.token.keyword or error.token.value
-        instead = advice(option, [name for each in error.argument_collection for name in each.names])
-        message = str(error) if instead is None else f"{option} is not an option of longhelix: {instead}"
-        return _fail(" ".join(message.split()), "usage", USER_ERROR, as_json)
+        sys.stdout.flush()
     except CycloptsError as error:
-        return _fail(" ".join(str(error).split()), "usage", USER_ERROR, as_json)
+        return _fail(" ".join(_usage(error).split()), "usage", USER_ERROR, as_json)
     except UserError as error:
         return _fail(str(error), error.code, USER_ERROR, as_json)
     except (EngineError, RequestError) as error:
         return _fail(str(error), error.code, ENGINE_ERROR, as_json)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # the reader of standard output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere
+        return BROKEN_PIPE
     return 0
+
+
+def _usage(error: CycloptsError) -> str:
+    """Return what is wrong with the arguments, and what to do."""
+    command = " ".join(("longhelix", *(error.command_chain or ())))
+    if isinstance(error, UnknownOptionError):
+        option = error.token.keyword or error.token.value
+        instead = advice(option, [name for each in error.argument_collection for name in each.names])
+        return str(error) if instead is None else f"{option} is not an option of longhelix: {instead}"
+    if isinstance(error, UnusedCliTokensError):
+        return f"{command} cannot use {error.unused_tokens[0]!r}: leave it out, and see {command} --help"
+    if isinstance(error, MissingArgumentError) and error.keyword is None and not error.argument.tokens:
+        name = error.argument.name
+        name = name.strip("-").upper() if error.argument.field_info.is_positional else name
+        return f"{command} needs {name}: see {command} --help"
+    return str(error)
 
 
 def _fail(message: str, code: str, status: int, as_json: bool) -> int:

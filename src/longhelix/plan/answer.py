@@ -16,6 +16,7 @@ from longhelix.plan.question import Question
 from longhelix.plan.service import ServiceLoad
 from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import Points, Sweep, full_sweep
+from longhelix.units import count, size
 
 TTL_BUDGETS_S = (0.005, 0.01, 0.02, 0.05, 0.1)
 
@@ -140,8 +141,9 @@ def _users_at_ttl(
 
 
 def _nothing_fits(question: Question, searched: Sweep) -> str:
-    short = float(searched.short_bytes.min()) / 1e9
+    short_bytes = float(searched.short_bytes.min())
+    gpus = "1 GPU" if question.max_gpus == 1 else f"up to {question.max_gpus} GPUs"
     return (
-        f"one request of {question.context} tokens does not fit on up to {question.max_gpus} GPUs: the best layout "
-        f"lacks {short:.2f} GB on every GPU; raise --max-gpus, or choose a narrower --kv-dtype or --weight-dtype"
+        f"one request of {count(question.context)} tokens does not fit on {gpus}: the best layout "
+        f"lacks {size(short_bytes)} on every GPU; raise --max-gpus, or choose a narrower --kv-dtype or --weight-dtype"
     )

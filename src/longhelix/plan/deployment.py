@@ -158,8 +158,7 @@ def runnable(deployment: Deployment) -> Runnable:
     """Return the engine settings of a deployment, with the closest number formats that the engine supports."""
     degrees = deployment.degrees
     formats, missing = _formats(deployment)
-    window = deployment.model.sliding_window
-    longest_tokens = deployment.context if window is None else min(deployment.context, window)
+    longest_tokens = _longest_tokens(deployment)
     settings: dict[str, int | str | bool] = {name: getattr(degrees, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
     if deployment.tied:
         settings["tied"] = True
@@ -187,6 +186,14 @@ def comment(sentence: str) -> list[str]:
     """Format a sentence as comment lines for YAML files and shell scripts."""
     lines = textwrap.wrap(sentence, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return [f"# {line}" if position == 0 else f"#   {line}" for position, line in enumerate(lines)]
+
+
+def _longest_tokens(deployment: Deployment) -> int:
+    """Return the tokens of the longest request that the engine accepts: at most the window of a family that it runs."""
+    window = deployment.model.sliding_window
+    if window is None or deployment.model.architecture in PLANNED_FAMILIES:
+        return deployment.context
+    return min(deployment.context, window)
 
 
 def _pool_tokens(deployment: Deployment, tokens: int) -> int:

@@ -145,7 +145,7 @@ def _prefills(use: ServiceLoad, space: Space, ttft_s: float | None) -> _Side:
     served = _Side(
         layout=index, size=chunk, rate_per_s=busy / found.busy_s, gpus=layouts.world_size, seconds=found.ttft_s(busy)
     )
-    return served.take(np.flatnonzero(busy > 0))
+    return served if ttft_s is None else served.take(np.flatnonzero(served.seconds <= ttft_s))
 
 
 def _decodes(question: Question, use: ServiceLoad, space: Space) -> _Side:

@@ -107,5 +107,5 @@ def overlap_notes(deployment: Deployment) -> Iterator[str]:
     if deployment.sharded and deployment.hop_b:
         yield (
             "the plan overlaps exchanges with attention (HOP-B): no document of this engine mentions HOP-B, so expect "
-            "a higher TTL than planned"
+            "a higher TPOT than planned"
         )

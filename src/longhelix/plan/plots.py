@@ -25,7 +25,7 @@ def draw_frontier(stem: Path, series: Series, title: str, *, ttl_s: float | None
 
     Args:
         stem: path of the files, without a suffix.
-        ttl_s: TTL target in seconds. It is drawn as a vertical line.
+        ttl_s: TPOT target in seconds. It is drawn as a vertical line.
 
     Returns:
         The paths of the files.
@@ -50,7 +50,7 @@ def draw_frontier(stem: Path, series: Series, title: str, *, ttl_s: float | None
         color, marker = styles[label]
         axes.plot(user, gpu, color=color, marker=marker, markersize=3, linewidth=1.5, label=label)
     if ttl_s is not None:
-        axes.axvline(1 / ttl_s, color="#b3261e", linestyle="--", label=f"TTL {1e3 * ttl_s:g} ms")
+        axes.axvline(1 / ttl_s, color="#b3261e", linestyle="--", label=f"TPOT {1e3 * ttl_s:g} ms")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axis.set_minor_formatter(StrMethodFormatter("{x:,g}"))

@@ -1,6 +1,7 @@
 """Warn about contexts that are longer than a model supports."""
 
 from longhelix.spec import ModelSpec
+from longhelix.units import count
 
 
 def beyond_positions(model: ModelSpec, context: int) -> str | None:
@@ -11,6 +12,6 @@ def beyond_positions(model: ModelSpec, context: int) -> str | None:
     if context <= model.scaled_positions:
         return None
     return (
-        f"a context of {context} tokens exceeds the {model.scaled_positions} positions that the model supports: the "
-        "predicted costs are valid, but answers may be meaningless beyond these positions"
+        f"a context of {count(context)} tokens exceeds the {count(model.scaled_positions)} positions that the model "
+        "supports: the predicted costs are valid, but answers may be meaningless beyond these positions"
     )

@@ -91,7 +91,10 @@ def setting_as_json(setting: Setting) -> dict[str, object]:
 
 
 def _latencies(plan: Plan) -> dict[str, object] | None:
-    """Return the frontier of TTFT against TTL. If both targets are set, add the fewest GPUs that meet them."""
+    """Return the frontier of TTFT against the time between tokens.
+
+    If both targets are set, the result also contains the fewest GPUs that meet them.
+    """
     found, question = plan.latencies, plan.question
     if found is None:
         return None
@@ -199,9 +202,9 @@ def strategy_table(plan: Plan) -> Table:
 
 
 def users_table(plan: Plan) -> Table:
-    """Return a table with the maximum number of users that each strategy serves within each TTL."""
+    """Return a table with the maximum number of users that each strategy serves within each TPOT."""
     budgets_s = list(dict.fromkeys(each.ttl_s for each in plan.users_at_ttl))
-    table = _table("users served within a TTL", "strategy")
+    table = _table("users served within a TPOT", "strategy")
     for budget_s in budgets_s:
         table.add_column(f"{1e3 * budget_s:g} ms", justify="right")
     for strategy in STRATEGIES:
@@ -212,9 +215,9 @@ def users_table(plan: Plan) -> Table:
 
 
 def neighbours_table(best: Choice, found: Iterable[Neighbour]) -> Table:
-    """Return a table of the best layout's neighbours, with the TTL of each neighbour and the cost items that grow."""
+    """Return a table of the best layout's neighbours, with the TPOT of each neighbour and the cost items that grow."""
     table = _table(f"alternatives to {in_words(best.layout)}, batch {best.batch}", "change", "layout")
-    table.add_column("TTL, ms", justify="right")
+    table.add_column("TPOT, ms", justify="right")
     table.add_column("why")
     for neighbour in found:
         ttl = "does not fit" if neighbour.ttl_s is None else f"{1e3 * neighbour.ttl_s:.2f}"
@@ -233,9 +236,9 @@ def rejections_table(found: Iterable[Rejection]) -> Table:
 
 
 def crossover_table(found: list[Crossover]) -> Table:
-    """Return a table of Helix's best TTL relative to the best TTL of all other strategies, by context and batch."""
+    """Return a table of Helix's best TPOT relative to the best TPOT of all other strategies, by context and batch."""
     batches = list(dict.fromkeys(each.batch for each in found))
-    title = f"best TTL of Helix / best TTL of others, {found[0].gpus} GPUs: below 1, KVP pays"
+    title = f"best TPOT of Helix / best TPOT of others, {found[0].gpus} GPUs: below 1, KVP pays"
     table = _table(title, "context")
     for batch in batches:
         table.add_column(f"batch {batch}", justify="right")
@@ -245,10 +248,11 @@ def crossover_table(found: list[Crossover]) -> Table:
 
 
 def latency_table(plan: Plan) -> Table:
-    """Return a table of TTFT against TTL during a prefill, with at most _MOST_ROWS rows."""
+    """Return a table of TTFT against the time between tokens during a prefill, with at most _MOST_ROWS rows."""
     assert plan.latencies is not None
-    table = _table(f"TTFT against TTL during a prefill, {plan.question.users} users", "strategy", "layout")
-    for name in ("GPUs", "chunk", "TTFT, s", "TTL, ms"):
+    title = f"TTFT against time between tokens during a prefill, {plan.question.users} users"
+    table = _table(title, "strategy", "layout")
+    for name in ("GPUs", "chunk", "TTFT, s", "between tokens, ms"):
         table.add_column(name, justify="right")
     flat = [int(index) for index in plan.latencies.frontier()]
     for index in _thinned(flat):

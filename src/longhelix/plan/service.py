@@ -119,16 +119,21 @@ class Prompts:
         return self.longest_s + self.wait_s / (1 - busy) * np.log(np.maximum(busy, _LATE) / _LATE)
 
     def most_busy(self, ttft_s: float | None, most: Array) -> Array:
-        """Return the largest fraction of time for prompts, up to `most`, for which the TTFT is at most `ttft_s`."""
+        """Return the largest fraction of time for prompts, up to `most`, for which the TTFT is at most `ttft_s`.
+
+        Where even a prompt that never waits takes longer, the wait may double its TTFT. The configuration then misses
+        the target, and its rate shows what it serves all the same.
+        """
         most = np.minimum(most, _MOST_BUSY)
         if ttft_s is None:
             return most
+        limit_s = np.where(self.longest_s <= ttft_s, ttft_s, 2 * self.longest_s)
         least = np.zeros_like(most)
         for _ in range(_HALVINGS):
             half = (least + most) / 2
-            keeps = self.ttft_s(half) <= ttft_s
+            keeps = self.ttft_s(half) <= limit_s
             least, most = np.where(keeps, half, least), np.where(keeps, most, half)
-        return np.where(self.ttft_s(most) <= ttft_s, most, least)
+        return np.where(self.ttft_s(most) <= limit_s, most, least)
 
 
 def prompts(use: ServiceLoad, layouts: Layouts, chunk: Array, decodes: Work = NO_WORK) -> Prompts:
@@ -183,9 +188,8 @@ def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> S
     busy = found.most_busy(use.ttft_s, needed / alone_s / (1 + needed * (1 / alone_s - 1 / beside_s)))
     replicas = layouts.ones
     if use.demand.rate_per_s is not None:
-        # If the TTFT is too long even without a wait, return one instance with rate 0.
-        replicas = np.maximum(np.ceil(use.demand.rate_per_s * found.busy_s / np.where(busy > 0, busy, np.inf)), 1.0)
-        busy = np.minimum(use.demand.rate_per_s * found.busy_s / replicas, busy)
+        replicas = np.maximum(np.ceil(use.demand.rate_per_s * found.busy_s / busy), 1.0)
+        busy = use.demand.rate_per_s * found.busy_s / replicas
     ttl_s = 1 / ((1 - busy) / alone_s + busy / beside_s)
     rate_per_s = busy / found.busy_s
     return Service(

@@ -1,6 +1,9 @@
 """The answer of a plan in at most 25 lines: what to run, how it compares, what limits it, and what the words mean."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
 
 from longhelix.perf.cost_item import CostItem
 from longhelix.perf.layouts import Layouts
@@ -8,12 +11,13 @@ from longhelix.perf.step import decode_items
 from longhelix.plan.answer import Plan
 from longhelix.plan.candidate import as_layouts, drafts_in_words, in_words
 from longhelix.plan.choice import Choice
-from longhelix.plan.service import ServiceLoad
+from longhelix.plan.service import ServiceLoad, service
 from longhelix.plan.space import OVERLAPPED, STRATEGIES
 from longhelix.units import count, digits, duration, size
 
 Line = tuple[str, str]  # a label and a text
 _TITLES = {strategy.name: strategy.title for strategy in STRATEGIES}
+_ROUNDING = 1e-6  # relative difference of throughputs that counts as equal
 _WORDS = (
     "KVP splits each request's KV cache over ranks, TPA splits the heads of attention, and TPF splits the FFN. HOP-B "
     "overlaps the exchange after attention with attention."
@@ -163,20 +167,26 @@ def _seconds(item: CostItem) -> float:
 
 def _next_user(plan: Plan, load: ServiceLoad, layouts: Layouts, choice: Choice) -> str:
     """Describe what one more request per stage and group would exceed."""
-    more = choice.batch + float(layouts.pp[0] * layouts.dp[0])
-    question, chunk = plan.question, float(choice.chunk_tokens)
+    question, chunk = plan.question, np.array([float(choice.chunk_tokens)])
+    more = choice.batch + layouts.pp * layouts.dp
     short_bytes = float((load.memory_bytes(layouts, more, chunk) - load.setting.capacity_bytes(layouts))[0])
     if short_bytes > 0:
-        return f"memory: {more:.0f} requests lack {size(short_bytes)} per GPU"
-    ttl_s = float(load.token_seconds(layouts, more * layouts.ones)[0])
-    if question.ttl_s is not None and ttl_s > question.ttl_s:
-        return f"TPOT: {more:.0f} requests take {duration(ttl_s)}"
+        return f"memory: {more[0]:.0f} requests lack {size(short_bytes)} per GPU"
+    now = service(load, layouts, np.array([float(choice.batch)]), chunk)
+    then = service(load, layouts, more, chunk)
+    for name, seconds, target_s in (
+        ("TPOT", then.ttl_s, question.ttl_s),
+        ("steps with a chunk", then.ttl_p95_s, question.ttl_with_prefill_s),
+        ("TTFT", then.ttft_s, question.ttft_s),
+    ):
+        if target_s is not None and seconds[0] > target_s:
+            return f"{name}: {more[0]:.0f} requests take {duration(float(seconds[0]))}"
+    if service(replace(load, ttft_s=None), layouts, more, chunk).users[0] > then.users[0] * (1 + _ROUNDING):
+        return "TTFT: with more requests, prompts wait too long"
     if question.rate_per_s is not None or question.fewest_gpus:
         return "the question: more GPUs or users were not asked for"
-    if question.ttft_s is not None or question.ttl_with_prefill_s is not None:
-        return "prefill: with more requests, the targets for prompts are missed"
-    if question.ttl_s is not None:
-        return "TPOT, which includes the steps that compute prompts"
+    if then.tokens_per_s[0] <= now.tokens_per_s[0] * (1 + _ROUNDING):
+        return f"compute: {more[0]:.0f} requests have no more tokens/s"
     if question.has_targets:
-        return "the largest batch of the search"
+        return "the batch sizes that the search tries"
     return "the balance of tokens/s/user and tokens/s/GPU, because the question has no target"

@@ -50,7 +50,7 @@ def draw_frontier(series: Series, *, ttl_s: float | None = None, width: int = 10
 
     Args:
         series: the frontier of each strategy, by title.
-        ttl_s: TTL target in seconds, drawn as a vertical line; None for no line.
+        ttl_s: TPOT target in seconds, drawn as a vertical line; None for no line.
     """
     drawn = {label: points for label, points in series.items() if len(points[0])}
     if not drawn:

@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,33 @@ def test_options_of_other_engines_name_ours(capsys, option, words):
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate"], "longhelix generate needs MODEL: see longhelix generate --help"),
+        (["plan", "builtin"], "longhelix plan needs --system: see"),
+        (["context", "load", "builtin"], "longhelix context load needs --name: see longhelix context load --help"),
+        (["generate", "builtin", "a prompt"], "longhelix generate cannot use 'a prompt': leave it out, and see"),
+        (["plan", "builtin", "--system"], "--system requires an argument"),
+    ],
+)
+def test_missing_and_surplus_arguments_are_named(capsys, arguments, words):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert words in err
+
+
+@pytest.mark.parametrize("arguments", [["collect-env"], ["plan", "builtin", "--system", "h100", "--context", "1K"]])
+def test_a_reader_that_leaves_early_ends_a_command_quietly(arguments):
+    command = subprocess.Popen(
+        [sys.executable, "-m", "longhelix", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    command.stdout.close()
+    assert command.stderr.read() == ""
+    assert command.wait(60) != 0
 
 
 def test_the_guides_table_of_other_engines_options_says_what_the_command_line_says():

@@ -60,7 +60,7 @@ def test_a_plan_of_a_number_of_gpus_that_no_layout_has(capfd):
     asked = ("plan", "--model", "llama-3-8b", "--system", "h100", "--context", "4k", "--max-gpus", "3")
     status, out, err = run(capfd, *asked, "--verbose")
     assert (status, err) == (0, "")
-    assert "best TTL of Helix / best TTL of others, 2 GPUs" in " ".join(out.split())
+    assert "best TPOT of Helix / best TPOT of others, 2 GPUs" in " ".join(out.split())
     status, out, _ = run(capfd, *asked, "--json")
     assert status == 0
     assert {each["gpus"] for each in json.loads(out)["crossovers"]} == {2}
@@ -99,8 +99,8 @@ def test_plan_prints_the_answer_first_and_tables_on_request(capfd):
     expected = (
         "tokens/s per GPU against tokens/s per user",
         "frontier of",
-        "users served within a TTL",
-        "TTFT against TTL during a prefill",
+        "users served within a TPOT",
+        "TTFT against time between tokens during a prefill",
         "below 1, KVP pays",
         "layouts in which one request does not fit",
         "alternatives to ",
@@ -314,7 +314,7 @@ MISTAKES = {
     "an estimate of experts that are not there": ((*ESTIMATE, "--expert-dtype", "fp8"), "leave out --expert-dtype"),
     "half a layout": ((*ESTIMATE, "--compare", "kvp=8,tpx=8", "kvp=1"), "contains 'tpx=8'"),
     "a digit that is no number": ((*ESTIMATE, "--compare", "kvp=²", "kvp=1"), "contains 'kvp=²'"),
-    "nothing fits": (changed(PLAN, max_gpus="1"), "does not fit on up to 1 GPUs"),
+    "nothing fits": (changed(PLAN, max_gpus="1"), "does not fit on 1 GPU"),
     "out is a file": ((*PLAN, "--out", __file__), "cannot be created (File exists)"),
 }
 

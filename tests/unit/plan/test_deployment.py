@@ -29,6 +29,13 @@ SMOL, R1, LLAMA, MIXTRAL = (
 ONE = {"dp": 1, "kvp": 1, "tpa": 1, "tpf": 1, "ep": 1, "pp": 1, "ffn_replicas": 1, "placement": "striped"}
 
 
+def test_a_model_that_is_only_planned_keeps_the_planned_length_in_its_file():
+    """Its sliding window limits nothing: longhelix does not run it anyway, and the file says so."""
+    found = runnable(deployment(load_model("gpt-oss-120b"), device="cuda", context=100_000, tpa=8, tpf=8))
+    assert found.settings["max_model_len"] == 100_000
+    assert any("cannot run it" in sentence for sentence in found.missing)
+
+
 def deployment(
     model=SMOL, weights="bfloat16", kv="bfloat16", device="cpu", context=8192, users=1, chunk=None, hop_b=True, **layout
 ):

@@ -323,8 +323,26 @@ def test_bad_questions(wrong, words):
 
 
 def test_what_fits_nowhere_is_said_with_its_bytes():
-    with pytest.raises(UserError, match=r"one request of 1000000 tokens does not fit on up to 1 GPUs: .* lacks .* GB"):
+    with pytest.raises(UserError, match=r"one request of 1M tokens does not fit on 1 GPU: .* lacks .* GB"):
         answer(Question(LLAMA, 1_000_000, 1))
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        ({}, "the balance of tokens/s/user and tokens/s/GPU"),
+        ({"ttl_s": 0.02}, "TPOT: "),
+        ({"ttl_s": 0.02, "demand": Demand((Kind(1.0, 8000, 500),))}, "TPOT: "),
+        ({"ttft_s": 60.0}, "memory: "),
+        ({"ttft_s": 0.3, "demand": Demand((Kind(1.0, 8000, 500),))}, "TTFT: "),
+        ({"ttl_with_prefill_s": 0.015}, "steps with a chunk: "),
+        ({"ttft_s": 1.0, "demand": Demand((Kind(1.0, 8000, 500),), rate_per_s=4.0)}, "the question: "),
+    ],
+)
+def test_a_plan_names_what_limits_its_users(targets, words):
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    found = answer(Question(setting, 8500, 4, **targets))
+    assert dict(summary.lines(found))["Limited by"].startswith(words)
 
 
 def test_a_sweep_counts_what_it_looked_at():

@@ -28,8 +28,8 @@ def test_a_context_of_all_positions_is_within_and_one_more_is_not():
     model = load_model("llama-3-8b")
     assert beyond_positions(model, 8192) is None
     said = beyond_positions(model, 8193)
-    assert "8193 tokens" in said
-    assert "8192 positions" in said
+    assert "8,193 tokens" in said
+    assert "8,192 positions" in said
 
 
 def test_yarn_takes_a_model_to_its_factor_times_the_original_positions():

@@ -11,9 +11,10 @@ function ttftOf({ longest_s, wait_s }, busy) {
   return longest_s + (wait_s / (1 - busy)) * Math.log(Math.max(busy, LATE) / LATE);
 }
 
-function mostBusy(prompts, ttft, limit) {
+function mostBusy(prompts, target, limit) {
   let [least, most] = [0, Math.min(limit, MOST_BUSY)];
-  if (ttft === null || ttftOf(prompts, most) <= ttft) return most;
+  const ttft = prompts.longest_s <= target ? target : 2 * prompts.longest_s;
+  if (target === null || ttftOf(prompts, most) <= ttft) return most;
   for (let halving = 0; halving < HALVINGS; halving += 1) {
     const half = (least + most) / 2;
     [least, most] = ttftOf(prompts, half) <= ttft ? [half, most] : [least, half];
@@ -31,8 +32,8 @@ function instance(batch, alone, prompts, { ttft, rate }) {
   let busy = mostBusy(prompts, ttft, needed / alone / (1 + needed * (1 / alone - 1 / step_s)));
   let replicas = 1;
   if (rate !== null) {
-    replicas = busy > 0 ? Math.max(1, Math.ceil((rate * busy_s) / busy)) : 1;
-    busy = Math.min((rate * busy_s) / replicas, busy);
+    replicas = Math.max(1, Math.ceil((rate * busy_s) / busy));
+    busy = (rate * busy_s) / replicas;
   }
   const ttl = 1 / ((1 - busy) / alone + busy / step_s);
   return { ttl, ttft: ttftOf(prompts, busy), users: (busy / busy_s) * plan.output_tokens * ttl, rate: busy / busy_s,
