@@ -26,6 +26,9 @@ class Hub:
     "Close the connection after this many bytes of a safetensors file, once."
     downloads: list[str] = field(default_factory=list)
     "Files that were sent, as NAME/FILE."
+    commit: str = COMMIT
+    pushed: Path | None = None
+    "Folder of a commit that somebody pushes to every repository after the next listing."
     url: str = ""
 
     @contextmanager
@@ -76,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(401, "RepoNotFound")
         elif name in self.hub.gated and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self.refuse(403, "GatedRepo")
-        elif revision not in ("main", COMMIT):
+        elif revision not in ("main", self.hub.commit):
             self.refuse(404, "RevisionNotFound")
         else:
             return True
@@ -86,7 +89,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.is_open(name, revision):
             files = self.hub.files(name)
             siblings = [{"rfilename": file, "size": path.stat().st_size} for file, path in files.items()]
-            self.send_json({"id": name, "sha": COMMIT, "siblings": siblings, "private": False})
+            self.send_json({"id": name, "sha": self.hub.commit, "siblings": siblings, "private": False})
+            if self.hub.pushed is not None:
+                self.hub.repositories[name], self.hub.pushed = self.hub.pushed, None
+                self.hub.commit = self.hub.commit[::-1]
 
     def list_tree(self, name, revision):
         if self.is_open(name, revision):
@@ -112,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
         self.send_header("Content-Length", str(len(content) - begin))
         self.send_header("ETag", f'"{digest(content)}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", self.hub.commit)
         self.send_header("Accept-Ranges", "bytes")
         self.end_headers()
         if has_body:

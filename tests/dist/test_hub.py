@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,8 +40,10 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def hub(model):
-    repositories = {"toys/llama": model.path, "toys/gated": model.path}
+def hub(model, tmp_path):
+    mute = tmp_path / "mute"
+    shutil.copytree(model.path, mute, ignore=shutil.ignore_patterns("tokenizer.json"))
+    repositories = {"toys/llama": model.path, "toys/gated": model.path, "toys/mute": mute}
     with Hub(repositories, gated={"toys/gated"}).serve() as found:
         yield found
 
@@ -97,6 +100,13 @@ def test_a_plan_reads_the_config_alone(python, hub):
     assert hub.downloads == ["toys/llama/config.json"]
 
 
+def test_a_plans_commands_name_the_revision(python, tmp_path):
+    asked = "-m", "longhelix", "plan", "toys/llama", "--system", "h100", "--context", "1k", "--max-gpus", "1"
+    assert python(*asked, "--revision", COMMIT, "--out", tmp_path / "out")[0] == 0
+    first = (tmp_path / "out" / "commands.txt").read_text().splitlines()[0]
+    assert first == f"# The plan is for revision {COMMIT} of toys/llama: add --revision to a command."
+
+
 def test_a_folder_of_the_same_name_wins(find, hub, tmp_path):
     (tmp_path / "toys" / "llama").mkdir(parents=True)
     assert find("toys/llama")[:2] == (0, "toys/llama")
@@ -131,6 +141,11 @@ MISTAKES = {
         "HF_HUB_OFFLINE is set: unset it, or give the path",
     ),
     "no hub": (("toys/llama",), {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
+    "no URL": (("toys/llama",), {"HF_ENDPOINT": "hub.local"}, "HF_ENDPOINT is 'hub.local': set it to a URL such as "),
+    "half a URL": (("toys/llama",), {"HF_ENDPOINT": "http://[::1"}, "HF_ENDPOINT is 'http://[::1': set it to a URL"),
+    "odd token": (("toys/gated",), {"HF_TOKEN": "hf_schlüssel"}, "HF_TOKEN has characters that no token has"),
+    "no cache": (("toys/llama",), {"HF_HOME": "/dev/null"}, "to /dev/null/hub failed ([Errno 20] Not a directory"),
+    "no tokenizer": (("toys/mute",), {}, "toys/mute has no tokenizer.json, which longhelix needs: choose a repository"),
     "no GGUF": (("toys/llama:Q4_K_M",), {}, "toys/llama has no GGUF file for Q4_K_M: leave out :Q4_K_M"),
 }
 
@@ -142,6 +157,18 @@ def test_mistakes_get_one_sentence_and_leave_no_files(find, hub, tmp_path, mista
     assert (status, len(out.splitlines()), err) == (2, 1, "")
     assert words in out
     assert not {name for name in files_below(tmp_path) if "snapshots" in name or "blobs" in name}
+
+
+def test_a_commit_that_is_pushed_after_the_listing_is_downloaded_whole(find, hub, model, tmp_path):
+    """It has a file that the listing of the commit before does not have."""
+    pushed = tmp_path / "pushed"
+    shutil.copytree(model.path, pushed)
+    (pushed / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    hub.pushed = pushed
+    status, path, err = find("toys/llama")
+    assert (status, path.endswith(COMMIT[::-1])) == (0, True), err
+    assert "chat_template.jinja" in files_below(Path(path))
+    assert find("toys/llama", HF_HUB_OFFLINE="1")[:2] == (0, path)
 
 
 def test_a_gated_repository_opens_with_the_token(find, hub):
@@ -189,7 +216,7 @@ def test_a_full_disk_is_told_before_the_download(find, hub, small_disk):
 def test_gguf_files_are_chosen_by_name_or_quantisation(find, hub, tmp_path):
     folder = tmp_path / "ggufs"
     folder.mkdir()
-    for name in ("toy-Q4_K_M.gguf", "toy-Q8_0.gguf", "mmproj-toy-Q8_0.gguf", "big-00001-of-00002.gguf"):
+    for name in ("toy-Q4_K_M.gguf", "toy-Q8_0.gguf", "mmproj-toy-Q8_0.gguf", "big-Q6_K-00001-of-00002.gguf"):
         (folder / name).write_bytes(b"GGUF" + name.encode())
     hub.repositories["toys/ggufs"] = folder
     for asked in ("Q8_0", "q8_0", "toy-Q8_0.gguf"):
@@ -199,4 +226,6 @@ def test_gguf_files_are_chosen_by_name_or_quantisation(find, hub, tmp_path):
     assert find("toys/ggufs:Q8_0", HF_HUB_OFFLINE="1")[1].endswith("/toy-Q8_0.gguf")
     assert "has no safetensors weights, but 3 GGUF files: choose one, such as toys/ggufs:" in find("toys/ggufs")[1]
     assert "no GGUF file for Q5_0: choose one of " in find("toys/ggufs:Q5_0")[1]
-    assert "one part of a split GGUF file" in find("toys/ggufs:big-00001-of-00002.gguf")[1]
+    for asked in ("Q6_K", "big-Q6_K-00001-of-00002.gguf"):
+        words = f"{asked} only as a split GGUF file, whose parts are big-Q6_K-00001-of-00002.gguf: merge the parts"
+        assert words in find(f"toys/ggufs:{asked}")[1]

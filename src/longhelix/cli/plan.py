@@ -102,7 +102,7 @@ def plan(
         found, seconds=seconds, neighbours=others, rejections=rejected, crossovers=crossed
     )
     if out is not None:  # before anything is printed, because the reader of a pipe may leave early
-        _write(out, found, model.model, as_object)
+        _write(out, found, model, as_object)
     if json:
         print(json_module.dumps(as_object))
     else:
@@ -140,11 +140,11 @@ def _show_tables(found: Plan, others: list[Neighbour], rejected: list[Rejection]
         console.print(report.neighbours_table(found.best, others))
 
 
-def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) -> None:
+def _write(folder: Path, found: Plan, planned: PlannedModel, as_object: dict[str, object]) -> None:
     """Write all files of a plan. Only this function imports matplotlib."""
     from longhelix.plan import page, plots
 
-    question = found.question
+    question, model = found.question, planned.model
     setting = question.setting
     title = f"{model} on {setting.system.name}, {question.context:,} tokens, up to {question.max_gpus} GPUs"
     plots.draw_frontier(folder / "frontier", report.series(found), title, ttl_s=question.ttl_s)
@@ -160,6 +160,8 @@ def _write(folder: Path, found: Plan, model: str, as_object: dict[str, object]) 
         loaded = model if is_loadable else "MODEL"
         commands = peers.commands(deployment, loaded)
         text = "\n".join(command.as_text() for command in commands)
+        if planned.revision is not None:
+            text = f"# The plan is for revision {planned.revision} of {model}: add --revision to a command.\n\n" + text
         if found.best is None:
             text = "# No configuration meets all targets. These commands are for the closest layout.\n\n" + text
         (folder / "commands.txt").write_text(text)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from longhelix.errors import UserError
 from longhelix.units import size
@@ -44,6 +45,7 @@ _TEMPLATES = "additional_chat_templates/"
 # Copies of the same weights in the format of their publisher, such as Mistral's.
 _SECOND_COPIES = "consolidated*.safetensors"
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_DEFAULT_ENDPOINT = "https://huggingface.co"
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,15 @@ class HubModel:
         ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
         if self.gguf is not None:
             return [self._chosen(ggufs)]
-        if "config.json" in files and _WEIGHTS in files:
-            return [file for file in files if _is_wanted(file) and (file == _WEIGHTS or not file.endswith(_SUFFIX))]
-        if "config.json" in files and _INDEX in files:
-            return [file for file in files if _is_wanted(file)]
+        if "config.json" in files and (_WEIGHTS in files or _INDEX in files):
+            if "tokenizer.json" not in files:
+                raise UserError(
+                    f"{self.name} has no tokenizer.json, which longhelix needs: choose a repository that has one",
+                    "invalid_checkpoint",
+                )
+            is_single = _WEIGHTS in files
+            wanted = (file for file in files if _is_wanted(file))
+            return [file for file in wanted if file == _WEIGHTS or not (is_single and file.endswith(_SUFFIX))]
         if ggufs:
             raise UserError(
                 f"{self.name} has no safetensors weights, but {len(ggufs)} GGUF files: choose one, such as "
@@ -90,17 +97,20 @@ class HubModel:
         if asked in ggufs:
             found = [asked]
         else:
-            found = [file for file in ggufs if re.search(rf"(^|[-._/]){re.escape(asked)}\.gguf$", file, re.IGNORECASE)]
+            ending = re.compile(rf"(^|[-._/]){re.escape(asked)}(-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE)
+            found = [file for file in ggufs if ending.search(file)]
+            found = [file for file in found if not _GGUF_PART.search(file)] or found
+        parts = [file for file in found if _GGUF_PART.search(file)]
+        if parts:
+            raise UserError(
+                f"{self.name} has {asked} only as a split GGUF file, whose parts are {', '.join(parts)}: merge the "
+                "parts with llama-gguf-split, and give the path of the result",
+                "invalid_checkpoint",
+            )
         if len(found) != 1:
             what = f"{len(found)} GGUF files" if found else "no GGUF file"
             known = f"choose one of {', '.join(found or ggufs)}" if ggufs else f"leave out :{asked}"
             raise UserError(f"{self.name} has {what} for {asked}: {known}", "invalid_checkpoint")
-        if _GGUF_PART.search(found[0]):
-            raise UserError(
-                f"{found[0]} is one part of a split GGUF file: merge the parts with llama-gguf-split, and give the "
-                "path of the result",
-                "invalid_checkpoint",
-            )
         return found[0]
 
 
@@ -158,6 +168,7 @@ def _download(
     asked: HubModel, wanted: Callable[[Files], list[str]], tell: Callable[[str], None]
 ) -> tuple[Path, list[str]]:
     """Bring the wanted files into the cache. Returns the folder of the revision, and the files."""
+    _check_environment()
     from huggingface_hub import constants, snapshot_download  # imported here because it loads an HTTP client
     from huggingface_hub.utils import tqdm
 
@@ -169,28 +180,47 @@ def _download(
 
     cache = Path(constants.HF_HUB_CACHE)
     with _errors_in_words(asked, cache):
-        repository = _repository(asked, cache)
-        try:
-            files = wanted(repository.files)
-        except UserError as error:
-            if repository.is_offline:
-                raise UserError(_in_part(asked.name, cache), "download_failed") from error
-            raise
-        missing_bytes = sum(repository.files[file] or 0 for file in files if file not in repository.cached)
-        if missing_bytes:
-            _check_space(asked, missing_bytes, cache)
-            tell(f"downloading {asked.name} ({size(missing_bytes)}) to {cache}")
-        folder = snapshot_download(
-            asked.name,
-            revision=asked.revision,
-            allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in files],
-            local_files_only=repository.is_offline,
-            library_name="longhelix",
-            tqdm_class=TerminalBar,
-        )
-        if repository.is_offline and not _has_every_shard(Path(folder)):
-            raise UserError(_in_part(asked.name, cache), "download_failed")
-    return Path(folder), files
+        while True:
+            repository = _repository(asked, cache)
+            try:
+                files = wanted(repository.files)
+            except UserError as error:
+                if repository.is_offline:
+                    raise UserError(_in_part(asked.name, cache), "download_failed") from error
+                raise
+            missing_bytes = sum(repository.files[file] or 0 for file in files if file not in repository.cached)
+            if missing_bytes:
+                _check_space(asked, missing_bytes, cache)
+                tell(f"downloading {asked.name} ({size(missing_bytes)}) to {cache}")
+            folder = Path(
+                snapshot_download(
+                    asked.name,
+                    revision=asked.revision,
+                    allow_patterns=[re.sub(r"([*?[])", r"[\1]", file) for file in files],
+                    local_files_only=repository.is_offline,
+                    library_name="longhelix",
+                    tqdm_class=TerminalBar,
+                )
+            )
+            if repository.is_offline and not _has_every_shard(folder):
+                raise UserError(_in_part(asked.name, cache), "download_failed")
+            # The folder is named after the commit. Another commit was pushed after the listing: list its files too.
+            if repository.commit in (None, folder.name):
+                return folder, files
+
+
+def _check_environment() -> None:
+    """Check the variables that huggingface_hub reads when it is imported. Raises UserError."""
+    endpoint, token = os.environ.get("HF_ENDPOINT", _DEFAULT_ENDPOINT), os.environ.get("HF_TOKEN", "")
+    try:
+        parts = urlsplit(endpoint)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"HF_ENDPOINT is {endpoint!r}: set it to a URL such as {_DEFAULT_ENDPOINT}, or unset it")
+    if not token.isascii():
+        raise UserError("HF_TOKEN has characters that no token has: copy it again from the hub's settings")
 
 
 def _has_every_shard(folder: Path) -> bool:
@@ -208,7 +238,12 @@ class _Repository:
 
     files: Files
     cached: Files  # those that are in the cache
-    is_offline: bool  # whether the hub is out of reach, so that only the cached files are known
+    commit: str | None  # None if the hub is out of reach
+
+    @property
+    def is_offline(self) -> bool:
+        """Whether only the cached files are known."""
+        return self.commit is None
 
 
 def _repository(asked: HubModel, cache: Path) -> _Repository:
@@ -223,7 +258,7 @@ def _repository(asked: HubModel, cache: Path) -> _Repository:
     except (HTTPError, OfflineModeIsEnabled) as error:
         cached = _cached(asked.name, asked.revision)
         if cached:
-            return _Repository(cached, cached, is_offline=True)
+            return _Repository(cached, cached, commit=None)
         if isinstance(error, HfHubHTTPError):
             raise
         why, what = (
@@ -237,7 +272,8 @@ def _repository(asked: HubModel, cache: Path) -> _Repository:
             "download_failed",
         ) from error
     files = {file.rfilename: file.size for file in listed.siblings or ()}
-    return _Repository(files, _cached(asked.name, str(listed.sha)), is_offline=False)
+    commit = str(listed.sha)
+    return _Repository(files, _cached(asked.name, commit), commit)
 
 
 def _cached(name: str, revision: str) -> Files:
