@@ -27,8 +27,8 @@ class Hub:
     downloads: list[str] = field(default_factory=list)
     "Files that were sent, as NAME/FILE."
     commit: str = COMMIT
-    pushed: Path | None = None
-    "Folder of a commit that somebody pushes to every repository after the next listing."
+    pushed: list[Path] = field(default_factory=list)
+    "Folders of commits that somebody pushes, one after each listing."
     url: str = ""
 
     @contextmanager
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(401, "RepoNotFound")
         elif name in self.hub.gated and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self.refuse(403, "GatedRepo")
-        elif revision not in ("main", self.hub.commit):
+        elif revision not in ("main", COMMIT, COMMIT[::-1]):
             self.refuse(404, "RevisionNotFound")
         else:
             return True
@@ -90,8 +90,8 @@ class _Handler(BaseHTTPRequestHandler):
             files = self.hub.files(name)
             siblings = [{"rfilename": file, "size": path.stat().st_size} for file, path in files.items()]
             self.send_json({"id": name, "sha": self.hub.commit, "siblings": siblings, "private": False})
-            if self.hub.pushed is not None:
-                self.hub.repositories[name], self.hub.pushed = self.hub.pushed, None
+            if self.hub.pushed:
+                self.hub.repositories[name] = self.hub.pushed.pop(0)
                 self.hub.commit = self.hub.commit[::-1]
 
     def list_tree(self, name, revision):

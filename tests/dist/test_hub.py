@@ -143,8 +143,23 @@ MISTAKES = {
     "no hub": (("toys/llama",), {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
     "no URL": (("toys/llama",), {"HF_ENDPOINT": "hub.local"}, "HF_ENDPOINT is 'hub.local': set it to a URL such as "),
     "half a URL": (("toys/llama",), {"HF_ENDPOINT": "http://[::1"}, "HF_ENDPOINT is 'http://[::1': set it to a URL"),
+    "no port": (("toys/llama",), {"HF_ENDPOINT": "http://hub:x"}, "HF_ENDPOINT is 'http://hub:x': set it to a URL"),
+    "no number": (
+        ("toys/llama",),
+        {"HF_HUB_DOWNLOAD_TIMEOUT": "soon"},
+        "literal for int() with base 10: 'soon'): set the variables whose names begin with HF_HUB_ to valid values",
+    ),
     "odd token": (("toys/gated",), {"HF_TOKEN": "hf_schlüssel"}, "HF_TOKEN has characters that no token has"),
-    "no cache": (("toys/llama",), {"HF_HOME": "/dev/null"}, "to /dev/null/hub failed ([Errno 20] Not a directory"),
+    "no cache": (
+        ("toys/llama",),
+        {"HF_HOME": "/dev/null"},
+        "the cache /dev/null/hub cannot be used (Not a directory: /dev/null/token): set HF_HOME to a folder that",
+    ),
+    "a file as cache": (
+        ("toys/llama",),
+        {"HF_HUB_CACHE": "/dev/null"},
+        "the cache /dev/null cannot be used (Not a directory: /dev/null",
+    ),
     "no tokenizer": (("toys/mute",), {}, "toys/mute has no tokenizer.json, which longhelix needs: choose a repository"),
     "no GGUF": (("toys/llama:Q4_K_M",), {}, "toys/llama has no GGUF file for Q4_K_M: leave out :Q4_K_M"),
 }
@@ -164,11 +179,20 @@ def test_a_commit_that_is_pushed_after_the_listing_is_downloaded_whole(find, hub
     pushed = tmp_path / "pushed"
     shutil.copytree(model.path, pushed)
     (pushed / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    hub.pushed = pushed
+    hub.pushed = [pushed]
     status, path, err = find("toys/llama")
     assert (status, path.endswith(COMMIT[::-1])) == (0, True), err
     assert "chat_template.jinja" in files_below(Path(path))
     assert find("toys/llama", HF_HUB_OFFLINE="1")[:2] == (0, path)
+
+
+def test_a_repository_that_changes_again_and_again_is_given_up(find, hub, model):
+    hub.pushed = [model.path] * 4
+    status, out, _ = find("toys/llama")
+    words = (
+        "revision main of toys/llama changed 2 times during the download: run the command again, or set the revision"
+    )
+    assert (status, out.startswith(words)) == (2, True), out
 
 
 def test_a_gated_repository_opens_with_the_token(find, hub):
@@ -224,8 +248,8 @@ def test_gguf_files_are_chosen_by_name_or_quantisation(find, hub, tmp_path):
         assert (status, path.endswith("/toy-Q8_0.gguf")) == (0, True), err
     assert hub.downloads == ["toys/ggufs/toy-Q8_0.gguf"]
     assert find("toys/ggufs:Q8_0", HF_HUB_OFFLINE="1")[1].endswith("/toy-Q8_0.gguf")
-    assert "has no safetensors weights, but 3 GGUF files: choose one, such as toys/ggufs:" in find("toys/ggufs")[1]
+    assert "but 3 GGUF files: choose one, such as toys/ggufs:toy-Q4_K_M.gguf" in find("toys/ggufs")[1]
     assert "no GGUF file for Q5_0: choose one of " in find("toys/ggufs:Q5_0")[1]
     for asked in ("Q6_K", "big-Q6_K-00001-of-00002.gguf"):
-        words = f"{asked} only as a split GGUF file, whose parts are big-Q6_K-00001-of-00002.gguf: merge the parts"
+        words = f"{asked} only as a GGUF file split into 2 parts, such as big-Q6_K-00001-of-00002.gguf: download the"
         assert words in find(f"toys/ggufs:{asked}")[1]

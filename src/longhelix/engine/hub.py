@@ -44,8 +44,9 @@ _WEIGHTS, _INDEX, _SUFFIX = "model.safetensors", "model.safetensors.index.json",
 _TEMPLATES = "additional_chat_templates/"
 # Copies of the same weights in the format of their publisher, such as Mistral's.
 _SECOND_COPIES = "consolidated*.safetensors"
-_GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_GGUF_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _DEFAULT_ENDPOINT = "https://huggingface.co"
+_LISTINGS = 2  # how often one download lists the repository, if somebody pushes to it meanwhile
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class HubModel:
     def wanted(self, files: Files) -> list[str]:
         """Return which of a repository's files to download. Raises UserError if it has no model that can run."""
         ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
+        ggufs.sort(key=lambda file: _GGUF_PART.search(file) is not None)  # whole files come first
         if self.gguf is not None:
             return [self._chosen(ggufs)]
         if "config.json" in files and (_WEIGHTS in files or _INDEX in files):
@@ -100,11 +102,10 @@ class HubModel:
             ending = re.compile(rf"(^|[-._/]){re.escape(asked)}(-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE)
             found = [file for file in ggufs if ending.search(file)]
             found = [file for file in found if not _GGUF_PART.search(file)] or found
-        parts = [file for file in found if _GGUF_PART.search(file)]
-        if parts:
+        if found and (part := _GGUF_PART.search(found[0])):
             raise UserError(
-                f"{self.name} has {asked} only as a split GGUF file, whose parts are {', '.join(parts)}: merge the "
-                "parts with llama-gguf-split, and give the path of the result",
+                f"{self.name} has {asked} only as a GGUF file split into {int(part[1])} parts, such as {found[0]}: "
+                "download the parts, merge them with llama-gguf-split, and give the path of the result",
                 "invalid_checkpoint",
             )
         if len(found) != 1:
@@ -180,7 +181,7 @@ def _download(
 
     cache = Path(constants.HF_HUB_CACHE)
     with _errors_in_words(asked, cache):
-        while True:
+        for _ in range(_LISTINGS):
             repository = _repository(asked, cache)
             try:
                 files = wanted(repository.files)
@@ -207,6 +208,11 @@ def _download(
             # The folder is named after the commit. Another commit was pushed after the listing: list its files too.
             if repository.commit in (None, folder.name):
                 return folder, files
+        raise UserError(
+            f"revision {asked.revision} of {asked.name} changed {_LISTINGS} times during the download: run the command "
+            "again, or set the revision to a commit",
+            "download_failed",
+        )
 
 
 def _check_environment() -> None:
@@ -214,13 +220,20 @@ def _check_environment() -> None:
     endpoint, token = os.environ.get("HF_ENDPOINT", _DEFAULT_ENDPOINT), os.environ.get("HF_TOKEN", "")
     try:
         parts = urlsplit(endpoint)
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_valid = False
     if not is_valid:
         raise UserError(f"HF_ENDPOINT is {endpoint!r}: set it to a URL such as {_DEFAULT_ENDPOINT}, or unset it")
     if not token.isascii():
         raise UserError("HF_TOKEN has characters that no token has: copy it again from the hub's settings")
+    try:
+        import huggingface_hub.constants  # noqa: F401
+    except ValueError as error:
+        raise UserError(
+            f"huggingface_hub cannot read the environment ({error}): set the variables whose names begin with HF_HUB_ "
+            "to valid values, or unset them"
+        ) from error
 
 
 def _has_every_shard(folder: Path) -> bool:
@@ -350,6 +363,12 @@ def _errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
                 f"the disk of {cache} became full during the download of {name}: make room and run the command again, "
                 "or set HF_HOME to a folder on another disk",
                 "disk_full",
+            ) from error
+        if isinstance(error, OSError) and error.filename is not None:  # a file's error, not the network's
+            raise UserError(
+                f"the cache {cache} cannot be used ({error.strerror}: {error.filename}): set HF_HOME to a folder that "
+                "you can read and write",
+                "download_failed",
             ) from error
         raise UserError(
             f"the download of {name} from {hub} to {cache} failed ({' '.join(str(error).split())}): check the network "
