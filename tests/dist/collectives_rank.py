@@ -18,9 +18,11 @@ from longhelix.compute.runner.rank import meet
 from longhelix.engine.workers.started_rank import StartedRank
 from longhelix.errors import PeerLostError
 from longhelix.spans import Spans
+from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout
 
 COUNTS = (1, 7, 576, 8193, 300_001)
+HOSTS = {}  # ranks of each host by the size of the world; empty if all are on one host
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64)
 
 
@@ -31,16 +33,22 @@ def values_of(rank, count, dtype, salt=0):
 
 
 def sum_in_rank_order(size, count, dtype, salt=0):
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    total = torch.zeros(count, dtype=wide)
-    for rank in range(size):
-        total += values_of(rank, count, dtype, salt).to(wide)
-    return total.to(dtype)
+    """With several hosts: the sum of each host's ranks in their order, then of the hosts in their order."""
+    hosts = HOSTS.get(size, [range(size)])
+    return added([added([values_of(rank, count, dtype, salt) for rank in host]) for host in hosts])
+
+
+def added(parts):
+    wide = torch.float32 if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].dtype
+    total = torch.zeros_like(parts[0], dtype=wide)
+    for part in parts:
+        total += part.to(wide)
+    return total.to(parts[0].dtype)
 
 
 def same(found, expected, backend):
     # Summing in rank order, rounded once, is what the shm backend promises; gloo adds in an order of its own.
-    if backend == "shm" or not expected.is_floating_point():
+    if backend in ("shm", "hosts") or not expected.is_floating_point():
         return torch.equal(found, expected)
     coarse = expected.dtype in (torch.bfloat16, torch.float16)
     return torch.allclose(found, expected, rtol=0.05 if coarse else 1e-4, atol=2.0 if coarse else 1e-3)
@@ -255,7 +263,10 @@ def main():
     size = int(size)
     torch.set_num_threads(1)
     meet(size, rank, started.directory)
-    mesh = Mesh.build(Layout(kvp=size, tpa=1), rank, None if backend == "auto" else backend)
+    if backend == "hosts":
+        HOSTS.update({2: [(0,), (1,)], 3: [(0, 2), (1,)], 4: [(0, 1, 2), (3,)], 5: [(0, 3), (1, 2), (4,)]})
+    hosts = Hosts(tuple(HOSTS[size])) if backend == "hosts" else None
+    mesh = Mesh.build(Layout(kvp=size, tpa=1), rank, backend if backend in ("gloo", "shm") else None, hosts=hosts)
     assert dist.get_backend(mesh.kvp._handle) == ("shm" if backend == "auto" else backend)
     for name in case.split(","):
         globals()[name](mesh.kvp, dist.get_backend(mesh.kvp._handle))

@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 needs_native = pytest.mark.skipif(
     importlib.util.find_spec("longhelix._native") is None, reason="the native module is not built here"
 )
-backends = pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=needs_native)])
+backends = pytest.mark.parametrize(
+    "backend", ["gloo", pytest.param("shm", marks=needs_native), pytest.param("hosts", marks=needs_native)]
+)
 
 
 def run(case, backend, size):

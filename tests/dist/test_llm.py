@@ -92,7 +92,7 @@ def test_compiled_layers_say_which_compiler_they_miss(oracle, monkeypatch):
 @pytest.fixture
 def strangers(tmp_path, monkeypatch):
     """Ranks that take each other for processes of other hosts, and so exchange over gloo."""
-    program = "from longhelix.compute.parallel import mesh\nmesh._share_memory = lambda: False\n"
+    program = "from longhelix.compute.parallel import fabric\nfabric._share_memory = lambda hosts: False\n"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 

@@ -224,7 +224,7 @@ def test_what_is_sampled_does_not_depend_on_who_shares_it(oracles, execution):
 @pytest.fixture
 def gloo(tmp_path, monkeypatch):
     """Ranks do not find that they share memory."""
-    program = "from longhelix.compute.parallel import mesh\nmesh._share_memory = lambda: False\n"
+    program = "from longhelix.compute.parallel import fabric\nfabric._share_memory = lambda hosts: False\n"
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 

@@ -60,18 +60,19 @@ def _functional_all_gather(group: "RankGroup", values: Tensor) -> Callable[[], T
 def _functional_reduce_scatter(group: "RankGroup", values: Tensor) -> Callable[[], Tensor]:
     if group.size > 1 and group.is_gloo:
         rows = [values.shape[0] // group.size] * group.size
-        values = _sum_in_order(functional.all_to_all_single(values, rows, rows, group._handle).split(rows))
+        values = sum_in_order(functional.all_to_all_single(values, rows, rows, group._handle).split(rows))
     elif group.size > 1:
         values = functional.reduce_scatter_tensor(values, "sum", 0, group._handle)
     return lambda: values
 
 
-def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """In float32, rounded once."""
-    total = parts[0].float()
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of equal shapes. 16-bit formats are added in float32 and rounded once."""
+    dtype = parts[0].dtype
+    total = parts[0].float() if dtype in (torch.bfloat16, torch.float16) else parts[0]
     for part in parts[1:]:
         total = total + part
-    return total.to(parts[0].dtype)
+    return total.to(dtype)
 
 
 def _pieces(values: Tensor) -> list[slice]:
@@ -118,6 +119,11 @@ class RankGroup:
     def exchanged_bytes(self) -> int:
         """Bytes that this rank has given to the transport for other ranks, in `all_to_all` and `exchange_states`."""
         return self.traffic.exchanged_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent to ranks of other hosts. Always 0 if all ranks of the group are on one host."""
+        return 0
 
     def count(self, traffic: Traffic) -> None:
         """Add the collectives of a CUDA graph, which made no call here."""
@@ -184,7 +190,7 @@ class RankGroup:
 
         def finish() -> Tensor:
             wait()
-            return torch.cat([_sum_in_order(each.chunk(self.size)) for each in received]) if self.is_gloo else own
+            return torch.cat([sum_in_order(each.chunk(self.size)) for each in received]) if self.is_gloo else own
 
         return finish
 
@@ -203,7 +209,7 @@ class RankGroup:
         # Sizes differ by rank, and are not counted.
         title, received = self._begin("all-to-all", 0), send.new_empty(sum(receive_sizes))
         span = self._spans.begin("exchange", "exchange")
-        work = self._call(title, self._handle.alltoall_base, received, send, receive_sizes, send_sizes)
+        work = self._call(title, self._send_to_all, received, send, receive_sizes, send_sizes)
         self._spans.end_with(span, work)
         self.count(Traffic(exchanged_bytes=(sum(send_sizes) - send_sizes[self.index]) * send.element_size()))
 
@@ -214,6 +220,9 @@ class RankGroup:
             return received
 
         return finish
+
+    def _send_to_all(self, *arguments) -> dist.Work:
+        return self._handle.alltoall_base(*arguments)
 
     def gather(self, values: Tensor) -> list[Tensor]:
         """Equal shapes from every rank, in order, on the group's first rank; an empty list on the others."""
@@ -355,9 +364,27 @@ class SharedMemoryRankGroup(RankGroup):
         return kind
 
 
+class HostsRankGroup(RankGroup):
+    """A group whose ranks are on several hosts. Those of one host share memory."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup, spans: Spans = UNTRACED) -> None:
+        super().__init__(ranks, rank, handle, spans)
+        self.sums_in_rank_order = True
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._handle.sent_bytes
+
+    def _send_to_all(self, *arguments) -> dist.Work:
+        return self._handle.start_all_to_all(*arguments)
+
+
+_KINDS: dict[str | None, type[RankGroup]] = {"shm": SharedMemoryRankGroup, "hosts": HostsRankGroup}
+
+
 def group_of(
     ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, backend: str | None, spans: Spans
 ) -> RankGroup:
     """The group over a handle of torch's, of that backend; without a handle one rank alone."""
-    kind = SharedMemoryRankGroup if backend == "shm" and len(ranks) > 1 else RankGroup
+    kind = RankGroup if handle is None else _KINDS.get(backend, RankGroup)
     return kind(ranks, rank, handle, spans)

@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout  # no public way to the store
 
-from longhelix.compute.parallel.collectives import RankGroup, group_of
-from longhelix.spans import UNTRACED, Spans
+from longhelix.compute.parallel.collectives import RankGroup
+from longhelix.compute.parallel.fabric import Fabric
 
 _KEPT_STEPS = 1000  # by their numbers, after the last one that needed a group
 
@@ -32,9 +30,9 @@ class Meetings:
     of the last step that needed it, and the number of this one.
     """
 
-    def __init__(self, kvp: RankGroup, rank: int, backend: str | None, spans: Spans = UNTRACED) -> None:
+    def __init__(self, kvp: RankGroup, fabric: Fabric) -> None:
         """kvp: the group of all instances."""
-        self._kvp, self._rank, self._backend, self._spans = kvp, rank, backend, spans
+        self._kvp, self._fabric = kvp, fabric
         self._made: dict[tuple[int, ...], RankGroup] = {}
         self._last_step: dict[tuple[int, ...], int] = {}  # that needed each of them
         self._step_id = 0
@@ -56,26 +54,6 @@ class Meetings:
             return self._kvp
         if instances not in self._made:
             ranks = tuple(self._kvp.ranks[one] for one in instances)
-            handle = _meet(ranks, self._rank, self._backend, self._step_id)
-            self._made[instances] = group_of(ranks, self._rank, handle, self._backend, self._spans)
+            self._made[instances] = self._fabric.meet(ranks, self._step_id)
         self._last_step[instances] = self._step_id
         return self._made[instances]
-
-
-def _meet(ranks: tuple[int, ...], rank: int, backend: str | None, step_id: int) -> dist.Backend | dist.ProcessGroup:
-    """What carries a group's collectives. Its ranks alone call this, in the same step: torch's own `new_group` wants
-    all ranks of the world, and where it does not, names a group by how many the caller has, which here is not the same
-    on all."""
-    store = dist.PrefixStore(f"{'-'.join(map(str, ranks))}@{step_id}", _get_default_store())
-    index, size = ranks.index(rank), len(ranks)
-    match backend or dist.get_backend():
-        case "shm":
-            from longhelix.compute.parallel.shared_memory import SharedMemoryProcessGroup  # needs the native module
-
-            return SharedMemoryProcessGroup(store, index, size, default_pg_timeout)
-        case "gloo":
-            return dist.ProcessGroupGloo(store, index, size, default_pg_timeout)
-        case "nccl":
-            return dist.ProcessGroupNCCL(store, index, size, dist.ProcessGroupNCCL.Options())
-        case other:
-            raise AssertionError(other)

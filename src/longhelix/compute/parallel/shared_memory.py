@@ -39,13 +39,13 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return self._name
 
     def allreduce(self, tensors, options=None):
-        _check_sum(options)
+        check_sum(options)
         for values in tensors:
             dense = values.contiguous()
             self.channel.all_reduce(dense.data_ptr(), dense.numel(), _number(dense))
             if dense is not values:
                 values.copy_(dense)
-        return _done(tensors)
+        return done(tensors)
 
     def alltoall_base(self, received, send, received_sizes, send_sizes, options=None):
         """Pieces of the first dim to and from all ranks; empty sizes mean equal pieces."""
@@ -55,18 +55,18 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         received_bytes = [rows * row_bytes for rows in received_sizes] or [received.nbytes // size] * size
         send = send.contiguous()
         self.channel.all_to_all(send.data_ptr(), send_bytes, received.data_ptr(), received_bytes)
-        return _done([received])
+        return done([received])
 
     def _allgather_base(self, gathered, values, options=None):
         values = values.contiguous()
         self.channel.all_gather(values.data_ptr(), gathered.data_ptr(), values.nbytes)
-        return _done([gathered])
+        return done([gathered])
 
     def allgather(self, gathered, values, options=None):
         for shards, value in zip(gathered, values, strict=True):
             for shard, received in zip(shards, self._gathered(value), strict=True):
                 shard.copy_(received)
-        return _done(gathered)
+        return done(gathered)
 
     def gather(self, gathered, values, options):
         # On one host a gather costs what an all-gather costs.
@@ -75,7 +75,7 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             if self.rank() == options.rootRank:
                 for shard, received in zip(gathered[index], whole, strict=True):
                     shard.copy_(received)
-        return _done(values)
+        return done(values)
 
     def _gathered(self, value: Tensor) -> Tensor:
         whole = value.new_empty(self.size(), *value.shape)
@@ -83,21 +83,21 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         return whole
 
     def _reduce_scatter_base(self, reduced, values, options=None):
-        _check_sum(options)
+        check_sum(options)
         values = values.contiguous()
         self.channel.reduce_scatter(values.data_ptr(), reduced.data_ptr(), reduced.numel(), _number(values))
-        return _done([reduced])
+        return done([reduced])
 
     # Functional collectives reach a Python group by the coalesced forms alone.
     def allgather_into_tensor_coalesced(self, gathered, values, options=None):
         for whole, value in zip(gathered, values, strict=True):
             self._allgather_base(whole, value)
-        return _done(gathered)
+        return done(gathered)
 
     def reduce_scatter_tensor_coalesced(self, reduced, values, options=None):
         for shard, value in zip(reduced, values, strict=True):
             self._reduce_scatter_base(shard, value, options)
-        return _done(reduced)
+        return done(reduced)
 
     def broadcast(self, tensors, options=None):
         root = 0 if options is None else options.rootRank
@@ -106,11 +106,11 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
             self.channel.broadcast(dense.data_ptr(), dense.nbytes, root)
             if dense is not values:
                 values.copy_(dense)
-        return _done(tensors)
+        return done(tensors)
 
     def barrier(self, options=None):
         self.channel.barrier()
-        return _done([])
+        return done([])
 
 
 def register() -> None:
@@ -136,13 +136,13 @@ def _join(store: dist.Store, rank: int, size: int, timeout_s: float):
     return channel
 
 
-def _done(result):
+def done(result):
     future = Future()
     future.set_result(result)
     return _create_work_from_future(future)
 
 
-def _check_sum(options) -> None:
+def check_sum(options) -> None:
     if options is not None and options.reduceOp != dist.ReduceOp.SUM:
         raise ValueError(f"the {NAME} backend only sums, but was asked for {options.reduceOp}: use gloo for this group")
 

@@ -18,14 +18,18 @@ class Group:
         self.ranks, self.size, self.made = ranks, len(ranks), made
 
 
+class Fabric:
+    """Makes groups that know the step in which they were made."""
+
+    def meet(self, ranks, step_id):
+        return Group(ranks, (ranks, step_id))
+
+
 @pytest.fixture
 def four(monkeypatch):
     """What four instances of one rank each have."""
     monkeypatch.setattr(meetings_module, "_KEPT_STEPS", 10)
-    monkeypatch.setattr(meetings_module, "_meet", lambda ranks, rank, backend, step_id: (ranks, step_id))
-    monkeypatch.setattr(meetings_module, "group_of", lambda ranks, rank, made, backend, spans: Group(ranks, made))
-    everybody = Group((0, 1, 2, 3), None)
-    return [Meetings(everybody, rank, "shm") for rank in range(4)]
+    return [Meetings(Group((0, 1, 2, 3), None), Fabric()) for _ in range(4)]
 
 
 def test_ranks_agree_on_a_group_whatever_else_they_do(four):
