@@ -27,7 +27,7 @@ from longhelix.scheduler.request import MOST_TOKENS, SamplingParams
 from longhelix.spec.layout import Layout, widest_ep
 from longhelix.spec.presets import load_model
 from longhelix.units import count, digits
-from longhelix.values import above_zero, flag, seconds
+from longhelix.values import above_zero, flag, seconds, text
 
 stderr = Console(stderr=True)
 
@@ -35,6 +35,7 @@ stderr = Console(stderr=True)
 _KINDS = {
     flag: bool,
     path: Path,
+    text: str,
     rope_settings: str,
     weights: str,
     compilation: str,
@@ -352,7 +353,7 @@ def describe(config: EngineConfig) -> list[str]:
     """Describe the resolved configuration in two lines, with terms that operators can search for in logs."""
     layout, scheduler = config.layout, config.scheduler
     tokens = held_tokens(config)
-    where = "1 GPU" if config.device == "cuda" else f"{config.threads_per_rank} threads"
+    where = "1 GPU" if config.device == "cuda" else f"{min(config.threads_per_rank)} threads"
     placement = scheduler.placement
     if placement == "auto":
         placement = f"auto: requests of up to {count(scheduler.kvp_threshold_tokens)} tokens on one rank"

@@ -16,6 +16,7 @@ from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceEvent
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.guides import Guides
+from longhelix.engine.hosts.cluster import Cluster
 from longhelix.engine.observation import Observation, ObservedStep, StepLog, observe
 from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
@@ -72,6 +73,7 @@ class TokenCore:
         on_traced: Callable[[int, list[TraceEvent]], None] = lambda rank, events: None,
         on_event: Callable[[Event], None] = lambda event: None,
         guides: Guides | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         """Start the ranks.
 
@@ -82,6 +84,7 @@ class TokenCore:
             on_traced: called with a rank and its trace events of one step, if steps are traced.
             on_event: called with each scheduler event. Pass a list's `append` to record events for a replay.
             guides: checks guides and provides the token table. If None, requests with guides are rejected.
+            cluster: the other hosts that run ranks. None if there are none.
         """
         self.config = config
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
@@ -90,7 +93,7 @@ class TokenCore:
         # The pool has no reference to this core. An unused core is therefore freed immediately, without the garbage
         # collector. The finaliser keeps the pool intact until then. Otherwise the garbage collector could close the
         # pool's sockets first.
-        self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced)
+        self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced, cluster)
         weakref.finalize(self, self._pool.close)
         layers = 0 if config.spec.vision is None else 1 + config.spec.vision.num_deepstack
         self._images = ShownImages(layers, config.image_bytes)

@@ -22,6 +22,7 @@ from longhelix.engine import hub
 from longhelix.engine.contexts import LOWEST_PRIORITY, Contexts, LoadedContext, ReadContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
+from longhelix.engine.hosts.joining import join_hosts
 from longhelix.engine.images import Images
 from longhelix.engine.live import Live
 from longhelix.engine.lost_requests import LostRequests
@@ -87,7 +88,14 @@ class LLM:
             torchrun.join(layout.world_size)
         checkpoint = open_checkpoint(path)
         ranks.prepare()
-        self.config = resolve(checkpoint, layout, options)
+        self._cluster = join_hosts(options, layout, checkpoint.path)
+        try:
+            places = None if self._cluster is None else self._cluster.places
+            self.config = resolve(checkpoint, layout, options, places)
+        except UserError as error:
+            if self._cluster is not None:
+                self._cluster.refuse(error)
+            raise
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)
             if isinstance(checkpoint, GgufCheckpoint)
@@ -109,12 +117,16 @@ class LLM:
         self._savings: list[Saving] = []
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
-        self._new_core = partial(TokenCore, self.config, on_traced=on_traced, guides=self._guides)
+        self._new_core = partial(
+            TokenCore, self.config, on_traced=on_traced, guides=self._guides, cluster=self._cluster
+        )
         try:
             self._core = self._new_core(on_load, on_warm_up)
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
+            if self._cluster is not None:
+                self._cluster.close()
             raise
         self._images = Images(self.config, checkpoint)
         self.contexts_folder = ContextFolder(options.contexts_dir)
@@ -154,6 +166,8 @@ class LLM:
         try:
             self._core.close()
         finally:
+            if self._cluster is not None:
+                self._cluster.close()
             if self._trace is not None:
                 self._trace.close()
 

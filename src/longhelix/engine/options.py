@@ -290,6 +290,44 @@ class EngineOptions:
         "part with the attention of the next; 1 turns it off. [default: the number that the performance model predicts "
         "to be fastest, for each step]",
     )
+    nnodes: int = _setting(
+        1,
+        Count(tokens=False, most=1024),
+        "Number of hosts that run the ranks of the layout. Run the same command on each host, with its --node-rank.",
+    )
+    node_rank: int | None = _setting(
+        None,
+        Count(least=0, tokens=False, most=1023),
+        "Number of this host, from 0. Host 0 runs the engine and answers requests; the others only run ranks.",
+    )
+    master_addr: str | None = _setting(None, text, "Name or IPv4 address of host 0, as the other hosts reach it.")
+    master_port: int = _setting(
+        29501, Count(tokens=False, most=65535), "TCP port on which host 0 waits for the other hosts."
+    )
+    rank_mapping: str | None = _setting(
+        None,
+        text,
+        "Ranks of each host, such as 0-3,8;4-7. [default: consecutive ranks on each host, as many on all of them as "
+        "possible]",
+    )
+    interface: str | None = _setting(
+        None,
+        text,
+        "Network interface that connects this host to the others, such as eth0. [default: the one on the way to "
+        "--master-addr]",
+    )
+    cluster_secret_file: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
+        None,
+        path,
+        "File with a secret that all hosts share, which encrypts the connections between engine and hosts. [default: "
+        "$LONGHELIX_CLUSTER_SECRET]",
+    )
+    allow_without_key: bool = _setting(
+        False,
+        flag,
+        "Accept connections without a key: HTTP clients on addresses other than loopback, and other hosts without a "
+        "cluster secret.",
+    )
     contexts_dir: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None, path, "Folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"
     )

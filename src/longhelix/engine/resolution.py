@@ -5,12 +5,12 @@ It fills in all defaults and checks everything that can be checked before a rank
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from longhelix.compute.machine import host
-from longhelix.compute.machine.devices import free_gpu_bytes, has_native_kernels, multiplies_integers
+from longhelix.compute.machine.devices import has_native_kernels, multiplies_integers
 from longhelix.compute.machine.system import machine
 from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.compute.models.parameters import check
@@ -20,6 +20,7 @@ from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCh
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.pool_size import affordable_blocks, num_blocks, num_blocks_of_many, split_state_bytes
 from longhelix.engine.options import MOST_CHUNK_TOKENS, EngineOptions
+from longhelix.engine.places import Places
 from longhelix.engine.sequence_parallelism import token_ranges
 from longhelix.errors import UserError
 from longhelix.perf.setting import Setting
@@ -40,9 +41,19 @@ _MOST_IMAGE_BYTES, _IMAGE_SHARE = 2**29, 1 / 16
 
 
 def resolve(
-    checkpoint: SafetensorsCheckpoint | GgufCheckpoint, layout: Layout, options: EngineOptions | None = None
+    checkpoint: SafetensorsCheckpoint | GgufCheckpoint,
+    layout: Layout,
+    options: EngineOptions | None = None,
+    places: Places | None = None,
 ) -> EngineConfig:
-    """Return an engine's configuration. Raises UserError if the model, layout and options cannot run together."""
+    """Return an engine's configuration.
+
+    Args:
+        places: what each host has, and which ranks it runs. None if this host runs all ranks.
+
+    Raises:
+        UserError: the model, layout and options cannot run together.
+    """
     options = EngineOptions() if options is None else options
     if not isinstance(layout, Layout):
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
@@ -51,14 +62,13 @@ def resolve(
     max_model_len = _max_model_len(spec, options.max_model_len)
     _check_rope(spec, max_model_len)
     _check_layout(spec, layout)
-    gpu_bytes = free_gpu_bytes() if options.device != "cpu" else []
-    device = _device(options, layout=layout, num_gpus=len(gpu_bytes), weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    places = Places.here(layout, with_gpus=options.device != "cpu") if places is None else places
+    device = _device(options, places, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(options, device)
     _check_runs_together(spec, options, device, replay)
-    cores = host.cores()
     if device == "cpu":
-        _check_cores(layout, cores)
+        _check_cores(places)
     system = machine(device)
     setting = Setting(spec, system, stored_dtype, kv_dtype)
     layout = balanced(setting, layout)
@@ -68,7 +78,8 @@ def resolve(
     memories = _memories(
         spec,
         layout=layout,
-        gpu_bytes=gpu_bytes if device == "cuda" else None,
+        places=places,
+        on_gpus=device == "cuda",
         longest_tokens=longest_tokens,
         taken_bytes=2 * image_bytes,
     )
@@ -90,7 +101,10 @@ def resolve(
         activation_dtype=options.activation_dtype,
         kv_dtype=kv_dtype,
         attention_dtype=_attention_dtype(options, kv_dtype, device),
-        threads_per_rank=max(cores // layout.world_size, 1),
+        hosts=places.hosts,
+        threads_per_rank=tuple(
+            max(cores // len(ranks), 1) for cores, ranks in zip(places.cores, places.hosts.ranks, strict=True)
+        ),
         scheduler=scheduler.with_pools(held),
         device=device,
         system=system,
@@ -205,17 +219,22 @@ def _image_bytes(spec: ModelSpec) -> int:
 
 
 def _memories(
-    spec: ModelSpec, layout: Layout, gpu_bytes: list[int] | None, longest_tokens: int, taken_bytes: int
-) -> list[tuple[int, range]]:
+    spec: ModelSpec, layout: Layout, places: Places, on_gpus: bool, longest_tokens: int, taken_bytes: int
+) -> list[tuple[int, Sequence[int]]]:
     """Return the size of each memory in bytes, with the ranks that use this memory.
 
-    On CPUs, all ranks share the free memory of the host, less `taken_bytes`. On GPUs, each rank has its own memory.
+    On CPUs, the ranks of a host share its free memory. The engine takes `taken_bytes` of the first host's memory. On
+    GPUs, each rank has its own memory.
     """
-    ranks = range(layout.world_size)
-    if gpu_bytes is None:
-        return [(host.available_bytes() - taken_bytes, ranks)]
-    state_bytes = [split_state_bytes(spec, layout, longest_tokens, rank) for rank in ranks]
-    return [(gpu_bytes[rank] - state_bytes[rank], range(rank, rank + 1)) for rank in ranks]
+    hosts = places.hosts
+    if not on_gpus:
+        taken = [taken_bytes, *[0] * (len(hosts.ranks) - 1)]
+        return [(free - less, ranks) for free, less, ranks in zip(places.free_bytes, taken, hosts.ranks, strict=True)]
+    return [
+        (gpu_bytes - split_state_bytes(spec, layout, longest_tokens, rank), (rank,))
+        for found, ranks in zip(places.gpu_bytes, hosts.ranks, strict=True)
+        for gpu_bytes, rank in zip(found, ranks, strict=False)
+    ]
 
 
 def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapping[str, Any] | None) -> ModelSpec:
@@ -273,17 +292,19 @@ def _warn_of_unread(config: Mapping[str, Any]) -> None:
         )
 
 
-def _device(options: EngineOptions, layout: Layout, num_gpus: int, weight_dtype: str, kv_dtype: str) -> str:
+def _device(options: EngineOptions, places: Places, weight_dtype: str, kv_dtype: str) -> str:
     """Return the device type of the ranks. "auto" selects GPUs if there is one for each rank, and CPUs otherwise."""
     device = options.device
+    lacking = places.lacking_gpus
     if device == "auto":
-        device = "cuda" if num_gpus >= layout.world_size else "cpu"
+        device = "cuda" if lacking is None else "cpu"
     if device == "cpu":
         return device
-    if num_gpus < layout.world_size:
+    if lacking is not None:
+        ranks, found, where = len(places.hosts.ranks[lacking]), len(places.gpu_bytes[lacking]), places.where(lacking)
         raise UserError(
-            f"the layout has {layout.world_size} ranks and each needs a GPU, but torch finds {num_gpus} here: set "
-            "device to cpu, or choose a smaller layout"
+            f"the layout has {ranks} ranks{where} and each needs a GPU, but torch finds {found} "
+            f"{'there' if where else 'here'}: set device to cpu, or choose a smaller layout"
         )
     plain_weights = "plain" in FORMATS[weight_dtype].weights
     if not plain_weights or "rows" not in FORMATS[kv_dtype].kv:
@@ -293,24 +314,25 @@ def _device(options: EngineOptions, layout: Layout, num_gpus: int, weight_dtype:
     return device
 
 
-def _check_cores(layout: Layout, cores: int) -> None:
+def _check_cores(places: Places) -> None:
     """Reject a layout that has too many ranks for this number of cores.
 
     This check comes first, because later checks do some work for each rank.
     """
-    most = max(_FEW_RANKS, _RANKS_PER_CORE * cores)
-    if layout.world_size > most:
-        raise UserError(
-            f"the layout has {layout.world_size} ranks, and each is a process, but {cores} cores can run at most "
-            f"{most}: choose a layout of at most {most} ranks",
-            "invalid_layout",
-        )
-    if layout.world_size > cores:
-        warnings.warn(
-            f"{layout.world_size} ranks share {cores} cores, so the engine runs slowly: choose a layout of at most "
-            f"{cores} ranks",
-            stacklevel=3,
-        )
+    for node, (ranks, cores) in enumerate(zip(map(len, places.hosts.ranks), places.cores, strict=True)):
+        most = max(_FEW_RANKS, _RANKS_PER_CORE * cores)
+        if ranks > most:
+            raise UserError(
+                f"the layout has {ranks} ranks{places.where(node)}, and each is a process, but {cores} cores can run "
+                f"at most {most}: choose a layout of at most {most} ranks",
+                "invalid_layout",
+            )
+        if ranks > cores:
+            warnings.warn(
+                f"{ranks} ranks{places.where(node)} share {cores} cores, so the engine runs slowly: choose a layout of "
+                f"at most {cores} ranks",
+                stacklevel=3,
+            )
 
 
 def _layers_run(options: EngineOptions, device: str) -> tuple[bool, bool]:

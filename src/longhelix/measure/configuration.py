@@ -59,7 +59,7 @@ def configure(
     if threads is None:
         return config
     check_threads(threads)
-    return replace(config, threads_per_rank=threads)
+    return replace(config, threads_per_rank=(threads,))
 
 
 def check_threads(*numbers: int) -> None:

@@ -68,7 +68,7 @@ def conditions(config: EngineConfig) -> Row:
         "attention_dtype": config.attention_dtype or "",
         "layout": f"{config.layout.kvp} x {config.layout.tpa}",
         "ranks": config.layout.world_size,
-        "threads": config.threads_per_rank,
+        "threads": config.threads_of(0),
         "execution": config.execution,
     }
 

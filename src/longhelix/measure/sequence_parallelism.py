@@ -62,7 +62,7 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         _, first = self.configs[0]
-        native.set_num_threads(first.threads_per_rank)
+        native.set_num_threads(first.threads_of(rank))
         link = join(rank, directory) if self.rates_mbit else LOOPBACK
         meet(len(RANKS), rank, directory, interface=link.device)
         mesh = Mesh.build(first.layout, rank, "gloo")
@@ -192,7 +192,7 @@ def combine(ranks: list[Row], config: EngineConfig) -> Row:
     formula_bytes = prefill_sent_bytes(config, chunks)
     return row | {
         "layout": f"{config.layout.kvp} x {config.layout.tpa}",
-        "threads": config.threads_per_rank,
+        "threads": config.threads_of(0),
         "chunk_tokens": config.scheduler.chunk_tokens,
         "sharded_tokens": sum(rows for rows in chunks if shards(rows, decodes=rows == 1)),
         "sent_bytes": sent_bytes,

@@ -7,6 +7,7 @@ from longhelix.compute.runner.pool_size import kv_bytes_per_token
 from longhelix.compute.runner.token_ranges import TokenRanges
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import HardwareSpec, ModelSpec, product_dtype
+from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import HeadShape, Layout
 
 
@@ -22,7 +23,8 @@ class EngineConfig:
     """All that ranks and scheduler need to know. Nothing in it changes after `resolve`.
 
     `activation_dtype`: int8, or None: products round their inputs to bytes. `attention_dtype`: int8, or None: attention
-    rounds queries and softmax weights to bytes. `system`: the machine by whose costs the engine decides. `hop_b`: the
+    rounds queries and softmax weights to bytes. `hosts`: which host runs each rank. `threads_per_rank`: by node rank.
+    `system`: the machine by whose costs the engine decides. `hop_b`: the
     most parts that a batch attends in, each exchanged while the next one attends; None: as many as take the fewest
     seconds on `system`. `compile`: layers are one graph of torch.compile. `token_ranges`: which steps have compiled
     graphs of their own, and which are sequence-parallel. `replay`: layers run from tapes on CPUs and from CUDA graphs
@@ -38,7 +40,8 @@ class EngineConfig:
     activation_dtype: str | None
     kv_dtype: str
     attention_dtype: str | None
-    threads_per_rank: int
+    hosts: Hosts
+    threads_per_rank: tuple[int, ...]
     scheduler: SchedulerConfig
     device: str
     system: HardwareSpec
@@ -59,6 +62,10 @@ class EngineConfig:
     def product_dtype(self) -> str:
         """The number format of products' weights, which says what becomes of their inputs too."""
         return product_dtype(self.weight_dtype, self.activation_dtype)
+
+    def threads_of(self, rank: int) -> int:
+        """Threads of a rank's kernels."""
+        return self.threads_per_rank[self.hosts.node_of(rank)]
 
     @property
     def heads(self) -> HeadShape:

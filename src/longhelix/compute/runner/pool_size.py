@@ -1,6 +1,7 @@
 """How many KV blocks a rank's pool holds: as many as were asked for, or as many as memory allows."""
 
 import warnings
+from collections.abc import Sequence
 
 from longhelix.compute.models.parameters import stored_bytes
 from longhelix.errors import UserError
@@ -34,7 +35,7 @@ def affordable_blocks(
     device: str,
     block_tokens: int,
     memory_bytes: int,
-    ranks: range,
+    ranks: Sequence[int],
 ) -> int:
     """KV blocks that each of `ranks` can have in the memory that they share, beside their weights."""
     held_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)

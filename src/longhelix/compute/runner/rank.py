@@ -1,6 +1,7 @@
 """What a rank is made of, from the configuration: its place in the world, its model, its pool, its runner."""
 
 import os
+import socket
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -20,6 +21,7 @@ from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.meeting import Meeting
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.errors import UserError
 from longhelix.spans import UNTRACED, Spans
@@ -30,19 +32,41 @@ _PARTS_OF_LAYER = 8
 
 def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRACED) -> Mesh:
     """Meet the other ranks in a directory that all of them know, and make the layout's groups with them."""
-    native.set_num_threads(config.threads_per_rank)
+    native.set_num_threads(config.threads_of(rank))
     device = device_of(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if config.layout.world_size > 1 and not dist.is_initialized():
         meet(config.layout.world_size, rank, directory, "nccl" if device.type == "cuda" else "gloo")
-    return Mesh.build(config.layout, rank, spans=spans)
+    return Mesh.build(config.layout, rank, spans=spans, hosts=config.hosts)
 
 
 def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo", interface: str = "lo") -> None:
     """Make the world of ranks, all on this host. Nothing listens on the network, unless `interface` is part of it."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     dist.init_process_group(backend, init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size)
+
+
+def meet_at(config: EngineConfig, rank: int, meeting: Meeting, on_port: Callable[[int], None]) -> None:
+    """Make the world of ranks on several hosts.
+
+    torch's store, gloo and NCCL use the network without authentication or encryption.
+
+    Args:
+        on_port: called on rank 0 with the port on which it waits for the other ranks.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = meeting.interface
+    if rank == 0:
+        opened = socket.create_server((meeting.address, 0))
+        port = opened.getsockname()[1]
+        store = dist.TCPStore(
+            meeting.address, port, is_master=True, wait_for_workers=False, master_listen_fd=opened.detach()
+        )
+        on_port(port)
+    else:
+        store = dist.TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False)
+    backend = "nccl" if config.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=config.layout.world_size)
 
 
 def load_model(
@@ -86,7 +110,7 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     }
     pool = KVPool(formats, num_layers, num_blocks, device)
     if device.type == "cpu":
-        _take_memory(pool, config.layout.world_size)
+        _take_memory(pool, len(config.hosts.ranks[config.hosts.node_of(rank)]))
     return pool
 
 
@@ -141,5 +165,5 @@ def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists |
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """The CPU, or a GPU of its own for every rank."""
-    return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+    """The CPU, or a GPU of its host for every rank."""
+    return torch.device("cuda", config.hosts.local_rank(rank)) if config.device == "cuda" else torch.device("cpu")

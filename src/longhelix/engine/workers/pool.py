@@ -14,6 +14,8 @@ import zmq
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.execution import Execution
 from longhelix.compute.runner.trace import TraceEvent
+from longhelix.engine.hosts.cluster import Cluster
+from longhelix.engine.hosts.rank_socket import open_socket
 from longhelix.engine.workers import torchrun
 from longhelix.engine.workers.ranks import Ranks, await_prepared
 from longhelix.engine.workers.step_cost import step_cost
@@ -22,9 +24,9 @@ from longhelix.engine.workers.transport import (
     Carried,
     CountRows,
     Done,
-    EngineSocket,
     Execute,
     Failed,
+    Hosting,
     Joined,
     LoadBlocks,
     Loaded,
@@ -52,6 +54,7 @@ from longhelix.spec.layout import Layout
 # model, an import or a read may block its interpreter, and so its heartbeat thread, for longer.
 SILENCE_S = 5.0
 _LOADING_SILENCE_S = 120.0
+_HOST_SILENCE_S = 6.0
 _POLL_S, _LOOK_S = 0.1, 0.5
 _STOP_S = 3.0
 
@@ -72,16 +75,19 @@ class WorkerPool:
         on_loaded: Callable[[int], None],
         on_warmed: Callable[[float], None],
         on_traced: Callable[[int, list[TraceEvent]], None],
+        cluster: Cluster | None = None,
     ) -> None:
         """Start all ranks and wait until they are ready for steps.
 
         Args:
             config: the engine's configuration.
+            cluster: the other hosts. None if this host runs all ranks.
             on_loaded: called with the number of weight elements that a rank has just loaded.
             on_warmed: called with the completed fraction of the first rank's warm-up, if there is a warm-up.
             on_traced: called with a rank and its trace events of one step, if steps are traced.
         """
         self._ranks = range(config.layout.world_size)
+        self._hosts, self._cluster = config.hosts, cluster
         self._watchdog = Watchdog(config)
         self._layout = config.layout
         self._in_flight: dict[int, _InFlight] = {}
@@ -94,18 +100,22 @@ class WorkerPool:
         self._consequences: dict[int, str] = {}
         self._checked_at = 0.0
         self._closed = False
+        self._closes_hosts = True
         self._on_traced = on_traced
         await_prepared()
         # With torchrun, this process is torchrun's rank 0, which runs the engine. torchrun has started the other ranks,
         # so the pool starts only the worker of rank 0.
         self._processes = Ranks(torchrun.make_directory() if torchrun.is_active() else None)
         try:
-            self._socket = EngineSocket(self._processes.directory)
+            self._socket = open_socket(self._processes.directory, cluster)
         except BaseException:
             self._processes.close()
             raise
         try:
-            self._processes.start("longhelix.engine.workers.worker", [0] if torchrun.is_active() else self._ranks)
+            if cluster is not None:
+                cluster.launch()
+            own = [0] if torchrun.is_active() else config.hosts.ranks[0]
+            self._processes.start("longhelix.engine.workers.worker", own)
             executions = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
@@ -242,6 +252,9 @@ class WorkerPool:
                 self._closed = True
                 self._stop(grace_s)
         finally:
+            if self._cluster is not None and self._closes_hosts:
+                self._closes_hosts = False
+                self._cluster.halt()
             self._processes.kill()
             self._socket.close()
             self._processes.close()
@@ -263,13 +276,20 @@ class WorkerPool:
     ) -> list[Execution]:
         """Wait until all ranks are ready for steps. Returns how each rank runs its layers."""
         ready: dict[int, Execution] = {}
+        joined: set[int] = set()
+        meeting = None if self._cluster is None else self._cluster.meeting
         while len(ready) < len(self._ranks):
             rank, message = self._receive()
             self._watchdog.check_start(set(ready))
             match message:
                 case Joined():
+                    joined.add(rank)
                     self._patience_s[rank] = _LOADING_SILENCE_S
-                    self._socket.send(range(rank, rank + 1), Start(config))
+                    if meeting is None or meeting.port or rank == 0:  # rank 0 finds a port, which the others need
+                        self._socket.start([rank], Start(config, meeting))
+                case Hosting(port) if meeting is not None:
+                    meeting = msgspec.structs.replace(meeting, port=port)
+                    self._socket.start(joined - {rank}, Start(config, meeting))
                 case Loaded(elements):
                     on_loaded(elements)
                 case Warmed(share) if rank == 0:
@@ -325,6 +345,7 @@ class WorkerPool:
         for rank, status in self._processes.statuses().items():
             if rank not in self._consequences and self._quiet_s[rank] > 1.0:
                 raise EngineError(f"{self._processes.describe(rank)} ended with status {status}")
+        self._check_hosts()
         for rank in self._ranks:
             if self._quiet_s[rank] > self._patience_s[rank] and rank not in self._consequences:
                 raise EngineError(
@@ -333,6 +354,17 @@ class WorkerPool:
         for rank, cause in self._consequences.items():
             if self._quiet_s[rank] > 2 * SILENCE_S:
                 raise EngineError(f"rank {rank} failed: {cause}")
+
+    def _check_hosts(self) -> None:
+        """Raise EngineError if all ranks of another host are silent."""
+        for node, ranks in list(enumerate(self._hosts.ranks))[1:]:
+            assert self._cluster is not None
+            patience_s = max(self._patience_s[rank] for rank in ranks)
+            if all(self._quiet_s[rank] > min(patience_s, _HOST_SILENCE_S) for rank in ranks) and patience_s < math.inf:
+                raise EngineError(
+                    f"{self._cluster.describe(node)} has not answered for {_HOST_SILENCE_S:.0f} s: it was stopped or "
+                    "killed, or its network was cut off"
+                )
 
 
 @dataclass

@@ -6,8 +6,9 @@ listens on the network. No message is ever executed as code.
 
 import errno
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import zmq
 from longhelix.compute.cache.saved_context import SavedFile
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.execution import Execution
+from longhelix.compute.runner.meeting import Meeting
 from longhelix.compute.runner.progress import Progress
 from longhelix.compute.runner.trace import TraceEvent
 from longhelix.errors import EngineError, UserError
@@ -32,6 +34,7 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """Tells a worker to load its shard of the model."""
 
     config: EngineConfig
+    meeting: Meeting | None = None  # None if all ranks are on one host
 
 
 class Execute(msgspec.Struct, tag=True, frozen=True):
@@ -89,6 +92,12 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
     """Tells the engine that a worker's process is running and waits for `Start`."""
+
+
+class Hosting(msgspec.Struct, tag=True, frozen=True):
+    """Tells the engine the port on which rank 0 waits for the other ranks."""
+
+    port: int
 
 
 class Alive(msgspec.Struct, tag=True, frozen=True):
@@ -161,7 +170,9 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 ToWorker = Start | Execute | CountRows | ReportPasses | SaveBlocks | LoadBlocks | TakeImageRows | TakeTokens | Stop
-ToEngine = Joined | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | PassReport | Carried | Failed
+ToEngine = (
+    Joined | Hosting | Alive | Loaded | Warmed | Ready | Done | Traced | RowCounts | PassReport | Carried | Failed
+)
 
 # Created once, because two threads that create decoders of one type at the same time crash (msgspec 0.22).
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
@@ -182,11 +193,11 @@ class EngineSocket:
 
     def _open(self, path: Path) -> None:
         try:
-            self._socket = self._context.socket(zmq.ROUTER)
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.SNDHWM, 0)  # a rank that has stopped reading must not block the engine
-            self._socket.setsockopt(zmq.RCVHWM, _UNREAD)
-            self._socket.bind(f"ipc://{path}")
+            self.socket = self._context.socket(zmq.ROUTER)
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.socket.setsockopt(zmq.SNDHWM, 0)  # a rank that has stopped reading must not block the engine
+            self.socket.setsockopt(zmq.RCVHWM, _UNREAD)
+            self.socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise EngineError(f"the engine's socket {path} cannot be opened: {error}") from error
@@ -199,27 +210,53 @@ class EngineSocket:
 
         This method raises no error for a rank that has ended. The pool finds such a rank because it is silent.
         """
-        payload = self._encoder.encode(message)
+        self.forward(ranks, self._encoder.encode(message))
+
+    def start(self, ranks: Collection[int], message: Start) -> None:
+        """Send `ranks` their first message."""
+        self.send(ranks, message)
+
+    def forward(self, ranks: Iterable[int], payload: bytes) -> None:
+        """Send an encoded message to all `ranks`."""
         for rank in ranks:
             try:
-                self._socket.send_multipart((_identity(rank), payload))
+                self.socket.send_multipart((_identity(rank), payload))
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
 
     def receive(self, timeout_s: float) -> tuple[int, ToEngine] | None:
         """Return the next message with the rank that sent it, or None after `timeout_s` seconds."""
-        if not self._socket.poll(math.ceil(timeout_s * 1000)):
+        found = self.receive_frames(timeout_s)
+        return None if found is None else decoded(*found)
+
+    def receive_frames(self, timeout_s: float) -> tuple[bytes, bytes] | None:
+        """Return the next message as it came: the sender's identity, and the encoded message."""
+        if not self.socket.poll(math.ceil(timeout_s * 1000)):
             return None
-        identity, payload = self._socket.recv_multipart()
-        return int(identity.split(b"-")[1]), _TO_ENGINE.decode(payload)
+        identity, payload = self.socket.recv_multipart()
+        return identity, payload
 
     def close(self) -> None:
         """Close the socket. Messages that were not sent are dropped."""
         # Close the socket explicitly. If the garbage collector frees an engine, the ZeroMQ context no longer knows the
         # socket and would wait for it.
-        self._socket.close(linger=0)
+        self.socket.close(linger=0)
         self._context.term()
+
+
+def decoded(identity: bytes, payload: bytes) -> tuple[int, ToEngine]:
+    """Return the rank with this identity, and the message that it has sent."""
+    return int(identity.split(b"-")[1]), _TO_ENGINE.decode(payload)
+
+
+def with_place(payload: bytes, model_path: str, interface: str) -> bytes:
+    """Return an encoded `Start` for the ranks of another host, with that host's own model path and interface."""
+    start = _TO_WORKER.decode(payload)
+    assert isinstance(start, Start)
+    meeting = msgspec.structs.replace(start.meeting, interface=interface)
+    config = replace(start.config, model_path=model_path)
+    return msgspec.msgpack.encode(Start(config, meeting))
 
 
 class WorkerSocket:

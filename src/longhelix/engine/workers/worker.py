@@ -11,7 +11,7 @@ import torch
 from longhelix.compute.cache.context_folder import disk_error
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.progress import Progress
-from longhelix.compute.runner.rank import device_of, join, load_model, new_pool, new_runner
+from longhelix.compute.runner.rank import device_of, join, load_model, meet_at, new_pool, new_runner
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.compute.runner.saved_blocks import SavedBlocks
 from longhelix.compute.runner.tracer import Tracer
@@ -24,6 +24,7 @@ from longhelix.engine.workers.transport import (
     CountRows,
     Done,
     Execute,
+    Hosting,
     Joined,
     LoadBlocks,
     Loaded,
@@ -70,8 +71,10 @@ def serve(directory: Path, rank: int) -> int:
 def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") -> None:
     socket.send(Joined())
     match socket.receive():
-        case Start(config):
+        case Start(config, meeting):
             tracer = Tracer(device_of(config, rank)) if config.trace else None
+            if meeting is not None:
+                meet_at(config, rank, meeting, on_port=lambda port: socket.send(Hosting(port)))
             runner = _load(config, directory=directory, rank=rank, socket=socket, heart=heart, spans=tracer or UNTRACED)
         case _:
             return

@@ -1,0 +1,298 @@
+"""The first host's view of all hosts: it admits them, checks that they fit together, and sends them messages."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from longhelix.compute.runner.meeting import Meeting
+from longhelix.engine.hosts import link
+from longhelix.engine.hosts.link import FirstLink
+from longhelix.engine.hosts.membership import Membership
+from longhelix.engine.hosts.messages import (
+    ENCODER,
+    FROM_FOLLOWER,
+    HOST,
+    RANKS,
+    START,
+    Admitted,
+    Check,
+    Checked,
+    Halt,
+    Hello,
+    Launch,
+    Leave,
+    Pulse,
+    RankEnded,
+    Refused,
+    ToFollower,
+)
+from longhelix.engine.places import Places
+from longhelix.errors import EngineError, UserError
+
+JOIN_S = 600.0  # longest time to wait for other hosts, which a scheduler may start minutes later
+_TELL_S = 20.0  # time between two messages about hosts that are missing
+_CHECK_S, _CONNECT_S = 20.0, 5.0
+_TAKEN_S = 3.0  # a host that has just been heard keeps its node rank
+_CLOCKS_S = 30.0  # largest difference between clocks
+_POLL_MS = 100
+
+# What hosts must have in common: fields of Hello, what they are, and what to do.
+_COMMON = (
+    ("version", "has other versions", "install the same versions on all hosts"),
+    ("nnodes", "was started with another --nnodes", "start all hosts with the same value"),
+    ("layout", "was started with another layout", "start all hosts with the same layout"),
+    ("settings", "was started with other settings", "start all hosts with the same options"),
+    ("model", "has other model files", "use the same model and revision on all hosts"),
+)
+
+
+class Cluster:
+    """All hosts of an engine, as host 0 sees them.
+
+    The followers stay when the engine's ranks start again.
+
+    Attributes:
+        membership: place of this host.
+    """
+
+    def __init__(self, membership: Membership, hello: Callable[[int], Hello], tell: Callable[[str], None]) -> None:
+        """Listen for the other hosts, wait until all have joined, and check them.
+
+        Args:
+            hello: returns what a follower would send for this host, given its port for the check of connections.
+            tell: receives lines about hosts that are missing.
+
+        Raises:
+            UserError: a host does not fit, cannot be reached or has not joined. The other hosts get the same error.
+        """
+        self.membership = membership
+        self._probe = link.listener(membership.address)
+        self._own, self._tell = hello(self._probe.getsockname()[1]), tell
+        self._identities: dict[int, bytes] = {}
+        self._hellos = {0: self._own}
+        self._heard_s: dict[int, float] = {}
+        self._launch = 0
+        self._is_closed = False
+        self._arrived: deque[tuple[bytes, bytes]] = deque()
+        self._ended: deque[RankEnded] = deque()
+        self._lost: set[int] = set()  # hosts that have joined again since the last launch
+        self._link = FirstLink(membership.first_address, membership.port, membership.keys)
+        try:
+            self._await_all()
+        except UserError as error:
+            self.refuse(error)
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def places(self) -> Places:
+        """Which host runs each rank, and what the hosts have."""
+        facts = [self._hellos[node].facts for node in range(self.membership.nnodes)]
+        return Places(
+            self.membership.hosts,
+            [each.cores for each in facts],
+            [each.free_bytes for each in facts],
+            [each.gpu_bytes for each in facts],
+        )
+
+    @property
+    def socket(self) -> zmq.Socket:
+        """The socket on which messages from hosts arrive, for a poller."""
+        return self._link.socket
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where ranks meet, as the ranks of this host see it, before rank 0 has chosen a port."""
+        return Meeting(self.membership.first_address, 0, self.membership.interface)
+
+    def describe(self, node: int) -> str:
+        """Return a host's name for messages, such as `host 1 (10.0.0.2)`."""
+        return f"host {node} ({self._hellos[node].facts.address})"
+
+    def launch(self) -> None:
+        """Start the processes of all ranks on other hosts, after all hosts have joined.
+
+        Raises:
+            EngineError: a host has not joined again.
+        """
+        self._launch += 1
+        self._arrived.clear()
+        self._ended.clear()
+        self._lost.clear()
+        try:
+            self._await_all()
+        except UserError as error:
+            raise EngineError(str(error)) from error
+        for node in self._identities:
+            self._send(node, Launch(self._launch))
+
+    def halt(self) -> None:
+        """End the ranks on other hosts."""
+        for node in self._identities if not self._is_closed else ():
+            self._send(node, Halt())
+
+    def forward(self, ranks: Iterable[int], payload: bytes, is_start: bool = False) -> set[int]:
+        """Send a message to ranks, once for each of their hosts. Returns the ranks that are on this host."""
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(self.membership.hosts.node_of(rank), []).append(rank)
+        own = set(by_node.pop(0, ()))
+        for node, held in by_node.items():
+            identity = self._identities.get(node)
+            if identity is not None:  # a host that is gone is found because its ranks are silent
+                self._link.send(identity, START if is_start else RANKS, ENCODER.encode(held), payload)
+        return own
+
+    def take(self) -> tuple[bytes, bytes] | RankEnded | None:
+        """Return the next message that has arrived from ranks, with the sender's identity. None if there is none.
+
+        The end of a rank's process is a message too.
+        """
+        while not self._arrived and not self._ended and self._link.socket.poll(0):
+            self._read()
+        if self._arrived:
+            return self._arrived.popleft()
+        return self._ended.popleft() if self._ended else None
+
+    def refuse(self, error: UserError) -> None:
+        """Tell all followers to end with this error, and close the socket."""
+        self._close(Refused(str(error), error.code))
+
+    def close(self) -> None:
+        """Tell all followers to end, and close the socket. You may call this method more than once."""
+        self._close(Leave())
+
+    def _close(self, last: ToFollower) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            for node in self._identities:
+                self._send(node, last)
+            self._link.close()
+            self._probe.close()
+
+    def _send(self, node: int, message: ToFollower) -> bool:
+        return self._link.send(self._identities[node], HOST, ENCODER.encode(message))
+
+    def _await_all(self) -> None:
+        """Wait until all hosts have joined. Admit those that are new, and check that hosts can reach each other."""
+        start_s = told_s = time.monotonic()
+        admitted = set(self._identities)
+        while missing := set(range(1, self.membership.nnodes)) - self._present():
+            if self._link.socket.poll(_POLL_MS):
+                self._read(admits=True)
+            if self._link.strangers():
+                self._tell("a host with another cluster secret has tried to join: give the same secret on every host")
+            now_s = time.monotonic()
+            words = f"host{'s'[: len(missing) != 1]} {', '.join(map(str, sorted(missing)))}"
+            if now_s - start_s > JOIN_S:
+                raise UserError(
+                    f"{words} did not join within {JOIN_S:.0f} s: start the same command there with --node-rank, and "
+                    f"check that {self.membership.first_address}:{self.membership.port} can be reached from there",
+                    "invalid_cluster",
+                )
+            if now_s - told_s > _TELL_S or told_s == start_s:
+                self._tell(f"waiting for {words} at {self.membership.first_address}:{self.membership.port}")
+                told_s = now_s
+        new = set(self._identities) - admitted
+        if new:
+            self._check_connections()
+        for node in new:
+            self._send(node, Admitted())
+
+    def _present(self) -> set[int]:
+        """Return the nodes that have joined and can still be reached."""
+        gone = {node for node in self._identities if not self._send(node, Admitted())}
+        for node in gone:
+            del self._identities[node]
+        return set(self._identities)
+
+    def _read(self, admits: bool = False) -> None:
+        """Read one message of a host. `admits`: whether a host that does not fit is an error of this host too."""
+        identity, kind, *rest = self._link.socket.recv_multipart()
+        node = next((node for node, known in self._identities.items() if known == identity), None)
+        if node is not None:
+            self._heard_s[node] = time.monotonic()
+        if kind == RANKS:
+            if node is not None:
+                self._arrived.extend(zip(rest[::2], rest[1::2], strict=True))
+            return
+        match FROM_FOLLOWER.decode(rest[0]):
+            case Hello() as hello:
+                self._welcome(identity, hello, admits)
+            case RankEnded(launch) as ended if node is not None and launch == self._launch:
+                self._ended.append(ended)
+            case Pulse() | Checked() | RankEnded():
+                pass
+
+    def _welcome(self, identity: bytes, hello: Hello, admits: bool) -> None:
+        """Take in a follower, or refuse it."""
+        reason = self._objection(hello)
+        if reason is not None and admits:
+            self._link.send(identity, HOST, ENCODER.encode(Refused(reason)))
+            raise UserError(reason, "invalid_cluster")
+        node = hello.node_rank
+        known = self._identities.get(node)
+        if reason is None and known not in (None, identity):
+            is_alive = time.monotonic() - self._heard_s[node] < _TAKEN_S and self._send(node, Admitted())
+            if is_alive:
+                reason = (
+                    f"node rank {node} is already taken by {self.describe(node)}, so {hello.facts.address} cannot have "
+                    "it too: give each host its own --node-rank"
+                )
+            else:
+                self._lost.add(node)
+        if reason is not None:
+            self._link.send(identity, HOST, ENCODER.encode(Refused(reason)))
+            self._tell(f"a host was refused: {reason}")
+            return
+        self._identities[node], self._hellos[node] = identity, hello
+        self._heard_s[node] = time.monotonic()
+
+    def _objection(self, hello: Hello) -> str | None:
+        """Return why a host does not fit, or None."""
+        name = f"host {hello.node_rank} ({hello.facts.address})"
+        for field, words, remedy in _COMMON:
+            own, other = getattr(self._own, field), getattr(hello, field)
+            if own != other:
+                return f"{name} {words} ({other or 'none'}) than host 0 ({own or 'none'}): {remedy}"
+        if not 0 < hello.node_rank < self.membership.nnodes:
+            return f"{name} has a node rank that is taken or too large: number the hosts from 0 to {hello.nnodes - 1}"
+        off_s = hello.time_s - time.time()
+        if abs(off_s) > _CLOCKS_S:
+            return f"the clock of {name} is {off_s:+.0f} s off that of host 0: synchronise the clocks"
+        return None
+
+    def _check_connections(self) -> None:
+        """Have all hosts connect to each other. Raises UserError that names hosts that cannot."""
+        addresses = {node: f"{each.facts.address}:{each.facts.probe_port}" for node, each in self._hellos.items()}
+        for node in self._identities:
+            self._send(node, Check({other: addresses[other] for other in addresses if other != node}))
+        found = {0: link.failures({node: addresses[node] for node in self._identities}, _CONNECT_S)}
+        deadline_s = time.monotonic() + _CHECK_S + _CONNECT_S * len(addresses)
+        while missing := self._identities.keys() - found.keys():
+            if not self._link.socket.poll(_POLL_MS):
+                if time.monotonic() > deadline_s:
+                    raise UserError(
+                        f"{self.describe(min(missing))} joined, but does not answer: check the network",
+                        "invalid_cluster",
+                    )
+                continue
+            identity, kind, *rest = self._link.socket.recv_multipart()
+            node = next((node for node, known in self._identities.items() if known == identity), None)
+            if node is None or kind != HOST:
+                continue
+            self._heard_s[node] = time.monotonic()
+            message = FROM_FOLLOWER.decode(rest[0])
+            if isinstance(message, Checked):
+                found[node] = message.failures
+        for node, failures in sorted(found.items()):
+            for other, why in failures.items():
+                raise UserError(
+                    f"{self.describe(node)} cannot connect to {self.describe(other)} ({why}): allow all TCP ports "
+                    "between the hosts, or set --interface to the network that connects them",
+                    "invalid_cluster",
+                )

@@ -1,0 +1,230 @@
+"""What a host does that is not the first: it joins, runs its ranks, and passes messages between them and the engine."""
+
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from longhelix.engine.hosts import link
+from longhelix.engine.hosts.link import FollowerLink
+from longhelix.engine.hosts.membership import Membership
+from longhelix.engine.hosts.messages import (
+    ENCODER,
+    HOST,
+    RANKS,
+    START,
+    TO_FOLLOWER,
+    Admitted,
+    Check,
+    Checked,
+    FromFollower,
+    Halt,
+    Hello,
+    Launch,
+    Leave,
+    Pulse,
+    RankEnded,
+    Refused,
+)
+from longhelix.engine.workers.process import signal_name
+from longhelix.engine.workers.ranks import Ranks
+from longhelix.engine.workers.transport import EngineSocket, with_place
+from longhelix.errors import UserError
+
+_PULSE_S, _POLL_MS = 1.0, 100
+_CONNECT_S = 5.0
+_REFUSALS = 10  # connections that host 0 has closed before this host gives up
+_JOIN_S = 600.0
+_TELL_S = 20.0
+
+
+def follow(membership: Membership, hello: Callable[[int], Hello], model_path: str, tell: Callable[[str], None]) -> None:
+    """Run this host's ranks until the engine ends. Joins again whenever the connection to host 0 is lost.
+
+    Args:
+        hello: returns what to send to join, given the port for the check of connections.
+        model_path: the model on this host.
+        tell: receives lines about what happens.
+
+    Raises:
+        UserError: host 0 refuses this host, or cannot be found.
+    """
+    while True:
+        with _Session(membership, hello, model_path, tell) as session:
+            if session.run():
+                tell("host 0 has ended the engine")
+                return
+        tell("the connection to host 0 is lost: ending this host's ranks and joining again")
+
+
+class _Session:
+    """One connection to host 0, and the ranks that it has started."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        hello: Callable[[int], Hello],
+        model_path: str,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._membership, self._model_path, self._tell = membership, model_path, tell
+        self._ranks: Ranks | None = None
+        self._local: EngineSocket | None = None
+        self._launch = 0
+        self._told: set[int] = set()  # ranks whose end was reported
+        self._unsent: deque[list[bytes]] = deque()
+        self._is_admitted = False
+        self._probe = link.listener(membership.address)
+        identity = f"{membership.node_rank}-{secrets.token_hex(8)}"
+        self._link = FollowerLink(identity, membership.first_address, membership.port, membership.keys)
+        self._hello = hello(self._probe.getsockname()[1])
+
+    def __enter__(self) -> "_Session":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._end_ranks()
+        finally:
+            self._probe.close()
+            self._link.close()
+
+    def run(self) -> bool:
+        """Pass messages until host 0 ends the engine (True), or the connection is lost (False)."""
+        place = f"{self._membership.first_address}:{self._membership.port}"
+        start_s = told_s = pulse_s = time.monotonic()
+        said_hello = False
+        while True:
+            self._link.look()
+            if self._link.was_lost:
+                return False
+            now_s = time.monotonic()
+            if not self._link.is_connected:
+                if self._link.refusals >= _REFUSALS:
+                    raise UserError(
+                        f"{place} refuses the connection of this host: give the same --cluster-secret-file on every "
+                        "host, and check that longhelix listens there",
+                        "invalid_cluster",
+                    )
+                if now_s - start_s > _JOIN_S:
+                    raise UserError(
+                        f"host 0 did not answer at {place} within {_JOIN_S:.0f} s: start it, or correct --master-addr "
+                        "and --master-port",
+                        "invalid_cluster",
+                    )
+                if now_s - told_s > _TELL_S or told_s == start_s:
+                    self._tell(f"waiting for host 0 at {place}")
+                    told_s = now_s
+            elif not said_hello:
+                self._send(self._hello)
+                said_hello = True
+            elif now_s - pulse_s > _PULSE_S:
+                self._pulse()
+                pulse_s = now_s
+            if self._await():
+                return True
+            self._look_at_ranks()
+
+    def _await(self) -> bool:
+        """Wait a moment for messages and pass them on. Returns True if the engine has ended."""
+        self._flush()
+        poller = zmq.Poller()
+        poller.register(self._link.socket, zmq.POLLIN)
+        if self._local is not None and not self._unsent:  # otherwise ranks wait until host 0 reads again
+            poller.register(self._local.socket, zmq.POLLIN)
+        ready = dict(poller.poll(_POLL_MS))
+        if self._local is not None and self._local.socket in ready:
+            self._pass_up()
+        while self._link.socket.poll(0):
+            if self._obey(self._link.socket.recv_multipart()):
+                return True
+        return False
+
+    def _pass_up(self) -> None:
+        """Send what ranks have said, in one message."""
+        frames = [RANKS]
+        while (found := self._local.receive_frames(0.0)) is not None:
+            frames += found
+        self._unsent.append(frames)
+        self._flush()
+
+    def _obey(self, frames: list[bytes]) -> bool:
+        kind, *rest = frames
+        if kind in (RANKS, START):
+            ranks, payload = msgspec.msgpack.decode(rest[0]), rest[1]
+            if kind == START:
+                payload = with_place(payload, self._model_path, self._membership.interface)
+            if self._local is not None:
+                self._local.forward(ranks, payload)
+            return False
+        match TO_FOLLOWER.decode(rest[0]):
+            case Admitted() if not self._is_admitted:
+                self._is_admitted = True
+                held = ", ".join(map(str, self._membership.hosts.ranks[self._membership.node_rank]))
+                place = f"{self._membership.first_address}:{self._membership.port}"
+                self._tell(f"joined {place} as host {self._membership.node_rank}, for ranks {held}")
+            case Check(addresses):
+                self._send(Checked(link.failures(addresses, _CONNECT_S)))
+            case Launch(launch):
+                self._start_ranks(launch)
+            case Halt():
+                self._end_ranks()
+            case Refused(reason, code):
+                raise UserError(reason, code)
+            case Leave():
+                return True
+        return False
+
+    def _start_ranks(self, launch: int) -> None:
+        self._end_ranks()
+        self._launch = launch
+        self._told.clear()
+        self._ranks = Ranks()
+        self._local = EngineSocket(self._ranks.directory)
+        held = self._membership.hosts.ranks[self._membership.node_rank]
+        self._ranks.start("longhelix.engine.workers.worker", held)
+
+    def _end_ranks(self) -> None:
+        ranks, local, self._ranks, self._local = self._ranks, self._local, None, None
+        self._unsent.clear()
+        if ranks is not None:
+            ranks.kill()
+            local.close()
+            ranks.close()
+
+    def _look_at_ranks(self) -> None:
+        if self._ranks is None:
+            return
+        for rank, status in self._ranks.statuses().items():
+            if rank not in self._told and status:
+                self._told.add(rank)
+                how = f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
+                node = self._membership.node_rank
+                words = f"process {self._ranks.processes[rank].pid} on host {node} ({self._membership.address}) {how}"
+                self._send(RankEnded(self._launch, rank, words))
+
+    def _send(self, message: FromFollower) -> None:
+        self._unsent.append([HOST, ENCODER.encode(message)])
+        self._flush()
+
+    def _pulse(self) -> None:
+        if not self._unsent:
+            with suppress(zmq.Again):
+                self._link.socket.send_multipart([HOST, ENCODER.encode(Pulse())], zmq.NOBLOCK)
+
+    def _flush(self) -> None:
+        """Send what waits, as far as there is room."""
+        with suppress(zmq.Again):
+            while self._unsent:
+                self._link.socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
+                self._unsent.popleft()
+
+
+def tell(line: str) -> None:
+    """Print a line about this host to standard error."""
+    os.write(2, f"longhelix: {line}\n".encode())

@@ -1,0 +1,42 @@
+"""How an engine's process joins the other hosts, as the first host or as a follower."""
+
+import time
+from pathlib import Path
+
+from longhelix.engine.hosts.cluster import Cluster
+from longhelix.engine.hosts.follower import follow, tell
+from longhelix.engine.hosts.membership import Membership, common_settings, model_fingerprint, versions
+from longhelix.engine.hosts.messages import Hello
+from longhelix.engine.options import EngineOptions
+from longhelix.spec.layout import Layout
+
+
+def join_hosts(options: EngineOptions, layout: Layout, model: Path) -> Cluster | None:
+    """Join the other hosts. Returns the cluster on host 0, and None for an engine on one host.
+
+    On other hosts, this function runs their ranks until the engine ends, and then raises SystemExit.
+
+    Raises:
+        UserError: the settings are wrong, or the hosts do not fit together or cannot reach each other.
+    """
+    membership = Membership.of(options, layout)
+    if membership is None:
+        return None
+    fingerprint, settings = model_fingerprint(model), common_settings(options)
+
+    def hello(probe_port: int) -> Hello:
+        return Hello(
+            node_rank=membership.node_rank,
+            facts=membership.facts(probe_port),
+            time_s=time.time(),
+            version=versions(),
+            nnodes=membership.nnodes,
+            model=fingerprint,
+            layout=str(layout),
+            settings=settings,
+        )
+
+    if membership.node_rank == 0:
+        return Cluster(membership, hello, tell)
+    follow(membership, hello, str(model), tell)
+    raise SystemExit(0)

@@ -1,0 +1,145 @@
+"""This host's place in a cluster of hosts, from the settings of the engine."""
+
+import hashlib
+import importlib.metadata
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from longhelix.compute.machine import host
+from longhelix.compute.machine.devices import free_gpu_bytes
+from longhelix.engine.hosts import network
+from longhelix.engine.hosts.messages import Facts
+from longhelix.engine.hosts.secret import Keys, keys_of, read_secret
+from longhelix.engine.options import EngineOptions
+from longhelix.errors import UserError
+from longhelix.spec.hosts import Hosts
+from longhelix.spec.layout import Layout, split
+
+# Settings that may differ between hosts.
+_OWN = ("node_rank", "interface", "cluster_secret_file", "contexts_dir", "trace")
+_EVERY_BYTE = 2**20  # size of files that are compared as a whole. Of larger ones, the size and the beginning count
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One host's place among `nnodes` hosts.
+
+    Attributes:
+        nnodes: number of hosts.
+        node_rank: number of this host. Host 0 runs the engine.
+        first_address: IPv4 address of host 0.
+        port: port on which host 0 listens for the others.
+        address: IPv4 address of this host, through which its ranks reach the others.
+        interface: the interface with this address.
+        keys: keys of the cluster; None without a secret.
+        hosts: which host runs each rank.
+    """
+
+    nnodes: int
+    node_rank: int
+    first_address: str
+    port: int
+    address: str
+    interface: str
+    keys: Keys | None
+    hosts: Hosts
+
+    @classmethod
+    def of(cls, options: EngineOptions, layout: Layout) -> "Membership | None":
+        """Read the place from the settings. Returns None for an engine on one host.
+
+        Raises:
+            UserError: settings are missing or do not fit together, or this host lacks the interface or a route.
+        """
+        if options.nnodes == 1:
+            given = [name for name in ("node_rank", "master_addr", "rank_mapping") if getattr(options, name)]
+            if given:
+                raise UserError(
+                    f"{given[0]} is set, but nnodes is 1: set nnodes to the number of hosts", "invalid_cluster"
+                )
+            return None
+        if options.node_rank is None or options.master_addr is None:
+            missing = "node_rank" if options.node_rank is None else "master_addr"
+            raise UserError(
+                f"nnodes is {options.nnodes}, but {missing} is not set: set node_rank to the number of this host, from "
+                "0, and master_addr to the address of host 0",
+                "invalid_cluster",
+            )
+        if options.node_rank >= options.nnodes:
+            raise UserError(
+                f"node_rank is {options.node_rank}, but nnodes is {options.nnodes}: number the hosts from 0 to "
+                f"{options.nnodes - 1}",
+                "invalid_cluster",
+            )
+        hosts = _hosts(options, layout)
+        first_address = network.resolved(options.master_addr)
+        if options.interface is not None:
+            address, interface = network.address_of(options.interface), options.interface
+        else:
+            address = first_address if options.node_rank == 0 else network.address_towards(first_address)
+            interface = network.interface_of(address)
+        secret = read_secret(options.cluster_secret_file)
+        if secret is None and not network.is_loopback(first_address) and not options.allow_without_key:
+            raise UserError(
+                f"the hosts connect through {first_address}, but there is no secret that protects them: give the same "
+                "--cluster-secret-file on every host, or set --allow-without-key if the network is trusted",
+                "invalid_cluster",
+            )
+        return cls(
+            nnodes=options.nnodes,
+            node_rank=options.node_rank,
+            first_address=first_address,
+            port=options.master_port,
+            address=address,
+            interface=interface,
+            keys=None if secret is None else keys_of(secret),
+            hosts=hosts,
+        )
+
+    def facts(self, probe_port: int) -> Facts:
+        """Return what this host has. `probe_port`: where it listens for the check of connections."""
+        return Facts(self.address, probe_port, host.cores(), host.available_bytes(), free_gpu_bytes())
+
+
+def _hosts(options: EngineOptions, layout: Layout) -> Hosts:
+    if options.rank_mapping is None:
+        if layout.world_size < options.nnodes:
+            raise UserError(
+                f"the layout has {layout.world_size} ranks, but nnodes is {options.nnodes}: choose a layout with at "
+                "least one rank per host",
+                "invalid_cluster",
+            )
+        return Hosts.in_order([len(ranks) for ranks in split(layout.world_size, options.nnodes)])
+    hosts = Hosts.parse(options.rank_mapping)
+    if len(hosts.ranks) != options.nnodes or hosts.world_size != layout.world_size:
+        raise UserError(
+            f"the rank mapping {options.rank_mapping} has {hosts.world_size} ranks on {len(hosts.ranks)} hosts, but "
+            f"the layout has {layout.world_size} ranks and nnodes is {options.nnodes}: correct --rank-mapping",
+            "invalid_cluster",
+        )
+    return hosts
+
+
+def versions() -> str:
+    """Return the versions that must be the same on all hosts."""
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("longhelix", "torch"))
+
+
+def common_settings(options: EngineOptions) -> str:
+    """Return the settings that must be the same on all hosts, in words."""
+    found = {name: value for name, value in vars(options).items() if name not in _OWN}
+    default = EngineOptions()
+    return ", ".join(f"{name}={value}" for name, value in sorted(found.items()) if value != getattr(default, name))
+
+
+def model_fingerprint(path: Path) -> str:
+    """Return a digest of a model's files: their names and sizes, and what is in them as far as it is read quickly."""
+    digest = hashlib.sha256()
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    for file in files:
+        if file.suffix in (".json", ".safetensors", ".gguf", ".jinja"):
+            size = os.stat(file).st_size
+            with open(file, "rb") as opened:
+                digest.update(f"{file.name if path.is_dir() else ''} {size} ".encode() + opened.read(_EVERY_BYTE))
+    return digest.hexdigest()[:16]

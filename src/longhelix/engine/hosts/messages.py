@@ -1,0 +1,86 @@
+"""The messages between the first host and its followers. No message is ever executed as code."""
+
+import msgspec
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What a host has."""
+
+    address: str
+    probe_port: int  # listens while hosts check their connections
+    cores: int
+    free_bytes: int  # free memory
+    gpu_bytes: list[int]  # free memory of each GPU
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True):
+    """A follower asks to join. The fields after `time_s` must be the same on all hosts."""
+
+    node_rank: int
+    facts: Facts
+    time_s: float  # Unix time
+    version: str
+    nnodes: int
+    model: str  # fingerprint of the model's files
+    layout: str
+    settings: str
+
+
+class Launch(msgspec.Struct, tag=True, frozen=True):
+    """Tells a follower to start the processes of its ranks. Ranks of an earlier launch end first."""
+
+    launch: int  # number of this launch
+
+
+class Halt(msgspec.Struct, tag=True, frozen=True):
+    """Tells a follower to end its ranks."""
+
+
+class Admitted(msgspec.Struct, tag=True, frozen=True):
+    """Tells a follower that it has joined."""
+
+
+class Check(msgspec.Struct, tag=True, frozen=True):
+    """Asks a follower to connect to these addresses of the other hosts, by node rank."""
+
+    addresses: dict[int, str]  # "ADDRESS:PORT"
+
+
+class Checked(msgspec.Struct, tag=True, frozen=True):
+    """Which of the addresses could not be reached, and why, by node rank."""
+
+    failures: dict[int, str]
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """Tells a follower to end because of an error of the user."""
+
+    reason: str
+    code: str = "invalid_cluster"
+
+
+class Leave(msgspec.Struct, tag=True, frozen=True):
+    """Tells a follower that the engine has ended, so it ends too."""
+
+
+class Pulse(msgspec.Struct, tag=True, frozen=True):
+    """Tells the first host that a follower is alive."""
+
+
+class RankEnded(msgspec.Struct, tag=True, frozen=True):
+    """Tells the first host how the process of a rank has ended."""
+
+    launch: int
+    rank: int
+    words: str
+
+
+ToFollower = Launch | Halt | Admitted | Check | Refused | Leave
+FromFollower = Hello | Pulse | RankEnded | Checked
+ENCODER = msgspec.msgpack.Encoder()
+TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
+FROM_FOLLOWER = msgspec.msgpack.Decoder(FromFollower)
+
+# First frames. HOST: one of the structs above. RANKS: messages from or to ranks. START: their first message, in which
+# a follower replaces what differs between hosts.
+HOST, RANKS, START = b"host", b"ranks", b"start"
