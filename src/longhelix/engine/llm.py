@@ -202,7 +202,7 @@ class LLM:
         if self._trace is not None:
             raise EngineError("an engine that writes a trace cannot restart: make a new LLM, or leave out trace")
         if torchrun.is_active():
-            raise EngineError("an engine whose ranks torchrun started cannot restart: run torchrun again")
+            raise EngineError("an engine whose ranks torchrun started cannot restart: torchrun starts all ranks again")
         ranks.prepare()
         core = self._new_core(on_load, on_warm_up)
         self._lost.add(self._live.values(), self._core)

@@ -77,7 +77,6 @@ class Cluster:
         self._is_closed = False
         self._arrived: deque[tuple[bytes, bytes]] = deque()
         self._ended: deque[RankEnded] = deque()
-        self._lost: set[int] = set()  # hosts that have joined again since the last launch
         self._link = FirstLink(membership.first_address, membership.port, membership.keys)
         try:
             self._await_all()
@@ -113,8 +112,11 @@ class Cluster:
         """Return a host's name for messages, such as `host 1 (10.0.0.2)`."""
         return f"host {node} ({self._hellos[node].facts.address})"
 
-    def launch(self) -> None:
+    def launch(self, on_wait: Callable[[], None]) -> None:
         """Start the processes of all ranks on other hosts, after all hosts have joined.
+
+        Args:
+            on_wait: called again and again while hosts are missing. If it raises an exception, the launch is aborted.
 
         Raises:
             EngineError: a host has not joined again.
@@ -122,9 +124,8 @@ class Cluster:
         self._launch += 1
         self._arrived.clear()
         self._ended.clear()
-        self._lost.clear()
         try:
-            self._await_all()
+            self._await_all(on_wait)
         except UserError as error:
             raise EngineError(str(error)) from error
         for node in self._identities:
@@ -177,15 +178,16 @@ class Cluster:
     def _send(self, node: int, message: ToFollower) -> bool:
         return self._link.send(self._identities[node], HOST, ENCODER.encode(message))
 
-    def _await_all(self) -> None:
+    def _await_all(self, on_wait: Callable[[], None] = lambda: None) -> None:
         """Wait until all hosts have joined. Admit those that are new, and check that hosts can reach each other."""
         start_s = told_s = time.monotonic()
         admitted = set(self._identities)
         while missing := set(range(1, self.membership.nnodes)) - self._present():
             if self._link.socket.poll(_POLL_MS):
-                self._read(admits=True)
+                self._read(is_start=self._launch == 0)
             if self._link.strangers():
                 self._tell("a host with another cluster secret has tried to join: give the same secret on every host")
+            on_wait()
             now_s = time.monotonic()
             words = f"host{'s'[: len(missing) != 1]} {', '.join(map(str, sorted(missing)))}"
             if now_s - start_s > JOIN_S:
@@ -210,8 +212,8 @@ class Cluster:
             del self._identities[node]
         return set(self._identities)
 
-    def _read(self, admits: bool = False) -> None:
-        """Read one message of a host. `admits`: whether a host that does not fit is an error of this host too."""
+    def _read(self, is_start: bool = False) -> None:
+        """Read one message of a host. `is_start`: whether a host that does not fit is an error of this host too."""
         identity, kind, *rest = self._link.socket.recv_multipart()
         node = next((node for node, known in self._identities.items() if known == identity), None)
         if node is not None:
@@ -222,16 +224,16 @@ class Cluster:
             return
         match FROM_FOLLOWER.decode(rest[0]):
             case Hello() as hello:
-                self._welcome(identity, hello, admits)
+                self._welcome(identity, hello, is_start)
             case RankEnded(launch) as ended if node is not None and launch == self._launch:
                 self._ended.append(ended)
             case Pulse() | Checked() | RankEnded():
                 pass
 
-    def _welcome(self, identity: bytes, hello: Hello, admits: bool) -> None:
+    def _welcome(self, identity: bytes, hello: Hello, is_start: bool) -> None:
         """Take in a follower, or refuse it."""
         reason = self._objection(hello)
-        if reason is not None and admits:
+        if reason is not None and is_start:
             self._link.send(identity, HOST, ENCODER.encode(Refused(reason)))
             raise UserError(reason, "invalid_cluster")
         node = hello.node_rank
@@ -243,8 +245,9 @@ class Cluster:
                     f"node rank {node} is already taken by {self.describe(node)}, so {hello.facts.address} cannot have "
                     "it too: give each host its own --node-rank"
                 )
-            else:
-                self._lost.add(node)
+            elif self._launch:
+                words = f"{self.describe(node)} was started again, and its ranks have ended"
+                self._ended.append(RankEnded(self._launch, self.membership.hosts.ranks[node][0], words))
         if reason is not None:
             self._link.send(identity, HOST, ENCODER.encode(Refused(reason)))
             self._tell(f"a host was refused: {reason}")

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from longhelix.engine.hosts import link
+from longhelix.engine.hosts.launcher import restarts_processes
 from longhelix.engine.hosts.link import FollowerLink
 from longhelix.engine.hosts.membership import Membership
 from longhelix.engine.hosts.messages import (
@@ -31,10 +32,11 @@ from longhelix.engine.hosts.messages import (
     RankEnded,
     Refused,
 )
+from longhelix.engine.workers import torchrun
 from longhelix.engine.workers.process import signal_name
 from longhelix.engine.workers.ranks import Ranks
 from longhelix.engine.workers.transport import EngineSocket, with_place
-from longhelix.errors import UserError
+from longhelix.errors import EngineError, UserError
 
 _PULSE_S, _POLL_MS = 1.0, 100
 _CONNECT_S = 5.0
@@ -53,13 +55,16 @@ def follow(membership: Membership, hello: Callable[[int], Hello], model_path: st
 
     Raises:
         UserError: host 0 refuses this host, or cannot be found.
+        EngineError: the connection is lost, and a launcher starts all hosts again.
     """
     while True:
         with _Session(membership, hello, model_path, tell) as session:
             if session.run():
                 tell("host 0 has ended the engine")
                 return
-        tell("the connection to host 0 is lost: ending this host's ranks and joining again")
+        if restarts_processes():
+            raise EngineError("the connection to host 0 is lost: the launcher must start all hosts again")
+        tell("the connection to host 0 is lost: joining again")
 
 
 class _Session:
@@ -184,10 +189,10 @@ class _Session:
         self._end_ranks()
         self._launch = launch
         self._told.clear()
-        self._ranks = Ranks()
+        self._ranks = Ranks(torchrun.make_directory() if torchrun.is_active() else None)
         self._local = EngineSocket(self._ranks.directory)
         held = self._membership.hosts.ranks[self._membership.node_rank]
-        self._ranks.start("longhelix.engine.workers.worker", held)
+        self._ranks.start("longhelix.engine.workers.worker", [torchrun.own_rank()] if torchrun.is_active() else held)
 
     def _end_ranks(self) -> None:
         ranks, local, self._ranks, self._local = self._ranks, self._local, None, None

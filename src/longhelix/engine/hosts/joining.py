@@ -5,6 +5,7 @@ from pathlib import Path
 
 from longhelix.engine.hosts.cluster import Cluster
 from longhelix.engine.hosts.follower import follow, tell
+from longhelix.engine.hosts.launcher import with_launcher
 from longhelix.engine.hosts.membership import Membership, common_settings, model_fingerprint, versions
 from longhelix.engine.hosts.messages import Hello
 from longhelix.engine.options import EngineOptions
@@ -19,6 +20,7 @@ def join_hosts(options: EngineOptions, layout: Layout, model: Path) -> Cluster |
     Raises:
         UserError: the settings are wrong, or the hosts do not fit together or cannot reach each other.
     """
+    options = with_launcher(options)
     membership = Membership.of(options, layout)
     if membership is None:
         return None

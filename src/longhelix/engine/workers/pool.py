@@ -113,7 +113,7 @@ class WorkerPool:
             raise
         try:
             if cluster is not None:
-                cluster.launch()
+                cluster.launch(on_wait=lambda: on_loaded(0))
             own = [0] if torchrun.is_active() else config.hosts.ranks[0]
             self._processes.start("longhelix.engine.workers.worker", own)
             executions = self._await_ready(config, on_loaded, on_warmed)

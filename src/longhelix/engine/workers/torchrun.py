@@ -1,6 +1,8 @@
-"""Ranks that torchrun starts instead of the engine. Rank 0 runs the engine, and the other ranks become workers.
+"""Ranks that torchrun starts instead of the engine.
 
-The ranks share a directory that is named after the process id of torchrun's agent. Torchrun watches the processes.
+On each host, the first process runs the engine or, on hosts other than the first, the follower. The others become
+workers. The ranks of a host share a directory that is named after the process id of torchrun's agent. Torchrun watches
+the processes.
 """
 
 import os
@@ -22,39 +24,40 @@ def is_active() -> bool:
 
 
 def join(world_size: int) -> None:
-    """Check that torchrun started the layout's ranks. Run ranks other than 0 as workers, which end with SystemExit.
+    """Check that torchrun started the layout's ranks. Run all but the first of this host as workers.
 
-    Without torchrun, this function does nothing.
+    Workers end with SystemExit. Without torchrun, this function does nothing.
 
     Raises:
-        UserError: torchrun started more or fewer ranks than the layout has, or it started ranks on several hosts.
+        UserError: torchrun started more or fewer ranks than the layout has.
     """
     if not is_active():
         return
-    started, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    started = int(os.environ["WORLD_SIZE"])
     if started != world_size:
         raise UserError(
             f"the layout needs {world_size} ranks, but torchrun started {started}: set --nproc-per-node {world_size}",
             "invalid_layout",
         )
-    if local != started:
-        raise UserError(
-            f"torchrun started {started} ranks, but only {local} on this host, and ranks on several hosts are not "
-            "supported: set --nnodes 1",
-            "invalid_layout",
-        )
-    rank = int(os.environ["RANK"])
-    if rank:
+    if int(os.environ["LOCAL_RANK"]):
         parent = os.getppid()  # read before torch is imported; see `end_with_parent`
         from longhelix.engine.workers import worker  # imports torch, which the engine's process does not need
 
         directory = _await_directory()
         end_with_parent(parent, directory)
-        raise SystemExit(worker.serve(directory, rank))
+        raise SystemExit(worker.serve(directory, own_rank()))
+
+
+def own_rank() -> int:
+    """Return the rank for which torchrun started this process."""
+    return int(os.environ["RANK"])
 
 
 def make_directory() -> Path:
-    """Make the directory for the sockets of this run. Only this user can enter it. Only rank 0 calls this function."""
+    """Make the directory for the sockets of this run. Only this user can enter it.
+
+    Only the first process of each host calls this function.
+    """
     path = _directory()
     if path.exists():  # left by an earlier run whose agent had the same process id
         _check_owner(path)
@@ -71,7 +74,9 @@ def _await_directory() -> Path:
     path, deadline = _directory(), time.monotonic() + _ENGINE_START_S
     while not (path / "engine").exists():
         if time.monotonic() > deadline:
-            raise EngineError(f"rank 0 did not start an engine within {_ENGINE_START_S:.0f} s: see the error of rank 0")
+            raise EngineError(
+                f"the first process of this host did not start within {_ENGINE_START_S:.0f} s: see its error"
+            )
         time.sleep(0.05)
     _check_owner(path)
     return path
