@@ -39,6 +39,7 @@ def plan(
     any_shape: Flag = False,
     out: Path | None = None,
     json: Flag = False,
+    explain_placement: Flag = False,
     verbose: Flag = False,
 ) -> None:
     """Find the best layout on up to --max-gpus GPUs that meets all targets. Prints the answer, how it compares with
@@ -69,6 +70,8 @@ def plan(
         `serve` and `generate`), and commands.txt with the commands of other engines for the same layout.
     json
         Print one JSON object instead of text.
+    explain_placement
+        Also print which groups of ranks communicate over which links, and what that costs in a decode step.
     verbose
         Also print the Pareto frontier, a table of each strategy, and why other layouts are slower or do not fit.
     """
@@ -107,6 +110,8 @@ def plan(
         print(json_module.dumps(as_object))
     else:
         _show_answer(found, model.model)
+        if explain_placement and found.answer is not None:
+            stdout().print(report.links_table(question, found.answer))
         if verbose:
             _show_tables(found, others, rejected, crossed)
 

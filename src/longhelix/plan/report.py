@@ -18,6 +18,8 @@ from longhelix.plan.candidate import Candidate, degrees, in_words
 from longhelix.plan.choice import Choice
 from longhelix.plan.crossover import Crossover
 from longhelix.plan.deployment import Deployment
+from longhelix.plan.links import group_links, hosts_of
+from longhelix.plan.question import Question
 from longhelix.plan.reasons import Neighbour, Rejection
 from longhelix.plan.service import CHUNKS
 from longhelix.plan.space import STRATEGIES
@@ -25,6 +27,7 @@ from longhelix.spec.weights import num_parameters
 from longhelix.units import count, digits, duration, size
 
 _TITLES = {strategy.name: strategy.title for strategy in STRATEGIES}
+_MOST_HOSTS = 4  # hosts whose ranks a title names
 _MOST_ROWS = 12
 _Row = TypeVar("_Row")
 
@@ -266,6 +269,33 @@ def latency_table(plan: Plan) -> Table:
             f"{1e3 * plan.latencies.tbt_s[layout, column]:.2f}",
         )
     return table
+
+
+def links_table(question: Question, choice: Choice) -> Table:
+    """Return a table of the groups of ranks that communicate, their links, and their costs in a decode step."""
+    system = question.setting.system
+    hosts = hosts_of(system, choice.gpus // choice.replicas)
+    places = "; ".join(f"host {node}: {_range(ranks)}" for node, ranks in enumerate(hosts.ranks[:_MOST_HOSTS]))
+    more = "" if len(hosts.ranks) <= _MOST_HOSTS else f"; and {len(hosts.ranks) - _MOST_HOSTS} more"
+    table = _table(f"placement of ranks ({places}{more}), and costs in a decode step", "group")
+    for name in ("ranks", "hosts", "link", "sent per GPU", "time", "share of the step"):
+        table.add_column(name, justify="left" if name == "link" else "right")
+    for each in group_links(question, choice):
+        link = system.scale_up if each.link == "scale-up" else system.scale_out
+        table.add_row(
+            each.name,
+            f"{len(each.ranks)}, {each.ranks[1] - each.ranks[0]} apart",
+            f"{each.hosts}",
+            f"{each.link} ({size(link.bytes_per_s)}/s)",
+            size(each.sent_bytes),
+            duration(each.seconds),
+            f"{100 * each.share:.1f}%",
+        )
+    return table
+
+
+def _range(ranks: tuple[int, ...]) -> str:
+    return f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def series(plan: Plan) -> dict[str, tuple[Array, Array]]:
