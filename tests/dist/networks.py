@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network namespaces that a bridge connects, each with a table of processes of its own."""
+"""Several hosts on one machine: network namespaces on a bridge, each with processes of its own."""
 
 import ctypes
 import itertools

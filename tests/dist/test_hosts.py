@@ -1,72 +1,251 @@
 """Engines over several hosts, which are network namespaces: their tokens, and what happens when something is wrong."""
 
+import contextlib
 import json
+import os
+import re
+import signal
+import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 from networks import Network
 
+from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
+
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
 PROGRAM = str(Path(__file__).with_name("hosts_program.py"))
 TIMEOUT_S = 240
-NEW_TOKENS = 8
 SECRET = {"LONGHELIX_CLUSTER_SECRET": "a secret for tests, and only for them"}
+MODELS = FAMILIES | WITH_EXPERTS
 
 
-def settings(network, nnodes, **more):
-    return {"nnodes": nnodes, "master_addr": network.address(0), "dtype": "float32", "block_tokens": 4} | more
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    made = {}
+
+    def oracle(model, *lengths):
+        if (model, lengths) not in made:
+            more = {"prompt_lengths": lengths} if lengths else {}
+            made[model, lengths] = make_oracle(MODELS[model], tmp_path_factory.mktemp(model), **more)
+            save_tokenizer_files(made[model, lengths].path)
+        return made[model, lengths]
+
+    return oracle
 
 
-def run(network, nnodes, cases, environment):
-    """Run the cases on all hosts. Returns what host 0 printed for each of them."""
-    started = [
-        network.start(
-            node,
-            [PROGRAM, str(node), json.dumps(cases)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for node in range(nnodes)
-    ]
+def case(oracle, network, nnodes, layout, **more):
+    settings = {"nnodes": nnodes, "master_addr": network.address(0), "dtype": "float32", "block_tokens": 4}
+    return {
+        "model": str(oracle.path),
+        "layout": layout,
+        "settings": settings | {"max_model_len": 64} | more,
+        "prompts": [[int(token) for token in prompt] for prompt in oracle.prompts],
+        "sampling": {"max_new_tokens": len(oracle.tokens[0]), "ignore_eos": True},
+    }
+
+
+def expected(oracle):
+    return [[int(token) for token in tokens] for tokens in oracle.tokens]
+
+
+def start(network, node, cases, **variables):
+    return network.start(
+        node,
+        [PROGRAM, str(node), json.dumps(cases)],
+        env=os.environ | SECRET | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run(network, nnodes, cases):
+    """Run the cases on all hosts. Returns what host 0 has printed for each of them."""
+    started = [start(network, node, cases) for node in range(nnodes)]
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
     assert [process.returncode for process in started] == [0] * nnodes, outputs
     return [json.loads(line) for line in outputs[0][0].splitlines()]
 
 
-def case(oracle, network, nnodes, layout, **more):
-    prompts = [list(map(int, prompt)) for prompt in oracle.prompts]
-    sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    return {
-        "model": str(oracle.path),
-        "layout": layout,
-        "settings": settings(network, nnodes, **more),
-        "prompts": prompts,
-        "sampling": sampling,
-    }
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    import os
-
-    return os.environ | SECRET
-
-
-def expected(oracle):
-    return [list(tokens)[:NEW_TOKENS] for tokens in oracle.tokens]
-
-
-def test_two_hosts_have_the_tokens_of_one_rank(oracles, environment):
-    """KVP across hosts, TPA across hosts, uneven hosts and stages."""
+def test_two_hosts_have_the_tokens_of_one_rank(oracles):
+    """KVP across hosts, KVP x TPA, uneven hosts, and stages across hosts. Each host gets each message once."""
     oracle = oracles("llama", 5, 7, 30)
     with Network(2) as network:
         cases = [
             case(oracle, network, 2, {"kvp": 2, "tpa": 2}),
-            case(oracle, network, 2, {"kvp": 3}, rank_mapping="0,1;2"),
+            case(oracle, network, 2, {"kvp": 3}, rank_mapping="0,2;1"),
             case(oracle, network, 2, {"pp": 2}),
         ]
-        for found in run(network, 2, cases, environment):
+        for found in run(network, 2, cases):
             assert found["tokens"] == expected(oracle)
+            others = 3  # Start, and what the pool asks beside steps
+            assert found["steps"] <= found["sent"]["1"] <= found["steps"] + others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mixtral", "deepseek_v3"])
+def test_three_hosts_have_the_tokens_of_one_rank(oracles, model):
+    oracle = oracles(model, 5, 7, 30)
+    tied = {"kvp": 3, "tpa": 1, "tpf": 1, "ffn_replicas": 3}
+    with Network(3) as network:
+        cases = [
+            case(oracle, network, 3, {"kvp": 3, "tpa": 2}, rank_mapping="0,1,2;3;4,5"),
+            case(oracle, network, 3, tied, placement="growing", growth_limit_tokens=8),
+            case(oracle, network, 3, {"kvp": 3, "ep": 3}, chunk_tokens=7),
+        ]
+        for found in run(network, 3, cases):
+            assert found["tokens"] == expected(oracle)
+
+
+@pytest.mark.slow
+def test_four_hosts_have_the_tokens_of_one_rank(oracles):
+    oracle = oracles("llama", 5, 7, 30)
+    with Network(4) as network:
+        cases = [
+            case(oracle, network, 4, {"kvp": 2, "tpa": 2}),
+            case(oracle, network, 4, {"kvp": 2, "pp": 2}, prefix_cache=False),
+        ]
+        for found in run(network, 4, cases):
+            assert found["tokens"] == expected(oracle)
+
+
+# What is wrong on host 1, and what both say; None if host 0 keeps waiting for a host that fits.
+MISTAKES = {
+    "key": ({"LONGHELIX_CLUSTER_SECRET": "another secret of a careless user"}, [], "refuses the connection", None),
+    "settings": ({}, ["--kv-dtype", "int8"], "host 1 (10.77.0.2) was started with other settings (kv_dtype=int8", 2),
+    "layout": ({}, ["--ep", "1", "--tpf", "1", "--tied"], "host 1 (10.77.0.2) was started with another layout", 2),
+    "number": ({}, ["--nnodes", "3", "--kvp", "3"], "host 1 (10.77.0.2) was started with another --nnodes", 2),
+    "interface": ({}, ["--interface", "eth5"], "this host has no interface 'eth5'", None),
+}
+
+
+def command(network, node, *more, nnodes=2):
+    options = ["--kvp", "2", "--nnodes", str(nnodes), "--node-rank", str(node), "--master-addr", network.address(0)]
+    own = {more[place] for place in range(0, len(more), 2)}
+    options = [each for place in range(0, len(options), 2) if options[place] not in own
+               for each in options[place : place + 2]]  # fmt: skip
+    return ["-m", "longhelix", "generate", "builtin", "--prompt", "a", "--max-model-len", "64", *options, *more]
+
+
+def say(network, node, arguments, **variables):
+    environment = os.environ | SECRET | variables
+    return network.start(node, arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(process, timeout_s=60):
+    """Its exit status, and its last line of standard error."""
+    _, err = process.communicate(timeout=timeout_s)
+    return process.returncode, err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_get_one_sentence_on_each_host(mistake):
+    variables, options, words, status = MISTAKES[mistake]
+    with Network(2) as network:
+        first = say(network, 0, command(network, 0))
+        wrong = say(network, 1, command(network, 1, *options), **variables)
+        code, line = ended(wrong)
+        assert code == 2
+        assert line.startswith("error: ")
+        assert words in line
+        if status is None:
+            assert first.poll() is None
+        else:
+            assert ended(first) == (status, line)
+
+
+def test_a_node_rank_is_given_once():
+    with Network(3) as network:
+        say(network, 0, command(network, 0, "--kvp", "3", nnodes=3))
+        kept = say(network, 1, command(network, 1, "--kvp", "3", nnodes=3))
+        time.sleep(8)
+        second = say(network, 2, command(network, 1, "--kvp", "3", nnodes=3))
+        code, line = ended(second)
+        assert code == 2
+        assert "node rank 1 is already taken by host 1 (10.77.0.2), so 10.77.0.3 cannot have it too" in line
+        assert kept.poll() is None
+
+
+def test_a_taken_port_is_said():
+    with Network(2) as network:
+        taken = network.inside(0, socket.create_server, (network.address(0), 29501))
+        with contextlib.closing(taken):
+            code, line = ended(say(network, 0, command(network, 0)))
+    assert (code, "port 29501 of 10.77.0.1 is already in use: set --master-port" in line) == (2, True)
+
+
+def lines_until(process, wanted):
+    """Read what host 0 prints until a line has this key. Returns all lines."""
+    found = []
+    for line in process.stdout:
+        found.append(json.loads(line))
+        if wanted(found[-1]):
+            return found
+    raise AssertionError((found, process.stderr.read()))
+
+
+def ranks_of(process):
+    """Process ids of the ranks that a host runs, as this machine sees them."""
+    found, left = [], [process.pid]
+    while left:
+        own = left.pop()
+        below = [
+            int(child)
+            for task in Path(f"/proc/{own}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+        left += below
+        found += [each for each in below if Path(f"/proc/{each}/comm").read_text().startswith("longhelix ")]
+    return found
+
+
+def kill_rank(network, follower):
+    os.kill(ranks_of(follower)[0], signal.SIGKILL)
+
+
+def kill_follower(network, follower):
+    follower.kill()
+
+
+def stop_host(network, follower):
+    for each in ranks_of(follower):
+        os.kill(each, signal.SIGSTOP)
+
+
+def cut_link(network, follower):
+    network.cut(1)
+
+
+FAULTS = {
+    "kill a rank": (kill_rank, r"on host 1 \(10.77.0.2\) was ended by SIGKILL|rank 1"),
+    "kill a host": (kill_follower, r"host 1|rank 1"),
+    "stop a host": (stop_host, r"host 1 \(10.77.0.2\) has not answered|rank 1"),
+    "cut the link": (cut_link, r"host 1 \(10.77.0.2\) has not answered|rank 1"),
+}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=() if name == "kill a host" else pytest.mark.slow) for name in FAULTS]
+)
+def test_a_host_that_fails_is_named_and_requests_go_on_when_it_is_back(oracles, fault):
+    fail, words = FAULTS[fault]
+    oracle = oracles("llama", 5, 7, 30)
+    with Network(2) as network:
+        one = case(oracle, network, 2, {"kvp": 2}, chunk_tokens=4) | {"steps": True}
+        first, second = (start(network, node, [one]) for node in range(2))
+        lines_until(first, lambda line: line.get("step") == 6)
+        fail(network, second)
+        failed = lines_until(first, lambda line: "failed" in line)[-1]
+        assert failed["after_s"] < 10
+        assert re.search(words, failed["failed"]), failed
+        if fault == "kill a host":
+            second = start(network, 1, [one])
+        if fault == "cut the link":
+            network.join(1)
+        found = lines_until(first, lambda line: "tokens" in line)[-1]
+        assert found["tokens"] == expected(oracle)
+        assert first.wait(60) == 0
+        assert second.wait(60) == 0

@@ -18,7 +18,6 @@ _DEGREES = ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
 _MOST_USERS = 2**16  # the engine's limit on running requests
 _LANES = 16  # native CPU kernels need multiples of this for channels and for inputs of unscaled products
 _FEW_RANKS = 64  # with more CPU ranks on one host, the engine requires one core per four ranks
-_ONE_HOST_GPUS = 8
 _WIDTH = 118
 
 
@@ -42,6 +41,7 @@ class Deployment:
     other_tokens: int | None = None  # tokens of each request except the longest; None for `context`
     accepted_tokens: float = 1.0  # new tokens per step and request, with speculative decoding
     expert_dtype: str | None = None  # number format of experts; None for `weight_dtype`
+    host_ranks: int | None = None  # GPUs of one host; None if one host has all of them
 
     def __post_init__(self) -> None:
         number_format(self.weight_dtype, "weight_dtype")
@@ -165,6 +165,8 @@ def runnable(deployment: Deployment) -> Runnable:
     settings["placement"] = str(deployment.layout["placement"])
     settings |= formats
     settings |= {"max_model_len": longest_tokens, "kv_cache_tokens": _pool_tokens(deployment, longest_tokens)}
+    if deployment.host_ranks is not None and degrees.world_size > deployment.host_ranks:
+        settings["nnodes"] = -(-degrees.world_size // deployment.host_ranks)
     if deployment.users > SchedulerConfig.max_running:
         settings["max_running"] = deployment.users
     if deployment.chunk_tokens is not None:
@@ -235,8 +237,6 @@ def _limits(deployment: Deployment, longest_tokens: int) -> Iterable[str]:
             f"the model attends within a sliding window of {longest_tokens} tokens, which longhelix does not run yet: "
             f"requests may have up to {longest_tokens} tokens instead of {deployment.context}"
         )
-    if deployment.device == "cuda" and ranks > _ONE_HOST_GPUS:
-        yield f"ranks on several hosts are not supported: all {ranks} GPUs must be on one host"
     if deployment.device == "cpu" and ranks > _FEW_RANKS:
         yield f"all {ranks} ranks are processes on one host: it needs {-(-ranks // 4)} cores or more"
 

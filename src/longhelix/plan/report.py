@@ -155,6 +155,7 @@ def deployed(plan: Plan) -> Deployment | None:
         other_tokens=None if question.demand is None else math.ceil(question.demand.held_tokens),
         accepted_tokens=setting.accepted_tokens,
         expert_dtype=setting.expert_dtype,
+        host_ranks=None if setting.system.shared else setting.system.node_ranks,
     )
 
 

@@ -251,8 +251,10 @@ def test_tokens_that_only_drafts_give_are_said():
 
 
 def test_more_than_one_host():
-    on_gpus = runnable(deployment(LLAMA, "bfloat16", "bfloat16", "cuda", kvp=8, tpa=2, tpf=16))
-    assert on_gpus.missing == ("ranks on several hosts are not supported: all 16 GPUs must be on one host",)
+    on_gpus = deployment(LLAMA, "bfloat16", "bfloat16", "cuda", kvp=8, tpa=2, tpf=16)
+    found = runnable(replace(on_gpus, host_ranks=8))
+    assert (found.settings["nnodes"], found.missing) == (2, ())
+    assert "nnodes" not in runnable(replace(on_gpus, host_ranks=16)).settings
     on_cpus = runnable(deployment(LLAMA, kvp=10, tpa=8, tpf=80))
     assert on_cpus.missing == ("all 80 ranks are processes on one host: it needs 20 cores or more",)
 

@@ -1,7 +1,7 @@
 """The first host's view of all hosts: it admits them, checks that they fit together, and sends them messages."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 import zmq
@@ -55,6 +55,7 @@ class Cluster:
 
     Attributes:
         membership: place of this host.
+        sent: number of messages for ranks that each other host has got, by node rank.
     """
 
     def __init__(self, membership: Membership, hello: Callable[[int], Hello], tell: Callable[[str], None]) -> None:
@@ -75,6 +76,7 @@ class Cluster:
         self._heard_s: dict[int, float] = {}
         self._launch = 0
         self._is_closed = False
+        self.sent: Counter[int] = Counter()
         self._arrived: deque[tuple[bytes, bytes]] = deque()
         self._ended: deque[RankEnded] = deque()
         self._link = FirstLink(membership.first_address, membership.port, membership.keys)
@@ -146,6 +148,7 @@ class Cluster:
             identity = self._identities.get(node)
             if identity is not None:  # a host that is gone is found because its ranks are silent
                 self._link.send(identity, START if is_start else RANKS, ENCODER.encode(held), payload)
+                self.sent[node] += 1
         return own
 
     def take(self) -> tuple[bytes, bytes] | RankEnded | None:
