@@ -189,6 +189,28 @@ def functional_forms(group, backend):
         assert torch.equal(found[2], moved)
 
 
+def links(group, backend):
+    """The bytes that cross links between hosts are those of the formula, by collective."""
+    parts, row_bytes = HOSTS[group.size], 4 * 500
+    own = next(part for part in parts if group.index in part)
+    others, leads = len(parts) - 1, group.index == own[0]
+    values = torch.ones(500)
+    by_place = [500 * (place + 1) for place in range(group.size)]
+    for call, expected in (
+        (lambda: group.all_reduce(values.clone()), leads * others * row_bytes),
+        (lambda: group.all_gather(values.view(1, -1)), leads * others * max(map(len, parts)) * row_bytes),
+        (lambda: group.reduce_scatter(torch.ones(group.size, 500)), leads * (group.size - len(own)) * row_bytes),
+        (lambda: group.broadcast(values.clone()), (group.index == 0) * others * row_bytes),
+        (
+            lambda: group.all_to_all(torch.ones(sum(by_place)), by_place, [by_place[group.index]] * group.size),
+            4 * sum(size for place, size in enumerate(by_place) if place not in own),
+        ),
+    ):
+        before = group.network_bytes
+        call()
+        assert group.network_bytes - before == expected, (expected, group.network_bytes - before)
+
+
 def mixture(group, backend):
     """Thousands of calls of random kinds and sizes, with ranks that come late: no slot is reused too early."""
     shared, own = random.Random(7), random.Random(group.index)

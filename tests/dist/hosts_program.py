@@ -48,7 +48,7 @@ def answered(llm, case):
         "tokens": [tokens[id] for id in ids],
         "steps": counters.steps,
         "sent": llm._cluster.sent if llm._cluster else {},
-        "exchanged_bytes": counters.exchanged_bytes,
+        "network_bytes": counters.network_bytes,
     }
 
 

@@ -39,6 +39,12 @@ def test_values(backend, cases, size):
 
 
 @needs_native
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_bytes_between_hosts_are_counted(size):
+    run("links", "hosts", size)
+
+
+@needs_native
 @pytest.mark.slow
 def test_four_ranks_choose_shared_memory_by_themselves():
     run("sums,pieces,gathers,mixture", "auto", 4)

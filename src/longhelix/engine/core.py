@@ -42,12 +42,14 @@ class Counters:
     steps: int = 0
     rows: int = 0
     exchanged_bytes: int = 0  # bytes that all ranks together have sent in exchanges
+    network_bytes: int = 0  # bytes that ranks have sent to ranks of other hosts
     exchanges: ExchangeLog = field(default_factory=lambda: ExchangeLog(1))
 
     def add(self, result: StepResult) -> None:
         self.steps += 1
         self.rows += result.num_tokens
         self.exchanged_bytes += result.exchanged_bytes
+        self.network_bytes += result.network_bytes
         if result.num_tokens:
             self.exchanges.add(result)
 

@@ -34,6 +34,7 @@ class ObservedStep:
     taken_s: float  # measured duration
     exposed_s: float | None  # how long ranks waited for exchanges; None if this time was not measured
     exchanged_bytes: int
+    network_bytes: int = 0  # bytes sent between hosts
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class StepLog:
                         taken_s=result.taken_s,
                         exposed_s=result.exposed_s,
                         exchanged_bytes=result.exchanged_bytes,
+                        network_bytes=result.network_bytes,
                     )
                 )
 

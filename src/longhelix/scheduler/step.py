@@ -190,7 +190,7 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     a rank waited for exchanges with nothing left to attend to, of all ranks the longest; None where nobody measured.
     fingerprint: of the collectives that the rank ran for it, the same on all ranks. taken_s: seconds that the step
     took, of all ranks the longest; 0 where nobody measured. moved_s: those of them in which blocks moved between ranks.
-    prompt_logprobs: in the order of its chunks.
+    prompt_logprobs: in the order of its chunks. network_bytes: sent to ranks of other hosts, in all collectives.
     """
 
     step_id: int
@@ -203,3 +203,4 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     taken_s: float = 0.0
     moved_s: float = 0.0
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    network_bytes: int = 0

@@ -158,6 +158,7 @@ class Metrics:
         self._ratio = self._histogram("step_time_ratio", "Duration of a step divided by its prediction.", _RATIOS)
         self._exposed_s = self._counter("exposed_communication_seconds", "Time that ranks waited for exchanges.")
         self._exchanged = self._counter("exchanged_bytes", "Bytes that ranks sent in exchanges.")
+        self._network = self._counter("network_bytes", "Bytes that ranks sent to ranks of other hosts.")
         self._chunks = self._histogram("chunk_tokens", "Prompt tokens of one request in one step.", _DOUBLED)
         self._computed = self._counter(
             "computed_prompt_tokens",
@@ -279,6 +280,7 @@ class Metrics:
             self._step_tokens.observe(step.decode_rows + sum(chunks))
             self._computed.inc(sum(chunks))
             self._exchanged.inc(step.exchanged_bytes)
+            self._network.inc(step.network_bytes)
             for chunk in chunks:
                 self._chunks.observe(chunk)
             if step.exposed_s is not None:

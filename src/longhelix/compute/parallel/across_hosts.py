@@ -26,7 +26,7 @@ class HostsProcessGroup(dist.ProcessGroup):
     all-to-alls every rank sends to every other rank directly. The only reduction is the sum.
 
     Attributes:
-        sent_bytes: bytes that this rank has sent to ranks of other hosts.
+        network_bytes: bytes that this rank has sent to ranks of other hosts.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HostsProcessGroup(dist.ProcessGroup):
         parts: positions in the group of the ranks of each host, ascending, in the order of hosts.
         """
         super().__init__(rank, size)
-        self.sent_bytes = 0
+        self.network_bytes = 0
         self._parts = parts
         self._host = next(host for host, part in enumerate(parts) if rank in part)
         self._own = parts[self._host]
@@ -138,7 +138,7 @@ class HostsProcessGroup(dist.ProcessGroup):
                 spread = dist.BroadcastOptions()
                 spread.rootRank = host
                 self._leaders.broadcast([dense], spread).wait()
-                self.sent_bytes += dense.nbytes * (len(self._parts) - 1) * (host == self._host)
+                self.network_bytes += dense.nbytes * (len(self._parts) - 1) * (host == self._host)
             if host != self._host:
                 self._tell(dense)
             if dense is not values:
@@ -165,7 +165,7 @@ class HostsProcessGroup(dist.ProcessGroup):
         remote = torch.cat([piece for piece, size in zip(pieces, outward, strict=True) if size] or [send[:0]])
         arrived = received.new_empty(sum(inward), *received.shape[1:])
         work = self._network.alltoall_base(arrived, remote, inward, outward)
-        self.sent_bytes += remote.nbytes
+        self.network_bytes += remote.nbytes
         starts = [0, *accumulate(received_sizes)]
         if self._local is None:
             place = self.rank()
@@ -189,7 +189,7 @@ class HostsProcessGroup(dist.ProcessGroup):
         """Return equal shapes of all hosts, in their order. Leaders only."""
         found = [torch.empty_like(values) for _ in self._parts]
         self._leaders.allgather([found], [values]).wait()
-        self.sent_bytes += values.nbytes * (len(self._parts) - 1)
+        self.network_bytes += values.nbytes * (len(self._parts) - 1)
         return found
 
     def _shares(self, total: Tensor) -> list[Tensor]:
@@ -198,7 +198,7 @@ class HostsProcessGroup(dist.ProcessGroup):
         sizes, own = [len(part) for part in self._parts], len(self._own)
         received = total.new_empty(own * len(self._parts), *total.shape[1:])
         self._leaders.alltoall_base(received, send, [own] * len(self._parts), sizes).wait()
-        self.sent_bytes += send.nbytes - own * total[0].nbytes
+        self.network_bytes += send.nbytes - own * total[0].nbytes
         return list(received.split(own))
 
     def _tell(self, values: Tensor, root: int = 0) -> None:

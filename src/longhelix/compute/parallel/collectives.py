@@ -121,7 +121,7 @@ class RankGroup:
         return self.traffic.exchanged_bytes
 
     @property
-    def sent_bytes(self) -> int:
+    def network_bytes(self) -> int:
         """Bytes that this rank has sent to ranks of other hosts. Always 0 if all ranks of the group are on one host."""
         return 0
 
@@ -372,8 +372,8 @@ class HostsRankGroup(RankGroup):
         self.sums_in_rank_order = True
 
     @property
-    def sent_bytes(self) -> int:
-        return self._handle.sent_bytes
+    def network_bytes(self) -> int:
+        return self._handle.network_bytes
 
     def _send_to_all(self, *arguments) -> dist.Work:
         return self._handle.start_all_to_all(*arguments)

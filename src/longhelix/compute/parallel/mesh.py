@@ -49,7 +49,7 @@ class Mesh:
         kvp = fabric.group_among(layout.kvp_groups())
         # Where there is one copy, its ranks are the stage's.
         ffn = stage if layout.ffn_replicas == 1 else fabric.group_among(layout.ffn_groups())
-        pipeline = Pipeline.build(layout, rank, spans) if layout.pp > 1 else None
+        pipeline = Pipeline.build(layout, rank, fabric.hosts, spans) if layout.pp > 1 else None
         meetings = Meetings(kvp, fabric) if layout.ffn_replicas > 1 else None
         return cls(layout, rank, stage, kvp, ffn, pipeline, meetings)
 
@@ -63,6 +63,12 @@ class Mesh:
     def exchanged_bytes(self) -> int:
         """Bytes that this rank has given to the transport for other KVP ranks."""
         return self.kvp.exchanged_bytes + sum(group.exchanged_bytes for group in self._met)
+
+    @property
+    def network_bytes(self) -> int:
+        """Bytes that this rank has sent to ranks of other hosts. CPU ranks only."""
+        between = 0 if self.pipeline is None else self.pipeline.network_bytes
+        return between + sum(group.network_bytes for group in self.groups)
 
     @property
     def waited_s(self) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 from longhelix.compute.parallel.collectives import is_lost_peer
 from longhelix.errors import PeerLostError
 from longhelix.spans import UNTRACED, Spans
+from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout
 
 # Steps that may be on their way at once, beside one for each stage: the engine keeps one, and a rank runs one.
@@ -47,14 +48,20 @@ class Pipeline:
     for them too, and they may hang on a step that it has not done. Hidden states and tokens have groups of their own,
     so that neither waits for the other. A peer that is gone raises PeerLostError.
 
-    waited_s: for what other stages send.
+    waited_s: for what other stages send. network_bytes: that this rank has sent to other hosts.
     """
 
     def __init__(
-        self, layout: Layout, rank: int, hidden: dist.ProcessGroup, tokens: dist.ProcessGroup, spans: Spans = UNTRACED
+        self,
+        layout: Layout,
+        rank: int,
+        hosts: Hosts,
+        hidden: dist.ProcessGroup,
+        tokens: dist.ProcessGroup,
+        spans: Spans = UNTRACED,
     ) -> None:
-        self._layout, self._rank, self._spans = layout, rank, spans
-        self.waited_s = 0.0
+        self._layout, self._rank, self._hosts, self._spans = layout, rank, hosts, spans
+        self.waited_s, self.network_bytes = 0.0, 0
         self._hidden, self._tokens = hidden, tokens
         self._expected: deque[Travelling] = deque()
         self._sent: deque[Travelling] = deque()
@@ -62,9 +69,9 @@ class Pipeline:
         self._current = ""
 
     @classmethod
-    def build(cls, layout: Layout, rank: int, spans: Spans = UNTRACED) -> "Pipeline":
+    def build(cls, layout: Layout, rank: int, hosts: Hosts, spans: Spans = UNTRACED) -> "Pipeline":
         """Make the groups, together with all ranks of the world."""
-        return cls(layout, rank, dist.new_group(), dist.new_group(), spans)
+        return cls(layout, rank, hosts, dist.new_group(), dist.new_group(), spans)
 
     def progress(self) -> str:
         """Which other stage this rank waits for, and for what, in words, or "". Any thread may ask."""
@@ -116,6 +123,8 @@ class Pipeline:
         given = Travelling(values, peer, lambda: group.send([values], peer, 0))
         given.open()
         self._sent.append(given)
+        if self._hosts.node_of(peer) != self._hosts.node_of(self._rank):
+            self.network_bytes += values.nbytes
 
     def _await(self, travelling: Travelling, what: str) -> None:
         self._waits += 1

@@ -106,6 +106,7 @@ class ModelRunner:
             swap_blocks(step, self.swap_space, self.kvp_rank)
         moved_s = self._copy(step)
         sent_before, waited_before_s = self.mesh.exchanged_bytes, self.mesh.waited_s
+        network_before = self.mesh.network_bytes
         num_rows = self._num_rows(step)
         sampled: tuple[SampledToken, ...] = ()
         scored: tuple[PromptLogprobs, ...] = ()
@@ -129,7 +130,19 @@ class ModelRunner:
             torch.cuda.current_stream(self.device).synchronize()
         taken_s = time.perf_counter() - begun_s - (self._waited_for_stages_s - others_before_s)
         parts = step.work.parts
-        return StepResult(step.id, sampled, num_rows, sent, parts, exposed_s, fingerprint, taken_s, moved_s, scored)
+        return StepResult(
+            step_id=step.id,
+            sampled=sampled,
+            num_tokens=num_rows,
+            exchanged_bytes=sent,
+            parts=parts,
+            exposed_s=exposed_s,
+            fingerprint=fingerprint,
+            taken_s=taken_s,
+            moved_s=moved_s,
+            prompt_logprobs=scored,
+            network_bytes=self.mesh.network_bytes - network_before,
+        )
 
     def _num_rows(self, step: Step) -> int:
         """The rows of the step that no other instance counts."""

@@ -396,6 +396,7 @@ class _InFlight:
             prompt_logprobs=sum((other.prompt_logprobs for other in others), first.prompt_logprobs),
             num_tokens=sum((other.num_tokens for other in others), first.num_tokens),
             exchanged_bytes=sum(result.exchanged_bytes for result in self.results.values()),
+            network_bytes=sum(result.network_bytes for result in self.results.values()),
             exposed_s=None if None in exposed_s else max(exposed_s),
             taken_s=sum(max(self.results[rank].taken_s for rank in chain(*groups)) for groups in self.stages),
             moved_s=max(result.moved_s for result in self.results.values()),
