@@ -23,7 +23,7 @@ from longhelix.engine.hosts.messages import (
     Hello,
     Launch,
     Leave,
-    Pulse,
+    Probe,
     RankEnded,
     Refused,
     ToFollower,
@@ -37,6 +37,7 @@ _CHECK_S, _CONNECT_S = 20.0, 5.0
 _TAKEN_S = 3.0  # a host that has just been heard keeps its node rank
 _CLOCKS_S = 30.0  # largest difference between clocks
 _POLL_MS = 100
+_PROBE_S = 1.0  # time between two signs of the engine to its hosts
 
 # What hosts must have in common: fields of Hello, what they are, and what to do.
 _COMMON = (
@@ -69,17 +70,23 @@ class Cluster:
             UserError: a host does not fit, cannot be reached or has not joined. The other hosts get the same error.
         """
         self.membership = membership
-        self._probe = link.listener(membership.address)
-        self._own, self._tell = hello(self._probe.getsockname()[1]), tell
+        self._listener = link.listener(membership.address)
+        self._own, self._tell = hello(self._listener.getsockname()[1]), tell
         self._identities: dict[int, bytes] = {}
         self._hellos = {0: self._own}
         self._heard_s: dict[int, float] = {}
+        self._checked: dict[int, dict[int, str]] = {}
+        self._probed_s = 0.0
         self._launch = 0
         self._is_closed = False
         self.sent: Counter[int] = Counter()
         self._arrived: deque[tuple[bytes, bytes]] = deque()
         self._ended: deque[RankEnded] = deque()
-        self._link = FirstLink(membership.first_address, membership.port, membership.keys)
+        try:
+            self._link = FirstLink(membership.first_address, membership.port, membership.keys)
+        except BaseException:
+            self._listener.close()
+            raise
         try:
             self._await_all()
         except UserError as error:
@@ -155,7 +162,16 @@ class Cluster:
         """Return the next message that has arrived from ranks, with the sender's identity. None if there is none.
 
         The end of a rank's process is a message too.
+
+        Raises:
+            EngineError: the connection to a host is lost.
         """
+        if time.monotonic() - self._probed_s > _PROBE_S:
+            self._probed_s = time.monotonic()
+            for node in self._missing():
+                raise EngineError(
+                    f"{self.describe(node)} is gone: it was stopped or killed, or its network was cut off"
+                )
         while not self._arrived and not self._ended and self._link.socket.poll(0):
             self._read()
         if self._arrived:
@@ -176,7 +192,7 @@ class Cluster:
             for node in self._identities:
                 self._send(node, last)
             self._link.close()
-            self._probe.close()
+            self._listener.close()
 
     def _send(self, node: int, message: ToFollower) -> bool:
         return self._link.send(self._identities[node], HOST, ENCODER.encode(message))
@@ -185,7 +201,7 @@ class Cluster:
         """Wait until all hosts have joined. Admit those that are new, and check that hosts can reach each other."""
         start_s = told_s = time.monotonic()
         admitted = set(self._identities)
-        while missing := set(range(1, self.membership.nnodes)) - self._present():
+        while missing := self._missing():
             if self._link.socket.poll(_POLL_MS):
                 self._read(is_start=self._launch == 0)
             if self._link.strangers():
@@ -208,12 +224,14 @@ class Cluster:
         for node in new:
             self._send(node, Admitted())
 
-    def _present(self) -> set[int]:
-        """Return the nodes that have joined and can still be reached."""
-        gone = {node for node in self._identities if not self._send(node, Admitted())}
-        for node in gone:
+    def _missing(self) -> set[int]:
+        """Tell the hosts that the engine listens. Returns the nodes that have not joined, or whose connection is lost.
+
+        ZeroMQ closes the connection of a host that does not answer its heartbeats.
+        """
+        for node in [node for node in self._identities if not self._send(node, Probe())]:
             del self._identities[node]
-        return set(self._identities)
+        return set(range(1, self.membership.nnodes)) - set(self._identities)
 
     def _read(self, is_start: bool = False) -> None:
         """Read one message of a host. `is_start`: whether a host that does not fit is an error of this host too."""
@@ -222,16 +240,16 @@ class Cluster:
         if node is not None:
             self._heard_s[node] = time.monotonic()
         if kind == RANKS:
-            if node is not None:
-                self._arrived.extend(zip(rest[::2], rest[1::2], strict=True))
+            if node is not None and int.from_bytes(rest[0]) == self._launch:
+                self._arrived.extend(zip(rest[1::2], rest[2::2], strict=True))
             return
         match FROM_FOLLOWER.decode(rest[0]):
             case Hello() as hello:
                 self._welcome(identity, hello, is_start)
             case RankEnded(launch) as ended if node is not None and launch == self._launch:
                 self._ended.append(ended)
-            case Pulse() | Checked() | RankEnded():
-                pass
+            case Checked(failures) if node is not None:
+                self._checked[node] = failures
 
     def _welcome(self, identity: bytes, hello: Hello, is_start: bool) -> None:
         """Take in a follower, or refuse it."""
@@ -242,8 +260,7 @@ class Cluster:
         node = hello.node_rank
         known = self._identities.get(node)
         if reason is None and known not in (None, identity):
-            is_alive = time.monotonic() - self._heard_s[node] < _TAKEN_S and self._send(node, Admitted())
-            if is_alive:
+            if time.monotonic() - self._heard_s[node] < _TAKEN_S and self._send(node, Probe()):
                 reason = (
                     f"node rank {node} is already taken by {self.describe(node)}, so {hello.facts.address} cannot have "
                     "it too: give each host its own --node-rank"
@@ -277,25 +294,16 @@ class Cluster:
         addresses = {node: f"{each.facts.address}:{each.facts.probe_port}" for node, each in self._hellos.items()}
         for node in self._identities:
             self._send(node, Check({other: addresses[other] for other in addresses if other != node}))
-        found = {0: link.failures({node: addresses[node] for node in self._identities}, _CONNECT_S)}
+        self._checked = {0: link.failures({node: addresses[node] for node in self._identities}, _CONNECT_S)}
         deadline_s = time.monotonic() + _CHECK_S + _CONNECT_S * len(addresses)
-        while missing := self._identities.keys() - found.keys():
-            if not self._link.socket.poll(_POLL_MS):
-                if time.monotonic() > deadline_s:
-                    raise UserError(
-                        f"{self.describe(min(missing))} joined, but does not answer: check the network",
-                        "invalid_cluster",
-                    )
-                continue
-            identity, kind, *rest = self._link.socket.recv_multipart()
-            node = next((node for node, known in self._identities.items() if known == identity), None)
-            if node is None or kind != HOST:
-                continue
-            self._heard_s[node] = time.monotonic()
-            message = FROM_FOLLOWER.decode(rest[0])
-            if isinstance(message, Checked):
-                found[node] = message.failures
-        for node, failures in sorted(found.items()):
+        while unchecked := self._identities.keys() - self._checked.keys():
+            if time.monotonic() > deadline_s:
+                raise UserError(
+                    f"{self.describe(min(unchecked))} joined, but does not answer: check the network", "invalid_cluster"
+                )
+            if self._link.socket.poll(_POLL_MS):
+                self._read()
+        for node, failures in sorted(self._checked.items()):
             for other, why in failures.items():
                 raise UserError(
                     f"{self.describe(node)} cannot connect to {self.describe(other)} ({why}): allow all TCP ports "

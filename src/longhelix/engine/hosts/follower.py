@@ -28,17 +28,18 @@ from longhelix.engine.hosts.messages import (
     Hello,
     Launch,
     Leave,
-    Pulse,
+    Probe,
     RankEnded,
     Refused,
 )
 from longhelix.engine.workers import torchrun
 from longhelix.engine.workers.process import signal_name
 from longhelix.engine.workers.ranks import Ranks
-from longhelix.engine.workers.transport import EngineSocket, with_place
+from longhelix.engine.workers.transport import EngineSocket, is_heartbeat, with_place
 from longhelix.errors import EngineError, UserError
 
-_PULSE_S, _POLL_MS = 1.0, 100
+_POLL_MS = 100
+_LISTENS_S = 3.0  # how long the engine counts as listening after a sign of it
 _CONNECT_S = 5.0
 _REFUSALS = 10  # connections that host 0 has closed before this host gives up
 _JOIN_S = 600.0
@@ -84,6 +85,7 @@ class _Session:
         self._told: set[int] = set()  # ranks whose end was reported
         self._unsent: deque[list[bytes]] = deque()
         self._is_admitted = False
+        self._listens_until_s = 0.0
         self._probe = link.listener(membership.address)
         identity = f"{membership.node_rank}-{secrets.token_hex(8)}"
         self._link = FollowerLink(identity, membership.first_address, membership.port, membership.keys)
@@ -102,7 +104,7 @@ class _Session:
     def run(self) -> bool:
         """Pass messages until host 0 ends the engine (True), or the connection is lost (False)."""
         place = f"{self._membership.first_address}:{self._membership.port}"
-        start_s = told_s = pulse_s = time.monotonic()
+        start_s = told_s = time.monotonic()
         said_hello = False
         while True:
             self._link.look()
@@ -128,9 +130,6 @@ class _Session:
             elif not said_hello:
                 self._send(self._hello)
                 said_hello = True
-            elif now_s - pulse_s > _PULSE_S:
-                self._pulse()
-                pulse_s = now_s
             if self._await():
                 return True
             self._look_at_ranks()
@@ -152,11 +151,13 @@ class _Session:
 
     def _pass_up(self) -> None:
         """Send what ranks have said, in one message."""
-        frames = [RANKS]
+        frames = [RANKS, self._launch.to_bytes(4)]
         while (found := self._local.receive_frames(0.0)) is not None:
-            frames += found
-        self._unsent.append(frames)
-        self._flush()
+            if time.monotonic() < self._listens_until_s or not is_heartbeat(found[0]):
+                frames += found
+        if len(frames) > 2:
+            self._unsent.append(frames)
+            self._flush()
 
     def _obey(self, frames: list[bytes]) -> bool:
         kind, *rest = frames
@@ -173,6 +174,8 @@ class _Session:
                 held = ", ".join(map(str, self._membership.hosts.ranks[self._membership.node_rank]))
                 place = f"{self._membership.first_address}:{self._membership.port}"
                 self._tell(f"joined {place} as host {self._membership.node_rank}, for ranks {held}")
+            case Probe():
+                self._listens_until_s = time.monotonic() + _LISTENS_S
             case Check(addresses):
                 self._send(Checked(link.failures(addresses, _CONNECT_S)))
             case Launch(launch):
@@ -216,11 +219,6 @@ class _Session:
     def _send(self, message: FromFollower) -> None:
         self._unsent.append([HOST, ENCODER.encode(message)])
         self._flush()
-
-    def _pulse(self) -> None:
-        if not self._unsent:
-            with suppress(zmq.Again):
-                self._link.socket.send_multipart([HOST, ENCODER.encode(Pulse())], zmq.NOBLOCK)
 
     def _flush(self) -> None:
         """Send what waits, as far as there is room."""

@@ -40,6 +40,10 @@ class Admitted(msgspec.Struct, tag=True, frozen=True):
     """Tells a follower that it has joined."""
 
 
+class Probe(msgspec.Struct, tag=True, frozen=True):
+    """Tells a follower that the engine listens. Without it, heartbeats would fill the queues of an idle engine."""
+
+
 class Check(msgspec.Struct, tag=True, frozen=True):
     """Asks a follower to connect to these addresses of the other hosts, by node rank."""
 
@@ -63,10 +67,6 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
     """Tells a follower that the engine has ended, so it ends too."""
 
 
-class Pulse(msgspec.Struct, tag=True, frozen=True):
-    """Tells the first host that a follower is alive."""
-
-
 class RankEnded(msgspec.Struct, tag=True, frozen=True):
     """Tells the first host how the process of a rank has ended."""
 
@@ -75,12 +75,12 @@ class RankEnded(msgspec.Struct, tag=True, frozen=True):
     words: str
 
 
-ToFollower = Launch | Halt | Admitted | Check | Refused | Leave
-FromFollower = Hello | Pulse | RankEnded | Checked
+ToFollower = Launch | Halt | Admitted | Probe | Check | Refused | Leave
+FromFollower = Hello | RankEnded | Checked
 ENCODER = msgspec.msgpack.Encoder()
 TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
 FROM_FOLLOWER = msgspec.msgpack.Decoder(FromFollower)
 
-# First frames. HOST: one of the structs above. RANKS: messages from or to ranks. START: their first message, in which
-# a follower replaces what differs between hosts.
+# First frames. HOST: one of the structs above. RANKS: messages from ranks of a launch, or to ranks. START: the first
+# message to ranks, in which a follower replaces what differs between hosts.
 HOST, RANKS, START = b"host", b"ranks", b"start"

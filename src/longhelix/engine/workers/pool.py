@@ -54,7 +54,7 @@ from longhelix.spec.layout import Layout
 # model, an import or a read may block its interpreter, and so its heartbeat thread, for longer.
 SILENCE_S = 5.0
 _LOADING_SILENCE_S = 120.0
-_HOST_SILENCE_S = 6.0
+_BEATS_S = 2.0  # heartbeats of ranks on one host come within this time
 _POLL_S, _LOOK_S = 0.1, 0.5
 _STOP_S = 3.0
 
@@ -345,26 +345,26 @@ class WorkerPool:
         for rank, status in self._processes.statuses().items():
             if rank not in self._consequences and self._quiet_s[rank] > 1.0:
                 raise EngineError(f"{self._processes.describe(rank)} ended with status {status}")
-        self._check_hosts()
         for rank in self._ranks:
-            if self._quiet_s[rank] > self._patience_s[rank] and rank not in self._consequences:
-                raise EngineError(
-                    f"rank {rank} has not answered for {self._patience_s[rank]:.0f} s: its process is stopped or hung"
-                )
+            self._check_silence(rank)
         for rank, cause in self._consequences.items():
             if self._quiet_s[rank] > 2 * SILENCE_S:
                 raise EngineError(f"rank {rank} failed: {cause}")
 
-    def _check_hosts(self) -> None:
-        """Raise EngineError if all ranks of another host are silent."""
-        for node, ranks in list(enumerate(self._hosts.ranks))[1:]:
-            assert self._cluster is not None
-            patience_s = max(self._patience_s[rank] for rank in ranks)
-            if all(self._quiet_s[rank] > min(patience_s, _HOST_SILENCE_S) for rank in ranks) and patience_s < math.inf:
-                raise EngineError(
-                    f"{self._cluster.describe(node)} has not answered for {_HOST_SILENCE_S:.0f} s: it was stopped or "
-                    "killed, or its network was cut off"
-                )
+    def _check_silence(self, rank: int) -> None:
+        """Raise EngineError if a rank has been silent for too long. Name its host if all of that host's ranks are."""
+        limit_s = self._patience_s[rank]
+        if self._quiet_s[rank] <= limit_s or rank in self._consequences:
+            return
+        node = self._hosts.node_of(rank)
+        if self._cluster is None or node == 0:
+            raise EngineError(f"rank {rank} has not answered for {limit_s:.0f} s: its process is stopped or hung")
+        others = self._hosts.ranks[node]
+        is_alone = any(self._quiet_s[other] < limit_s - _BEATS_S for other in others)
+        what = f"rank {rank} on {self._cluster.describe(node)}" if is_alone else self._cluster.describe(node)
+        raise EngineError(
+            f"{what} has not answered for {limit_s:.0f} s: it is stopped or hung, or its network was cut off"
+        )
 
 
 @dataclass

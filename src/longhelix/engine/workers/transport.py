@@ -250,6 +250,11 @@ def decoded(identity: bytes, payload: bytes) -> tuple[int, ToEngine]:
     return int(identity.split(b"-")[1]), _TO_ENGINE.decode(payload)
 
 
+def is_heartbeat(identity: bytes) -> bool:
+    """Whether this is the identity of a socket that sends only `Alive`."""
+    return identity.endswith(b"-heartbeat")
+
+
 def with_place(payload: bytes, model_path: str, interface: str) -> bytes:
     """Return an encoded `Start` for the ranks of another host, with that host's own model path and interface."""
     start = _TO_WORKER.decode(payload)
