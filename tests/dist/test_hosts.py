@@ -77,6 +77,7 @@ def test_two_hosts_have_the_tokens_of_one_rank(oracles):
         cases = [
             case(oracle, network, 2, {"kvp": 2, "tpa": 2}),
             case(oracle, network, 2, {"kvp": 3}, rank_mapping="0,2;1"),
+            case(oracle, network, 2, {"kvp": 2, "tpa": 2}, rank_mapping="0-2;3"),
             case(oracle, network, 2, {"pp": 2}),
         ]
         for found in run(network, 2, cases):
@@ -161,7 +162,7 @@ def test_a_node_rank_is_given_once():
     with Network(3) as network:
         say(network, 0, command(network, 0, "--kvp", "3", nnodes=3))
         kept = say(network, 1, command(network, 1, "--kvp", "3", nnodes=3))
-        time.sleep(8)
+        time.sleep(12)
         second = say(network, 2, command(network, 1, "--kvp", "3", nnodes=3))
         code, line = ended(second)
         assert code == 2

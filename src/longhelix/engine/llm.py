@@ -16,6 +16,7 @@ from longhelix.compute.cache.context_folder import ContextFolder
 from longhelix.compute.cache.saved_context import SavedContext
 from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceFile
 from longhelix.engine import hub
@@ -90,12 +91,23 @@ class LLM:
         ranks.prepare()
         self._cluster = join_hosts(options, layout, checkpoint.path)
         try:
-            places = None if self._cluster is None else self._cluster.places
-            self.config = resolve(checkpoint, layout, options, places)
-        except UserError as error:
+            self._start(str(model), checkpoint, layout, options, on_load, on_warm_up)
+        except BaseException as error:
             if self._cluster is not None:
-                self._cluster.refuse(error)
+                self._cluster.close(error if isinstance(error, UserError) else None)
             raise
+
+    def _start(
+        self,
+        model: str,
+        checkpoint: SafetensorsCheckpoint | GgufCheckpoint,
+        layout: Layout,
+        options: EngineOptions,
+        on_load: Callable[[float], None],
+        on_warm_up: Callable[[float], None],
+    ) -> None:
+        """Read the model's tokenizer and start the ranks."""
+        self.config = resolve(checkpoint, layout, options, None if self._cluster is None else self._cluster.places)
         self.tokenizer = (
             Tokenizer.from_gguf(checkpoint.metadata)
             if isinstance(checkpoint, GgufCheckpoint)
@@ -125,12 +137,10 @@ class LLM:
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
-            if self._cluster is not None:
-                self._cluster.close()
             raise
         self._images = Images(self.config, checkpoint)
         self.contexts_folder = ContextFolder(options.contexts_dir)
-        self._contexts = Contexts(self._core, str(model), checkpoint, self.contexts_folder)
+        self._contexts = Contexts(self._core, model, checkpoint, self.contexts_folder)
 
     def __enter__(self) -> Self:
         return self

@@ -290,10 +290,11 @@ class EngineOptions:
         "part with the attention of the next; 1 turns it off. [default: the number that the performance model predicts "
         "to be fastest, for each step]",
     )
-    nnodes: int = _setting(
-        1,
+    nnodes: int | None = _setting(
+        None,
         Count(tokens=False, most=1024),
-        "Number of hosts that run the ranks of the layout. Run the same command on each host, with its --node-rank.",
+        "Number of hosts that run the ranks of the layout. Run the same command on each host, with its --node-rank. "
+        "[default: 1, or what torchrun or srun has started]",
     )
     node_rank: int | None = _setting(
         None,
@@ -322,11 +323,10 @@ class EngineOptions:
         "File with a secret that all hosts share, which encrypts the connections between engine and hosts. [default: "
         "$LONGHELIX_CLUSTER_SECRET]",
     )
-    allow_without_key: bool = _setting(
+    allow_without_secret: bool = _setting(
         False,
         flag,
-        "Accept connections without a key: HTTP clients on addresses other than loopback, and other hosts without a "
-        "cluster secret.",
+        "Connect hosts without a cluster secret. Anybody in the network can then send messages to the ranks.",
     )
     contexts_dir: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None, path, "Folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from longhelix.errors import UserError
 
-_RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Hosts:
 
     def __post_init__(self) -> None:
         every = sorted(rank for ranks in self.ranks for rank in ranks)
-        if every != list(range(len(every))) or not all(self.ranks):
+        if not every or every != list(range(len(every))) or not all(self.ranks):
             raise UserError(
                 f"the rank mapping {self} does not place each of ranks 0 to {max(every, default=0)} on one host, and "
                 "at least one rank on each host: correct --rank-mapping",

@@ -45,9 +45,11 @@ class HostsProcessGroup(dist.ProcessGroup):
         if len(self._own) > 1:
             local_store = dist.PrefixStore(f"host{self._host}", store)
             self._local = SharedMemoryProcessGroup(local_store, self._own.index(rank), len(self._own), timeout)
-        if self._is_leader:
+        if self._is_leader and len(parts) > 1:
             self._leaders = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), self._host, len(parts), timeout)
-        self._network = dist.ProcessGroupGloo(dist.PrefixStore("network", store), rank, size, timeout)
+        self._network = None
+        if len(parts) > 1:
+            self._network = dist.ProcessGroupGloo(dist.PrefixStore("network", store), rank, size, timeout)
 
     # torch's own names; its C++ asks a Python group for these, and keeps them itself only for groups written in C++.
     def getBackendName(self) -> str:  # noqa: N802
@@ -80,7 +82,7 @@ class HostsProcessGroup(dist.ProcessGroup):
             own[0] = values
         else:
             self._local._allgather_base(own[: len(self._own)], values)
-        if self._leaders is not None:
+        if self._is_leader:
             for part, found in zip(self._parts, self._of_hosts(own), strict=True):
                 for place, shard in zip(part, found, strict=False):
                     shards[place] = shard
@@ -164,7 +166,7 @@ class HostsProcessGroup(dist.ProcessGroup):
         pieces = send.split(list(send_sizes))
         remote = torch.cat([piece for piece, size in zip(pieces, outward, strict=True) if size] or [send[:0]])
         arrived = received.new_empty(sum(inward), *received.shape[1:])
-        work = self._network.alltoall_base(arrived, remote, inward, outward)
+        work = None if self._network is None else self._network.alltoall_base(arrived, remote, inward, outward)
         self.network_bytes += remote.nbytes
         starts = [0, *accumulate(received_sizes)]
         if self._local is None:
@@ -187,6 +189,8 @@ class HostsProcessGroup(dist.ProcessGroup):
 
     def _of_hosts(self, values: Tensor) -> list[Tensor]:
         """Return equal shapes of all hosts, in their order. Leaders only."""
+        if self._leaders is None:
+            return [values]
         found = [torch.empty_like(values) for _ in self._parts]
         self._leaders.allgather([found], [values]).wait()
         self.network_bytes += values.nbytes * (len(self._parts) - 1)
@@ -212,9 +216,9 @@ class HostsProcessGroup(dist.ProcessGroup):
 class _Travelling(dist.Work):
     """A transfer between hosts, and what to do with what has arrived."""
 
-    def __init__(self, work: dist.Work, put: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work | None, put: Callable[[], None]) -> None:
         super().__init__()
-        self._work, self._put = work, put
+        self._work, self._put = work or done([]), put
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._work.wait()

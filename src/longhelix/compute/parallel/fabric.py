@@ -48,20 +48,26 @@ class Fabric:
         return cls(rank, hosts, backend, spans)
 
     def group_among(self, groups: tuple[tuple[int, ...], ...]) -> RankGroup:
-        """Make groups, together with all ranks of the world. Returns the group that this rank belongs to."""
-        handles = {ranks: self._new(ranks) for ranks in groups}
-        ranks = next(ranks for ranks in groups if self.rank in ranks)
-        return group_of(ranks, self.rank, handles[ranks], self._backend(ranks), self.spans)
+        """Make groups, together with all ranks of the world. Returns the group that this rank belongs to.
 
-    def meet(self, ranks: tuple[int, ...], step_id: int) -> RankGroup:
-        """Make a group together with its ranks alone, in the same step.
+        If one of the groups goes across hosts, all of them use its backend, because the ranks of a stage must count the
+        same collectives.
+        """
+        backend = self._backend(groups)
+        handles = {ranks: self._new(ranks, backend) for ranks in groups}
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
+        return group_of(ranks, self.rank, handles[ranks], backend, self.spans)
+
+    def meet(self, groups: tuple[tuple[int, ...], ...], step_id: int) -> RankGroup:
+        """Make the group of this rank together with the ranks of these groups alone, in the same step.
 
         torch's own `new_group` needs all ranks of the world. Where it does not, it names a group by how many the caller
         has, which differs between ranks here.
         """
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
         store = dist.PrefixStore(f"{'-'.join(map(str, ranks))}@{step_id}", _get_default_store())
         place = store, ranks.index(self.rank), len(ranks)
-        backend = self._backend(ranks)
+        backend = self._backend(groups)
         handle: dist.ProcessGroup | dist.Backend
         match backend:
             case "shm":
@@ -80,14 +86,14 @@ class Fabric:
                 raise AssertionError(other)
         return group_of(ranks, self.rank, handle, backend, self.spans)
 
-    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _new(self, ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup | None:
         if len(ranks) == 1:
             return None
-        backend = self._backend(ranks)
         return dist.new_group(ranks, backend=backend, pg_options=self._parts(ranks) if backend == "hosts" else None)
 
-    def _backend(self, ranks: tuple[int, ...]) -> str | None:
-        return "hosts" if self.backend == "shm" and len(self.hosts.parts(ranks)) > 1 else self.backend
+    def _backend(self, groups: tuple[tuple[int, ...], ...]) -> str | None:
+        is_across = any(len(self.hosts.parts(ranks)) > 1 for ranks in groups)
+        return "hosts" if self.backend == "shm" and is_across else self.backend
 
     def _parts(self, ranks: tuple[int, ...]) -> list[list[int]]:
         """Return the positions in a group of the ranks of each host that runs some, in the order of hosts."""

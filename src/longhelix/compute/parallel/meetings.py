@@ -33,6 +33,7 @@ class Meetings:
     def __init__(self, kvp: RankGroup, fabric: Fabric) -> None:
         """kvp: the group of all instances."""
         self._kvp, self._fabric = kvp, fabric
+        self._first = kvp.ranks[0] - fabric.rank % (kvp.ranks[1] - kvp.ranks[0]) if kvp.size > 1 else 0
         self._made: dict[tuple[int, ...], RankGroup] = {}
         self._last_step: dict[tuple[int, ...], int] = {}  # that needed each of them
         self._step_id = 0
@@ -53,7 +54,11 @@ class Meetings:
         if len(instances) == self._kvp.size:
             return self._kvp
         if instances not in self._made:
-            ranks = tuple(self._kvp.ranks[one] for one in instances)
-            self._made[instances] = self._fabric.meet(ranks, self._step_id)
+            self._made[instances] = self._fabric.meet(self._groups(instances), self._step_id)
         self._last_step[instances] = self._step_id
         return self._made[instances]
+
+    def _groups(self, instances: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """The groups of these instances, one for each place in an instance."""
+        places = range(self._kvp.ranks[1] - self._kvp.ranks[0])
+        return tuple(tuple(self._first + one * len(places) + place for one in instances) for place in places)

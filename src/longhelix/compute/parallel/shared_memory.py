@@ -4,6 +4,7 @@ The segment is an anonymous file that only its ranks hold open: nothing of it is
 """
 
 import os
+import re
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -126,7 +127,7 @@ def _join(store: dist.Store, rank: int, size: int, timeout_s: float):
         os.truncate(fd, native.module.Channel.segment_bytes(size))
         store.set("segment", f"{os.getpid()}/fd/{fd}")
     else:
-        fd = os.open(f"/proc/{store.get('segment').decode()}", os.O_RDWR)
+        fd = _open_segment(store.get("segment").decode())
     store.set(f"process/{rank}", f"{os.getpid()} {dist.get_rank()}")
     processes = [store.get(f"process/{peer}").decode().split() for peer in range(size)]
     pids, ranks = ([int(number) for number in numbers] for numbers in zip(*processes, strict=True))
@@ -134,6 +135,13 @@ def _join(store: dist.Store, rank: int, size: int, timeout_s: float):
     channel.barrier()
     os.close(fd)
     return channel
+
+
+def _open_segment(place: str) -> int:
+    """Open the segment of another process. The store may be in the network, so what it says is checked."""
+    if re.fullmatch(r"\d+/fd/\d+", place) is None or not os.readlink(f"/proc/{place}").startswith("/memfd:longhelix"):
+        raise RuntimeError(f"the store of ranks names {place!r} as their memory, which is none")
+    return os.open(f"/proc/{place}", os.O_RDWR)
 
 
 def done(result):

@@ -55,7 +55,8 @@ def meet_at(config: EngineConfig, rank: int, meeting: Meeting, on_port: Callable
     Args:
         on_port: called on rank 0 with the port on which it waits for the other ranks.
     """
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = meeting.interface
+    os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={meeting.interface}"  # otherwise eth1 would mean eth10 too
     if rank == 0:
         opened = socket.create_server((meeting.address, 0))
         port = opened.getsockname()[1]

@@ -4,6 +4,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+import msgspec
 import zmq
 
 from longhelix.compute.runner.meeting import Meeting
@@ -21,6 +22,7 @@ from longhelix.engine.hosts.messages import (
     Checked,
     Halt,
     Hello,
+    Here,
     Launch,
     Leave,
     Probe,
@@ -34,7 +36,7 @@ from longhelix.errors import EngineError, UserError
 JOIN_S = 600.0  # longest time to wait for other hosts, which a scheduler may start minutes later
 _TELL_S = 20.0  # time between two messages about hosts that are missing
 _CHECK_S, _CONNECT_S = 20.0, 5.0
-_TAKEN_S = 3.0  # a host that has just been heard keeps its node rank
+_ANSWER_S = 3.0  # time in which a host answers before its ranks start
 _CLOCKS_S = 30.0  # largest difference between clocks
 _POLL_MS = 100
 _PROBE_S = 1.0  # time between two signs of the engine to its hosts
@@ -73,6 +75,7 @@ class Cluster:
         self._listener = link.listener(membership.address)
         self._own, self._tell = hello(self._listener.getsockname()[1]), tell
         self._identities: dict[int, bytes] = {}
+        self._admitted: set[bytes] = set()  # identities of hosts that were checked
         self._hellos = {0: self._own}
         self._heard_s: dict[int, float] = {}
         self._checked: dict[int, dict[int, str]] = {}
@@ -90,7 +93,7 @@ class Cluster:
         try:
             self._await_all()
         except UserError as error:
-            self.refuse(error)
+            self.close(error)
             raise
         except BaseException:
             self.close()
@@ -134,11 +137,25 @@ class Cluster:
         self._arrived.clear()
         self._ended.clear()
         try:
+            self._drop_silent(on_wait)
             self._await_all(on_wait)
         except UserError as error:
             raise EngineError(str(error)) from error
         for node in self._identities:
             self._send(node, Launch(self._launch))
+
+    def _drop_silent(self, on_wait: Callable[[], None]) -> None:
+        """Forget hosts that do not answer, because ZeroMQ notices only later that they were cut off."""
+        asked_s = time.monotonic()
+        self._missing()
+        while silent := [node for node in self._identities if self._heard_s[node] < asked_s]:
+            if time.monotonic() - asked_s > _ANSWER_S:
+                for node in silent:
+                    del self._identities[node]
+                return
+            on_wait()
+            if self._link.socket.poll(_POLL_MS):
+                self._read()
 
     def halt(self) -> None:
         """End the ranks on other hosts."""
@@ -168,6 +185,7 @@ class Cluster:
         """
         if time.monotonic() - self._probed_s > _PROBE_S:
             self._probed_s = time.monotonic()
+            self._tell_of_strangers()
             for node in self._missing():
                 raise EngineError(
                     f"{self.describe(node)} is gone: it was stopped or killed, or its network was cut off"
@@ -178,17 +196,14 @@ class Cluster:
             return self._arrived.popleft()
         return self._ended.popleft() if self._ended else None
 
-    def refuse(self, error: UserError) -> None:
-        """Tell all followers to end with this error, and close the socket."""
-        self._close(Refused(str(error), error.code))
+    def close(self, error: UserError | None = None) -> None:
+        """Tell all followers to end, with an error if there is one, and close the socket.
 
-    def close(self) -> None:
-        """Tell all followers to end, and close the socket. You may call this method more than once."""
-        self._close(Leave())
-
-    def _close(self, last: ToFollower) -> None:
+        You may call this method more than once.
+        """
         if not self._is_closed:
             self._is_closed = True
+            last = Leave() if error is None else Refused(str(error), error.code)
             for node in self._identities:
                 self._send(node, last)
             self._link.close()
@@ -200,12 +215,10 @@ class Cluster:
     def _await_all(self, on_wait: Callable[[], None] = lambda: None) -> None:
         """Wait until all hosts have joined. Admit those that are new, and check that hosts can reach each other."""
         start_s = told_s = time.monotonic()
-        admitted = set(self._identities)
         while missing := self._missing():
             if self._link.socket.poll(_POLL_MS):
                 self._read(is_start=self._launch == 0)
-            if self._link.strangers():
-                self._tell("a host with another cluster secret has tried to join: give the same secret on every host")
+            self._tell_of_strangers()
             on_wait()
             now_s = time.monotonic()
             words = f"host{'s'[: len(missing) != 1]} {', '.join(map(str, sorted(missing)))}"
@@ -218,11 +231,16 @@ class Cluster:
             if now_s - told_s > _TELL_S or told_s == start_s:
                 self._tell(f"waiting for {words} at {self.membership.first_address}:{self.membership.port}")
                 told_s = now_s
-        new = set(self._identities) - admitted
+        new = [node for node, identity in self._identities.items() if identity not in self._admitted]
         if new:
-            self._check_connections()
+            self._check_connections(on_wait)
         for node in new:
+            self._admitted.add(self._identities[node])
             self._send(node, Admitted())
+
+    def _tell_of_strangers(self) -> None:
+        if self._link.strangers():
+            self._tell("a host with another cluster secret has tried to join: give the same secret on every host")
 
     def _missing(self) -> set[int]:
         """Tell the hosts that the engine listens. Returns the nodes that have not joined, or whose connection is lost.
@@ -243,9 +261,16 @@ class Cluster:
             if node is not None and int.from_bytes(rest[0]) == self._launch:
                 self._arrived.extend(zip(rest[1::2], rest[2::2], strict=True))
             return
-        match FROM_FOLLOWER.decode(rest[0]):
+        try:
+            message = FROM_FOLLOWER.decode(rest[0])
+        except (msgspec.DecodeError, IndexError):  # ValidationError is a DecodeError
+            self._refuse(identity, "a host has another version of longhelix: install the same on all hosts", is_start)
+            return
+        match message:
             case Hello() as hello:
                 self._welcome(identity, hello, is_start)
+            case Here():
+                pass
             case RankEnded(launch) as ended if node is not None and launch == self._launch:
                 self._ended.append(ended)
             case Checked(failures) if node is not None:
@@ -253,30 +278,34 @@ class Cluster:
 
     def _welcome(self, identity: bytes, hello: Hello, is_start: bool) -> None:
         """Take in a follower, or refuse it."""
-        reason = self._objection(hello)
-        if reason is not None and is_start:
-            self._link.send(identity, HOST, ENCODER.encode(Refused(reason)))
-            raise UserError(reason, "invalid_cluster")
+        reason = self._objection(hello, is_start)
+        if reason is not None:
+            self._refuse(identity, reason, is_start)
+            return
         node = hello.node_rank
-        known = self._identities.get(node)
-        if reason is None and known not in (None, identity):
-            if time.monotonic() - self._heard_s[node] < _TAKEN_S and self._send(node, Probe()):
-                reason = (
+        if self._identities.get(node) not in (None, identity):
+            if self._hellos[node].process != hello.process and self._send(node, Probe()):
+                taken = (
                     f"node rank {node} is already taken by {self.describe(node)}, so {hello.facts.address} cannot have "
                     "it too: give each host its own --node-rank"
                 )
-            elif self._launch:
-                words = f"{self.describe(node)} was started again, and its ranks have ended"
-                self._ended.append(RankEnded(self._launch, self.membership.hosts.ranks[node][0], words))
-        if reason is not None:
-            self._link.send(identity, HOST, ENCODER.encode(Refused(reason)))
-            self._tell(f"a host was refused: {reason}")
-            return
+                self._refuse(identity, taken)
+                return
+            if self._launch:
+                words = f"{self.describe(node)} has joined again, and its ranks have ended"
+                first = self.membership.hosts.ranks[node][0]
+                self._ended.append(RankEnded(self._launch, first, words, is_cause=True))
         self._identities[node], self._hellos[node] = identity, hello
         self._heard_s[node] = time.monotonic()
 
-    def _objection(self, hello: Hello) -> str | None:
-        """Return why a host does not fit, or None."""
+    def _refuse(self, identity: bytes, reason: str, is_start: bool = False) -> None:
+        self._link.send(identity, HOST, ENCODER.encode(Refused(reason)))
+        if is_start:
+            raise UserError(reason, "invalid_cluster")
+        self._tell(f"a host was refused: {reason}")
+
+    def _objection(self, hello: Hello, is_start: bool) -> str | None:
+        """Return why a host does not fit, or None. An engine that runs may read a host's time late."""
         name = f"host {hello.node_rank} ({hello.facts.address})"
         for field, words, remedy in _COMMON:
             own, other = getattr(self._own, field), getattr(hello, field)
@@ -285,24 +314,26 @@ class Cluster:
         if not 0 < hello.node_rank < self.membership.nnodes:
             return f"{name} has a node rank that is taken or too large: number the hosts from 0 to {hello.nnodes - 1}"
         off_s = hello.time_s - time.time()
-        if abs(off_s) > _CLOCKS_S:
+        if is_start and abs(off_s) > _CLOCKS_S:
             return f"the clock of {name} is {off_s:+.0f} s off that of host 0: synchronise the clocks"
         return None
 
-    def _check_connections(self) -> None:
+    def _check_connections(self, on_wait: Callable[[], None]) -> None:
         """Have all hosts connect to each other. Raises UserError that names hosts that cannot."""
         addresses = {node: f"{each.facts.address}:{each.facts.probe_port}" for node, each in self._hellos.items()}
         for node in self._identities:
             self._send(node, Check({other: addresses[other] for other in addresses if other != node}))
         self._checked = {0: link.failures({node: addresses[node] for node in self._identities}, _CONNECT_S)}
-        deadline_s = time.monotonic() + _CHECK_S + _CONNECT_S * len(addresses)
+        deadline_s = time.monotonic() + _CHECK_S
         while unchecked := self._identities.keys() - self._checked.keys():
             if time.monotonic() > deadline_s:
                 raise UserError(
                     f"{self.describe(min(unchecked))} joined, but does not answer: check the network", "invalid_cluster"
                 )
+            on_wait()
             if self._link.socket.poll(_POLL_MS):
                 self._read()
+        link.drop_connections(self._listener)
         for node, failures in sorted(self._checked.items()):
             for other, why in failures.items():
                 raise UserError(

@@ -1,5 +1,6 @@
 """What a host does that is not the first: it joins, runs its ranks, and passes messages between them and the engine."""
 
+import math
 import os
 import secrets
 import time
@@ -11,7 +12,6 @@ import msgspec
 import zmq
 
 from longhelix.engine.hosts import link
-from longhelix.engine.hosts.launcher import restarts_processes
 from longhelix.engine.hosts.link import FollowerLink
 from longhelix.engine.hosts.membership import Membership
 from longhelix.engine.hosts.messages import (
@@ -26,6 +26,7 @@ from longhelix.engine.hosts.messages import (
     FromFollower,
     Halt,
     Hello,
+    Here,
     Launch,
     Leave,
     Probe,
@@ -43,6 +44,7 @@ _LISTENS_S = 3.0  # how long the engine counts as listening after a sign of it
 _CONNECT_S = 5.0
 _REFUSALS = 10  # connections that host 0 has closed before this host gives up
 _JOIN_S = 600.0
+_REPORT_S = 1.0
 _TELL_S = 20.0
 
 
@@ -63,7 +65,7 @@ def follow(membership: Membership, hello: Callable[[int], Hello], model_path: st
             if session.run():
                 tell("host 0 has ended the engine")
                 return
-        if restarts_processes():
+        if membership.is_launched:
             raise EngineError("the connection to host 0 is lost: the launcher must start all hosts again")
         tell("the connection to host 0 is lost: joining again")
 
@@ -82,14 +84,14 @@ class _Session:
         self._ranks: Ranks | None = None
         self._local: EngineSocket | None = None
         self._launch = 0
-        self._told: set[int] = set()  # ranks whose end was reported
+        self._ended_s: dict[int, float] = {}  # when ranks have ended; infinity once that was reported
         self._unsent: deque[list[bytes]] = deque()
         self._is_admitted = False
         self._listens_until_s = 0.0
         self._probe = link.listener(membership.address)
         identity = f"{membership.node_rank}-{secrets.token_hex(8)}"
         self._link = FollowerLink(identity, membership.first_address, membership.port, membership.keys)
-        self._hello = hello(self._probe.getsockname()[1])
+        self._hello = hello
 
     def __enter__(self) -> "_Session":
         return self
@@ -109,7 +111,7 @@ class _Session:
         while True:
             self._link.look()
             if self._link.was_lost:
-                return False
+                return self._has_said_goodbye()
             now_s = time.monotonic()
             if not self._link.is_connected:
                 if self._link.refusals >= _REFUSALS:
@@ -128,11 +130,23 @@ class _Session:
                     self._tell(f"waiting for host 0 at {place}")
                     told_s = now_s
             elif not said_hello:
-                self._send(self._hello)
+                self._send(self._hello(self._probe.getsockname()[1]))
                 said_hello = True
             if self._await():
                 return True
             self._look_at_ranks()
+
+    def _has_said_goodbye(self) -> bool:
+        """Whether host 0 has ended the engine before the connection was lost. Raises UserError if it refused us."""
+        while self._link.socket.poll(0):
+            kind, payload, *_ = self._link.socket.recv_multipart()
+            if kind == HOST:
+                match TO_FOLLOWER.decode(payload):
+                    case Refused(reason, code):
+                        raise UserError(reason, code)
+                    case Leave():
+                        return True
+        return False
 
     def _await(self) -> bool:
         """Wait a moment for messages and pass them on. Returns True if the engine has ended."""
@@ -176,10 +190,17 @@ class _Session:
                 self._tell(f"joined {place} as host {self._membership.node_rank}, for ranks {held}")
             case Probe():
                 self._listens_until_s = time.monotonic() + _LISTENS_S
+                self._send(Here())
             case Check(addresses):
                 self._send(Checked(link.failures(addresses, _CONNECT_S)))
+                link.drop_connections(self._probe)
             case Launch(launch):
-                self._start_ranks(launch)
+                self._launch = launch
+                try:
+                    self._start_ranks()
+                except (EngineError, UserError) as error:
+                    self._report(self._membership.hosts.ranks[self._membership.node_rank][0], str(error), is_cause=True)
+                    raise
             case Halt():
                 self._end_ranks()
             case Refused(reason, code):
@@ -188,10 +209,9 @@ class _Session:
                 return True
         return False
 
-    def _start_ranks(self, launch: int) -> None:
+    def _start_ranks(self) -> None:
         self._end_ranks()
-        self._launch = launch
-        self._told.clear()
+        self._ended_s.clear()
         self._ranks = Ranks(torchrun.make_directory() if torchrun.is_active() else None)
         self._local = EngineSocket(self._ranks.directory)
         held = self._membership.hosts.ranks[self._membership.node_rank]
@@ -202,19 +222,24 @@ class _Session:
         self._unsent.clear()
         if ranks is not None:
             ranks.kill()
-            local.close()
+            if local is not None:
+                local.close()
             ranks.close()
 
     def _look_at_ranks(self) -> None:
         if self._ranks is None:
             return
         for rank, status in self._ranks.statuses().items():
-            if rank not in self._told and status:
-                self._told.add(rank)
+            # A rank that ends by itself usually tells the engine why, which takes a moment.
+            ended_s = self._ended_s.setdefault(rank, time.monotonic())
+            if (status < 0 or (status and time.monotonic() - ended_s > _REPORT_S)) and ended_s < math.inf:
+                self._ended_s[rank] = math.inf
                 how = f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
-                node = self._membership.node_rank
-                words = f"process {self._ranks.processes[rank].pid} on host {node} ({self._membership.address}) {how}"
-                self._send(RankEnded(self._launch, rank, words))
+                self._report(rank, f"its process {self._ranks.processes[rank].pid} {how}", is_cause=status < 0)
+
+    def _report(self, rank: int, words: str, is_cause: bool) -> None:
+        place = f"on host {self._membership.node_rank} ({self._membership.address})"
+        self._send(RankEnded(self._launch, rank, f"{words} {place}", is_cause))
 
     def _send(self, message: FromFollower) -> None:
         self._unsent.append([HOST, ENCODER.encode(message)])

@@ -1,11 +1,11 @@
 """How an engine's process joins the other hosts, as the first host or as a follower."""
 
+import secrets
 import time
 from pathlib import Path
 
 from longhelix.engine.hosts.cluster import Cluster
 from longhelix.engine.hosts.follower import follow, tell
-from longhelix.engine.hosts.launcher import with_launcher
 from longhelix.engine.hosts.membership import Membership, common_settings, model_fingerprint, versions
 from longhelix.engine.hosts.messages import Hello
 from longhelix.engine.options import EngineOptions
@@ -20,15 +20,16 @@ def join_hosts(options: EngineOptions, layout: Layout, model: Path) -> Cluster |
     Raises:
         UserError: the settings are wrong, or the hosts do not fit together or cannot reach each other.
     """
-    options = with_launcher(options)
     membership = Membership.of(options, layout)
     if membership is None:
         return None
+    process = secrets.token_hex(8)
     fingerprint, settings = model_fingerprint(model), common_settings(options)
 
     def hello(probe_port: int) -> Hello:
         return Hello(
             node_rank=membership.node_rank,
+            process=process,
             facts=membership.facts(probe_port),
             time_s=time.time(),
             version=versions(),

@@ -17,18 +17,13 @@ def with_launcher(options: EngineOptions, environment: Mapping[str, str] = os.en
     Raises:
         UserError: the launcher started processes in a way that longhelix does not support.
     """
-    if options.nnodes > 1:
+    if options.nnodes is not None:
         return options
     found = _of_torchrun(environment) or _of_slurm(environment)
     if found is None:
         return options
     nnodes, node_rank, address = found
     return replace(options, nnodes=nnodes, node_rank=node_rank, master_addr=options.master_addr or address)
-
-
-def restarts_processes(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher watches this process and starts all processes again if one of them fails."""
-    return "TORCHELASTIC_RUN_ID" in environment or "SLURM_STEP_ID" in environment
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> tuple[int, int, str] | None:

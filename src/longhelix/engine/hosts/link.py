@@ -3,6 +3,8 @@
 import errno
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -37,7 +39,8 @@ class FirstLink:
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.socket.setsockopt(zmq.SNDHWM, 0)  # a host that has stopped reading must not block the engine
             self.socket.setsockopt(zmq.RCVHWM, _UNREAD)
-            self._monitor = _Monitor(self.socket)
+            # Only failed handshakes, because a monitor that nobody reads would block ZeroMQ.
+            self._monitor = _Monitor(self.socket, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH)
             self.socket.bind(f"tcp://{address}:{port}")
         except zmq.ZMQError as error:
             self.close()
@@ -85,7 +88,7 @@ class FollowerLink:
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, 200)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        self._monitor = _Monitor(self.socket)
+        self._monitor = _Monitor(self.socket, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.is_connected = self.was_lost = False
         self.refusals = 0  # connections that the other end has closed before they could be used
         self.socket.connect(f"tcp://{address}:{port}")
@@ -109,8 +112,8 @@ class FollowerLink:
 class _Monitor:
     """What happens to a socket's connections."""
 
-    def __init__(self, watched: zmq.Socket) -> None:
-        self._socket = watched.get_monitor_socket()
+    def __init__(self, watched: zmq.Socket, events: int) -> None:
+        self._socket = watched.get_monitor_socket(events)
 
     def events(self) -> Iterator[tuple[int, int]]:
         """Yield events and their values since the last call."""
@@ -154,12 +157,28 @@ def listener(address: str) -> socket.socket:
 
 
 def failures(addresses: dict[int, str], timeout_s: float) -> dict[int, str]:
-    """Connect to each of these addresses, which are given by node rank. Returns why some of them cannot be reached."""
-    found = {}
-    for node, address in addresses.items():
+    """Connect to all of these addresses at once. Returns why some of them cannot be reached.
+
+    Args:
+        addresses: ADDRESS:PORT by node rank.
+    """
+
+    def failure(address: str) -> str:
         name, port = address.rsplit(":", 1)
         try:
             socket.create_connection((name, int(port)), timeout_s).close()
         except OSError as error:
-            found[node] = error.strerror or str(error)
-    return found
+            return error.strerror or str(error)
+        return ""
+
+    with ThreadPoolExecutor(max(len(addresses), 1)) as pool:
+        found = dict(zip(addresses, pool.map(failure, addresses.values()), strict=True))
+    return {node: why for node, why in found.items() if why}
+
+
+def drop_connections(opened: socket.socket) -> None:
+    """Close the connections that a listener has not accepted."""
+    opened.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            opened.accept()[0].close()

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longhelix.compute.machine import host
-from longhelix.compute.machine.devices import free_gpu_bytes
+from longhelix.compute.machine.devices import free_gpu_bytes, native_instruction_set
 from longhelix.engine.hosts import network
+from longhelix.engine.hosts.launcher import with_launcher
 from longhelix.engine.hosts.messages import Facts
 from longhelix.engine.hosts.secret import Keys, keys_of, read_secret
 from longhelix.engine.options import EngineOptions
+from longhelix.engine.workers import torchrun
 from longhelix.errors import UserError
 from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout, split
 
 # Settings that may differ between hosts.
-_OWN = ("node_rank", "interface", "cluster_secret_file", "contexts_dir", "trace")
-_EVERY_BYTE = 2**20  # size of files that are compared as a whole. Of larger ones, the size and the beginning count
+_OWN = ("node_rank", "master_addr", "interface", "cluster_secret_file", "allow_without_secret", "trace")
+_BLOCKS, _BLOCK_BYTES = 32, 2**16  # how much of each file is compared
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Membership:
         interface: the interface with this address.
         keys: keys of the cluster; None without a secret.
         hosts: which host runs each rank.
+        is_launched: whether a launcher has started the hosts, and starts all of them again if one fails.
     """
 
     nnodes: int
@@ -44,6 +47,7 @@ class Membership:
     interface: str
     keys: Keys | None
     hosts: Hosts
+    is_launched: bool
 
     @classmethod
     def of(cls, options: EngineOptions, layout: Layout) -> "Membership | None":
@@ -52,11 +56,12 @@ class Membership:
         Raises:
             UserError: settings are missing or do not fit together, or this host lacks the interface or a route.
         """
-        if options.nnodes == 1:
-            given = [name for name in ("node_rank", "master_addr", "rank_mapping") if getattr(options, name)]
-            if given:
+        given, options = options, with_launcher(options)
+        if options.nnodes in (None, 1):
+            useless = [name for name in ("node_rank", "master_addr", "rank_mapping") if getattr(options, name)]
+            if useless:
                 raise UserError(
-                    f"{given[0]} is set, but nnodes is 1: set nnodes to the number of hosts", "invalid_cluster"
+                    f"{useless[0]} is set, but nnodes is not: set nnodes to the number of hosts", "invalid_cluster"
                 )
             return None
         if options.node_rank is None or options.master_addr is None:
@@ -74,16 +79,24 @@ class Membership:
             )
         hosts = _hosts(options, layout)
         first_address = network.resolved(options.master_addr)
+        if options.node_rank == 0 and options.interface is not None:
+            first_address = network.address_of(options.interface)
+        if network.is_loopback(first_address) and options.master_addr not in ("localhost", first_address):
+            raise UserError(
+                f"{options.master_addr} is {first_address} on this host, which other hosts cannot reach: set "
+                "master_addr to an address of host 0 in the network of the hosts",
+                "invalid_cluster",
+            )
         if options.interface is not None:
             address, interface = network.address_of(options.interface), options.interface
         else:
             address = first_address if options.node_rank == 0 else network.address_towards(first_address)
             interface = network.interface_of(address)
         secret = read_secret(options.cluster_secret_file)
-        if secret is None and not network.is_loopback(first_address) and not options.allow_without_key:
+        if secret is None and not network.is_loopback(first_address) and not options.allow_without_secret:
             raise UserError(
                 f"the hosts connect through {first_address}, but there is no secret that protects them: give the same "
-                "--cluster-secret-file on every host, or set --allow-without-key if the network is trusted",
+                "--cluster-secret-file on every host, or set --allow-without-secret if the network is trusted",
                 "invalid_cluster",
             )
         return cls(
@@ -95,6 +108,7 @@ class Membership:
             interface=interface,
             keys=None if secret is None else keys_of(secret),
             hosts=hosts,
+            is_launched=given.nnodes is None,
         )
 
     def facts(self, probe_port: int) -> Facts:
@@ -110,8 +124,16 @@ def _hosts(options: EngineOptions, layout: Layout) -> Hosts:
                 "least one rank per host",
                 "invalid_cluster",
             )
-        return Hosts.in_order([len(ranks) for ranks in split(layout.world_size, options.nnodes)])
-    hosts = Hosts.parse(options.rank_mapping)
+        hosts = Hosts.in_order([len(ranks) for ranks in split(layout.world_size, options.nnodes)])
+    else:
+        hosts = Hosts.parse(options.rank_mapping)
+    launched = torchrun.ranks_of_host()
+    if launched is not None and launched != hosts.ranks[options.node_rank]:
+        raise UserError(
+            f"torchrun started ranks {launched} on this host, but longhelix places ranks "
+            f"{hosts.ranks[options.node_rank]} there: leave out --rank-mapping, and start as many ranks on each host",
+            "invalid_cluster",
+        )
     if len(hosts.ranks) != options.nnodes or hosts.world_size != layout.world_size:
         raise UserError(
             f"the rank mapping {options.rank_mapping} has {hosts.world_size} ranks on {len(hosts.ranks)} hosts, but "
@@ -123,7 +145,8 @@ def _hosts(options: EngineOptions, layout: Layout) -> Hosts:
 
 def versions() -> str:
     """Return the versions that must be the same on all hosts."""
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("longhelix", "torch"))
+    found = [f"{name} {importlib.metadata.version(name)}" for name in ("longhelix", "torch")]
+    return ", ".join([*found, f"kernels {native_instruction_set()}"])
 
 
 def common_settings(options: EngineOptions) -> str:
@@ -134,12 +157,15 @@ def common_settings(options: EngineOptions) -> str:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Return a digest of a model's files: their names and sizes, and what is in them as far as it is read quickly."""
+    """Return a digest of a model's files: their names, their sizes, and blocks that are spread over them evenly."""
     digest = hashlib.sha256()
     files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
     for file in files:
         if file.suffix in (".json", ".safetensors", ".gguf", ".jinja"):
             size = os.stat(file).st_size
             with open(file, "rb") as opened:
-                digest.update(f"{file.name if path.is_dir() else ''} {size} ".encode() + opened.read(_EVERY_BYTE))
+                digest.update(f"{file.name if path.is_dir() else ''} {size} ".encode())
+                for block in range(_BLOCKS):
+                    opened.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
+                    digest.update(opened.read(_BLOCK_BYTES))
     return digest.hexdigest()[:16]

@@ -17,6 +17,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     """A follower asks to join. The fields after `time_s` must be the same on all hosts."""
 
     node_rank: int
+    process: str  # random name of the follower's process
     facts: Facts
     time_s: float  # Unix time
     version: str
@@ -42,6 +43,10 @@ class Admitted(msgspec.Struct, tag=True, frozen=True):
 
 class Probe(msgspec.Struct, tag=True, frozen=True):
     """Tells a follower that the engine listens. Without it, heartbeats would fill the queues of an idle engine."""
+
+
+class Here(msgspec.Struct, tag=True, frozen=True):
+    """A follower's answer to `Probe`."""
 
 
 class Check(msgspec.Struct, tag=True, frozen=True):
@@ -73,10 +78,11 @@ class RankEnded(msgspec.Struct, tag=True, frozen=True):
     launch: int
     rank: int
     words: str
+    is_cause: bool  # False if the rank may have ended because another rank had failed
 
 
 ToFollower = Launch | Halt | Admitted | Probe | Check | Refused | Leave
-FromFollower = Hello | RankEnded | Checked
+FromFollower = Hello | Here | RankEnded | Checked
 ENCODER = msgspec.msgpack.Encoder()
 TO_FOLLOWER = msgspec.msgpack.Decoder(ToFollower)
 FROM_FOLLOWER = msgspec.msgpack.Decoder(FromFollower)

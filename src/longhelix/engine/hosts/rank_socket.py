@@ -46,8 +46,8 @@ class HostsSocket(EngineSocket):
 
     def _from_hosts(self) -> tuple[int, ToEngine] | None:
         match self._cluster.take():
-            case RankEnded(_, rank, words):
-                return rank, Failed(words, lost_peer=False, user_error_code="")
+            case RankEnded(_, rank, words, is_cause):
+                return rank, Failed(words, lost_peer=not is_cause, user_error_code="")
             case identity, payload:
                 return decoded(identity, payload)
         return None

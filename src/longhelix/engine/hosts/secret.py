@@ -39,6 +39,7 @@ def read_secret(file: Path | None) -> str | None:
     """
     if file is None:
         secret, where = os.environ.get(VARIABLE), VARIABLE
+        secret = None if secret is None else secret.strip()
     else:
         where = f"the cluster secret file {file}"
         try:

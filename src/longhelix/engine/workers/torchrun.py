@@ -15,7 +15,7 @@ from pathlib import Path
 from longhelix.engine.workers.started_rank import end_with_parent
 from longhelix.errors import EngineError, UserError
 
-_ENGINE_START_S = 120.0
+_ENGINE_START_S = 630.0  # includes the time to wait for other hosts
 
 
 def is_active() -> bool:
@@ -46,6 +46,14 @@ def join(world_size: int) -> None:
         directory = _await_directory()
         end_with_parent(parent, directory)
         raise SystemExit(worker.serve(directory, own_rank()))
+
+
+def ranks_of_host() -> tuple[int, ...] | None:
+    """Return the ranks that torchrun has started on this host, or None without torchrun."""
+    if not is_active():
+        return None
+    first = own_rank() - int(os.environ["LOCAL_RANK"])
+    return tuple(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])))
 
 
 def own_rank() -> int:

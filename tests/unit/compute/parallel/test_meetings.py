@@ -21,7 +21,11 @@ class Group:
 class Fabric:
     """Makes groups that know the step in which they were made."""
 
-    def meet(self, ranks, step_id):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def meet(self, groups, step_id):
+        (ranks,) = groups
         return Group(ranks, (ranks, step_id))
 
 
@@ -29,7 +33,7 @@ class Fabric:
 def four(monkeypatch):
     """What four instances of one rank each have."""
     monkeypatch.setattr(meetings_module, "_KEPT_STEPS", 10)
-    return [Meetings(Group((0, 1, 2, 3), None), Fabric()) for _ in range(4)]
+    return [Meetings(Group((0, 1, 2, 3), None), Fabric(rank)) for rank in range(4)]
 
 
 def test_ranks_agree_on_a_group_whatever_else_they_do(four):

@@ -31,7 +31,7 @@ def test_ranks_are_spread_as_evenly_as_possible():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"node_rank": 1}, "node_rank is set, but nnodes is 1"),
+        ({"node_rank": 1}, "node_rank is set, but nnodes is not"),
         ({"nnodes": 2, "master_addr": "127.0.0.1"}, "nnodes is 2, but node_rank is not set"),
         ({"nnodes": 2, "node_rank": 0}, "nnodes is 2, but master_addr is not set"),
         (TWO | {"node_rank": 2}, "node_rank is 2, but nnodes is 2: number the hosts from 0 to 1"),
@@ -53,7 +53,7 @@ def test_other_interfaces_than_loopback_need_a_secret(monkeypatch):
     options = TWO | {"node_rank": 0, "master_addr": "10.1.2.3"}
     with pytest.raises(UserError, match="there is no secret that protects them: give the same --cluster-secret-file"):
         Membership.of(EngineOptions(**options), Layout(kvp=2))
-    assert Membership.of(EngineOptions(**options, allow_without_key=True), Layout(kvp=2)).keys is None
+    assert Membership.of(EngineOptions(**options, allow_without_secret=True), Layout(kvp=2)).keys is None
     monkeypatch.setenv("LONGHELIX_CLUSTER_SECRET", "0123456789abcdef")
     assert Membership.of(EngineOptions(**options), Layout(kvp=2)).keys == keys_of("0123456789abcdef")
 
@@ -78,13 +78,13 @@ SLURM = {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, (1, None, None)),
+        ({}, (None, None, None)),
         (TORCHRUN, (3, 2, "first")),
-        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, (1, None, None)),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, (None, None, None)),
         (SLURM | {"SLURM_STEP_NODELIST": "gpu[007-009]"}, (3, 1, "gpu007")),
         (SLURM | {"SLURM_STEP_NODELIST": "a1,b[2,3]"}, (3, 1, "a1")),
         (SLURM | {"SLURM_STEP_NODELIST": "rack[3,5]-x,y"}, (3, 1, "rack3-x")),
-        (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, (1, None, None)),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "1"}, (None, None, None)),
     ],
 )
 def test_launchers_tell_the_place(environment, place):
@@ -113,5 +113,11 @@ def test_a_model_with_other_weights_has_another_fingerprint(tmp_path):
     assert first == model_fingerprint(tmp_path)
     weights.write_bytes(b"1235")
     assert first != model_fingerprint(tmp_path)
+    weights.write_bytes(bytes(2**24))
+    large = model_fingerprint(tmp_path)
+    with open(weights, "r+b") as file:
+        file.seek(2**23)
+        file.write(b"1" * 2**20)
+    assert large != model_fingerprint(tmp_path)
     weights.write_bytes(b"12345")
     assert first != model_fingerprint(tmp_path)
