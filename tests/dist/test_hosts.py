@@ -221,7 +221,7 @@ def cut_link(network, follower):
 
 
 FAULTS = {
-    "kill a rank": (kill_rank, r"on host 1 \(10.77.0.2\) was ended by SIGKILL"),
+    "kill a rank": (kill_rank, r"was ended by SIGKILL on host 1 \(10.77.0.2\)"),
     "kill a host": (kill_follower, r"host 1 \(10.77.0.2\)"),
     "stop ranks": (stop_host, r"host 1 \(10.77.0.2\) has not answered"),
     "cut the link": (cut_link, r"host 1 \(10.77.0.2\)"),

@@ -166,6 +166,8 @@ class LLM:
         """Stop the processes of all ranks. You may call this method more than once."""
         self._closed = True
         with ExitStack() as ends:  # if one callback fails, the others still run
+            if self._cluster is not None:
+                ends.callback(self._cluster.close)
             ends.callback(self._end)
             ends.callback(self._guides.close)
             ends.callback(self._savings.clear)
@@ -176,8 +178,6 @@ class LLM:
         try:
             self._core.close()
         finally:
-            if self._cluster is not None:
-                self._cluster.close()
             if self._trace is not None:
                 self._trace.close()
 

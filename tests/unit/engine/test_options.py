@@ -17,7 +17,7 @@ from longhelix.compute.machine import host
 from longhelix.compute.models.rope import inverse_frequencies
 from longhelix.compute.runner import pool_size
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine import resolution
+from longhelix.engine import places, resolution
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.spec import RopeSpec
@@ -87,7 +87,7 @@ def assert_sentence(error):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 10**400}}, "factor in the model's settings is"),
         ({"device": ["cpu"]}, "device ['cpu'] is not known"),
         ({"kv_dtpye": "int8"}, "unknown setting 'kv_dtpye': did you mean kv_dtype?"),
-        ({"zzz": 1}, "unknown setting 'zzz': use one of activation_dtype, attention, attention_dtype, batch_"),
+        ({"zzz": 1}, "unknown setting 'zzz': use one of activation_dtype, allow_without_secret, attention, "),
         ({"attention_dtype": "fp8"}, "attention_dtype 'fp8' is not known: use one of int8"),
         ({"attention_dtype": "int8"}, "but kv_dtype is bfloat16: set kv_dtype to int8 or int4"),
         ({"activation_dtype": "int4"}, "activation_dtype 'int4' is not known: use one of int8"),
@@ -125,7 +125,7 @@ def test_products_in_bytes_have_weights_of_bytes(weight_dtype):
 
 
 def test_products_in_bytes_run_on_cpus_with_native_kernels(monkeypatch):
-    monkeypatch.setattr(resolution, "free_gpu_bytes", lambda: [2**34] * 2)
+    monkeypatch.setattr(places, "free_gpu_bytes", lambda: [2**34] * 2)
     with pytest.raises(UserError, match="activation_dtype int8 runs only on CPUs: set device to cpu"):
         resolved(activation_dtype="int8", device="cuda")
     monkeypatch.setattr(resolution, "has_native_kernels", lambda: False)

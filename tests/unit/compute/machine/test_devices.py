@@ -10,7 +10,7 @@ from builtin import builtin
 from longhelix.compute.machine.devices import free_gpu_bytes, gpu_names
 from longhelix.compute.runner.graphed_layers import Bucket
 from longhelix.compute.runner.warm_up import warm_up_steps
-from longhelix.engine import resolution
+from longhelix.engine import places
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
@@ -61,7 +61,7 @@ def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch, tmp_path):
 
 
 def configure(monkeypatch, gpu_bytes, layout=Layout(), **options):  # noqa: B008 - frozen
-    monkeypatch.setattr(resolution, "free_gpu_bytes", lambda: gpu_bytes)
+    monkeypatch.setattr(places, "free_gpu_bytes", lambda: gpu_bytes)
     return resolve(builtin(), layout, EngineOptions(**options))
 
 
