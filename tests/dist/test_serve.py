@@ -307,7 +307,7 @@ def test_what_is_served_is_described(server):
         assert content["text/event-stream"].keys() == {"itemSchema"}  # `schema` is read as that of each event, too
     for path, routes in paths.items():
         for route in routes.values():
-            assert "405" in route["responses"] or path == "/health"
+            assert "405" in route["responses"] or path in ("/health", "/ready")
             assert "HTTPValidationError" not in str(route["responses"])
 
 
@@ -377,8 +377,8 @@ def test_a_stop_ends_those_that_do_not_end():
 
 def test_keys_and_bounds():
     with served(Limits(1, 1000), keys=("first", "second")) as (client, _):
-        assert client.get("/health").status_code == 200
-        for path in ("/v1/models", "/ready", "/openapi.json", "/nowhere"):
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
             assert client.get(path).status_code == 401
         for header in ("Bearer third", "first", "Basic first", "Bearer firstsecond", "Bearer"):
             assert client.get("/v1/models", headers={"authorization": header}).status_code == 401

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from longhelix.serve import page_files
 from longhelix.serve.errors import refusal
 
-_OPEN = frozenset({"/health", *page_files.PATHS})  # paths that need no key; they must match exactly
+_OPEN = frozenset({"/health", "/ready", *page_files.PATHS})  # paths that need no key; they must match exactly
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 _BODY_S, _BODY_BYTES_PER_S = 30.0, 8192  # base time limit for a body, extended by 1 s per 8192 received bytes
 _MOST_BODIES = 16  # bodies of maximum size in memory at a time, because parsing a body takes several times its size

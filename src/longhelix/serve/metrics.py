@@ -6,7 +6,7 @@ Label values never come from clients, so clients cannot create series.
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 from prometheus_client import (
@@ -82,6 +82,15 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Requests that are running.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
         self._usage = self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, from 0 to 1.")
+        # vLLM's names. Routers read the size of the KV cache from these labels.
+        self._info(
+            "cache_config_info",
+            "Size of the KV cache: tokens per block, and number of blocks on all KVP ranks, of any device.",
+            {
+                "block_size": config.scheduler.block_tokens,
+                "num_gpu_blocks": config.layout.kvp * config.scheduler.num_blocks,
+            },
+        )
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens of finished requests.")
         self._hits = self._counter(
             "prefix_cache_hits", "Prompt tokens of finished requests that were read from the prefix cache."
@@ -127,13 +136,8 @@ class Metrics:
         )
 
         layout = config.layout
-        degrees = {name: str(getattr(layout, name)) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
-        Gauge(
-            f"{prefix}:layout_info",
-            "Degrees of the parallel layout.",
-            ["model_name", *degrees],
-            registry=self._registry,
-        ).labels(model, *degrees.values()).set(1)
+        degrees = {name: getattr(layout, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
+        self._info("layout_info", "Degrees of the parallel layout.", degrees)
         self._gauge("kvp_degree", "Number of KVP ranks.").set(layout.kvp)
         self._kv_ranks = self._histogram(
             "request_kvp_ranks", "Number of KVP ranks that hold KV of a request when the request ends.", _DOUBLED
@@ -316,6 +320,11 @@ class Metrics:
             self._reasoning_tokens.inc(result.reasoning_tokens or 0)
             self._preemptions.inc(result.preemptions)
             self._kv_ranks.observe(sum(tokens > 0 for tokens in result.kv_tokens_per_rank))
+
+    def _info(self, name: str, description: str, values: Mapping[str, int]) -> None:
+        """Add a gauge that is always 1. Its labels have the values."""
+        gauge = Gauge(f"{self._prefix}:{name}", description, ["model_name", *values], registry=self._registry)
+        gauge.labels(self._model, *values.values()).set(1)
 
     def _gauge(self, name: str, description: str) -> Gauge:
         return Gauge(f"{self._prefix}:{name}", description, ["model_name"], registry=self._registry).labels(self._model)

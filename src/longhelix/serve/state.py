@@ -34,9 +34,9 @@ def routes(serving: Serving) -> APIRouter:
 
     @router.get("/health", responses={503: {"model": forms.Health}})
     async def health(response: Response) -> forms.Health:
-        """State of the engine; status 503 while it is restarting or after it has failed."""
+        """State of the engine; status 503 only after the engine has failed for good."""
         driver = serving.driver
-        response.status_code = 503 if driver.failure or driver.restarting else 200
+        response.status_code = 503 if driver.failure else 200
         return forms.Health(
             status=_status(serving),
             restarts=driver.restarts,
@@ -46,9 +46,9 @@ def routes(serving: Serving) -> APIRouter:
             waiting=len(driver.waiting),
         )
 
-    @router.get("/ready", responses=statuses() | {503: {"model": forms.Health}})
+    @router.get("/ready", responses={503: {"model": forms.Health}})
     async def ready(response: Response) -> forms.Health:
-        """State of the engine; status 503 if the server does not accept requests."""
+        """State of the engine; status 503 while the server does not accept requests."""
         found = await health(response)
         response.status_code = 200 if found.status == "ok" else 503
         return found

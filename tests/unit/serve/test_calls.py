@@ -485,7 +485,7 @@ def test_all_refusals_are_documented_and_no_page_has_scripts_from_elsewhere():
         document = (await client.get("/openapi.json")).json()
         for path, routes in document["paths"].items():
             for route in routes.values():
-                assert {"401", "403", "408"} <= route["responses"].keys() or path == "/health"
+                assert {"401", "403", "408"} <= route["responses"].keys() or path in ("/health", "/ready")
         assert "://" not in (await client.get("/")).text
 
     run(test)
@@ -498,6 +498,45 @@ def test_restarts_are_counted():
         assert (await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})).status_code == 200
         assert await counted(client, "longhelix:engine_restarts_total") == 1
         assert await counted(client, "longhelix:engine_up") == 1
+
+    run(test)
+
+
+def test_a_server_whose_engine_restarts_is_healthy_and_not_ready():
+    async def test(client, llm, serving):
+        may_start = Event()
+
+        def restart(failures, **told):
+            assert may_start.wait(60)
+            llm.failure = None
+
+        async def states():
+            answers = [await client.get(path) for path in ("/health", "/ready")]
+            assert answers[0].json()["status"] == answers[1].json()["status"]
+            return answers[0].json()["status"], *(answer.status_code for answer in answers)
+
+        async def until(status):
+            async with asyncio.timeout(60):
+                while (await states())[0] != status:
+                    await asyncio.sleep(0.01)
+
+        llm.restart = restart
+        assert await states() == ("ok", 200, 200)
+        llm.failure = EngineError("rank 1 failed")
+        body = {"prompt": [1], "max_tokens": 1}
+        interrupted = asyncio.create_task(client.post("/v1/completions", json=body))
+        try:
+            await until("restarting")
+            assert await states() == ("restarting", 200, 503)
+            refused = await client.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["code"] == "restarting"
+        finally:
+            may_start.set()
+        assert (await interrupted).status_code == 200
+        assert await states() == ("ok", 200, 200)
+        serving.is_draining = True
+        assert await states() == ("draining", 200, 503)
 
     run(test)
 
@@ -516,10 +555,12 @@ def test_an_engine_that_fails_is_said_once_and_in_one_line():
         )
         assert await counted(client, "longhelix:engine_up") == 0
         assert await counted(client, "longhelix:request_success_total", finished_reason="error") == 1
-        assert (await client.get("/health")).status_code == 503
+        for path in ("/health", "/ready"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (503, "failed")
 
     run(test, lines, as_json=False, recovery=Recovery(restarts=0))
-    assert [line.split()[0] for line in lines] == ["the", "request", "request"]
+    assert [line.split()[0] for line in lines] == ["the", "request", "request", "request"]
     assert lines[0] == "the engine has failed: rank 1 failed:\\n\\x1b[31mwhat\\u2028a client said"
     assert "status=503 code=engine_failed" in lines[1]
     assert "finish_reason=error" in lines[1]

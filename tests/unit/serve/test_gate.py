@@ -70,7 +70,7 @@ def test_pages_of_other_sites_are_not(site, status):
 
 def test_what_is_open_to_all_stays_so():
     """A link on another site leads to the page, which then asks for itself."""
-    for path in ("/", "/health"):
+    for path in ("/", "/health", "/ready"):
         assert ask(HERE, path, host="evil.example", sec_fetch_site="cross-site").text == "served"
 
 

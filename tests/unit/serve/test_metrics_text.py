@@ -1,8 +1,11 @@
 """What metrics say of requests and steps that are given, beside an engine that does not answer, or has failed."""
 
 import asyncio
+import re
 import time
 from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,9 +20,12 @@ from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
 
+FLEETS = Path(__file__).parents[3] / "docs/guides/fleets.md"
+
 
 class Config:
     layout = Layout(kvp=3, tpa=2)
+    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8)
 
 
 def running(id):
@@ -85,6 +91,7 @@ def test_blocks_and_requests_are_those_that_were_seen():
     assert (found[("num_requests_running",)], found[("num_requests_waiting",)]) == (2, 1)
     assert found[("kvp_degree",)] == 3
     assert found["layout_info", "1", "3", "1", "2", "6"] == 1  # ep, kvp, pp, tpa, tpf
+    assert found["cache_config_info", "16", "24"] == 1  # tokens per block, blocks of all ranks
     assert found[("watchdog_still_seconds",)] == 2.5
     assert 30 <= found[("seconds_since_last_step",)] < 60
 
@@ -237,3 +244,19 @@ def result():
     left_out = dict.fromkeys(each.name for each in fields(Result))
     some = {"finish_reason": "stop", "kv_tokens_per_rank": [4, 4, 0]}
     return lambda **given: Result(**left_out | some | given)
+
+
+def test_routers_find_what_they_read_under_vllms_names():
+    """The names that the table of the guide lists."""
+
+    async def scrape():
+        return (await Metrics(Idle(), Config, "small", "vllm").text()).decode()
+
+    table = FLEETS.read_text().split("## Metrics that routers read")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `vllm:(\w+)`(?:, label `(\w+)`)? \| `longhelix:(\w+)`", table, re.MULTILINE)
+    assert len(rows) == 5
+    text = asyncio.run(scrape())
+    for name, label, own in rows:
+        assert name == own
+        assert re.search(rf"^# TYPE vllm:{name} gauge$", text, re.MULTILINE)
+        assert re.search(rf'^vllm:{name}\{{.*{label}="', text, re.MULTILINE)
