@@ -24,6 +24,7 @@ from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
 from longhelix.engine.hosts.joining import join_hosts
 from longhelix.engine.images import Images
+from longhelix.engine.kv_events import KVEventPublisher
 from longhelix.engine.live import Live
 from longhelix.engine.lost_requests import LostRequests
 from longhelix.engine.observation import Observation, ObservedStep
@@ -117,16 +118,25 @@ class LLM:
         self._savings: list[Saving] = []
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
-        self._new_core = partial(
-            TokenCore, self.config, on_traced=on_traced, guides=self._guides, cluster=self._cluster
-        )
+        self._kv_events: KVEventPublisher | None = None
         try:
+            self._kv_events = KVEventPublisher.of(options)
+            self._new_core = partial(
+                TokenCore,
+                self.config,
+                on_traced=on_traced,
+                guides=self._guides,
+                cluster=self._cluster,
+                on_cache_changes=None if self._kv_events is None else self._kv_events.publish,
+            )
             self._core = self._new_core(on_load, on_warm_up)
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
             if self._cluster is not None:
                 self._cluster.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
             raise
         self._images = Images(self.config, checkpoint)
         self.contexts_folder = ContextFolder(options.contexts_dir)
@@ -156,6 +166,8 @@ class LLM:
         """Stop the processes of all ranks. You may call this method more than once."""
         self._closed = True
         with ExitStack() as ends:  # if one callback fails, the others still run
+            if self._kv_events is not None:
+                ends.callback(self._kv_events.close)
             ends.callback(self._end)
             ends.callback(self._guides.close)
             ends.callback(self._savings.clear)
@@ -204,6 +216,8 @@ class LLM:
         if torchrun.is_active():
             raise EngineError("an engine whose ranks torchrun started cannot restart: run torchrun again")
         ranks.prepare()
+        if self._kv_events is not None:
+            self._kv_events.clear()
         core = self._new_core(on_load, on_warm_up)
         self._lost.add(self._live.values(), self._core)
         self._live.clear()
