@@ -23,11 +23,11 @@ _MOST_BYTES = 2**28  # of these batches
 _SEND_MS = 1000  # how long a replay waits for a slow reader before it is given up
 
 
-class _Event(msgspec.Struct, array_like=True, tag=True, omit_defaults=True):
+class _Event(msgspec.Struct, array_like=True, tag=True):
     """Encoded as an array: the name of the class, then its fields."""
 
 
-class BlockStored(_Event, tag="BlockStored"):
+class BlockStored(_Event):
     """KV blocks that follow each other can be found from now on."""
 
     block_hashes: list[int]
@@ -37,17 +37,17 @@ class BlockStored(_Event, tag="BlockStored"):
     lora_id: None
     medium: str
     lora_name: None
-    extra_keys: list[tuple[str, ...] | None] | None = None  # salt and images, of each block
+    extra_keys: list[tuple[str, ...] | None] | None  # salt and images of each block; None if no block has any
 
 
-class BlockRemoved(_Event, tag="BlockRemoved"):
+class BlockRemoved(_Event):
     """KV blocks are found no longer."""
 
     block_hashes: list[int]
     medium: str
 
 
-class AllBlocksCleared(_Event, tag="AllBlocksCleared"):
+class AllBlocksCleared(_Event):
     """No block is found any longer."""
 
 
@@ -65,10 +65,10 @@ class KVEventBatch(msgspec.Struct, array_like=True):
 class KVEventPublisher:
     """Publishes batches of events on a PUB socket, and sends past ones again on a ROUTER socket.
 
-    A message has three frames: the topic, a sequence number of 8 bytes (big-endian, from 0) and the batch as MessagePack.
-    A reader that has missed messages sends the first missing number to the replay endpoint. It gets all later messages
-    that are still kept, and then an empty one with the number -1. Readers that are too slow lose messages; they never
-    delay the engine.
+    A message has three frames: the topic, a sequence number of 8 bytes (big-endian, from 0) and the batch in
+    MessagePack. A reader that has missed messages sends the first missing number to the replay endpoint. It then gets
+    this message and all later ones that are still kept, and an empty one with the number -1. Readers that are too slow
+    lose messages. They never delay the engine.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str, block_tokens: int) -> None:
