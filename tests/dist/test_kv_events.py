@@ -40,7 +40,7 @@ class Router:
         self.removed = self.cleared = 0
 
     def read(self):
-        """Take the events since the last call. The engine has published all of its changes when a call of it returns."""
+        """Take the events since the last call. An engine has published all changes when a call of it returns."""
         self.socket.send_multipart([b"", self.next_sequence.to_bytes(8, "big")])
         while True:
             _, topic, sequence, payload = self.socket.recv_multipart()
@@ -160,7 +160,7 @@ def test_a_restart_clears_the_cache(path, tmp_path):
         assert router.hits(DOCUMENTS[0]) == len(DOCUMENTS[0]) - 1
         os.kill(llm.process_ids[1], signal.SIGKILL)
         with pytest.raises(EngineError, match="rank 1"):
-            llm.generate([DOCUMENTS[2]])
+            ask(llm, router, DOCUMENTS[2])
         llm.restart()
         assert router.hits(DOCUMENTS[0]) == 0
         assert router.cleared == 1

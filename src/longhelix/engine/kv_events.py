@@ -127,7 +127,10 @@ class KVEventPublisher:
                     "tcp://127.0.0.1:5557, or set allow_without_key to True if only routers reach the port"
                 )
         return cls(
-            options.kv_events_endpoint, options.kv_events_replay_endpoint, options.kv_events_topic, options.block_tokens
+            options.kv_events_endpoint,
+            options.kv_events_replay_endpoint,
+            options.kv_events_topic or "",
+            options.block_tokens,
         )
 
     def publish(self, changes: CacheChanges) -> None:

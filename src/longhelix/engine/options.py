@@ -365,8 +365,10 @@ class EngineOptions:
         endpoint,
         "Address at which routers ask for KV events that they have missed. [default: no replays]",
     )
-    kv_events_topic: str = _setting(
-        "", text, "Topic of KV events, which readers subscribe to. llm-d expects kv@POD@MODEL. [default: empty]"
+    kv_events_topic: str | None = _setting(
+        None,
+        text,
+        "Topic of KV events, which readers subscribe to. llm-d needs kv@POD@MODEL. [default: an empty topic]",
     )
     contexts_dir: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None, path, "Folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"
