@@ -1,9 +1,11 @@
 """A reader of the prefix cache's changes knows what can be found, and what it contains, without seeing the cache."""
 
+import random
 from array import array
 from hashlib import sha256
 
 import pytest
+from test_instances import FakeInstances
 from test_pressure import LONG, ByWork, Pressed, config, request
 from test_scheduler import FakeRunner
 
@@ -21,11 +23,11 @@ OTHERS = LONG[::-1]
 class Reader(Pressed):
     """An engine, and what a reader of its changes knows after each step."""
 
-    def __init__(self, config, depth=1):
+    def __init__(self, config, depth=1, choose=None):
         super().__init__(config, depth)
         self.record = CacheRecord()
         self.scheduler = Scheduler(config, ByWork(), record=self.record)
-        self.runner = FakeRunner(config, in_turn=False, seconds=ByWork().seconds)
+        self.runner = FakeInstances(config, choose) if config.own_clocks else FakeRunner(config, in_turn=False)
         self.loop = Loop(self.scheduler, self.runner, lambda: self.now_s, depth)
         self.found = {"pool": {}, "swap": {}}
 
@@ -43,7 +45,10 @@ class Reader(Pressed):
             del self.found[tier][content_hash]
         assert self.found["pool"].keys() == pool.index.keys()
         assert self.found["swap"].keys() == pool.swaps.index.keys()
-        assert self.record.contents.keys() == self.found["pool"].keys() | self.found["swap"].keys()
+        leaving = {content_hash for _, content_hash in pool.swaps.evicted}
+        assert (
+            self.record.contents.keys() - leaving == (self.found["pool"].keys() | self.found["swap"].keys()) - leaving
+        )
         return changes
 
     def ran(self, *asked):
@@ -92,6 +97,26 @@ def test_many_requests_at_once_move_and_lose_blocks(depth):
     expected = engine.predicted(prompt)
     assert expected > len(asked[0].prompt_token_ids)
     assert engine.ran(request(9, prompt, 2)) == [expected]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("own_clocks", [False, True])
+@pytest.mark.parametrize("placement", ["growing", "auto"])
+def test_a_reader_knows_the_cache_after_each_step_of_any_traffic(placement, own_clocks, seed):
+    chance = random.Random(seed)
+    settings = {"placement": placement, "growth_limit_tokens": 8, "kvp_threshold_tokens": 40, "swap_blocks": 10}
+    engine = Reader(config(kvp=3, own_clocks=own_clocks, **settings), 1 + seed % 3, chance.choice)
+    for id in range(60):
+        start = chance.choice([0, 0, 20, 40])
+        engine.add(request(id, LONG[start : start + chance.randint(1, 40)], chance.randint(1, 20)))
+        for _ in range(chance.randint(0, 8)):
+            engine.step()
+        if id % 7 == 0:
+            engine.abort(id)
+    while engine.loop.has_work:
+        engine.step()
+    assert engine.found["pool"]
+    assert engine.found["swap"]
 
 
 def test_a_block_is_stored_behind_the_one_before_it():
