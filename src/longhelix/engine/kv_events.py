@@ -20,6 +20,7 @@ _MEDIA: dict[Tier, str] = {"pool": "GPU", "swap": "CPU"}  # vLLM's names of tier
 _END = (-1).to_bytes(8, "big", signed=True)  # in place of a sequence number, after the last replayed batch
 _MOST_BATCHES = 10_000  # that are kept for replays
 _MOST_BYTES = 2**28  # of these batches
+_MOST_UNDER_WAY = 1000  # messages of a replay that its reader has not taken yet
 _SEND_MS = 1000  # how long a replay waits for a slow reader before it is given up
 
 
@@ -92,10 +93,9 @@ class KVEventPublisher:
         self._kept_bytes = 0
         self._context = zmq.Context()
         try:
-            self._publishing = self._bound(zmq.PUB, endpoint)
-            self._publishing.sndhwm = _MOST_BATCHES
+            self._publishing = self._bound(zmq.PUB, endpoint, _MOST_BATCHES)
             if replay_endpoint is not None:
-                replaying = self._bound(zmq.ROUTER, replay_endpoint)
+                replaying = self._bound(zmq.ROUTER, replay_endpoint, _MOST_UNDER_WAY)
                 replaying.router_mandatory = True  # or messages to slow readers are dropped in silence
                 replaying.sndtimeo = _SEND_MS
                 threading.Thread(target=self._answer, args=(replaying,), name="kv-event-replay", daemon=True).start()
@@ -148,8 +148,10 @@ class KVEventPublisher:
             self._publishing.close(linger=0)
         self._context.term()  # waits until the thread has closed its socket
 
-    def _bound(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    def _bound(self, kind: int, endpoint: str, most_waiting: int) -> zmq.Socket[bytes]:
+        """Return a socket that keeps at most so many messages for each reader."""
         bound = self._context.socket(kind)
+        bound.sndhwm = most_waiting  # before `bind`, or it has no effect
         bound.ipv6 = "[" in endpoint
         bound.linger = 0
         try:

@@ -166,6 +166,12 @@ def test_missed_messages_are_sent_again(router):
     assert len(router.replayed(0)) == router.first + 4
 
 
+def test_a_long_replay_waits_for_its_reader(router):
+    for number in range(5000):
+        router.publisher.publish(stored(block(number, None, [1, 2])))
+    assert len(router.replayed(router.first)) == 5000
+
+
 @pytest.mark.parametrize(("limit", "kept"), [("_MOST_BATCHES", 2), ("_MOST_BYTES", 100)])
 def test_a_bounded_number_of_messages_is_kept(router, monkeypatch, limit, kept):
     monkeypatch.setattr(kv_events, limit, kept)
