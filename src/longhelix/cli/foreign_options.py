@@ -31,6 +31,7 @@ _ADVICE = {
     "no-enable-prefix-caching": "use --no-prefix-cache",
     "disable-radix-cache": "use --no-prefix-cache",
     "kv-cache-dtype": "use --kv-dtype",
+    "kv-events-config": "use --kv-events-endpoint, --kv-events-replay-endpoint and --kv-events-topic",
     "quantization": "use --weight-dtype int8 or int4, which quantises while loading",
     "block-size": "use --block-tokens",
     "page-size": "use --block-tokens",

@@ -20,7 +20,17 @@ from longhelix.compute.cache.context_folder import ContextFolder
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine import hub
 from longhelix.engine.llm import LLM
-from longhelix.engine.options import Count, CountOrAuto, EngineOptions, Words, compilation, path, rope_settings, weights
+from longhelix.engine.options import (
+    Count,
+    CountOrAuto,
+    EngineOptions,
+    Words,
+    compilation,
+    endpoint,
+    path,
+    rope_settings,
+    weights,
+)
 from longhelix.errors import UserError
 from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.request import MOST_TOKENS, SamplingParams
@@ -36,6 +46,7 @@ _KINDS = {
     flag: bool,
     path: Path,
     text: str,
+    endpoint: str,
     rope_settings: str,
     weights: str,
     compilation: str,

@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from longhelix.cli.help import RARE_SERVER, SERVER, rare
-from longhelix.cli.options import EngineFlags, GenerationConfig, ModelOptions, describe, held_tokens, parsed_object
+from longhelix.cli.options import (
+    EngineFlags,
+    GenerationConfig,
+    ModelOptions,
+    describe,
+    given,
+    held_tokens,
+    parsed_object,
+)
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.compute.runner.config import EngineConfig
@@ -35,7 +43,6 @@ def serve(
     port: int = 8000,
     served_model_name: str | None = None,
     api_key_file: Path | None = None,
-    allow_without_key: Annotated[Flag, RARE_SERVER] = False,
     max_waiting_requests: Annotated[int, RARE_SERVER] = 1024,
     max_waiting_tokens: Annotated[Size, RARE_SERVER] = 64_000_000,
     max_body_bytes: Annotated[Size | None, RARE_SERVER] = None,
@@ -62,8 +69,6 @@ def serve(
     api_key_file
         File of API keys, one per line. Clients send one as `Authorization: Bearer KEY`; the environment variable
         LONGHELIX_API_KEY adds another.
-    allow_without_key
-        Accept requests from other machines without an API key. Use it only behind a proxy that checks keys.
     max_waiting_requests
         Maximum number of requests that wait for their first token. Further requests get status 429.
     max_waiting_tokens
@@ -105,7 +110,7 @@ def serve(
 
     keys = _keys(api_key_file)
     address = Address(host, whole("port", port, 0, 65535), seconds("drain", drain))
-    address.check(bool(keys), allow_without_key)
+    address.check(bool(keys), given(engine).get("allow_without_key", False))
     limits = Limits(
         whole("max_waiting_requests", max_waiting_requests, 1, 2**31 - 1),
         whole("max_waiting_tokens", max_waiting_tokens, 1, 2**62),

@@ -24,6 +24,7 @@ from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.engine.workers.pool import WorkerPool
 from longhelix.engine.workers.transport import LoadBlocks, SaveBlocks, TakeTokens
 from longhelix.errors import EngineError, UserError
+from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
 from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
@@ -76,6 +77,7 @@ class TokenCore:
         on_event: Callable[[Event], None] = lambda event: None,
         guides: Guides | None = None,
         cluster: Cluster | None = None,
+        on_cache_changes: Callable[[CacheChanges], None] | None = None,
     ) -> None:
         """Start the ranks.
 
@@ -87,8 +89,11 @@ class TokenCore:
             on_event: called with each scheduler event. Pass a list's `append` to record events for a replay.
             guides: checks guides and provides the token table. If None, requests with guides are rejected.
             cluster: the other hosts that run ranks. None if there are none.
+            on_cache_changes: called with what the prefix cache has stored and removed, after each change. If None,
+                changes are not recorded.
         """
         self.config = config
+        self._on_cache_changes = on_cache_changes
         self.counters = Counters(exchanges=ExchangeLog(config.layout.kvp))
         self._failure = ""  # why the core ended; empty while the core runs
         self._next_id = 0
@@ -106,6 +111,7 @@ class TokenCore:
             cut=self._pool.cut,
             root=_root(config),
             swap_s=self._pool.cost.swap_seconds(config.scheduler.block_tokens),
+            record=None if on_cache_changes is None else CacheRecord(),
         )
         cost = self._scheduler.cost
         self._steps = StepLog(lambda work: None if cost is None else cost.seconds(work))
@@ -310,6 +316,7 @@ class TokenCore:
         self.check_running()
         try:
             stepped = self._loop.step(timeout_s)
+            self._tell_changes()
             if stepped is None:
                 return []
             result, events = stepped
@@ -321,6 +328,13 @@ class TokenCore:
             self.fail(error)
             raise
         return events
+
+    def _tell_changes(self) -> None:
+        """Report what the prefix cache has stored and removed since the last call."""
+        if self._on_cache_changes is not None:
+            changes = self._scheduler.pool.changes()
+            if any(changes):
+                self._on_cache_changes(changes)
 
     def watch(self) -> None:
         """Check the ranks while there is no work. Raises EngineError if a rank has failed."""
@@ -361,6 +375,7 @@ class TokenCore:
             yield
         finally:
             held.release(self._scheduler.pool)
+            self._tell_changes()
 
     def publish(self, held: HeldPrefix) -> None:
         """Make pinned blocks available to requests. The ranks must have filled these blocks."""

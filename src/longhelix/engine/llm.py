@@ -25,6 +25,7 @@ from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
 from longhelix.engine.hosts.joining import join_hosts
 from longhelix.engine.images import Images
+from longhelix.engine.kv_events import KVEventPublisher
 from longhelix.engine.live import Live
 from longhelix.engine.lost_requests import LostRequests
 from longhelix.engine.observation import Observation, ObservedStep
@@ -129,14 +130,23 @@ class LLM:
         self._savings: list[Saving] = []
         self._trace = None if options.trace is None else TraceFile(options.trace)
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
-        self._new_core = partial(
-            TokenCore, self.config, on_traced=on_traced, guides=self._guides, cluster=self._cluster
-        )
+        self._kv_events: KVEventPublisher | None = None
         try:
+            self._kv_events = KVEventPublisher.of(options)
+            self._new_core = partial(
+                TokenCore,
+                self.config,
+                on_traced=on_traced,
+                guides=self._guides,
+                cluster=self._cluster,
+                on_cache_changes=None if self._kv_events is None else self._kv_events.publish,
+            )
             self._core = self._new_core(on_load, on_warm_up)
         except BaseException:
             if self._trace is not None:
                 self._trace.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
             raise
         self._images = Images(self.config, checkpoint)
         self.contexts_folder = ContextFolder(options.contexts_dir)
@@ -168,6 +178,8 @@ class LLM:
         with ExitStack() as ends:  # if one callback fails, the others still run
             if self._cluster is not None:
                 ends.callback(self._cluster.close)
+            if self._kv_events is not None:
+                ends.callback(self._kv_events.close)
             ends.callback(self._end)
             ends.callback(self._guides.close)
             ends.callback(self._savings.clear)
@@ -214,6 +226,8 @@ class LLM:
         if torchrun.is_active():
             raise EngineError("an engine whose ranks torchrun started cannot restart: torchrun starts all ranks again")
         ranks.prepare()
+        if self._kv_events is not None:
+            self._kv_events.clear()
         core = self._new_core(on_load, on_warm_up)
         self._lost.add(self._live.values(), self._core)
         self._live.clear()

@@ -4,6 +4,7 @@ Python, the command line, YAML files and benchmarks all read the settings from h
 """
 
 import difflib
+import ipaddress
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -99,6 +100,30 @@ def path(name: str, value: object) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise refused(name, value, "a path")
     return Path(value)
+
+
+def endpoint(name: str, value: object) -> str:
+    """Check an address that a ZeroMQ socket can bind."""
+    given = text(name, value)
+    scheme, _, place = given.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme == "ipc" and place:
+        return given
+    if scheme == "tcp" and _is_host(host) and port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 65536:
+        return given
+    raise refused(
+        name,
+        value,
+        "tcp://ADDRESS:PORT with an IP address of this host or * for all of them, such as tcp://127.0.0.1:5557, or to "
+        "ipc://PATH",
+    )
+
+
+def _is_host(host: str) -> bool:
+    try:
+        return host == "*" or (ipaddress.ip_address(host.strip("[]")).version == 6) == host.startswith("[")
+    except ValueError:
+        return False
 
 
 Check = Callable[[str, object], Any]
@@ -327,6 +352,29 @@ class EngineOptions:
         False,
         flag,
         "Connect hosts without a cluster secret. Anybody in the network can then send messages to the ranks.",
+    )
+    allow_without_key: bool = _setting(
+        False,
+        flag,
+        "Accept HTTP clients and readers of KV events without a key on addresses that other machines can reach. Use it "
+        "only behind a proxy that checks keys.",
+    )
+    kv_events_endpoint: str | None = _setting(
+        None,
+        endpoint,
+        "Address at which to publish the changes of the prefix cache over ZeroMQ, in vLLM's form, such as "
+        "tcp://127.0.0.1:5557. Routers use them to send each request to the server that has cached most of it. "
+        "[default: no events]",
+    )
+    kv_events_replay_endpoint: str | None = _setting(
+        None,
+        endpoint,
+        "Address at which routers ask for KV events that they have missed. [default: no replays]",
+    )
+    kv_events_topic: str | None = _setting(
+        None,
+        text,
+        "Topic of KV events, which readers subscribe to. llm-d needs kv@POD@MODEL. [default: an empty topic]",
     )
     contexts_dir: Path | None = _setting(  # noqa: RUF009 - `_setting` returns a field
         None, path, "Folder of saved contexts. [default: longhelix/contexts in $XDG_DATA_HOME or ~/.local/share]"

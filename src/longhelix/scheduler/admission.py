@@ -132,6 +132,8 @@ class Admission:
     def hold(self, request: Request, hashes: Items[bytes]) -> HeldPrefix | None:
         """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
         where the prompt would have them new ones. None if these are not free now. hashes: those of its blocks."""
+        assert self._cache is not None
+        self._cache.learn(request, hashes)
         return HeldPrefix.take(self._pool, hashes, self._placement(request))
 
     def _is_hashed(self, job: Job) -> bool:

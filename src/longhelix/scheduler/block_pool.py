@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import repeat
 
+from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, by_rank, kept, set_hashes
@@ -19,10 +20,17 @@ _UNKNOWN = Block(0, 0)
 class BlockPool:
     """An allocator for each KVP rank, over one index of what is cached, and what is swapped of it.
 
-    swap_pays: whether a block whose first token is at that position is worth to be swapped.
+    swap_pays: whether a block whose first token is at that position is worth to be swapped. record: None: nobody
+    records what can be found.
     """
 
-    def __init__(self, config: SchedulerConfig, swap_pays: Callable[[int], bool] = lambda start: True) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        swap_pays: Callable[[int], bool] = lambda start: True,
+        record: CacheRecord | None = None,
+    ) -> None:
+        self.record = record
         self.block_tokens = config.block_tokens
         self._most_listed = IDS_PER_BLOCK * config.num_blocks
         self._names = config.prefix_cache
@@ -31,10 +39,11 @@ class BlockPool:
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[Block] = []
         self.index: dict[bytes, Block] = {}
-        self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays)
+        self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays, record)
         evicted = self.swaps.evicted if config.swap_blocks else None
         self.allocators = [
-            BlockAllocator(config.num_blocks, rank, self.index, evicted=evicted) for rank in range(config.kvp)
+            BlockAllocator(config.num_blocks, rank, self.index, evicted=evicted, record=record)
+            for rank in range(config.kvp)
         ]
         self.matches = Matches(self.allocators, self.index, self.swaps.index)
         self.swaps.watcher = self.matches
@@ -191,6 +200,8 @@ class BlockPool:
 
     def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
         """Let blocks that follow each other be found by their hashes. start: the position of their first token."""
+        if self.record is not None:
+            self.record.stored("pool", [content_hash for content_hash in hashes if content_hash not in self.index])
         set_hashes(self.allocators, blocks, hashes)
         if self.swaps.num_slots:
             for index, content_hash in enumerate(hashes):
@@ -219,6 +230,13 @@ class BlockPool:
                 self.unshare([block])
             else:
                 self._borrowed.append(block)
+
+    def changes(self) -> CacheChanges:
+        """What can be found, or no longer, since the last call. Somebody records it."""
+        assert self.record is not None
+        index, swapped = self.index, self.swaps.index
+        leaving = {content_hash for _, content_hash in self.swaps.evicted}
+        return self.record.take(lambda content_hash: content_hash in index or content_hash in swapped, leaving)
 
     def forget(self) -> None:
         """Let all cached blocks be free."""

@@ -9,6 +9,7 @@ from hashlib import sha256
 from operator import attrgetter
 from typing import Protocol
 
+from longhelix.scheduler.cache_record import CacheRecord
 from longhelix.scheduler.chain import Chain, block_hashes
 from longhelix.scheduler.kv.blocks import Block, Slot, kept
 from longhelix.scheduler.matches import Match, Matches
@@ -79,6 +80,7 @@ class PrefixCache:
     matches: cached prefixes of waiting requests.
     root: gives everything but the tokens that a request's KV depends on. The hash before a prompt's first block is that
         of it and of the request's salt.
+    record: learns what blocks contain before they are named; None: nobody records it.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class PrefixCache:
         matches: Matches,
         block_tokens: int,
         root: Callable[[Request], bytes] = lambda request: b"",
+        record: CacheRecord | None = None,
     ) -> None:
+        self._record = record
         self._index = index
         self._swapped = swapped
         self._matches = matches
@@ -172,6 +176,12 @@ class PrefixCache:
         """Return the hashes of the blocks that a prompt fills. Any thread may call it."""
         return self._new_chain(request).all()
 
+    def learn(self, request: Request, hashes: Items[bytes]) -> None:
+        """Let the record know the first blocks of a prompt, by their hashes."""
+        if self._record is not None:
+            token_bytes = request.prompt_token_ids[: len(hashes) * self._block_tokens].tobytes()
+            self._record.learn(hashes, None, token_bytes, 0, request)
+
     def forget(self, request_id: int) -> None:
         """It waits no longer."""
         self._chains.pop(request_id, None)
@@ -194,6 +204,8 @@ class PrefixCache:
             return [], [], start
         blocks, token_bytes = unnamed[:full], seq.token_bytes(start, start + full * block_tokens)
         hashes = block_hashes(seq.digest, token_bytes, full, start, seq.request.images)
+        if self._record is not None:
+            self._record.learn(hashes, seq.digest if start else None, token_bytes, start, seq.request)
         del unnamed[:full]
         seq.digest = hashes[-1]
         return blocks, hashes, start

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
+from longhelix.scheduler.cache_record import CacheRecord
 from longhelix.scheduler.chunk_rule import AdaptiveChunks, ChunkRule, FixedChunks
 from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
@@ -50,7 +51,8 @@ class Scheduler:
     next, where it is none of those by name. chunk_rule: how many prompt tokens a step computes. cut: in how many parts
     a step attends; None where exchanges do not travel while ranks compute. prefixes: KV that requests need not compute
     (default: the prefix cache, where that is on). root: what a request's KV depends on beside its tokens. swap_s: what
-    a KV block's way out of its pool and back takes; it is computed again where that is predicted to take less.
+    a KV block's way out of its pool and back takes; it is computed again where that is predicted to take less. record:
+    collects what the prefix cache stores and removes, see `BlockPool.changes`.
     """
 
     def __init__(
@@ -63,11 +65,12 @@ class Scheduler:
         prefixes: Prefixes | None = None,
         root: Callable[[Request], bytes] = lambda request: b"",
         swap_s: float = 0.0,
+        record: CacheRecord | None = None,
     ) -> None:
         self.config = config
         self._times = PrefillTimes(cost, config.kvp)
         self._swap_s = swap_s
-        self.pool = BlockPool(config, self._swap_pays)
+        self.pool = BlockPool(config, self._swap_pays, record)
         self.cost = None if cost is None else CorrectedCost(cost)
         self._chunk_rule = _chunk_rule(config, self.cost) if chunk_rule is None else chunk_rule
         self._cut = None if config.own_clocks else cut  # instances exchange what they share, and no more
@@ -76,7 +79,12 @@ class Scheduler:
         self._cache: PrefixCache | None = None
         if config.prefix_cache and prefixes is None:
             prefixes = self._cache = PrefixCache(
-                self.pool.index, self.pool.swaps.index, self.pool.matches, config.block_tokens, _root(config, root)
+                self.pool.index,
+                self.pool.swaps.index,
+                self.pool.matches,
+                config.block_tokens,
+                _root(config, root),
+                record,
             )
         limits = GrowthLimits(config, cost)
         self._guides = CompiledGuides(config.clocks)

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 
+from longhelix.scheduler.cache_record import CacheRecord
 from longhelix.scheduler.kv.blocks import Block, CacheWatcher, Slot
 from longhelix.scheduler.turns import Turn
 
@@ -16,15 +17,23 @@ class Swaps:
 
     found: the blocks in the pools, by content hash. pays: whether a block whose first token is at that position is
     worth a slot, or had better be computed again. index: slots by content hash. evicted: blocks whose content goes with
-    the next step, and its hash, the first to go first.
+    the next step, and its hash, the first to go first. record: None: nobody records what is found in slots.
     """
 
-    def __init__(self, kvp: int, num_slots: int, found: Mapping[bytes, Block], pays: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        kvp: int,
+        num_slots: int,
+        found: Mapping[bytes, Block],
+        pays: Callable[[int], bool],
+        record: CacheRecord | None = None,
+    ) -> None:
         self.num_slots = num_slots
         self.index: dict[bytes, Slot] = {}
         self.watcher: CacheWatcher | None = None
         self.evicted: list[tuple[Block, bytes]] = []
         self._found = found
+        self._record = record
         self._pays = pays
         self._starts: dict[bytes, int] = {}  # of what is found in the pools, by hash
         self._used: list[OrderedDict[Slot, bytes]] = [OrderedDict() for _ in range(kvp)]  # the next to be written first
@@ -74,6 +83,8 @@ class Swaps:
                 if new is not None:
                     self._used[block.owner][new] = content_hash
                     self.index[content_hash] = new
+                    if self._record is not None:
+                        self._record.stored("swap", [content_hash])
                     out[new] = block
         return tuple((block, slot.id) for slot, block in out.items()), tuple((slot.id, to) for slot, to in swapped_in)
 
@@ -100,5 +111,8 @@ class Swaps:
             return None
         if self.watcher is not None:
             self.watcher.lost(slot)
-        del self.index[used.pop(slot)]
+        content_hash = used.pop(slot)
+        del self.index[content_hash]
+        if self._record is not None:
+            self._record.removed("swap", content_hash)
         return slot

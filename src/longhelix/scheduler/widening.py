@@ -9,6 +9,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from longhelix.scheduler.block_pool import BlockPool
+from longhelix.scheduler.cache_record import BlockContent
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import Continued, Striped, blocks_needed
@@ -20,12 +21,13 @@ _MOST_MOVED = 64
 
 
 class _Named(NamedTuple):
-    """What a moved block was found by. start: the position of its first token."""
+    """What a moved block was found by. start: the position of its first token. content: None: nobody records it."""
 
     source: Block
     target: Block
     digest: bytes
     start: int
+    content: BlockContent | None
 
 
 class Widening:
@@ -104,6 +106,8 @@ class Widening:
         for owner, ids in left.items():
             self._allocators[owner].uncache(ids)
         for block in moved:
+            if self._pool.record is not None and block.content is not None:
+                self._pool.record.know(block.digest, block.content)  # it may be forgotten since the source was evicted
             self._pool.name([block.target], [block.digest], block.start)
 
     def _move(self, seq: Sequence, rank: int, level: int) -> bool:
@@ -162,8 +166,9 @@ class Widening:
                 left.append(source.id)
             block_ids[block.owner].append(block.id)
         allocator, block_tokens = self._allocators[blocks[indices[0]].owner], seq.placement.block_tokens
+        contents = {} if self._pool.record is None else self._pool.record.contents
         self._named[seq.id] = [
-            _Named(move.source, move.target, digest, index * block_tokens)
+            _Named(move.source, move.target, digest, index * block_tokens, contents.get(digest))
             for move, index in zip(moves, indices, strict=True)
             if (digest := allocator.hash_of(move.source.id)) is not None
         ]

@@ -4,7 +4,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -25,6 +25,12 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     owner: int
     id: int
+
+
+class CacheRecorder(Protocol):
+    """Is told which contents of blocks are found no longer."""
+
+    def removed(self, tier: Literal["pool"], content_hash: bytes) -> None: ...
 
 
 class CacheWatcher(Protocol):
@@ -64,7 +70,8 @@ class BlockAllocator:
     memory of their own here.
 
     index: blocks by content hash, of all ranks whose allocators have the same one. evicted: where cached blocks are
-    noted when they are handed out, with their hashes; None: nobody wants to know. watcher: None: nobody watches.
+    noted when they are handed out, with their hashes; None: nobody wants to know. watcher, record: None: nobody
+    watches, or records.
     """
 
     num_blocks: int
@@ -72,6 +79,7 @@ class BlockAllocator:
     index: dict[bytes, Block] = field(default_factory=dict)
     evicted: list[tuple[Block, bytes]] | None = None
     watcher: CacheWatcher | None = None
+    record: CacheRecorder | None = None
     reserved: int = 0
     _num_free: int = field(init=False)
     _free: list[_FreeIds] = field(init=False)
@@ -162,8 +170,7 @@ class BlockAllocator:
         if self.watcher is not None:
             self.watcher.lost(Block(self.rank, block_id))
         del self._cached[block_id]
-        content_hash = self._hashes.pop(block_id)
-        del self.index[content_hash]
+        content_hash = self._forget_hash(block_id)
         if self.evicted is not None:
             self.evicted.append((Block(self.rank, block_id), content_hash))
         return block_id
@@ -228,8 +235,16 @@ class BlockAllocator:
             if self.watcher is not None:
                 self.watcher.lost(Block(self.rank, block_id))
             del self._cached[block_id]
-            del self.index[self._hashes.pop(block_id)]
+            self._forget_hash(block_id)
         self.release(ids, 0)
+
+    def _forget_hash(self, block_id: int) -> bytes:
+        """Let a block be found no longer. Returns its hash."""
+        content_hash = self._hashes.pop(block_id)
+        del self.index[content_hash]
+        if self.record is not None:
+            self.record.removed("pool", content_hash)
+        return content_hash
 
     def _unshared(self, ids: "array[int]") -> "array[int]":
         """Those of `ids` with one holder, in their order. The others lose a holder."""

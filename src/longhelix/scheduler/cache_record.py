@@ -1,0 +1,125 @@
+"""What the prefix cache has stored and removed, for whoever wants to know what it would find."""
+
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Items
+from typing import Literal, NamedTuple
+
+from longhelix.scheduler.request import Request
+from longhelix.scheduler.step import TOKEN_BYTES
+
+Tier = Literal["pool", "swap"]
+
+
+class BlockContent(NamedTuple):
+    """The content of a KV block that has a hash.
+
+    parent: the hash of the block before it; None for the first block of a prompt. token_bytes: its tokens, int32 in
+    this machine's byte order. keys: what its hash depends on beside them: the prompt's salt, in the first block, and
+    the digests of the images in it.
+    """
+
+    parent: bytes | None
+    token_bytes: bytes
+    keys: tuple[str, ...] = ()
+
+
+class StoredBlock(NamedTuple):
+    """A block that can be found from now on."""
+
+    tier: Tier
+    content_hash: bytes
+    content: BlockContent
+
+
+class RemovedBlock(NamedTuple):
+    """A block that is found no longer."""
+
+    tier: Tier
+    content_hash: bytes
+
+
+class CacheChanges(NamedTuple):
+    """The difference between two states of the prefix cache. A block is stored after the one before it."""
+
+    stored: Items[StoredBlock]
+    removed: Items[RemovedBlock]
+
+
+class CacheRecord:
+    """Collects the changes of the prefix cache until they are taken.
+
+    It knows the content of all blocks that can be found, because blocks come back from their slots and move between
+    ranks when nobody has their tokens at hand.
+    """
+
+    def __init__(self) -> None:
+        self.contents: dict[bytes, BlockContent] = {}
+        self._stored: dict[tuple[Tier, bytes], None] = {}
+        self._removed: dict[tuple[Tier, bytes], None] = {}
+        self._doubtful: set[bytes] = set()  # hashes of contents that may be needed no longer
+
+    def learn(
+        self, hashes: Items[bytes], parent: bytes | None, token_bytes: bytes, start: int, request: Request
+    ) -> None:
+        """Know the contents of blocks of a request that follow each other, before they are stored.
+
+        Args:
+            hashes: those of the blocks.
+            parent: see `BlockContent`, of the first of them.
+            token_bytes: tokens of all blocks.
+            start: position of the first token.
+            request: whose blocks they are.
+        """
+        size = len(token_bytes) // max(len(hashes), 1)
+        for index, content_hash in enumerate(hashes):
+            at = index * size
+            keys = _keys(request, start + at // TOKEN_BYTES, start + (at + size) // TOKEN_BYTES)
+            self.know(content_hash, BlockContent(parent, token_bytes[at : at + size], keys))
+            parent = content_hash
+
+    def know(self, content_hash: bytes, content: BlockContent) -> None:
+        """Know the content of a block, before it is stored."""
+        self.contents[content_hash] = content
+        self._doubtful.add(content_hash)
+
+    def stored(self, tier: Tier, hashes: Iterable[bytes]) -> None:
+        """Blocks can be found from now on."""
+        for content_hash in hashes:
+            if (tier, content_hash) in self._removed:
+                del self._removed[tier, content_hash]
+            else:
+                self._stored[tier, content_hash] = None
+
+    def removed(self, tier: Tier, content_hash: bytes) -> None:
+        """A block is found no longer."""
+        self._doubtful.add(content_hash)
+        if (tier, content_hash) in self._stored:
+            del self._stored[tier, content_hash]
+        else:
+            self._removed[tier, content_hash] = None
+
+    def take(self, is_found: Callable[[bytes], bool], leaving: Collection[bytes]) -> CacheChanges:
+        """The changes since the last call.
+
+        Args:
+            is_found: whether a block with this hash can be found.
+            leaving: hashes of blocks that may be swapped.
+        """
+        changes = CacheChanges(
+            [StoredBlock(tier, content_hash, self.contents[content_hash]) for tier, content_hash in self._stored],
+            [RemovedBlock(tier, content_hash) for tier, content_hash in self._removed],
+        )
+        self._stored.clear()
+        self._removed.clear()
+        lost = {content_hash for content_hash in self._doubtful if not is_found(content_hash)}
+        self._doubtful = lost.intersection(leaving)
+        for content_hash in lost.difference(leaving):
+            del self.contents[content_hash]
+        return changes
+
+
+def _keys(request: Request, start: int, stop: int) -> tuple[str, ...]:
+    """The keys of a request's block with the tokens from `start` to `stop`."""
+    salt = request.service.cache_salt
+    salts = (salt,) if salt and not start else ()
+    return salts + tuple(image.digest.hex() for image in request.images if image.start < stop and start < image.stop)
