@@ -21,7 +21,7 @@ from longhelix.cli.options import (
     parsed_object,
 )
 from longhelix.cli.text_file import read_text
-from longhelix.cli.values import Flag, Seconds, Size
+from longhelix.cli.values import Seconds, Size
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.hub import HubModel
 from longhelix.engine.text.reasoning import PARSERS
