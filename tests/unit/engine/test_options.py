@@ -87,7 +87,7 @@ def assert_sentence(error):
         ({"rope_scaling": {"rope_type": "yarn", "factor": 10**400}}, "factor in the model's settings is"),
         ({"device": ["cpu"]}, "device ['cpu'] is not known"),
         ({"kv_dtpye": "int8"}, "unknown setting 'kv_dtpye': did you mean kv_dtype?"),
-        ({"zzz": 1}, "unknown setting 'zzz': use one of activation_dtype, allow_without_secret, attention, "),
+        ({"zzz": 1}, "unknown setting 'zzz': use one of activation_dtype, allow_without_key, allow_"),
         ({"attention_dtype": "fp8"}, "attention_dtype 'fp8' is not known: use one of int8"),
         ({"attention_dtype": "int8"}, "but kv_dtype is bfloat16: set kv_dtype to int8 or int4"),
         ({"activation_dtype": "int4"}, "activation_dtype 'int4' is not known: use one of int8"),

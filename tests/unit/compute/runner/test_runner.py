@@ -67,7 +67,7 @@ class Model:
 def make_runner(kvp=1, rank=0, num_blocks=64, spec=SPEC):
     groups = (RankGroup((0,), 0, None),) * 3
     if kvp > 1:  # only their layout is asked for
-        alone = {"size": 1, "ranks": (0,), "exchanged_bytes": 0, "waited_s": 0.0}
+        alone = {"size": 1, "ranks": (0,), "exchanged_bytes": 0, "network_bytes": 0, "waited_s": 0.0}
         alone |= {"broadcast": lambda tokens_S: tokens_S, "gather": lambda values: [values]}
         group = SimpleNamespace(index=rank, traffic=Traffic(), **alone)
         groups = (group,) * 3
