@@ -60,7 +60,8 @@ class Pipeline:
         tokens: dist.ProcessGroup,
         spans: Spans = UNTRACED,
     ) -> None:
-        self._layout, self._rank, self._hosts, self._spans = layout, rank, hosts, spans
+        self._layout, self._rank, self._spans = layout, rank, spans
+        self._of_own_host = frozenset(hosts.ranks[hosts.node_of(rank)])
         self.waited_s, self.network_bytes = 0.0, 0
         self._hidden, self._tokens = hidden, tokens
         self._expected: deque[Travelling] = deque()
@@ -123,7 +124,7 @@ class Pipeline:
         given = Travelling(values, peer, lambda: group.send([values], peer, 0))
         given.open()
         self._sent.append(given)
-        if self._hosts.node_of(peer) != self._hosts.node_of(self._rank):
+        if peer not in self._of_own_host:
             self.network_bytes += values.nbytes
 
     def _await(self, travelling: Travelling, what: str) -> None:

@@ -74,6 +74,8 @@ class Cluster:
         self.membership = membership
         self._listener = link.listener(membership.address)
         self._own, self._tell = hello(self._listener.getsockname()[1]), tell
+        # Looked up for every rank in every step.
+        self._nodes = {rank: node for node, ranks in enumerate(membership.hosts.ranks) for rank in ranks}
         self._identities: dict[int, bytes] = {}
         self._admitted: set[bytes] = set()  # identities of hosts that were checked
         self._hellos = {0: self._own}
@@ -166,7 +168,7 @@ class Cluster:
         """Send a message to ranks, once for each of their hosts. Returns the ranks that are on this host."""
         by_node: dict[int, list[int]] = {}
         for rank in ranks:
-            by_node.setdefault(self.membership.hosts.node_of(rank), []).append(rank)
+            by_node.setdefault(self._nodes[rank], []).append(rank)
         own = set(by_node.pop(0, ()))
         for node, held in by_node.items():
             identity = self._identities.get(node)
