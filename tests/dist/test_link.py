@@ -112,7 +112,7 @@ def test_what_travels_is_what_the_formula_says(capfd, toy, nothing_is_left, layo
         assert row["over_formula"] == pytest.approx(1.05, abs=0.05)
         # What each rank sends takes its time; after each pause the link lets pass a burst at once.
         assert row["burst_bytes"] == link.burst_bytes(row["rate_mbit"])
-        least_s = 8 * (row["network_bytes"] / 2 - row["burst_bytes"]) / (row["rate_mbit"] * 1e6)
+        least_s = 8 * (row["sent_bytes"] / 2 - row["burst_bytes"]) / (row["rate_mbit"] * 1e6)
         assert row["prefill_s"] > 0.9 * least_s
     assert "sends a burst of up to 0.2 ms at its rate" in found["sp"]["note"]
 

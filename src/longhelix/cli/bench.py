@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from longhelix.cli.help import HELP_FLAGS
-from longhelix.cli.options import BenchFlags, given
+from longhelix.cli.options import BenchFlags, HostFlags, given
 from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
 from longhelix.spec.layout import Layout
@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # these modules import torch, so commands import them only wh
     from longhelix.compute.runner.config import EngineConfig
     from longhelix.measure.bench.report import BenchReport
     from longhelix.measure.bench.suite import Suite
+    from longhelix.measure.hosts import MeasuringHosts
 
 app = App(name="bench", help_flags=HELP_FLAGS)
 
@@ -56,6 +57,25 @@ def check_out(out: Path, kind: str, example: str) -> None:
         raise UserError(f"{out if out.exists() else out.parent} is not writable: set --out to a file in another folder")
 
 
+def tell(line: str) -> None:
+    """Print a line about progress."""
+    print(line, file=sys.stderr)
+
+
+def meet_hosts(flags: HostFlags) -> "MeasuringHosts | None":
+    """Meet the hosts that run the same command. Returns None for a command on one host."""
+    from longhelix.measure.hosts import MeasuringHosts
+
+    own = {f"--{name.replace('_', '-')}" for name in vars(flags)}
+    words = sys.argv[1:]
+    common = [
+        word
+        for word, before in zip(words, ["", *words], strict=False)
+        if word.partition("=")[0] not in own and before not in own
+    ]
+    return MeasuringHosts.of(given(flags), common, tell)
+
+
 def show(report: "BenchReport") -> None:
     """Print the tables of a report."""
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
@@ -88,18 +108,26 @@ class OutputOptions:
     json: Flag = False
     "Print one JSON object instead of tables."
 
-    def start(self, peers: Path | None) -> "Suite":
-        """Create a suite with the peers in a folder. Raises UserError if --out is invalid, before any measurement."""
+    def start(self, peers: Path | None, hosts: HostFlags | None = None) -> "Suite":
+        """Create a suite with the peers in a folder, and meet the other hosts.
+
+        Raises:
+            UserError: --out is invalid, or the hosts do not fit together.
+        """
         if self.out is not None:
             check_out(self.out, "Markdown", "report.md")
         from longhelix.measure.bench.suite import Suite
 
         date = datetime.now().astimezone().isoformat(timespec="seconds")
-        return Suite(date, peers, lambda line: print(line, file=sys.stderr))
+        met = None if hosts is None else meet_hosts(hosts)
+        return Suite(date, None if met else peers, tell, met)
 
     def finish(self, suite: "Suite") -> None:
-        """Write and print the results of the suite."""
+        """Write and print the results of the suite, on the first host."""
         report = suite.finish()
+        if suite.node_rank:
+            tell("host 0 has the results")
+            return
         if self.out is not None:
             report.write(self.out)
         if self.json:
@@ -169,6 +197,7 @@ def decode(
     repeats: int = 21,
     model: BenchModelOptions = BenchModelOptions(),
     engine: BenchFlags = BenchFlags(),  # noqa: B008 - frozen
+    hosts: HostFlags = HostFlags(),  # noqa: B008 - frozen
     peers: PeerOptions = PeerOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -181,7 +210,7 @@ def decode(
     repeats
         Measured steps, after a warm-up.
     """
-    suite = output.start(peers.directory)
+    suite = output.start(peers.directory, hosts)
     suite.decode([model.config(contexts, **given(engine))], contexts, repeats)
     output.finish(suite)
 
@@ -194,6 +223,7 @@ def prefill(
     repeats: int = 3,
     model: BenchModelOptions = BenchModelOptions(),
     engine: BenchFlags = BenchFlags(),  # noqa: B008 - frozen
+    hosts: HostFlags = HostFlags(),  # noqa: B008 - frozen
     peers: PeerOptions = PeerOptions(),
     output: OutputOptions = OutputOptions(),
 ) -> None:
@@ -208,7 +238,7 @@ def prefill(
     repeats
         Measured prefills, after a warm-up.
     """
-    suite = output.start(peers.directory)
+    suite = output.start(peers.directory, hosts)
     suite.prefill([model.config(prompts, chunk_tokens=chunk_tokens, **given(engine))], prompts, repeats)
     output.finish(suite)
 
@@ -220,10 +250,17 @@ def layouts(
     ranks: int = 2,
     requests: Numbers = (8, 1),
     contexts: Sizes = (1024, 32768),
+    rates_mbit: Annotated[tuple[float, ...], _many, Parameter(show_default=False)] = (),
     repeats: int = 21,
+    hosts: HostFlags = HostFlags(),  # noqa: B008 - frozen
     output: OutputOptions = OutputOptions(),
 ) -> None:
     """Compare Helix, local placement, tensor parallelism and the tied layout on the same ranks, measured in turn.
+
+    With --nnodes, the ranks are on several hosts, each of which runs this command. With --rates-mbit, they are on two
+    hosts that are network namespaces of this machine, joined by a link that tc slows down. This needs root and the
+    programs ip and tc. In both cases, Helix with HOP-B and pipeline stages are measured too, and each time is compared
+    with its prediction. Before that, it takes three minutes to measure the hosts and the link.
 
     Parameters
     ----------
@@ -235,6 +272,8 @@ def layouts(
         Numbers of requests that decode together, one for each of --contexts.
     contexts
         Numbers of tokens per request.
+    rates_mbit
+        Rates of the link between two hosts in Mbit/s, per direction. [default: one host]
     repeats
         Measured steps, after a warm-up.
     """
@@ -242,8 +281,14 @@ def layouts(
         raise UserError(
             f"--requests has {len(requests)} numbers and --contexts has {len(contexts)}: give the same number of both"
         )
-    suite = output.start(peers=None)
-    suite.layouts(model, ranks, list(zip(requests, contexts, strict=True)), repeats)
+    suite = output.start(peers=None, hosts=hosts)
+    if rates_mbit and suite.node_rank is not None:
+        raise UserError("--rates-mbit makes hosts of this machine, but --nnodes is set: leave one of them out")
+    points = list(zip(requests, contexts, strict=True))
+    if rates_mbit or suite.node_rank is not None:
+        suite.host_layouts(model, ranks, points, rates_mbit, repeats)
+    else:
+        suite.layouts(model, ranks, points, repeats)
     output.finish(suite)
 
 

@@ -1,19 +1,27 @@
 """`longhelix calibrate`: measures this machine and writes the results as the system `local`."""
 
 import json as json_module
-import sys
 from datetime import datetime
 from pathlib import Path
 
-from longhelix.cli.bench import check_out, show
+from longhelix.cli.bench import check_out, meet_hosts, show, tell
+from longhelix.cli.options import HostFlags
 from longhelix.cli.values import Flag
 from longhelix.errors import UserError
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import local_system_path, write_system
 
 
-def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = False) -> None:
+def calibrate(
+    *,
+    out: Path | None = None,
+    short: Flag = False,
+    json: Flag = False,
+    hosts: HostFlags = HostFlags(),  # noqa: B008 - frozen
+) -> None:
     """Measure this machine and write the system that `--system local` reads. Takes two minutes on an idle machine.
+
+    With --nnodes, each host measures itself, and then all measure the links between them. Each host writes its system.
 
     Parameters
     ----------
@@ -30,10 +38,12 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
             "this user has no home folder to write the system `local` to: set XDG_DATA_HOME, or give --out FILE.toml"
         )
     check_out(path, "TOML", "machine.toml")
-    from longhelix.measure import progress
+    from longhelix.measure import host_link, progress
+    from longhelix.measure.bench import host_layouts
     from longhelix.measure.bench.environment import environment
     from longhelix.measure.bench.predictions import sections
     from longhelix.measure.bench.report import BenchReport
+    from longhelix.measure.bench.section import Section
     from longhelix.measure.calibrate.measurements import FULL, SHORT, Measurements
     from longhelix.measure.calibrate.system import local_system
     from longhelix.measure.memory import check_native
@@ -42,10 +52,16 @@ def calibrate(*, out: Path | None = None, short: Flag = False, json: Flag = Fals
     conditions = environment(datetime.now().astimezone().isoformat(timespec="seconds"))
     scope = SHORT if short else FULL
     config = scope.config(Layout(), "bfloat16")
-    measured = Measurements.take(scope, [config], progress.by_name(lambda line: print(line, file=sys.stderr)))
+    met = meet_hosts(hosts)
+    on_point = progress.by_name(tell)
+    measured = Measurements.take(scope, [config], on_point, met)
     system = local_system(measured, config, scope)
+    links: list[Section] = []
+    if met is not None:
+        rows, (system,) = host_link.measure(system, met.places(met.nnodes), (None,), on_point("links"), met)
+        links.append(host_layouts.link_section(rows))
     write_system(system, path)
-    report = BenchReport(conditions, sections(system, measured, [config], scope))
+    report = BenchReport(conditions, [*sections(system, measured, [config], scope), *links])
     if json:
         print(json_module.dumps({"path": str(path)} | json_module.loads(report.as_json())))
         return

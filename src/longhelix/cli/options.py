@@ -100,6 +100,15 @@ _OBJECTS = {
 GenerationConfig = Literal["auto", "none"]
 _GUIDES = ("json_object", "json_schema", "regex", "grammar", "choice")
 _MEASURED = ("weight_dtype", "activation_dtype", "kv_dtype", "attention_dtype", "execution")
+_HOSTS = (
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "interface",
+    "cluster_secret_file",
+    "allow_without_secret",
+)
 _SIMULATED = (
     "max_running",
     "block_tokens",
@@ -116,6 +125,7 @@ ContextsFlags = _flags(
     "ContextsFlags", (setting for setting in fields(EngineOptions) if setting.name == "contexts_dir")
 )
 BenchFlags = _flags("BenchFlags", (setting for setting in fields(EngineOptions) if setting.name in _MEASURED))
+HostFlags = _flags("HostFlags", (setting for setting in fields(EngineOptions) if setting.name in _HOSTS))
 SimulateFlags = _flags("SimulateFlags", (setting for setting in fields(EngineOptions) if setting.name in _SIMULATED))
 
 

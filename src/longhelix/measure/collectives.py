@@ -1,7 +1,7 @@
 """Measures collectives between ranks on this host, over shared memory and over gloo."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -44,19 +44,25 @@ class CollectivesJob(msgspec.Struct, frozen=True):
         whole = torch.zeros(num_bytes // DTYPE.itemsize, dtype=DTYPE)
         shard = torch.zeros(len(whole) // self.ranks, dtype=DTYPE)
         calls = {backend: COLLECTIVES[name](group, whole, shard) for backend, group in groups.items()}
-        samples_s: dict[str, list[float]] = {backend: [] for backend in calls}
-        barrier = groups[shared_memory.NAME].barrier
-        for _ in range(self.repeats):
-            for backend, call in calls.items():
-                for number in range(BURST_CALLS):
-                    barrier()
-                    start = time.perf_counter()
-                    call().wait()
-                    if number >= SETTLING_CALLS:
-                        samples_s[backend].append(time.perf_counter() - start)
-        timings = {backend: Timing.of(samples) for backend, samples in samples_s.items()}
+        timings = bursts(calls, groups[shared_memory.NAME].barrier, self.repeats)
         gloo_s, shm = timings["gloo"].median_s, timings[shared_memory.NAME]
         return {**timings["gloo"].row("gloo_s"), **shm.row("shm_s"), "speedup": gloo_s / shm.median_s}
+
+
+def bursts(
+    calls: Mapping[str, Callable[[], dist.Work]], barrier: Callable[[], object], repeats: int
+) -> dict[str, Timing]:
+    """Time collectives in turn, in bursts of BURST_CALLS calls, of which each starts after a barrier."""
+    samples_s: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            for number in range(BURST_CALLS):
+                barrier()
+                start = time.perf_counter()
+                call().wait()
+                if number >= SETTLING_CALLS:
+                    samples_s[name].append(time.perf_counter() - start)
+    return {name: Timing.of(samples) for name, samples in samples_s.items()}
 
 
 def _all_reduce(group, whole, shard) -> Callable:

@@ -8,6 +8,7 @@ import msgspec
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.measure import memory
 from longhelix.measure.clock import Clock
+from longhelix.measure.hosts import MeasuringHosts
 from longhelix.measure.model import LongRequests, RankModel
 from longhelix.measure.timing import forget_peak, interleave, resident_bytes, seconds
 from longhelix.measure.world import Row, collect
@@ -50,11 +51,13 @@ class DecodeJob(msgspec.Struct, frozen=True):
         }
 
 
-def measure(jobs: Sequence[DecodeJob], on_point: Callable[[Row], None]) -> list[Row]:
+def measure(
+    jobs: Sequence[DecodeJob], on_point: Callable[[Row], None], hosts: MeasuringHosts | None = None
+) -> list[Row]:
     """Run each job in new rank processes. Returns a row for each context of each job."""
     rows = []
     for job in jobs:
-        points = collect(job, job.config.layout.world_size, on_point)
+        points = collect(job, job.config.layout.world_size, on_point, hosts=hosts)
         rows += [conditions(job.config) | combine(ranks) for ranks in points]
     return rows
 

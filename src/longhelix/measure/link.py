@@ -1,6 +1,6 @@
-"""Creates a network link with a limited rate between two ranks.
+"""Creates a network link with a limited rate between two groups of ranks, which are then like two hosts.
 
-Each rank has its own network namespace. A pair of virtual devices joins the namespaces, and `tc` limits the rate.
+Each group has its own network namespace. A pair of virtual devices joins the namespaces, and `tc` limits the rate.
 
 The link needs Linux, root, and the programs ip and tc (package iproute2). The namespaces have no names. The kernel
 therefore removes the namespaces and the link when the ranks exit, even if the ranks crash.
@@ -16,9 +16,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from longhelix.errors import UserError
+from longhelix.spec.hosts import Hosts
 from longhelix.values import real
 
 RANKS = (0, 1)
+_ONE_EACH = Hosts.in_order([1, 1])
 LEAST_MBIT, MOST_MBIT = 0.001, 1e6
 # Maximum duration of a burst after a pause. Shorter bursts would need faster timers at high rates. TCP must send pieces
 # that are smaller than a burst, because tbf splits larger pieces into packets, and splitting takes longer than sending.
@@ -32,7 +34,7 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class RankLink:
-    """This rank's end of a link."""
+    """The end of a link at this rank's host."""
 
     device: str  # name of the network device in the namespace of this process
 
@@ -65,6 +67,11 @@ def checked_rate_mbit(rate_mbit: float) -> float:
     return round(real("rates_mbit", rate_mbit, lambda number: LEAST_MBIT <= number <= MOST_MBIT, allowed), 6)
 
 
+def link_label(rate_mbit: float | None) -> str:
+    """Label of a link in tables. Two rates have different labels if tc distinguishes them."""
+    return "loopback" if rate_mbit is None else f"{rate_mbit:,.15g} Mbit/s"
+
+
 def burst_bytes(rate_mbit: float) -> int:
     """Size of a burst after a pause: the bytes that a link of this rate sends in BURST_S, but at least 4 KB."""
     return max(round(rate_mbit * 1e6 / 8 * BURST_S), _LEAST_BURST_BYTES)
@@ -85,40 +92,61 @@ def missing() -> str | None:
     return None if done.returncode == 0 else f"this kernel or user cannot create links ({done.stderr.strip()})"
 
 
-def join(rank: int, directory: Path) -> RankLink:
-    """Leave the host's network, and connect to the other rank through a link without a rate limit.
+def join(rank: int, directory: Path, hosts: Hosts = _ONE_EACH) -> RankLink:
+    """Leave the machine's network, and connect to the ranks of the other host through a link without a rate limit.
 
-    Both ranks in RANKS must call this function before they open other connections. Threads that already exist stay in
-    the network of the host.
+    All ranks must call this function before they open other connections. Threads that already exist stay in the network
+    of the machine.
 
     Args:
-        rank: this rank, one of RANKS.
-        directory: a directory that both ranks can access.
+        rank: this rank.
+        directory: a directory that all ranks can access.
+        hosts: the ranks of the two hosts that the link joins.
 
     Raises:
         UserError: the system refuses to create the namespace or the link.
     """
+    node = hosts.node_of(rank)
+    first = hosts.ranks[node][0]
+    store = dist.FileStore(str(directory / "link"), hosts.world_size)
+    if rank != first:
+        store.wait([f"up{node}"])
+        _enter_network(int(store.get(str(node))))
+        return RankLink(_DEVICE)
     try:
         _leave_network()
     except OSError as error:
         raise UserError(f"this process cannot create a network namespace ({error.strerror}): run as root") from error
-    store = dist.FileStore(str(directory / "link"), len(RANKS))
-    store.set(str(rank), str(os.getpid()))
-    if rank == 0:
+    store.set(str(node), str(os.getpid()))
+    if node == 0:
         other = store.get("1").decode()
         _command(f"ip link add {_DEVICE} type veth peer name {_DEVICE} netns {other}")
         store.set("made", "")
     store.wait(["made"])
-    _command(f"ip address add 10.213.0.{rank + 1}/24 dev {_DEVICE}")
+    _command(f"ip address add 10.213.0.{node + 1}/24 dev {_DEVICE}")
     for device in ("lo", _DEVICE):
         _command(f"ip link set {device} up")
+    store.set(f"up{node}", "")
     return RankLink(_DEVICE)
 
 
 def _leave_network() -> None:
     """Move this thread and all threads that it starts to a new network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_CLONE_NEWNET):
+    _checked(_libc().unshare(_CLONE_NEWNET))
+
+
+def _enter_network(process: int) -> None:
+    """Move this thread and all threads that it starts to the network namespace of a process."""
+    with open(f"/proc/{process}/ns/net") as namespace:
+        _checked(_libc().setns(namespace.fileno(), _CLONE_NEWNET))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(status: int) -> None:
+    if status:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 

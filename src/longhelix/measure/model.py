@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Self
 
 import torch
+import torch.distributed as dist
 
 from longhelix.compute.cache.pool import KVPool
 from longhelix.compute.kernels import KVFormat, KVLayer, write_kv
@@ -13,6 +14,7 @@ from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.rank import join, load_model, new_pool, new_runner
 from longhelix.compute.runner.runner import ModelRunner
+from longhelix.measure.hosts import meet
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import Placement
 from longhelix.scheduler.request import SamplingParams
@@ -32,7 +34,9 @@ class RankModel:
 
     @classmethod
     def join(cls, config: EngineConfig, rank: int, directory: Path) -> Self:
-        """Connect to the other ranks through a shared directory, and load this rank's shard."""
+        """Connect to the other ranks, and load this rank's shard."""
+        if len(config.hosts.ranks) > 1 and not dist.is_initialized():
+            meet(config.layout.world_size, rank, directory)
         return cls(config, join(config, rank, directory))
 
     @property
@@ -77,11 +81,16 @@ class RankModel:
 
 
 class LongRequests:
-    """Requests of `contexts` tokens in the decode phase, with random keys and values."""
+    """Requests of `contexts` tokens in the decode phase, with random keys and values.
+
+    With pipeline stages, the requests run in as many micro-batches.
+    """
 
     def __init__(self, model: RankModel, *contexts: int) -> None:
         self.runner = model.runner(*contexts)
         fill(self.runner.pool)
+        microbatches = min(model.config.layout.pp, len(contexts))
+        self._batches = [range(first, len(contexts), microbatches) for first in range(microbatches)]
         self._before = [(context - 1, model.local_length(context - 1, index)) for index, context in enumerate(contexts)]
         new = tuple(
             NewSequence(
@@ -94,20 +103,39 @@ class LongRequests:
             )
             for index, context in enumerate(contexts)
         )
-        self.runner.admit(Step(0, new, joining=tuple(range(len(contexts)))))
+        self.runner.admit(Step(0, new))
+        for number, batch in enumerate(self._batches):
+            self.runner.admit(Step(0, joining=tuple(batch), microbatch=number))
         for index, blocks in enumerate(model.blocks(*contexts)):
             self.runner.sequences[index].add_blocks(blocks, model.kvp_rank)
-        self._step = Step(0, most_tokens=max(contexts))
+        self._works = [Work.decode(len(batch), max(contexts)) for batch in self._batches]
+        self._most_tokens = max(contexts)
 
-    def step(self) -> None:
-        """Run one decode step of all requests.
+    def step(self, parts: int = 1) -> None:
+        """Run one decode step of all requests. Stages may still be busy with it afterwards, until `settle`.
 
         The method first undoes the previous step, so that every call runs the same step.
+
+        Args:
+            parts: number of parts in which the requests attend (HOP-B).
         """
-        for index, (length, local_length) in enumerate(self._before):
-            seq = self.runner.sequences[index]
-            seq.length, seq.local_length, seq.last_token = length, local_length, 1
-        self.runner.execute(self._step)
+        steps = [
+            Step(0, microbatch=number, most_tokens=self._most_tokens, work=work._replace(parts=parts))
+            for number, work in enumerate(self._works)
+        ]
+        for step in steps:
+            self.runner.expect(step)
+        for batch, step in zip(self._batches, steps, strict=True):
+            for index in batch:
+                seq = self.runner.sequences[index]
+                seq.length, seq.local_length = self._before[index]
+                if seq.awaited is None:
+                    seq.last_token = 1
+            self.runner.execute(step)
+
+    def settle(self) -> None:
+        """Wait until all tokens of the last step are known."""
+        self.runner.settle()
 
 
 def fill(pool: KVPool) -> None:

@@ -11,6 +11,7 @@ from longhelix.measure import memory
 from longhelix.measure.clock import Clock
 from longhelix.measure.decode import conditions
 from longhelix.measure.formulas import prefill_flops
+from longhelix.measure.hosts import MeasuringHosts
 from longhelix.measure.model import RankModel, prefill_steps
 from longhelix.measure.timing import interleave, seconds
 from longhelix.measure.world import Row, collect
@@ -51,11 +52,13 @@ class PrefillJob(msgspec.Struct, frozen=True):
         }
 
 
-def measure(jobs: Sequence[PrefillJob], on_point: Callable[[Row], None]) -> list[Row]:
+def measure(
+    jobs: Sequence[PrefillJob], on_point: Callable[[Row], None], hosts: MeasuringHosts | None = None
+) -> list[Row]:
     """Run each job in new rank processes. Returns a row for each prompt of each job."""
     rows = []
     for job in jobs:
-        points = collect(job, job.config.layout.world_size, on_point)
+        points = collect(job, job.config.layout.world_size, on_point, hosts=hosts)
         rows += [conditions(job.config) | combine(ranks, job.config) for ranks in points]
     return rows
 

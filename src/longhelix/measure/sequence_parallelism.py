@@ -17,7 +17,7 @@ from longhelix.compute.runner.runner import ModelRunner
 from longhelix.errors import UserError
 from longhelix.measure.configuration import configure
 from longhelix.measure.formulas import prefill_sent_bytes
-from longhelix.measure.link import LOOPBACK, RANKS, RankLink, burst_bytes, join
+from longhelix.measure.link import LOOPBACK, RANKS, RankLink, burst_bytes, join, link_label
 from longhelix.measure.model import RankModel, prefill_steps
 from longhelix.measure.timing import interleave
 from longhelix.measure.world import Row, collect
@@ -112,11 +112,6 @@ class TimedPrefill:
         self._prompts += 1
         dist.barrier()
         self.sent_bytes = self._link.sent_bytes() - before
-
-
-def link_label(rate_mbit: float | None) -> str:
-    """Label of a link in tables. Two rates have different labels if tc distinguishes them."""
-    return "loopback" if rate_mbit is None else f"{rate_mbit:,.15g} Mbit/s"
 
 
 def pairs(

@@ -1,8 +1,12 @@
-"""Runs one measurement: starts rank processes with a job, collects their rows, and ends the processes."""
+"""Runs one measurement: starts rank processes with a job, collects their rows, and ends the processes.
+
+With several hosts, each of them runs the measurement and starts its own ranks. Host 0 collects the rows of all ranks.
+"""
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +15,7 @@ import msgspec
 from longhelix.engine.workers.ranks import Ranks
 from longhelix.engine.workers.transport import Failed
 from longhelix.errors import EngineError, UserError
+from longhelix.measure.hosts import MeasuringHosts
 
 # Time limit for one point. Filling the KV of millions of tokens alone takes a minute.
 POINT_TIMEOUT_S = 900.0
@@ -26,27 +31,42 @@ class RankJob(Protocol):
 
         Args:
             rank: this rank.
-            directory: directory that all ranks share.
+            directory: directory that all ranks of this host share.
         """
 
 
 class World(Ranks):
-    """Rank processes (`longhelix.measure.rank`) that run the same job. Use a world in a `with` statement."""
+    """Rank processes (`longhelix.measure.rank`) that run the same job. Use a world in a `with` statement.
 
-    def __init__(self, job: RankJob, size: int, timeout_s: float = POINT_TIMEOUT_S) -> None:
+    A world of one rank runs on each host by itself.
+    """
+
+    def __init__(
+        self, job: RankJob, size: int, timeout_s: float = POINT_TIMEOUT_S, hosts: MeasuringHosts | None = None
+    ) -> None:
         super().__init__()
-        self._timeout_s = timeout_s
+        self._timeout_s, self._hosts = timeout_s, hosts
+        own: Sequence[int] = range(size)
+        self._remote: Sequence[int] = ()  # ranks on other hosts whose rows this host collects
         try:
+            if hosts is not None and size > 1:
+                own = hosts.places(size).ranks[hosts.node_rank]
+                self._remote = range(len(own), size) if hosts.node_rank == 0 else ()
+            if hosts is not None:
+                hosts.begin_world(self.directory, is_shared=size > 1)
             (self.directory / "job.json").write_bytes(msgspec.json.encode(job))
             place = f"{type(job).__module__}:{type(job).__name__}"
-            self.start("longhelix.measure.rank", range(size), place, stdout=subprocess.PIPE)
+            self.start("longhelix.measure.rank", own, place, stdout=subprocess.PIPE)
         except BaseException:
             self.close()
             raise
 
     def points(self) -> Iterator[list[Row]]:
-        """Yield the rows of all ranks for each point, in rank order. Raises UserError or EngineError on failure."""
-        while True:
+        """Yield the rows of all ranks for each point, in rank order. Raises UserError or EngineError on failure.
+
+        Hosts other than the first yield the rows of their own ranks.
+        """
+        for point in count():
             with self.watched(self._timeout_s) as watch:
                 lines = [process.stdout.readline() for process in self.processes.values()]
                 ended = not all(lines)
@@ -58,7 +78,9 @@ class World(Ranks):
             if ended:
                 self.check_statuses()
                 return
-            yield rows
+            remote = [self._hosts.row(rank, point) for rank in self._remote if self._hosts is not None]
+            self._check_failures(remote, None)
+            yield rows + remote
 
     def _check_failures(self, rows: list[Row], watched: EngineError | None) -> None:
         """Raise the error that caused the failure of the ranks, if any rank failed.
@@ -79,18 +101,23 @@ class World(Ranks):
 
 
 def collect(
-    job: RankJob, size: int, on_point: Callable[[Row], None], timeout_s: float = POINT_TIMEOUT_S
+    job: RankJob,
+    size: int,
+    on_point: Callable[[Row], None],
+    timeout_s: float = POINT_TIMEOUT_S,
+    hosts: MeasuringHosts | None = None,
 ) -> list[list[Row]]:
     """Run a job on `size` ranks and collect the rows of all points.
 
     Args:
         job: job that every rank runs.
         size: number of ranks.
-        on_point: called with each row of rank 0 as soon as it is measured.
+        on_point: called with each row of the first rank of this host as soon as it is measured.
         timeout_s: time limit for one point, in seconds.
+        hosts: the hosts that run the ranks. None for this host alone.
     """
     points = []
-    with World(job, size, timeout_s) as world:
+    with World(job, size, timeout_s, hosts) as world:
         for rows in world.points():
             on_point(rows[0])
             points.append(rows)

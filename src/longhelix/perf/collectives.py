@@ -3,6 +3,9 @@
 Alpha-beta costs: a fixed cost, a latency for each round, bytes over bandwidth. A group is `size` ranks, `stride` apart;
 ranks count TPA fastest, then KVP, then stages, so a domain holds consecutive ranks. In a domain the cheapest of the
 known ways is taken; between domains rings, each rank with its own link.
+
+Where ranks are processes that share their host, a domain is a host. Its ranks share one link, and one of them exchanges
+whole tensors with the other hosts, as compute/parallel/across_hosts.py does.
 """
 
 from dataclasses import dataclass
@@ -57,20 +60,27 @@ def all_reduce(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
     if system.in_switch_reduction:
         in_switch = np.where(inside > 1, 1 + 1 / inside, 0.0) * size_bytes
         best = best.or_cheaper(_inside(system, inside, 2.0, in_switch))
+    if system.shared:
+        return best + _outside(system, outside, 1.0, (outside - 1) * size_bytes)
     return best + _outside(system, outside, 2 * (outside - 1), 2 * (outside - 1) / outside * size_bytes / inside)
 
 
 def all_gather(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
     """Every rank gets all `size_bytes`, of which each held its share. A reduce-scatter costs the same, backwards."""
     inside, outside = _levels(system, groups)
-    across = _outside(system, outside, outside - 1, (outside - 1) / outside * size_bytes / inside)
+    across_bytes = (outside - 1) / outside * size_bytes
+    if system.shared:
+        across = _outside(system, outside, 1.0, across_bytes)
+    else:
+        across = _outside(system, outside, outside - 1, across_bytes / inside)
     return _inside(system, inside, 1.0, (inside - 1) / inside * size_bytes) + across
 
 
 def all_to_all(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
     """Every rank sends another share of its `size_bytes` to each rank."""
     inside, outside = _levels(system, groups)
-    across = _outside(system, outside, np.minimum(outside - 1, 1.0), (outside - 1) / outside * size_bytes)
+    senders = inside if system.shared else 1.0
+    across = _outside(system, outside, 1.0, senders * (outside - 1) / outside * size_bytes)
     return _inside(system, inside, 1.0, (inside - 1) / groups.size * size_bytes) + across
 
 
@@ -79,6 +89,8 @@ def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
     inside = stride < system.scale_up.ranks
     latency_s = np.where(inside, system.scale_up.latency_s, system.scale_out.latency_s)
     bytes_per_s = np.where(inside, system.scale_up.bytes_per_s, system.scale_out.bytes_per_s)
+    if system.shared:  # the ranks of a host send at the same time
+        bytes_per_s = bytes_per_s / np.where(inside, 1.0, np.minimum(stride, system.scale_up.ranks))
     fixed_s = system.collective_s + latency_s
     return Sent(fixed_s + size_bytes / bytes_per_s, size_bytes + np.zeros_like(stride), fixed_s)
 
@@ -104,7 +116,7 @@ def _waits(system: HardwareSpec, ranks: Array) -> float | Array:
     return (ranks - 1) * np.maximum(ranks / system.cores, 1.0)
 
 
-def _outside(system: HardwareSpec, domains: Array, rounds: Array, size_bytes: Array) -> Sent:
+def _outside(system: HardwareSpec, domains: Array, rounds: float | Array, size_bytes: Array) -> Sent:
     link = system.scale_out
     return _sent(domains > 1, system.collective_s + link.latency_s * rounds, size_bytes, link.bytes_per_s)
 

@@ -16,6 +16,7 @@ from longhelix.spec.layout import Layout
 
 REQUEST_CONSTANTS = ("memory_efficiency", "compute_efficiency", "attention_efficiency")
 COLLECTIVE_CONSTANTS = ("collective_s", "scale_up.latency_s", "scale_up.bytes_per_s")
+LINK_CONSTANTS = ("scale_out.latency_s", "scale_out.bytes_per_s")
 
 _COSTS = {
     "all-reduce": collectives.all_reduce,
@@ -103,6 +104,17 @@ def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]
         lambda tried: collective_seconds(tried, measured),
         np.array([each.seconds for each in measured]),
         f"fitted: {len(measured)} collectives",
+    )
+
+
+def fit_link(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> HardwareSpec:
+    """The system with the link between its hosts, of which each runs `scale_up.ranks` of the measured ranks."""
+    return fit(
+        system,
+        LINK_CONSTANTS,
+        lambda tried: collective_seconds(tried, measured),
+        np.array([each.seconds for each in measured]),
+        f"fitted: {len(measured)} collectives between hosts",
     )
 
 

@@ -34,7 +34,7 @@ class HardwareSpec:
     what a part's attention costs beside its kernels, to be cut, packed, started and merged: of its fixed cost as well.
     swap_bytes_per_s: to and from where swapped KV is kept, the host's memory or a disk. shared: ranks are processes of
     one machine, so each of N has 1/N of its bandwidth and arithmetic; cores: of that machine, and where there are more
-    ranks, these take turns.
+    ranks, these take turns. Of several such machines, see `of_machines`; a scale_up domain is one of them.
     sources: where each number comes from, by dotted name ("scale_up.latency_s").
     """
 
@@ -118,6 +118,17 @@ class HardwareSpec:
         """The same system with other values, by dotted name, that all come from `source`."""
         sources = {**self.sources, **dict.fromkeys(values, source)}
         return self._of(self.name, {**self.constants, **values}, sources)
+
+    def of_machines(self, count: float) -> "HardwareSpec":
+        """The system of ranks that share `count` such machines: so many times the rates, the memory and the cores."""
+        scaled = (
+            "memory_bytes_per_s",
+            "memory_bytes",
+            "reserve_bytes",
+            *(f"flops_per_s.{dtype}" for dtype in self.flops_per_s),
+        )
+        values = {name: count * self._value(name) for name in scaled}
+        return self.replaced({**values, "cores": max(round(count * self.cores), 1)}, f"{count:g} machines")
 
     def _value(self, key: str) -> Any:
         table, _, name = key.rpartition(".")

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from longhelix.perf import fit
-from longhelix.perf.fit import COLLECTIVE_CONSTANTS, REQUEST_CONSTANTS, MeasuredCollective, MeasuredRequest
+from longhelix.perf.fit import (
+    COLLECTIVE_CONSTANTS,
+    LINK_CONSTANTS,
+    REQUEST_CONSTANTS,
+    MeasuredCollective,
+    MeasuredRequest,
+)
 from longhelix.perf.setting import Setting
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
@@ -73,6 +79,20 @@ def test_runs_give_back_the_fractions_that_they_were_made_with():
 def test_calls_give_back_the_costs_that_they_were_made_with():
     collectives = timed(COLLECTIVES, fit.collective_seconds(TRUTH, COLLECTIVES))
     assert distance(fit.fit_collectives(guessed(COLLECTIVE_CONSTANTS), collectives), COLLECTIVE_CONSTANTS) < 1e-3
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_calls_between_hosts_give_back_the_link_that_they_were_made_with(ranks_per_host):
+    truth = TRUTH.replaced(
+        {"scale_up.ranks": ranks_per_host, "scale_out.latency_s": 2e-4, "scale_out.bytes_per_s": 1e8}, "made up"
+    )
+    between = [each for each in COLLECTIVES if each.ranks == 2 * ranks_per_host]
+    measured = timed(between, fit.collective_seconds(truth, between))
+    found = fit.fit_link(truth.replaced(dict.fromkeys(LINK_CONSTANTS, 1.0), "guess"), measured)
+    for name in LINK_CONSTANTS:
+        assert found.constants[name] == pytest.approx(truth.constants[name], rel=2e-3), name
+    assert found.sources["scale_out.latency_s"] == "fitted: 12 collectives between hosts"
+    assert found.scale_up == truth.scale_up
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])

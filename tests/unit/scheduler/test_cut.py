@@ -14,6 +14,7 @@ from longhelix.perf.step import step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.work import PART_ROWS, Work
+from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
 
@@ -65,6 +66,15 @@ def test_the_choice_is_the_cost_models():
     assert min(seconds, key=seconds.get) == chosen
     planned = step_seconds(setting, Layouts.of([Layout(kvp=2)], hop_b=True), LONG_DECODES)[0]
     assert seconds[chosen] == planned
+
+
+@pytest.mark.parametrize(("mapping", "machines", "inside"), [("0;1", 2, 1), ("0-1;2-3", 2, 2), ("0-2;3", 4 / 3, 1)])
+def test_ranks_of_several_hosts_have_the_machines_of_all_and_wait_for_the_fullest(mapping, machines, inside):
+    hosts = Hosts.parse(mapping)
+    config = replace(BUILTIN, layout=Layout(kvp=hosts.world_size), hosts=hosts, system=SLOW_LINK)
+    system = SLOW_LINK.of_machines(machines).replaced({"scale_up.ranks": inside, "part_fixed_share": 1.0}, "test")
+    expected = StepCost(Setting(config.spec, system, "bfloat16", "bfloat16"), config.layout)
+    assert step_cost(config, overlaps=True).seconds(LONG_DECODES) == expected.seconds(LONG_DECODES)
 
 
 def test_a_chunk_that_would_make_its_keys_again_in_every_part_stays_whole():

@@ -180,6 +180,15 @@ def test_constants_are_replaced_by_name_and_keep_their_sources():
     assert changed_spec.replaced(spec.constants, "again") == spec
 
 
+def test_several_machines_have_the_rates_memory_and_cores_of_all():
+    spec = HardwareSpec.from_mapping("mine", SYSTEM).replaced({"cores": 3}, "test")
+    two = spec.of_machines(2)
+    assert (two.memory_bytes_per_s, two.usable_bytes) == (2 * spec.memory_bytes_per_s, 2 * spec.usable_bytes)
+    assert (two.cores, two.rate("float32")) == (6, 2 * spec.rate("float32"))
+    assert (two.scale_up, two.kernel_s, two.sources["cores"]) == (spec.scale_up, spec.kernel_s, "2 machines")
+    assert spec.of_machines(0.25).cores == 1
+
+
 def test_what_older_files_say_and_nothing_asks_for_is_passed_over():
     older = SYSTEM | {"cache_bytes": constant(40e6), "prefetch": constant(False)}
     assert HardwareSpec.from_mapping("mine", older) == HardwareSpec.from_mapping("mine", SYSTEM)

@@ -22,8 +22,10 @@ def _system(config: EngineConfig, overlaps: bool) -> HardwareSpec:
     """Return the specification of the engine's machine, with the links that its collectives use."""
     system = config.system.replaced({"part_fixed_share": 1.0}, "each part is a collective of its own")
     if config.device == "cpu" and len(config.hosts.ranks) > 1:
-        fewest = min(map(len, config.hosts.ranks))
-        system = system.replaced({"scale_up.ranks": fewest}, "ranks of one host")
+        counts = [len(ranks) for ranks in config.hosts.ranks]
+        # The other ranks wait for those of the host that runs the most.
+        system = system.of_machines(sum(counts) / max(counts))
+        system = system.replaced({"scale_up.ranks": min(counts)}, "ranks of one host")
     elif config.device == "cpu" and overlaps:  # these ranks communicate in the same way as ranks on different hosts
         system = system.replaced({"scale_up.ranks": 1}, "ranks that do not share memory")
     return system

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from longhelix.measure import decode
 from longhelix.measure.bench.section import Column, Plot, Section
+from longhelix.measure.hosts import MeasuringHosts
 from longhelix.measure.world import Row
 
 COLUMNS = (
@@ -37,9 +38,11 @@ NOTE = (
 )
 
 
-def section(jobs: Sequence[decode.DecodeJob], on_point: Callable[[Row], None]) -> Section:
+def section(
+    jobs: Sequence[decode.DecodeJob], on_point: Callable[[Row], None], hosts: MeasuringHosts | None = None
+) -> Section:
     """Run each job in new rank processes. Returns the table."""
     plot = Plot(("step_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="context")
     return Section(
-        name="decode", title="Decode", note=NOTE, columns=COLUMNS, rows=decode.measure(jobs, on_point), plot=plot
+        name="decode", title="Decode", note=NOTE, columns=COLUMNS, rows=decode.measure(jobs, on_point, hosts), plot=plot
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from longhelix.measure import prefill
 from longhelix.measure.bench.section import Column, Plot, Section
+from longhelix.measure.hosts import MeasuringHosts
 from longhelix.measure.world import Row
 
 COLUMNS = (
@@ -36,9 +37,16 @@ NOTE = (
 )
 
 
-def section(jobs: Sequence[prefill.PrefillJob], on_point: Callable[[Row], None]) -> Section:
+def section(
+    jobs: Sequence[prefill.PrefillJob], on_point: Callable[[Row], None], hosts: MeasuringHosts | None = None
+) -> Section:
     """Run each job in new rank processes. Returns the table."""
     plot = Plot(("tokens_per_s",), ("layout", "weight_dtype", "activation_dtype", "kv_dtype"), x="prompt")
     return Section(
-        name="prefill", title="Prefill", note=NOTE, columns=COLUMNS, rows=prefill.measure(jobs, on_point), plot=plot
+        name="prefill",
+        title="Prefill",
+        note=NOTE,
+        columns=COLUMNS,
+        rows=prefill.measure(jobs, on_point, hosts),
+        plot=plot,
     )

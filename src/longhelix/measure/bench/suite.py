@@ -1,16 +1,17 @@
 """Runs the benchmarks of longhelix and of peers, and collects their tables in one report."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longhelix.compute.machine import host
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.errors import UserError
-from longhelix.measure import link, progress
+from longhelix.measure import host_link, link, progress
 from longhelix.measure.bench import (
     collectives,
     decode,
+    host_layouts,
     kernels,
     layouts,
     planner,
@@ -25,10 +26,12 @@ from longhelix.measure.calibrate import measurements
 from longhelix.measure.calibrate.system import local_system
 from longhelix.measure.configuration import check_positive, check_threads, configure
 from longhelix.measure.decode import DecodeJob
+from longhelix.measure.hosts import MeasuringHosts
 from longhelix.measure.memory import check_native
 from longhelix.measure.prefill import PrefillJob
 from longhelix.measure.sequence_parallelism import Pair, SequenceParallelismJob
 from longhelix.spec import KV_DTYPES
+from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout
 
 
@@ -83,19 +86,28 @@ class Suite:
     These methods raise UserError if a value is out of range or if a case cannot be measured.
     """
 
-    def __init__(self, date: str, peers: Path | None, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, date: str, peers: Path | None, tell: Callable[[str], None], hosts: MeasuringHosts | None = None
+    ) -> None:
         """Check that the native kernels are installed, and start a report.
 
         Args:
             date: date and time for the report.
             peers: folder of the peers' virtual environments. With None, no peers are measured.
             tell: callback that receives one line of text for each measured point.
+            hosts: hosts that run the ranks. None for this host alone.
         """
         check_native()
+        self._hosts = hosts
         self._report = BenchReport(environment(date))
         self._peers = None if peers is None else Peers(peers)
         self._tell = tell
         self._on_point = progress.by_name(tell)
+
+    @property
+    def node_rank(self) -> int | None:
+        """Number of this host, if several hosts run the ranks."""
+        return None if self._hosts is None else self._hosts.node_rank
 
     def kernels(
         self,
@@ -134,8 +146,8 @@ class Suite:
     def decode(self, configs: Sequence[EngineConfig], contexts: Sequence[int], repeats: int) -> None:
         """Measure one decode step at each context, with each of `configs` and with each peer."""
         check_positive("repeats", repeats)
-        jobs = [DecodeJob(config, tuple(sorted(contexts)), repeats) for config in configs]
-        section = decode.section(jobs, self._on_point("decode"))
+        jobs = [DecodeJob(self._placed(config), tuple(sorted(contexts)), repeats) for config in configs]
+        section = decode.section(jobs, self._on_point("decode"), self._hosts)
         self._report.sections.append(section)
         if self._peers:
             self._report.sections += self._peers.models("decode", configs[0], sorted(contexts), section.rows)
@@ -143,24 +155,61 @@ class Suite:
     def prefill(self, configs: Sequence[EngineConfig], prompts: Sequence[int], repeats: int) -> None:
         """Measure the prefill of each prompt, with each of `configs` and with each peer."""
         check_positive("repeats", repeats)
-        jobs = [PrefillJob(config, tuple(sorted(prompts)), repeats) for config in configs]
-        section = prefill.section(jobs, self._on_point("prefill"))
+        jobs = [PrefillJob(self._placed(config), tuple(sorted(prompts)), repeats) for config in configs]
+        section = prefill.section(jobs, self._on_point("prefill"), self._hosts)
         self._report.sections.append(section)
         if self._peers:
             self._report.sections += self._peers.models("prefill", configs[0], sorted(prompts), section.rows)
 
     def layouts(self, model: str, ranks: int, points: Sequence[tuple[int, int]], repeats: int) -> None:
         """Measure decode and prefill of several requests. All strategies run in turn on `ranks` ranks."""
-        check_positive("ranks", ranks)
-        check_positive("repeats", repeats)
-        check_positive("a number of requests", *(requests for requests, _ in points))
-        longest = max(requests * context for requests, context in points)
-
-        def configured(layout: Layout) -> EngineConfig:
-            return configure(model, layout, (longest,), weight_dtype=None, kv_dtype=None)
-
-        job = layouts.LayoutsJob(layouts.strategies(ranks, configured), tuple(points), repeats)
+        configs = layouts.strategies(ranks, _configured(model, ranks, points, repeats))
+        job = layouts.LayoutsJob(configs, tuple(points), repeats)
         self._report.sections.append(layouts.section(job, self._on_point("layouts")))
+
+    def host_layouts(
+        self,
+        model: str,
+        ranks: int,
+        points: Sequence[tuple[int, int]],
+        rates_mbit: Sequence[float] | None,
+        repeats: int,
+    ) -> None:
+        """Measure decode of several requests on several hosts, and predict it.
+
+        Before that, measure the hosts and the links between them, to fit the constants of the predictions.
+
+        Args:
+            rates_mbit: rates of a link between two hosts, which are then network namespaces of this machine. None uses
+                the hosts of the suite.
+
+        Raises:
+            UserError: the ranks are not as many on each host, or this process cannot create a link.
+        """
+        nnodes = 2 if self._hosts is None else self._hosts.nnodes
+        if ranks % nnodes:
+            raise UserError(
+                f"--ranks is {ranks}, but there must be as many on each of {nnodes} hosts: set it to {nnodes}"
+            )
+        placed = self._placed
+        rates: tuple[float | None, ...] = (None,)
+        if self._hosts is None:
+            lacking = link.missing()
+            if lacking is not None:
+                raise UserError(f"--rates-mbit needs two hosts on this machine, but {lacking}")
+            rates = tuple(dict.fromkeys(map(link.checked_rate_mbit, rates_mbit or ())))
+            placed = _on_two_hosts
+        configured = _configured(model, ranks, points, repeats)
+        configs = host_layouts.strategies(ranks, lambda layout: placed(configured(layout)))
+        scope = measurements.FULL
+        single = scope.config(Layout(), "bfloat16")
+        measured = measurements.Measurements.take(scope, [single], self._on_point, self._hosts)
+        system = local_system(measured, single, scope).of_machines(1 if self._hosts is None else nnodes)
+        hosts = configs[host_layouts.HOP_B].hosts
+        links, systems = host_link.measure(system, hosts, rates, self._on_point("links"), self._hosts)
+        parts = host_layouts.chosen_parts(configs[host_layouts.HOP_B], systems, points)
+        job = host_layouts.HostLayoutsJob(configs, tuple(points), rates, parts, repeats)
+        self._report.sections += host_layouts.sections(job, links, systems, self._on_point("layouts"), self._hosts)
 
     def collectives(self, ranks: Sequence[int], sizes_bytes: Sequence[int], repeats: int) -> None:
         """Measure each collective at each size, with each number of ranks."""
@@ -233,8 +282,29 @@ class Suite:
         system = local_system(measured, configs[0], fitted)
         self._report.sections += predictions.sections(system, measured, [configs[0], configs[-1]], fitted)
 
+    def _placed(self, config: EngineConfig) -> EngineConfig:
+        """Place the ranks of a configuration on the hosts of the suite."""
+        return config if self._hosts is None else self._hosts.placed(config)
+
     def finish(self) -> BenchReport:
         """Return the report, including the remarks on peers."""
         if self._peers:
             self._report.remarks += dict.fromkeys(self._peers.remarks)
         return self._report
+
+
+def _on_two_hosts(config: EngineConfig) -> EngineConfig:
+    """Place the ranks of a configuration on two hosts that share this machine."""
+    hosts = Hosts.in_order([config.layout.world_size // 2] * 2)
+    return replace(config, hosts=hosts, threads_per_rank=config.threads_per_rank * 2)
+
+
+def _configured(
+    model: str, ranks: int, points: Sequence[tuple[int, int]], repeats: int
+) -> Callable[[Layout], EngineConfig]:
+    """Check the arguments of a comparison of layouts. Returns a function that configures a layout for its points."""
+    check_positive("ranks", ranks)
+    check_positive("repeats", repeats)
+    check_positive("a number of requests", *(requests for requests, _ in points))
+    longest = max(requests * context for requests, context in points)
+    return lambda layout: configure(model, layout, (longest,), weight_dtype=None, kv_dtype=None)

@@ -8,6 +8,7 @@ from longhelix.compute.runner.config import EngineConfig
 from longhelix.measure import collectives, decode, prefill
 from longhelix.measure.calibrate.machine import MachineJob, ProductsJob
 from longhelix.measure.configuration import configure
+from longhelix.measure.hosts import MeasuringHosts
 from longhelix.measure.world import Row, collect
 from longhelix.perf.fit import MeasuredRequest
 from longhelix.spec.layout import Layout
@@ -67,7 +68,11 @@ class Measurements:
 
     @classmethod
     def take(
-        cls, scope: CalibrationScope, configs: Sequence[EngineConfig], on_point: Callable[[str], Callable[[Row], None]]
+        cls,
+        scope: CalibrationScope,
+        configs: Sequence[EngineConfig],
+        on_point: Callable[[str], Callable[[Row], None]],
+        hosts: MeasuringHosts | None = None,
     ) -> Self:
         """Run all measurements.
 
@@ -75,13 +80,17 @@ class Measurements:
             scope: the points to measure, and the number of repeats.
             configs: engine configurations that run the requests.
             on_point: function that accepts the name of a measurement and returns a callback for its rows.
+            hosts: hosts that measure at the same time, each by itself.
         """
-        ((machine,),) = collect(MachineJob(scope.machine_repeats), 1, on_point("machine"))
-        products = [row for (row,) in collect(ProductsJob(scope.machine_repeats), 1, on_point("products"))]
+        ((machine,),) = collect(MachineJob(scope.machine_repeats), 1, on_point("machine"), hosts=hosts)
+        products = [row for (row,) in collect(ProductsJob(scope.machine_repeats), 1, on_point("products"), hosts=hosts)]
         calls = collectives.measure(RANKS, SIZES_BYTES, scope.collective_repeats, on_point("collectives"))
         # Decode and prefill run one right after the other, because memory bandwidth may change from minute to minute.
-        steps = _steps(scope, configs, on_point("decode"))
-        return cls(machine, products, calls, steps + _prefills(scope, configs, on_point("prefill")))
+        jobs = [decode.DecodeJob(config, scope.contexts, scope.decode_repeats) for config in configs]
+        steps = _steps(decode.measure(jobs, on_point("decode"), hosts))
+        jobs = [prefill.PrefillJob(config, scope.prompts, scope.prefill_repeats) for config in configs]
+        prefills = _prefills(prefill.measure(jobs, on_point("prefill"), hosts))
+        return cls(machine, products, calls, steps + prefills)
 
 
 def measured_request(row: Row) -> MeasuredRequest:
@@ -90,17 +99,12 @@ def measured_request(row: Row) -> MeasuredRequest:
     return MeasuredRequest(Layout(kvp=kvp, tpa=tpa), row["tokens"], row["chunk"], row["seconds"])
 
 
-def _steps(scope: CalibrationScope, configs: Sequence[EngineConfig], on_point: Callable[[Row], None]) -> list[Row]:
-    jobs = [decode.DecodeJob(config, scope.contexts, scope.decode_repeats) for config in configs]
-    return [
-        row | {"work": "decode", "tokens": row["context"], "chunk": None, "seconds": row["step_s"]}
-        for row in decode.measure(jobs, on_point)
-    ]
+def _steps(rows: Sequence[Row]) -> list[Row]:
+    return [row | {"work": "decode", "tokens": row["context"], "chunk": None, "seconds": row["step_s"]} for row in rows]
 
 
-def _prefills(scope: CalibrationScope, configs: Sequence[EngineConfig], on_point: Callable[[Row], None]) -> list[Row]:
-    jobs = [prefill.PrefillJob(config, scope.prompts, scope.prefill_repeats) for config in configs]
+def _prefills(rows: Sequence[Row]) -> list[Row]:
     return [
         row | {"work": "prefill", "tokens": row["prompt"], "chunk": row["chunk_tokens"], "seconds": row["prefill_s"]}
-        for row in prefill.measure(jobs, on_point)
+        for row in rows
     ]

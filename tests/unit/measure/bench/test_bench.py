@@ -15,7 +15,7 @@ from longhelix.measure.bench.peers import Peers, with_relative_times
 from longhelix.measure.bench.report import BenchReport
 from longhelix.measure.bench.section import Column, Plot, Section
 from longhelix.measure.configuration import configure
-from longhelix.measure.sequence_parallelism import link_label
+from longhelix.measure.link import link_label
 from longhelix.spec.layout import Layout
 from tiers import few
 

@@ -1,0 +1,202 @@
+"""Compares layouts whose ranks are on several hosts, with predictions.
+
+The hosts are those that run the command, or two network namespaces of this machine, joined by links of given rates. The
+strategies are those of the layouts benchmark, and also Helix with HOP-B and pipeline stages (SPP).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+
+from longhelix.compute.kernels import native
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.measure.bench import layouts
+from longhelix.measure.bench.section import Column, Section
+from longhelix.measure.host_link import HostsLink, name_of
+from longhelix.measure.hosts import MeasuringHosts
+from longhelix.measure.model import LongRequests, RankModel
+from longhelix.measure.timing import Timing
+from longhelix.measure.world import Row, collect
+from longhelix.perf.layouts import Layouts
+from longhelix.perf.setting import Setting
+from longhelix.perf.step import decode_seconds
+from longhelix.perf.step_cost import StepCost
+from longhelix.scheduler.cut import Cut
+from longhelix.scheduler.work import Work
+from longhelix.spec import HardwareSpec
+from longhelix.spec.layout import Layout
+
+HOP_B = "Helix, HOP-B"
+_WARM_UP_ROUNDS = 1
+_STEPS = 2  # measured steps of a strategy in each round, after one that is not measured
+_TIMEOUT_S = 3600.0  # time limit for one point; the first includes loading the models
+
+LINK_COLUMNS = (
+    Column("link", "link"),
+    Column("bytes_per_s", "achieved, Gbit/s", ".2f", 8e-9),
+    Column("spread", "spread, %", ".0f", 100),
+    Column("latency_s", "fitted latency, us", ",.0f", 1e6),
+    Column("fitted_bytes_per_s", "fitted rate, Gbit/s", ".2f", 8e-9),
+)
+SHAPED = "The two hosts are network namespaces of this machine, joined by virtual devices whose rate tc limits."
+LINK_NOTE = (
+    "achieved: rate at which a host sends in an all-gather of 34 MB. fitted: constants that predictions use. They are "
+    "fitted to collectives of 2 KB to 512 KB."
+)
+COLUMNS = (
+    Column("link", "link"),
+    Column("requests", "requests", "d"),
+    Column("context", "context, tokens", ",d"),
+    Column("strategy", "strategy"),
+    Column("layout", "kvp x tpa x pp"),
+    Column("parts", "parts", "d"),
+    Column("step_s", "step, ms", ".2f", 1e3),
+    Column("spread", "spread, %", ".0f", 100),
+    Column("over_helix", "step vs Helix", ".2f"),
+    Column("network_bytes", "between hosts, KB", ",.1f", 1e-3),
+    Column("predicted_s", "predicted, ms", ".2f", 1e3),
+    Column("error", "error, %", "+.1f", 100),
+)
+NOTE = (
+    "All strategies use the same ranks and weights, and run in turn: one step that is not measured, then "
+    f"{_STEPS} steps. step: time per decode step of all requests, with random KV, without the scheduler. With pipeline "
+    "stages, the requests run in two micro-batches if there are two or more, and the stages work at the same time. "
+    "between hosts: bytes that all ranks send to the other host in a step. parts: number of parts in which HOP-B "
+    "exchanges; the cost model chooses it, with the constants of the link. predicted: time that the performance model "
+    "predicts. No constant is fitted to these times: they are fitted to decode steps and prefills on one rank, "
+    "and from collectives. Mean absolute error: {error:.1%} over {points} points."
+)
+
+
+class HostLayoutsJob(msgspec.Struct, frozen=True):
+    """Job of every rank: measures decode steps with each strategy in turn, at each rate of the link."""
+
+    configs: dict[str, EngineConfig]  # by strategy, all with the same two hosts
+    points: tuple[tuple[int, int], ...]  # number of requests, and tokens per request
+    rates_mbit: tuple[float | None, ...]  # as in HostLinkJob
+    parts: tuple[tuple[int, ...], ...]  # HOP-B's, for each rate and then each point
+    repeats: int  # number of measured rounds, after a warm-up
+
+    def measure(self, rank: int, directory: Path) -> Iterator[Row]:
+        first = next(iter(self.configs.values()))
+        native.set_num_threads(first.threads_of(rank))
+        link = HostsLink.join(first.hosts, rank, directory, self.rates_mbit)
+        models = {name: RankModel.join(config, rank, directory) for name, config in self.configs.items()}
+        for index, (requests, context) in enumerate(self.points):
+            batches = {name: LongRequests(model, *(context,) * requests) for name, model in models.items()}
+            for rate_mbit, parts in zip(self.rates_mbit, self.parts, strict=True):
+                link.limit(rate_mbit)
+                dist.barrier()
+                timings = self._timed(batches, parts[index])
+                for name, model in models.items():
+                    yield {
+                        "link": name_of(rate_mbit),
+                        "rate_mbit": rate_mbit,
+                        "requests": requests,
+                        "context": context,
+                        "strategy": name,
+                        "parts": parts[index] if name == HOP_B else 1,
+                        **timings[name].row("step_s"),
+                        "network_bytes": self._sent_bytes(model, batches[name]),
+                    }
+
+    def _timed(self, batches: dict[str, LongRequests], parts: int) -> dict[str, Timing]:
+        samples_s: dict[str, list[float]] = {name: [] for name in batches}
+        for round_number in range(_WARM_UP_ROUNDS + self.repeats):
+            for name, batch in batches.items():
+                cut = parts if name == HOP_B else 1
+                batch.step(cut)  # fills the stages, and lets the threads of other collectives come to rest
+                start_s = time.perf_counter()
+                for _ in range(_STEPS):
+                    batch.step(cut)
+                took_s = (time.perf_counter() - start_s) / _STEPS
+                batch.settle()
+                if round_number >= _WARM_UP_ROUNDS:
+                    samples_s[name].append(took_s)
+        return {name: Timing.of(samples) for name, samples in samples_s.items()}
+
+    def _sent_bytes(self, model: RankModel, batch: LongRequests) -> int:
+        before = model.mesh.network_bytes
+        batch.step()
+        batch.settle()
+        return model.mesh.network_bytes - before
+
+
+def strategies(ranks: int, configure: Callable[[Layout], EngineConfig]) -> dict[str, EngineConfig]:
+    """Return the configurations of all strategies, by name, with Helix first. `configure` places ranks on hosts."""
+    found = layouts.strategies(ranks, configure)
+    found = {"Helix": found.pop("Helix")} | {HOP_B: configure(Layout(kvp=ranks))} | found
+    return found | {"SPP": configure(Layout(pp=ranks))}
+
+
+def chosen_parts(
+    config: EngineConfig, systems: Sequence[HardwareSpec], points: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of parts that the engine chooses for HOP-B, for each system and then each point."""
+    cuts = [Cut(_cost(config, system)) for system in systems]
+    return tuple(tuple(cut.parts(Work.decode(*point)) for point in points) for cut in cuts)
+
+
+def _cost(config: EngineConfig, system: HardwareSpec) -> StepCost:
+    return StepCost(Setting(config.spec, system, config.product_dtype, config.kv_dtype), config.layout)
+
+
+def predicted_seconds(config: EngineConfig, system: HardwareSpec, row: Row) -> float:
+    """Predict the time of the step of a row."""
+    setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
+    is_local = config.scheduler.placement == "local"
+    shape = Layouts.of([config.layout], local=is_local, hop_b=row["strategy"] == HOP_B)
+    return float(decode_seconds(setting, shape, float(row["requests"]), np.array([float(row["context"])]))[0])
+
+
+def sections(
+    job: HostLayoutsJob,
+    links: Sequence[Row],
+    systems: Sequence[HardwareSpec],
+    on_point: Callable[[Row], None],
+    hosts: MeasuringHosts | None = None,
+) -> list[Section]:
+    """Run the job in new rank processes. Returns the tables of the links and of the layouts.
+
+    Args:
+        links: the measured links, a row per rate.
+        systems: the system of all ranks with the constants of each link.
+        hosts: the hosts that run the ranks. None for network namespaces of this machine.
+    """
+    world_size = next(iter(job.configs.values())).layout.world_size
+    by_rate = dict(zip(job.rates_mbit, systems, strict=True))
+    rows: list[Row] = []
+    helix_s = 0.0
+    for ranks in collect(job, world_size, on_point, _TIMEOUT_S, hosts):
+        row = ranks[0] | {"network_bytes": sum(each["network_bytes"] for each in ranks)}
+        config = job.configs[row["strategy"]]
+        helix_s = row["step_s"] if row["strategy"] == "Helix" else helix_s
+        predicted_s = predicted_seconds(config, by_rate[row["rate_mbit"]], row)
+        row |= {
+            "layout": f"{config.layout.kvp} x {config.layout.tpa} x {config.layout.pp}",
+            "over_helix": row["step_s"] / helix_s,
+            "predicted_s": predicted_s,
+            "error": predicted_s / row["step_s"] - 1,
+        }
+        rows.append(row)
+    error = sum(abs(row["error"]) for row in rows) / len(rows)
+    return [
+        link_section(links),
+        Section(
+            name="layouts",
+            title=f"Layouts on {world_size} ranks of several hosts",
+            note=NOTE.format(error=error, points=len(rows)),
+            columns=COLUMNS,
+            rows=rows,
+        ),
+    ]
+
+
+def link_section(links: Sequence[Row]) -> Section:
+    """Return the table of the measured links, a row per rate."""
+    note = LINK_NOTE if links[0]["rate_mbit"] is None else f"{SHAPED} {LINK_NOTE}"
+    return Section(name="links", title="Links between hosts", note=note, columns=LINK_COLUMNS, rows=links)
