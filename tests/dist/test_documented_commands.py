@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TIMEOUT_S = 300
 TEMPLATE = "{% for message in messages %}w5 {% endfor %}w6"
 CONTEXTS = ("context save", "context list", "generate", "context load", "context rm")  # in an order that works
-ON_HOSTS = [command for command in EVERY_COMMAND if "--nnodes" in command]  # test_hosts runs such commands
+# Tests of hosts and of links run such commands.
+ON_HOSTS = [command for command in EVERY_COMMAND if {"--nnodes", "--rates-mbit"} & set(command)]
 WITH_FILES = [command for command in EVERY_COMMAND if command not in (*RUN_WITHOUT_FILES, *NEEDS_NETWORK, *ON_HOSTS)]
 SERVED = [command for command in WITH_FILES if command[0] == "serve"]
 ON_CONTEXTS = sorted(

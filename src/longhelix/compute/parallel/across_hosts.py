@@ -14,20 +14,23 @@ from torch import Tensor
 from torch.futures import Future
 
 from longhelix.compute.parallel.collectives import sum_in_order
-from longhelix.compute.parallel.shared_memory import SharedMemoryProcessGroup, check_sum, done
+from longhelix.compute.parallel.process_group import PythonProcessGroup, done
+from longhelix.compute.parallel.shared_memory import SharedMemoryProcessGroup
 
 NAME = "hosts"
 
 
-class HostsProcessGroup(dist.ProcessGroup):
-    """A process group whose ranks are on several hosts. Every call is complete when it returns.
+class HostsProcessGroup(PythonProcessGroup):
+    """A process group whose ranks are on several hosts.
 
     The first rank of each host is its leader, which exchanges what the host has to say with the other leaders. In
-    all-to-alls every rank sends to every other rank directly. The only reduction is the sum.
+    all-to-alls every rank sends to every other rank directly.
 
     Attributes:
         network_bytes: bytes that this rank has sent to ranks of other hosts.
     """
+
+    backend = NAME
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, parts: Sequence[Sequence[int]]
@@ -51,18 +54,8 @@ class HostsProcessGroup(dist.ProcessGroup):
         if len(parts) > 1:
             self._network = dist.ProcessGroupGloo(dist.PrefixStore("network", store), rank, size, timeout)
 
-    # torch's own names; its C++ asks a Python group for these, and keeps them itself only for groups written in C++.
-    def getBackendName(self) -> str:  # noqa: N802
-        return NAME
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
     def allreduce(self, tensors, options=None):
-        check_sum(options)
+        self._check_sum(options)
         for values in tensors:
             dense = values.contiguous()
             if self._local is not None:
@@ -89,25 +82,8 @@ class HostsProcessGroup(dist.ProcessGroup):
         self._tell(gathered)
         return done([gathered])
 
-    def allgather(self, gathered, values, options=None):
-        for shards, value in zip(gathered, values, strict=True):
-            whole = value.new_empty(self.size(), *value.shape)
-            self._allgather_base(whole, value.contiguous())
-            for shard, received in zip(shards, whole, strict=True):
-                shard.copy_(received)
-        return done(gathered)
-
-    def gather(self, gathered, values, options):
-        shards = [[torch.empty_like(value) for _ in range(self.size())] for value in values]
-        self.allgather(shards, values)
-        if self.rank() == options.rootRank:
-            for given, found in zip(gathered, shards, strict=True):
-                for shard, received in zip(given, found, strict=True):
-                    shard.copy_(received)
-        return done(values)
-
     def _reduce_scatter_base(self, reduced, values, options=None):
-        check_sum(options)
+        self._check_sum(options)
         total = values.contiguous().view(self.size(), *reduced.shape).clone()
         if self._local is not None:
             self._local.allreduce([total])
@@ -117,17 +93,6 @@ class HostsProcessGroup(dist.ProcessGroup):
         self._tell(own)
         reduced.copy_(own[self._own.index(self.rank())])
         return done([reduced])
-
-    # Functional collectives reach a Python group by the coalesced forms alone.
-    def allgather_into_tensor_coalesced(self, gathered, values, options=None):
-        for whole, value in zip(gathered, values, strict=True):
-            self._allgather_base(whole, value.contiguous())
-        return done(gathered)
-
-    def reduce_scatter_tensor_coalesced(self, reduced, values, options=None):
-        for shard, value in zip(reduced, values, strict=True):
-            self._reduce_scatter_base(shard, value, options)
-        return done(reduced)
 
     def broadcast(self, tensors, options=None):
         root = 0 if options is None else options.rootRank

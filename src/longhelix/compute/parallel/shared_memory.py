@@ -9,38 +9,29 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _create_work_from_future  # what torch's own Python process groups use
-from torch.futures import Future
 
 from longhelix.compute.kernels import native
+from longhelix.compute.parallel.process_group import PythonProcessGroup, done
 
 NAME = "shm"
 
 
-class SharedMemoryProcessGroup(dist.ProcessGroup):
-    """A process group over `native.module.Channel`. Every call is complete when it returns, and so is its Work.
+class SharedMemoryProcessGroup(PythonProcessGroup):
+    """A process group over `native.module.Channel`.
 
     A peer that ends, or takes no part for `timeout`, raises PeerLostError, which names it. A peer that is in another
-    collective raises CollectivesDifferError. The only reduction is the sum, in rank order: the same bits on all ranks
-    and in every run.
+    collective raises CollectivesDifferError. Sums add the ranks in their order: the same bits on all ranks and in every
+    run.
     """
+
+    backend = NAME
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.channel = _join(store, rank, size, timeout.total_seconds())
 
-    # torch's own names; its C++ asks a Python group for these, and keeps them itself only for groups written in C++.
-    def getBackendName(self) -> str:  # noqa: N802
-        return NAME
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
     def allreduce(self, tensors, options=None):
-        check_sum(options)
+        self._check_sum(options)
         for values in tensors:
             dense = values.contiguous()
             self.channel.all_reduce(dense.data_ptr(), dense.numel(), _number(dense))
@@ -63,42 +54,11 @@ class SharedMemoryProcessGroup(dist.ProcessGroup):
         self.channel.all_gather(values.data_ptr(), gathered.data_ptr(), values.nbytes)
         return done([gathered])
 
-    def allgather(self, gathered, values, options=None):
-        for shards, value in zip(gathered, values, strict=True):
-            for shard, received in zip(shards, self._gathered(value), strict=True):
-                shard.copy_(received)
-        return done(gathered)
-
-    def gather(self, gathered, values, options):
-        # On one host a gather costs what an all-gather costs.
-        for index, value in enumerate(values):
-            whole = self._gathered(value)
-            if self.rank() == options.rootRank:
-                for shard, received in zip(gathered[index], whole, strict=True):
-                    shard.copy_(received)
-        return done(values)
-
-    def _gathered(self, value: Tensor) -> Tensor:
-        whole = value.new_empty(self.size(), *value.shape)
-        self._allgather_base(whole, value)
-        return whole
-
     def _reduce_scatter_base(self, reduced, values, options=None):
-        check_sum(options)
+        self._check_sum(options)
         values = values.contiguous()
         self.channel.reduce_scatter(values.data_ptr(), reduced.data_ptr(), reduced.numel(), _number(values))
         return done([reduced])
-
-    # Functional collectives reach a Python group by the coalesced forms alone.
-    def allgather_into_tensor_coalesced(self, gathered, values, options=None):
-        for whole, value in zip(gathered, values, strict=True):
-            self._allgather_base(whole, value)
-        return done(gathered)
-
-    def reduce_scatter_tensor_coalesced(self, reduced, values, options=None):
-        for shard, value in zip(reduced, values, strict=True):
-            self._reduce_scatter_base(shard, value, options)
-        return done(reduced)
 
     def broadcast(self, tensors, options=None):
         root = 0 if options is None else options.rootRank
@@ -142,17 +102,6 @@ def _open_segment(place: str) -> int:
     if re.fullmatch(r"\d+/fd/\d+", place) is None or not os.readlink(f"/proc/{place}").startswith("/memfd:longhelix"):
         raise RuntimeError(f"the store of ranks names {place!r} as their memory, which is none")
     return os.open(f"/proc/{place}", os.O_RDWR)
-
-
-def done(result):
-    future = Future()
-    future.set_result(result)
-    return _create_work_from_future(future)
-
-
-def check_sum(options) -> None:
-    if options is not None and options.reduceOp != dist.ReduceOp.SUM:
-        raise ValueError(f"the {NAME} backend only sums, but was asked for {options.reduceOp}: use gloo for this group")
 
 
 def _number(values: Tensor):
