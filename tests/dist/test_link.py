@@ -22,6 +22,8 @@ from longhelix.cli.main import main
 from longhelix.compute.kernels import native
 from longhelix.errors import EngineError
 from longhelix.measure import link
+from longhelix.measure.calibrate import measurements
+from longhelix.measure.calibrate.measurements import CalibrationScope
 from longhelix.measure.sequence_parallelism import SequenceParallelismJob, pairs
 from longhelix.measure.world import World
 from longhelix.spec.layout import Layout
@@ -115,6 +117,43 @@ def test_what_travels_is_what_the_formula_says(capfd, toy, nothing_is_left, layo
         least_s = 8 * (row["sent_bytes"] / 2 - row["burst_bytes"]) / (row["rate_mbit"] * 1e6)
         assert row["prefill_s"] > 0.9 * least_s
     assert "sends a burst of up to 0.2 ms at its rate" in found["sp"]["note"]
+
+
+QUICK = CalibrationScope(
+    contexts=(64, 128), decode_repeats=2, prompts=(64, 128), prefill_repeats=1, machine_repeats=2, collective_repeats=1
+)
+
+
+@pytest.mark.slow
+@needs_links
+@pytest.mark.timeout(500)
+def test_layouts_over_a_link_are_measured_beside_predictions(capfd, toy, nothing_is_left, monkeypatch):
+    monkeypatch.setattr(measurements, "FULL", QUICK)
+    points = ("--requests", "1", "3", "--contexts", "64", "100")
+    arguments = ("--model", toy, "--rates-mbit", "100", "1000", *points, "--repeats", "2", "--json")
+    assert main(["bench", "layouts", *arguments]) == 0
+    found = json.loads(capfd.readouterr().out)
+    links, rows = found["links"]["rows"], found["layouts"]["rows"]
+    assert [row["rate_mbit"] for row in links] == [100, 1000]
+    for row in links:
+        assert 0.3 < 8 * row["bytes_per_s"] / (1e6 * row["rate_mbit"]) < 1.05
+        assert row["latency_s"] > 0
+    names = ["Helix", "Helix, HOP-B", "local", "TP", "tied", "SPP"]
+    assert [(row["requests"], row["rate_mbit"], row["strategy"]) for row in rows] == [
+        (requests, rate, name) for requests in (1, 3) for rate in (100, 1000) for name in names
+    ]
+    assert all(row["step_s"] > 0 and row["predicted_s"] > 0 for row in rows)
+    assert all(row["parts"] == 1 for row in rows if row["strategy"] != "Helix, HOP-B")
+    sent = {(row["requests"], row["strategy"]): row["network_bytes"] for row in rows}
+    # Hidden states of bfloat16 to the last stage, and token ids of eight bytes back.
+    assert sent[1, "SPP"] == 192 * 2 + 8
+    assert sent[3, "SPP"] == 3 * sent[1, "SPP"]
+    assert sent[1, "SPP"] < sent[1, "tied"] < sent[1, "Helix"] == sent[1, "Helix, HOP-B"]
+
+
+def test_ranks_that_two_hosts_cannot_share_evenly_are_refused(capfd):
+    assert main(["bench", "layouts", "--ranks", "3", "--rates-mbit", "100"]) == 2
+    assert "as many on each of 2 hosts: set it to 2" in capfd.readouterr().err
 
 
 @needs_links

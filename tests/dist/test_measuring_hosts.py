@@ -3,12 +3,16 @@
 import json
 import os
 import subprocess
+import sys
 import tomllib
 
 import pytest
 from networks import Network
 
+from longhelix.cli.bench import meet_hosts
+from longhelix.cli.options import HostFlags
 from longhelix.compute.kernels import native
+from longhelix.measure.hosts import MeasuringHosts
 
 pytestmark = [
     pytest.mark.dist,
@@ -78,6 +82,15 @@ def test_fewer_ranks_than_hosts_are_refused():
         assert [process.returncode for process in started] == [2, 2]
     assert lines[0] == lines[1]
     assert "1 ranks, but there are 2 hosts" in lines[0]
+
+
+@pytest.mark.parametrize("form", [["--node-rank", "1"], ["--node-rank=1"]], ids=["two words", "one word"])
+def test_what_a_host_has_of_its_own_is_no_part_of_the_common_command(monkeypatch, form):
+    told = []
+    monkeypatch.setattr(MeasuringHosts, "of", lambda settings, command, tell: told.append(command))
+    monkeypatch.setattr(sys, "argv", ["longhelix", "bench", "decode", "--nnodes", "2", *form, "--kvp", "2"])
+    meet_hosts(HostFlags())
+    assert told == [["bench", "decode", "--kvp", "2"]]
 
 
 @pytest.mark.slow

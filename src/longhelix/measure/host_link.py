@@ -26,7 +26,7 @@ from longhelix.spec import HardwareSpec
 from longhelix.spec.hosts import Hosts
 
 SIZES_BYTES = (2048, 8192, 32768, 131072, 524288)  # message sizes, from that of one decoding request to that of many
-BULK_BYTES = 2**25  # a message so large that its latency does not matter
+_BULK_BYTES, _LEAST_BULK_BYTES, _BULK_S = 2**25, 2**20, 0.25  # messages so large that their latency does not matter
 _BULK_REPEATS = 5
 _ROUNDS = 6
 
@@ -50,13 +50,19 @@ class HostLinkJob(msgspec.Struct, frozen=True):
                     call = _call(group, name, num_bytes)
                     (timing,) = bursts({name: call}, group.barrier, _ROUNDS).values()
                     yield {"rate_mbit": rate_mbit, "collective": name, "bytes": num_bytes, **timing.row("seconds")}
-            yield {"rate_mbit": rate_mbit, "collective": None, **self._bulk(group)}
+            yield {"rate_mbit": rate_mbit, "collective": None, **self._bulk(group, rate_mbit)}
 
-    def _bulk(self, group: dist.ProcessGroup) -> Row:
-        """Measure a large all-gather, in which both hosts send half of the bytes at the same time."""
-        call = _call(group, "all-gather", BULK_BYTES)
-        (timing,) = interleave({"": lambda: call().wait()}, _BULK_REPEATS, warm_up=1).values()
-        return {"bytes_per_s": BULK_BYTES / len(self.hosts.ranks) / timing.median_s, **timing.row("seconds")}
+    def _bulk(self, group: dist.ProcessGroup, rate_mbit: float | None) -> Row:
+        """Measure a large all-gather, in which all hosts send at the same time. On slow links, it is smaller."""
+        bulk_bytes = _BULK_BYTES
+        if rate_mbit is not None:
+            bulk_bytes = min(max(int(_BULK_S * rate_mbit * 1e6 / 8), _LEAST_BULK_BYTES), _BULK_BYTES)
+        before = group.network_bytes
+        call = _call(group, "all-gather", bulk_bytes - bulk_bytes % (DTYPE.itemsize * group.size()))
+        call().wait()
+        sent_bytes = group.network_bytes - before
+        (timing,) = interleave({"": lambda: call().wait()}, _BULK_REPEATS, warm_up=0).values()
+        return {"bytes_per_s": sent_bytes / timing.median_s, **timing.row("seconds")}
 
 
 @dataclass(frozen=True)

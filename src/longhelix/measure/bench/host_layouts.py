@@ -44,7 +44,7 @@ LINK_COLUMNS = (
 )
 SHAPED = "The two hosts are network namespaces of this machine, joined by virtual devices whose rate tc limits."
 LINK_NOTE = (
-    "achieved: rate at which a host sends in an all-gather of 34 MB. fitted: constants that predictions use. They are "
+    "achieved: rate at which a host sends in a large all-gather. fitted: constants that predictions use. They are "
     "fitted to collectives of 2 KB to 512 KB."
 )
 COLUMNS = (
