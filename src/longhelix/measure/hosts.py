@@ -51,7 +51,7 @@ class MeasuringHosts:
         """
         self.node_rank, self._membership = membership.node_rank, membership
         place = f"{membership.first_address}:{membership.port}"
-        self._worlds = 0
+        self._worlds = self._decisions = 0
         if self.node_rank == 0:
             self._store = _host_store(membership.first_address, membership.port)
             tell(f"waiting for the other hosts at {place}")
@@ -109,6 +109,15 @@ class MeasuringHosts:
             Meeting(place.first_address, place.port, place.interface), self._worlds, self.node_rank == 0
         )
         (directory / _MEETING).write_bytes(msgspec.json.encode(meeting))
+
+    def decided(self, values: Any) -> Any:
+        """Return the values of host 0, after JSON, on all hosts. What changes collectives is decided once for all."""
+        self._decisions += 1
+        key = f"decision {self._decisions}"
+        if self.node_rank == 0:
+            self._store.set(key, json.dumps(values))
+        self._store.wait([key], _WAIT)
+        return json.loads(self._store.get(key))
 
     def row(self, rank: int, point: int) -> dict[str, Any]:
         """Return what a rank of another host has measured in the current world. Waits for it. Host 0 only."""

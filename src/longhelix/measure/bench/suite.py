@@ -208,6 +208,8 @@ class Suite:
         hosts = configs[host_layouts.HOP_B].hosts
         links, systems = host_link.measure(system, hosts, rates, self._on_point("links"), self._hosts)
         parts = host_layouts.chosen_parts(configs[host_layouts.HOP_B], systems, points)
+        if self._hosts is not None:
+            parts = tuple(map(tuple, self._hosts.decided(parts)))
         job = host_layouts.HostLayoutsJob(configs, tuple(points), rates, parts, repeats)
         self._report.sections += host_layouts.sections(job, links, systems, self._on_point("layouts"), self._hosts)
 
