@@ -3,16 +3,15 @@
 import json
 import os
 import subprocess
-import sys
 import tomllib
 
 import pytest
+import torch
 from networks import Network
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longhelix.cli.bench import meet_hosts
-from longhelix.cli.options import HostFlags
+from longhelix.cli.measuring_hosts import common_words
 from longhelix.compute.kernels import native
-from longhelix.measure.hosts import MeasuringHosts
 
 pytestmark = [
     pytest.mark.dist,
@@ -25,7 +24,9 @@ TWO_RANKS = ("--kvp", "2", "--repeats", "2")
 
 
 def start(network, node, words, nnodes=2, directory=None, **variables):
-    place = ["--nnodes", str(nnodes), "--node-rank", str(node), "--master-addr", network.address(0)]
+    place = ["--node-rank", str(node), "--master-addr", network.address(0)]
+    if "--nnodes" not in words:
+        place += ["--nnodes", str(nnodes)]
     return network.start(
         node,
         ["-m", "longhelix", *words, *place],
@@ -57,13 +58,14 @@ def test_a_layout_over_two_hosts_is_measured_and_host_0_has_the_results():
     ("words", "variables", "said"),
     [
         (("--kvp", "2", "--repeats", "3"), {}, "host 1 has another command (bench decode"),
+        ((*TWO_RANKS, "--nnodes", "3"), {}, "host 1 has another --nnodes (3) than host 0 (2)"),
         (
             TWO_RANKS,
             {"LONGHELIX_CLUSTER_SECRET": "another secret of a careless user"},
             "host 1 has another cluster secret",
         ),
     ],
-    ids=["command", "secret"],
+    ids=["command", "number of hosts", "secret"],
 )
 def test_hosts_that_do_not_fit_get_one_sentence(words, variables, said):
     with Network(2) as network:
@@ -75,22 +77,39 @@ def test_hosts_that_do_not_fit_get_one_sentence(words, variables, said):
     assert lines[0].startswith(f"error: {said}")
 
 
+@pytest.mark.slow
 def test_fewer_ranks_than_hosts_are_refused():
     with Network(2) as network:
         started = [start(network, node, DECODE) for node in range(2)]
         lines = [process.communicate(timeout=60)[1].splitlines()[-1] for process in started]
         assert [process.returncode for process in started] == [2, 2]
-    assert lines[0] == lines[1]
-    assert "1 ranks, but there are 2 hosts" in lines[0]
+    assert all("a layout has 1 rank, but there are 2 hosts" in line for line in lines)
 
 
-@pytest.mark.parametrize("form", [["--node-rank", "1"], ["--node-rank=1"]], ids=["two words", "one word"])
-def test_what_a_host_has_of_its_own_is_no_part_of_the_common_command(monkeypatch, form):
-    told = []
-    monkeypatch.setattr(MeasuringHosts, "of", lambda settings, command, tell: told.append(command))
-    monkeypatch.setattr(sys, "argv", ["longhelix", "bench", "decode", "--nnodes", "2", *form, "--kvp", "2"])
-    meet_hosts(HostFlags())
-    assert told == [["bench", "decode", "--kvp", "2"]]
+def test_what_a_host_has_of_its_own_is_no_part_of_the_common_command():
+    own = ["--node-rank", "1", "--master-addr=a", "--allow-without-secret"]
+    assert common_words(["bench", *own[:2], "--kvp", "2", *own[2:], "--threads", "1"]) == [
+        "bench", "--kvp", "2", "--threads", "1",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_error_of_one_host_ends_all(tmp_path):
+    """Host 1 lacks the model."""
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=500, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "0" / "model")
+    words = (*DECODE, "--kvp", "2", "--model", "model")
+    with Network(2) as network:
+        started = [start(network, node, words, directory=tmp_path / str(node)) for node in range(2)]
+        lines = [process.communicate(timeout=100)[1].splitlines()[-1] for process in started]
+    assert [process.returncode for process in started] == [2, 2]
+    assert lines[0].startswith("error: host 1 has ended: ")
+    assert lines[0].removeprefix("error: host 1 has ended: ") == lines[1].removeprefix("error: ")
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from longhelix.cli.help import HELP_FLAGS
+from longhelix.cli.measuring_hosts import tell, together
 from longhelix.cli.options import BenchFlags, HostFlags, given
 from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
@@ -21,7 +23,6 @@ if TYPE_CHECKING:  # these modules import torch, so commands import them only wh
     from longhelix.compute.runner.config import EngineConfig
     from longhelix.measure.bench.report import BenchReport
     from longhelix.measure.bench.suite import Suite
-    from longhelix.measure.hosts import MeasuringHosts
 
 app = App(name="bench", help_flags=HELP_FLAGS)
 
@@ -57,25 +58,6 @@ def check_out(out: Path, kind: str, example: str) -> None:
         raise UserError(f"{out if out.exists() else out.parent} is not writable: set --out to a file in another folder")
 
 
-def tell(line: str) -> None:
-    """Print a line about progress."""
-    print(line, file=sys.stderr)
-
-
-def meet_hosts(flags: HostFlags) -> "MeasuringHosts | None":
-    """Meet the hosts that run the same command. Returns None for a command on one host."""
-    from longhelix.measure.hosts import MeasuringHosts
-
-    own = {f"--{name.replace('_', '-')}" for name in vars(flags)}
-    words = sys.argv[1:]
-    common = [
-        word
-        for word, before in zip(words, ["", *words], strict=False)
-        if word.partition("=")[0] not in own and before not in own
-    ]
-    return MeasuringHosts.of(given(flags), common, tell)
-
-
 def show(report: "BenchReport") -> None:
     """Print the tables of a report."""
     console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
@@ -108,8 +90,11 @@ class OutputOptions:
     json: Flag = False
     "Print one JSON object instead of tables."
 
-    def start(self, peers: Path | None, hosts: HostFlags | None = None) -> "Suite":
-        """Create a suite with the peers in a folder, and meet the other hosts.
+    @contextmanager
+    def suite(self, peers: Path | None, hosts: HostFlags = HostFlags()) -> "Iterator[Suite]":  # noqa: B008 - frozen
+        """Yield a suite with the peers in a folder, and afterwards write and print its results.
+
+        With several hosts, the suite meets the others first, and host 0 has the results.
 
         Raises:
             UserError: --out is invalid, or the hosts do not fit together.
@@ -119,15 +104,13 @@ class OutputOptions:
         from longhelix.measure.bench.suite import Suite
 
         date = datetime.now().astimezone().isoformat(timespec="seconds")
-        met = None if hosts is None else meet_hosts(hosts)
-        return Suite(date, None if met else peers, tell, met)
-
-    def finish(self, suite: "Suite") -> None:
-        """Write and print the results of the suite, on the first host."""
-        report = suite.finish()
+        with together(hosts) as met:
+            suite = Suite(date, peers, tell, met)
+            yield suite
         if suite.node_rank:
             tell("host 0 has the results")
             return
+        report = suite.finish()
         if self.out is not None:
             report.write(self.out)
         if self.json:
@@ -150,10 +133,13 @@ class BenchModelOptions:
     threads: int | None = None
     "Threads per rank. [default: cores / ranks]"
 
-    def config(self, lengths: Sequence[int], **settings: Any) -> "EngineConfig":
+    def config(self, suite: "Suite", lengths: Sequence[int], **settings: Any) -> "EngineConfig":
+        """Return the configuration for the hosts of a suite, with room for the longest of `lengths`."""
         from longhelix.measure.configuration import configure
 
-        return configure(self.model, Layout(kvp=self.kvp, tpa=self.tpa), lengths, threads=self.threads, **settings)
+        layout = Layout(kvp=self.kvp, tpa=self.tpa)
+        places = suite.places(layout.world_size)
+        return configure(self.model, layout, lengths, threads=self.threads, places=places, **settings)
 
 
 @app.command
@@ -185,9 +171,8 @@ def kernels(
     repeats
         Measured rounds, after a warm-up.
     """
-    suite = output.start(peers.directory)
-    suite.kernels(context, kv_dtypes=kv_dtype, head_sizes=head_size, groups=group, threads=threads, repeats=repeats)
-    output.finish(suite)
+    with output.suite(peers.directory) as suite:
+        suite.kernels(context, kv_dtypes=kv_dtype, head_sizes=head_size, groups=group, threads=threads, repeats=repeats)
 
 
 @app.command
@@ -210,9 +195,8 @@ def decode(
     repeats
         Measured steps, after a warm-up.
     """
-    suite = output.start(peers.directory, hosts)
-    suite.decode([model.config(contexts, **given(engine))], contexts, repeats)
-    output.finish(suite)
+    with output.suite(peers.directory, hosts) as suite:
+        suite.decode([model.config(suite, contexts, **given(engine))], contexts, repeats)
 
 
 @app.command
@@ -238,9 +222,8 @@ def prefill(
     repeats
         Measured prefills, after a warm-up.
     """
-    suite = output.start(peers.directory, hosts)
-    suite.prefill([model.config(prompts, chunk_tokens=chunk_tokens, **given(engine))], prompts, repeats)
-    output.finish(suite)
+    with output.suite(peers.directory, hosts) as suite:
+        suite.prefill([model.config(suite, prompts, chunk_tokens=chunk_tokens, **given(engine))], prompts, repeats)
 
 
 @app.command
@@ -281,15 +264,14 @@ def layouts(
         raise UserError(
             f"--requests has {len(requests)} numbers and --contexts has {len(contexts)}: give the same number of both"
         )
-    suite = output.start(peers=None, hosts=hosts)
-    if rates_mbit and suite.node_rank is not None:
-        raise UserError("--rates-mbit makes hosts of this machine, but --nnodes is set: leave one of them out")
-    points = list(zip(requests, contexts, strict=True))
-    if rates_mbit or suite.node_rank is not None:
-        suite.host_layouts(model, ranks, points, rates_mbit, repeats)
-    else:
-        suite.layouts(model, ranks, points, repeats)
-    output.finish(suite)
+    with output.suite(peers=None, hosts=hosts) as suite:
+        if rates_mbit and suite.node_rank is not None:
+            raise UserError("--rates-mbit makes hosts of this machine, but --nnodes is set: leave one of them out")
+        points = list(zip(requests, contexts, strict=True))
+        if rates_mbit or suite.node_rank is not None:
+            suite.host_layouts(model, ranks, points, rates_mbit, repeats)
+        else:
+            suite.layouts(model, ranks, points, repeats)
 
 
 @app.command
@@ -311,9 +293,8 @@ def collectives(
     repeats
         Rounds per operation. Each round makes 12 calls and measures the last 8.
     """
-    suite = output.start(peers=None)
-    suite.collectives(ranks, sizes_bytes, repeats)
-    output.finish(suite)
+    with output.suite(peers=None) as suite:
+        suite.collectives(ranks, sizes_bytes, repeats)
 
 
 @app.command
@@ -367,21 +348,19 @@ def sp(
     threads
         Threads per rank. [default: cores / 2]
     """
-    suite = output.start(peers=None)
-    from longhelix.measure.sequence_parallelism import pairs
+    with output.suite(peers=None) as suite:
+        from longhelix.measure.sequence_parallelism import pairs
 
-    layout = Layout(kvp=kvp, tpa=tpa)
-    settings = {"chunk_tokens": chunk_tokens, "sp_min_token_num": sp_min_token_num, "threads": threads}
-    suite.sequence_parallelism(pairs(model, layout, variants, prompts, **settings), prompts, rates_mbit, repeats)
-    output.finish(suite)
+        layout = Layout(kvp=kvp, tpa=tpa)
+        settings = {"chunk_tokens": chunk_tokens, "sp_min_token_num": sp_min_token_num, "threads": threads}
+        suite.sequence_parallelism(pairs(model, layout, variants, prompts, **settings), prompts, rates_mbit, repeats)
 
 
 @app.command
 def predictions(*, output: OutputOptions = OutputOptions()) -> None:
     """Compare predictions with measurements at lengths and layouts that calibration did not use. Takes ten minutes."""
-    suite = output.start(peers=None)
-    suite.predict()
-    output.finish(suite)
+    with output.suite(peers=None) as suite:
+        suite.predict()
 
 
 @app.command
@@ -393,9 +372,8 @@ def planner(*, repeats: int = 5, peers: PeerOptions = PeerOptions(), output: Out
     repeats
         Number of measured processes per planner.
     """
-    suite = output.start(peers.directory)
-    suite.planner(repeats)
-    output.finish(suite)
+    with output.suite(peers.directory) as suite:
+        suite.planner(repeats)
 
 
 @app.command(name="all")
@@ -412,6 +390,5 @@ def everything(
     short
         Measure fewer points and repeats, in under five minutes on an idle machine.
     """
-    suite = output.start(peers.directory)
-    suite.all(short)
-    output.finish(suite)
+    with output.suite(peers.directory) as suite:
+        suite.all(short)

@@ -4,7 +4,8 @@ import json as json_module
 from datetime import datetime
 from pathlib import Path
 
-from longhelix.cli.bench import check_out, meet_hosts, show, tell
+from longhelix.cli.bench import check_out, show
+from longhelix.cli.measuring_hosts import tell, together
 from longhelix.cli.options import HostFlags
 from longhelix.cli.values import Flag
 from longhelix.errors import UserError
@@ -47,19 +48,22 @@ def calibrate(
     from longhelix.measure.calibrate.measurements import FULL, SHORT, Measurements
     from longhelix.measure.calibrate.system import local_system
     from longhelix.measure.memory import check_native
+    from longhelix.perf.fit import LINK_CONSTANTS
 
     check_native()
     conditions = environment(datetime.now().astimezone().isoformat(timespec="seconds"))
     scope = SHORT if short else FULL
     config = scope.config(Layout(), "bfloat16")
-    met = meet_hosts(hosts)
-    on_point = progress.by_name(tell)
-    measured = Measurements.take(scope, [config], on_point, met)
-    system = local_system(measured, config, scope)
     links: list[Section] = []
-    if met is not None:
-        rows, (system,) = host_link.measure(system, met.places(met.nnodes), (None,), on_point("links"), met)
-        links.append(host_layouts.link_section(rows))
+    on_point = progress.by_name(tell)
+    with together(hosts) as met:
+        measured = Measurements.take(scope, [config], on_point, met)
+        system = local_system(measured, config, scope)
+        if met is not None:
+            rows, (linked,) = host_link.measure(system, met.hosts(met.nnodes), (None,), on_point("links"), met)
+            constants = {name: linked.constants[name] for name in LINK_CONSTANTS}
+            system = system.replaced(constants, linked.sources[LINK_CONSTANTS[0]])
+            links.append(host_layouts.link_section(rows))
     write_system(system, path)
     report = BenchReport(conditions, [*sections(system, measured, [config], scope), *links])
     if json:

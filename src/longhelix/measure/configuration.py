@@ -10,6 +10,7 @@ from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.hub import find
 from longhelix.engine.options import EngineOptions
+from longhelix.engine.places import Places
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.scheduler.request import MOST_TOKENS
@@ -26,6 +27,7 @@ def configure(
     lengths: Sequence[int],
     *,
     threads: int | None = None,
+    places: Places | None = None,
     **settings: Any,
 ) -> EngineConfig:
     """Create an engine configuration that has room for one request of the longest of `lengths`.
@@ -34,7 +36,8 @@ def configure(
         model: path of a model, hub ID, or `builtin`.
         layout: layout of the ranks.
         lengths: contexts or prompts to measure, in tokens.
-        threads: threads per rank. None divides the cores evenly among the ranks.
+        threads: threads per rank. None divides the cores of each host evenly among its ranks.
+        places: the hosts of the ranks. None for this host.
         settings: fields of `EngineOptions`.
 
     Raises:
@@ -48,7 +51,7 @@ def configure(
         # Measurements do not use the answers. The check below rejects lengths whose KV does not fit in memory.
         warnings.filterwarnings("ignore", message="max_model_len .* exceeds the|memory holds")
         options = EngineOptions(max_model_len=longest, device="cpu", **settings)
-        config = resolve(open_checkpoint(find(model)), layout, options)
+        config = resolve(open_checkpoint(find(model)), layout, options, places)
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:
         raise UserError(
@@ -59,7 +62,7 @@ def configure(
     if threads is None:
         return config
     check_threads(threads)
-    return replace(config, threads_per_rank=(threads,))
+    return replace(config, threads_per_rank=(threads,) * len(config.hosts.ranks))
 
 
 def check_threads(*numbers: int) -> None:

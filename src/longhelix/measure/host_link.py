@@ -46,7 +46,7 @@ class HostLinkJob(msgspec.Struct, frozen=True):
             link.limit(rate_mbit)
             group.barrier()
             for name in COLLECTIVES:
-                for num_bytes in SIZES_BYTES:
+                for num_bytes in (_even(group, num_bytes) for num_bytes in SIZES_BYTES):
                     call = _call(group, name, num_bytes)
                     (timing,) = bursts({name: call}, group.barrier, _ROUNDS).values()
                     yield {"rate_mbit": rate_mbit, "collective": name, "bytes": num_bytes, **timing.row("seconds")}
@@ -58,7 +58,7 @@ class HostLinkJob(msgspec.Struct, frozen=True):
         if rate_mbit is not None:
             bulk_bytes = min(max(int(_BULK_S * rate_mbit * 1e6 / 8), _LEAST_BULK_BYTES), _BULK_BYTES)
         before = group.network_bytes
-        call = _call(group, "all-gather", bulk_bytes - bulk_bytes % (DTYPE.itemsize * group.size()))
+        call = _call(group, "all-gather", _even(group, bulk_bytes))
         call().wait()
         sent_bytes = group.network_bytes - before
         (timing,) = interleave({"": lambda: call().wait()}, _BULK_REPEATS, warm_up=0).values()
@@ -85,6 +85,11 @@ class HostsLink:
         """Set the rate of the link."""
         if self.end is not None and rate_mbit is not None:
             self.end.limit(rate_mbit)
+
+
+def _even(group: dist.ProcessGroup, num_bytes: int) -> int:
+    """Round down to as many numbers for each rank."""
+    return num_bytes - num_bytes % (DTYPE.itemsize * group.size())
 
 
 def _call(group: dist.ProcessGroup, name: str, num_bytes: int) -> Callable[[], dist.Work]:
@@ -132,7 +137,7 @@ def measure(
             bulk
             | {
                 "link": name_of(rate_mbit),
-                "latency_s": link.latency_s + fitted.collective_s,
+                "latency_s": link.latency_s,
                 "fitted_bytes_per_s": link.bytes_per_s,
             }
         )

@@ -5,8 +5,9 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,22 @@ import msgspec
 import torch.distributed as dist
 
 from longhelix.compute.machine import host
-from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.meeting import Meeting
 from longhelix.engine.hosts.launcher import with_launcher
 from longhelix.engine.hosts.membership import Membership, versions
 from longhelix.engine.options import EngineOptions
-from longhelix.errors import UserError
+from longhelix.engine.places import Places
+from longhelix.errors import EngineError, UserError
 from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout, split
 
-_JOIN = timedelta(seconds=600)  # longest time to wait for other hosts, which a scheduler may start minutes later
-_ANSWER = timedelta(seconds=30)  # longest time to wait for the answer of host 0
-_WAIT = timedelta(seconds=3600)  # longest time to wait for a point of another host
+_JOIN_S = 600.0  # longest time to wait for other hosts, which a scheduler may start minutes later
+_WAIT_S = 3600.0  # longest time to wait for a measurement of another host
+_LEAVE_S = 5.0  # how long host 0 stays after a failure, until the others know of it
+_RANKS_MEET = timedelta(minutes=5)
+_POLL_S = 0.05
 _MEETING = "meeting.json"
+_MODEL = "the model on this host"  # stands for its path in jobs that go from host to host
 
 
 class MeasuringHosts:
@@ -35,7 +39,7 @@ class MeasuringHosts:
 
     Attributes:
         node_rank: number of this host.
-        cores: number of cores of each host, by node rank.
+        nnodes: number of hosts.
     """
 
     def __init__(self, membership: Membership, command: Sequence[str], tell: Callable[[str], None]) -> None:
@@ -49,18 +53,24 @@ class MeasuringHosts:
         Raises:
             UserError: the port is taken, a host does not come, or has another version, command or secret.
         """
-        self.node_rank, self._membership = membership.node_rank, membership
+        self.node_rank, self.nnodes, self._membership = membership.node_rank, membership.nnodes, membership
+        self._worlds, self._model_path = 0, ""
         place = f"{membership.first_address}:{membership.port}"
-        self._worlds = self._decisions = 0
         if self.node_rank == 0:
             self._store = _host_store(membership.first_address, membership.port)
             tell(f"waiting for the other hosts at {place}")
         else:
             tell(f"waiting for host 0 at {place}")
             self._store = _join_store(membership.first_address, membership.port)
-        own = {"version": versions(), "command": " ".join(command), "cores": host.cores()}
-        found = self._gather(own)
-        self.cores = [each["cores"] for each in found]
+        self._facts = self._gather(
+            {
+                "version": versions(),
+                "nnodes": self.nnodes,
+                "command": " ".join(command),
+                "cores": host.cores(),
+                "free_bytes": host.available_bytes(),
+            }
+        )
 
     @classmethod
     def of(
@@ -72,105 +82,149 @@ class MeasuringHosts:
         membership = Membership.of(options, layout)
         return None if membership is None else cls(membership, command, tell)
 
-    @property
-    def nnodes(self) -> int:
-        return self._membership.nnodes
-
-    def places(self, size: int) -> Hosts:
+    def hosts(self, size: int) -> Hosts:
         """Place ranks on the hosts. Raises UserError if there are fewer ranks than hosts."""
         if size < self.nnodes:
             raise UserError(
-                f"a measured layout has {size} ranks, but there are {self.nnodes} hosts: choose a layout with at least "
-                "one rank per host",
+                f"a layout has {size} rank{'s'[: size != 1]}, but there are {self.nnodes} hosts: choose a layout with "
+                "at least one rank per host",
                 "invalid_cluster",
             )
         return Hosts.in_order([len(ranks) for ranks in split(size, self.nnodes)])
 
-    def placed(self, config: EngineConfig) -> EngineConfig:
-        """Return a configuration with its ranks on these hosts, and their cores divided among their ranks."""
-        hosts = self.places(config.layout.world_size)
-        threads = [max(cores // len(ranks), 1) for cores, ranks in zip(self.cores, hosts.ranks, strict=True)]
-        return replace(config, hosts=hosts, threads_per_rank=tuple(threads))
+    def places(self, size: int) -> Places:
+        """Place ranks on the hosts, with what each host has."""
+        cores, free_bytes = ([facts[name] for facts in self._facts] for name in ("cores", "free_bytes"))
+        return Places(self.hosts(size), cores, free_bytes, [[]] * self.nnodes)
 
-    def begin_world(self, directory: Path, is_shared: bool) -> None:
-        """Wait until all hosts begin their next measurement, and tell the ranks of this host where to meet.
+    def use_model(self, path: str) -> None:
+        """Remember where the measured model is on this host."""
+        self._model_path = path
+
+    def begin_world(self, directory: Path, job: bytes, is_shared: bool) -> bytes:
+        """Wait until all hosts begin their next measurement.
+
+        If they measure together, tell the ranks of this host where to meet.
 
         Args:
             directory: directory of the ranks of this host.
+            job: this host's job, as JSON.
             is_shared: whether the ranks of all hosts measure together, or each host by itself.
+
+        Returns:
+            The job to run, as JSON. If hosts measure together, this is the job of host 0, because ranks with different
+            jobs would wait for each other forever.
         """
         self._worlds += 1
-        self._store.set(f"world {self._worlds}, host {self.node_rank}", "")
-        self._store.wait([f"world {self._worlds}, host {node}" for node in range(self.nnodes)], _WAIT)
+        began = [f"world {self._worlds}, host {node}" for node in range(self.nnodes)]
+        own_path, any_path = (json.dumps(path) for path in (self._model_path, _MODEL))
+        self._set(began[self.node_rank], job.decode().replace(own_path, any_path))
+        self._await(began, _WAIT_S)
         if not is_shared:
-            return
+            return job
         place = self._membership
         meeting = _WorldMeeting(
             Meeting(place.first_address, place.port, place.interface), self._worlds, self.node_rank == 0
         )
         (directory / _MEETING).write_bytes(msgspec.json.encode(meeting))
+        return self._store.get(began[0]).decode().replace(any_path, own_path).encode()
 
-    def decided(self, values: Any) -> Any:
-        """Return the values of host 0, after JSON, on all hosts. What changes collectives is decided once for all."""
-        self._decisions += 1
-        key = f"decision {self._decisions}"
-        if self.node_rank == 0:
-            self._store.set(key, json.dumps(values))
-        self._store.wait([key], _WAIT)
-        return json.loads(self._store.get(key))
-
-    def row(self, rank: int, point: int) -> dict[str, Any]:
+    def row(self, rank: int, point: int, limit_s: float = _WAIT_S) -> dict[str, Any]:
         """Return what a rank of another host has measured in the current world. Waits for it. Host 0 only."""
-        key = f"{_prefix(self._worlds)}{_row_key(rank, point)}"
-        self._store.wait([key], _WAIT)
+        key = f"{_prefix(self._worlds)}/{_row_key(rank, point)}"
+        self._await([key], limit_s)
         return json.loads(self._store.get(key))
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other hosts that this one ends with an error."""
+        with suppress(RuntimeError):  # the store is gone with host 0
+            if not self._store.check(["failed"]):
+                code = error.code if isinstance(error, UserError) else None
+                words = str(error) or type(error).__name__
+                failure = {"words": f"host {self.node_rank} has ended: {words}", "code": code}
+                self._store.set("failed", json.dumps(failure))
+            self._store.set(f"left {self.node_rank}", "")
+            deadline_s = time.monotonic() + _LEAVE_S * (self.node_rank == 0)
+            others = [f"left {node}" for node in range(1, self.nnodes)]
+            while time.monotonic() < deadline_s and not self._store.check(others):
+                time.sleep(_POLL_S)
 
     def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange what hosts say, and check it. Returns it by node rank."""
+        """Exchange what hosts say of themselves, and check it. Returns it by node rank."""
         if self.node_rank == 0:
-            self._store.set("nonce", secrets.token_hex(16))
+            self._set("nonce", secrets.token_hex(16))
+        self._await(["nonce"], _JOIN_S)
         nonce = self._store.get("nonce")
-        own["proof"] = self._proof(nonce, self.node_rank)
-        self._store.set(f"host {self.node_rank}", json.dumps(own))
-        try:
-            if self.node_rank:
-                self._store.wait(["verdict"], _JOIN)
-            else:
-                self._store.wait([f"host {node}" for node in range(self.nnodes)], _JOIN)
-        except RuntimeError as error:
+        if self._store.add(f"hosts with node rank {self.node_rank}", 1) > 1:
             raise UserError(
-                f"not all {self.nnodes} hosts started within {_JOIN.seconds} s: start the same command on every host, "
-                "each with its own --node-rank",
-                "invalid_cluster",
-            ) from error
-        found = [json.loads(self._store.get(f"host {node}")) for node in range(self.nnodes)]
+                f"node rank {self.node_rank} is already taken: give each host its own --node-rank", "invalid_cluster"
+            )
+        self._set(f"host {self.node_rank}", json.dumps(own | {"proof": self._proof(nonce, self.node_rank)}))
+        everyone = [f"host {node}" for node in range(self.nnodes)]
+        self._await(everyone if self.node_rank == 0 else ["verdict"], _JOIN_S)
         if self.node_rank == 0:
-            verdict = next(filter(None, (self._objection(node, found) for node in range(1, self.nnodes))), "")
-            self._store.set("verdict", verdict)
-            if verdict:
-                self._store.wait([f"heard {node}" for node in range(1, self.nnodes)], _ANSWER)
-        verdict = self._store.get("verdict").decode()
+            found = [json.loads(self._store.get(key)) for key in everyone]
+            reasons = (self._objection(node, found, nonce) for node in range(1, self.nnodes))
+            verdict = next(filter(None, reasons), "")
+            self._set("verdict", verdict)
+        else:
+            verdict = self._store.get("verdict").decode()
         if verdict:
-            self._store.set(f"heard {self.node_rank}", "")
-            raise UserError(verdict, "invalid_cluster")
-        return found
+            error = UserError(verdict, "invalid_cluster")
+            self.leave(error)  # host 0 waits until the others have read it
+            raise error
+        return [json.loads(self._store.get(key)) for key in everyone]
 
-    def _objection(self, node: int, found: list[dict[str, Any]]) -> str | None:
+    def _objection(self, node: int, found: list[dict[str, Any]], nonce: bytes) -> str | None:
         own, other = found[0], found[node]
-        if not hmac.compare_digest(other["proof"], self._proof(self._store.get("nonce"), node)):
+        if not hmac.compare_digest(other["proof"], self._proof(nonce, node)):
             return f"host {node} has another cluster secret than host 0: give the same secret on every host"
-        for name, remedy in (
-            ("version", "install the same versions on all hosts"),
-            ("command", "start the same command on all hosts"),
+        for name, words, remedy in (
+            ("version", "other versions", "install the same versions on all hosts"),
+            ("nnodes", "another --nnodes", "give the same number on all hosts"),
+            ("command", "another command", "start the same command on all hosts"),
         ):
             if own[name] != other[name]:
-                return f"host {node} has another {name} ({other[name]}) than host 0 ({own[name]}): {remedy}"
+                return f"host {node} has {words} ({other[name]}) than host 0 ({own[name]}): {remedy}"
         return None
 
     def _proof(self, nonce: bytes, node: int) -> str:
         keys = self._membership.keys
         secret = b"" if keys is None else keys.followers.secret
         return hmac.digest(secret, nonce + str(node).encode(), "sha256").hex()
+
+    def _set(self, key: str, value: str) -> None:
+        try:
+            self._store.set(key, value)
+        except RuntimeError as error:
+            raise _lost() from error
+
+    def _await(self, keys: Sequence[str], limit_s: float) -> None:
+        """Wait until all keys are in the store, in slices, so that failures of other hosts and signals are noticed."""
+        deadline_s = time.monotonic() + limit_s
+        while not self._has(keys):
+            if self._has(["failed"]):
+                raise self._failure()
+            if time.monotonic() > deadline_s:
+                raise UserError(
+                    f"not all {self.nnodes} hosts were there within {limit_s:.0f} s: start the same command on every "
+                    "host, each with its own --node-rank",
+                    "invalid_cluster",
+                )
+            time.sleep(_POLL_S)
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        try:
+            return self._store.check(list(keys))
+        except RuntimeError as error:
+            raise _lost() from error
+
+    def _failure(self) -> EngineError | UserError:
+        """Return the error with which another host has ended."""
+        failure = json.loads(self._store.get("failed"))
+        if failure["code"] is None:
+            return EngineError(failure["words"])
+        return UserError(failure["words"], failure["code"])
 
 
 class _WorldMeeting(msgspec.Struct, frozen=True):
@@ -183,7 +237,7 @@ class _WorldMeeting(msgspec.Struct, frozen=True):
     @property
     def store(self) -> dist.Store:
         opened = dist.TCPStore(self.place.address, self.place.port, is_master=False, wait_for_workers=False)
-        return dist.PrefixStore(_prefix(self.world).rstrip("/"), opened)
+        return dist.PrefixStore(_prefix(self.world), opened)
 
 
 def meet(world_size: int, rank: int, directory: Path) -> None:
@@ -191,7 +245,7 @@ def meet(world_size: int, rank: int, directory: Path) -> None:
     meeting = _read(directory)
     assert meeting is not None
     os.environ["GLOO_SOCKET_IFNAME"] = meeting.place.interface
-    dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=world_size, timeout=_RANKS_MEET)
 
 
 def reporter(rank: int, directory: Path) -> Callable[[str], None]:
@@ -209,11 +263,15 @@ def _read(directory: Path) -> _WorldMeeting | None:
 
 
 def _prefix(world: int) -> str:
-    return f"measurement {world}/"
+    return f"measurement {world}"
 
 
 def _row_key(rank: int, point: int) -> str:
     return f"row {point} of rank {rank}"
+
+
+def _lost() -> EngineError:
+    return EngineError("the connection to host 0 is lost: see what it has printed")
 
 
 def _host_store(address: str, port: int) -> dist.Store:
@@ -229,10 +287,10 @@ def _host_store(address: str, port: int) -> dist.Store:
 
 def _join_store(address: str, port: int) -> dist.Store:
     try:
-        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_JOIN)
+        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_S))
     except RuntimeError as error:
         raise UserError(
-            f"host 0 did not answer at {address}:{port} within {_JOIN.seconds} s: start it, or correct --master-addr "
-            "and --master-port",
+            f"host 0 did not answer at {address}:{port} within {_JOIN_S:.0f} s: start it, or correct --master-addr and "
+            "--master-port",
             "invalid_cluster",
         ) from error

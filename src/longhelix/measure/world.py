@@ -6,6 +6,7 @@ With several hosts, each of them runs the measurement and starts its own ranks. 
 import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from longhelix.measure.hosts import MeasuringHosts
 
 # Time limit for one point. Filling the KV of millions of tokens alone takes a minute.
 POINT_TIMEOUT_S = 900.0
+_LAST_WORDS_S = 2.0  # how long a failed rank of another host may take to say why
 
 Row = dict[str, Any]
 
@@ -50,11 +52,12 @@ class World(Ranks):
         self._remote: Sequence[int] = ()  # ranks on other hosts whose rows this host collects
         try:
             if hosts is not None and size > 1:
-                own = hosts.places(size).ranks[hosts.node_rank]
+                own = hosts.hosts(size).ranks[hosts.node_rank]
                 self._remote = range(len(own), size) if hosts.node_rank == 0 else ()
+            encoded = msgspec.json.encode(job)
             if hosts is not None:
-                hosts.begin_world(self.directory, is_shared=size > 1)
-            (self.directory / "job.json").write_bytes(msgspec.json.encode(job))
+                encoded = hosts.begin_world(self.directory, encoded, is_shared=size > 1)
+            (self.directory / "job.json").write_bytes(encoded)
             place = f"{type(job).__module__}:{type(job).__name__}"
             self.start("longhelix.measure.rank", own, place, stdout=subprocess.PIPE)
         except BaseException:
@@ -73,21 +76,30 @@ class World(Ranks):
                 if ended:
                     for process in self.processes.values():
                         process.wait()
-            rows = [json.loads(line) if line else {} for line in lines]
-            self._check_failures(rows, watch.error)
+            rows = {rank: json.loads(line) if line else {} for rank, line in zip(self.processes, lines, strict=True)}
             if ended:
+                self._check_failures(rows | self._remote_failures(point), watch.error)
                 self.check_statuses()
                 return
-            remote = [self._hosts.row(rank, point) for rank in self._remote if self._hosts is not None]
-            self._check_failures(remote, None)
-            yield rows + remote
+            if self._hosts is not None:
+                rows |= {rank: self._hosts.row(rank, point) for rank in self._remote}
+            self._check_failures(rows, watch.error)
+            yield list(rows.values())
 
-    def _check_failures(self, rows: list[Row], watched: EngineError | None) -> None:
+    def _remote_failures(self, point: int) -> dict[int, Row]:
+        """Return what ranks of other hosts have said instead of a point, as far as it arrives soon."""
+        found = {}
+        for rank in self._remote:
+            with suppress(UserError, EngineError):
+                found[rank] = self._hosts.row(rank, point, _LAST_WORDS_S)
+        return found
+
+    def _check_failures(self, rows: dict[int, Row], watched: EngineError | None) -> None:
         """Raise the error that caused the failure of the ranks, if any rank failed.
 
         Other failures take precedence over failures that the loss of another rank caused.
         """
-        failed = {rank: msgspec.convert(row["failed"], Failed) for rank, row in enumerate(rows) if "failed" in row}
+        failed = {rank: msgspec.convert(row["failed"], Failed) for rank, row in rows.items() if "failed" in row}
         for failure in failed.values():
             if failure.user_error_code:
                 raise UserError(failure.cause, failure.user_error_code)

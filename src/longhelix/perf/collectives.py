@@ -4,8 +4,8 @@ Alpha-beta costs: a fixed cost, a latency for each round, bytes over bandwidth. 
 ranks count TPA fastest, then KVP, then stages, so a domain holds consecutive ranks. In a domain the cheapest of the
 known ways is taken; between domains rings, each rank with its own link.
 
-Where ranks are processes that share their host, a domain is a host. Its ranks share one link, and one of them exchanges
-whole tensors with the other hosts, as compute/parallel/across_hosts.py does.
+Where ranks are processes that share their host, a domain is a host. Its ranks share one link, and one of each group
+exchanges whole tensors with the other hosts in a ring, as compute/parallel/across_hosts.py does.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def all_reduce(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
         in_switch = np.where(inside > 1, 1 + 1 / inside, 0.0) * size_bytes
         best = best.or_cheaper(_inside(system, inside, 2.0, in_switch))
     if system.shared:
-        return best + _outside(system, outside, 1.0, (outside - 1) * size_bytes)
+        return best + _outside(system, outside, outside - 1, _groups(system, groups) * (outside - 1) * size_bytes)
     return best + _outside(system, outside, 2 * (outside - 1), 2 * (outside - 1) / outside * size_bytes / inside)
 
 
@@ -69,17 +69,15 @@ def all_gather(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
     """Every rank gets all `size_bytes`, of which each held its share. A reduce-scatter costs the same, backwards."""
     inside, outside = _levels(system, groups)
     across_bytes = (outside - 1) / outside * size_bytes
-    if system.shared:
-        across = _outside(system, outside, 1.0, across_bytes)
-    else:
-        across = _outside(system, outside, outside - 1, across_bytes / inside)
+    across_bytes = across_bytes * _groups(system, groups) if system.shared else across_bytes / inside
+    across = _outside(system, outside, outside - 1, across_bytes)
     return _inside(system, inside, 1.0, (inside - 1) / inside * size_bytes) + across
 
 
 def all_to_all(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
     """Every rank sends another share of its `size_bytes` to each rank."""
     inside, outside = _levels(system, groups)
-    senders = inside if system.shared else 1.0
+    senders = inside * _groups(system, groups) if system.shared else 1.0
     across = _outside(system, outside, 1.0, senders * (outside - 1) / outside * size_bytes)
     return _inside(system, inside, 1.0, (inside - 1) / groups.size * size_bytes) + across
 
@@ -93,6 +91,11 @@ def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
         bytes_per_s = bytes_per_s / np.where(inside, 1.0, np.minimum(stride, system.scale_up.ranks))
     fixed_s = system.collective_s + latency_s
     return Sent(fixed_s + size_bytes / bytes_per_s, size_bytes + np.zeros_like(stride), fixed_s)
+
+
+def _groups(system: HardwareSpec, groups: RankGroups) -> Array:
+    """Groups whose ranks on one host communicate at the same time, over the one link of the host."""
+    return np.minimum(groups.stride, system.scale_up.ranks)
 
 
 def _levels(system: HardwareSpec, groups: RankGroups) -> tuple[Array, Array]:

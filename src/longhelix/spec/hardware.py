@@ -125,6 +125,7 @@ class HardwareSpec:
             "memory_bytes_per_s",
             "memory_bytes",
             "reserve_bytes",
+            "swap_bytes_per_s",
             *(f"flops_per_s.{dtype}" for dtype in self.flops_per_s),
         )
         values = {name: count * self._value(name) for name in scaled}

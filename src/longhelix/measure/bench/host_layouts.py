@@ -39,12 +39,12 @@ LINK_COLUMNS = (
     Column("link", "link"),
     Column("bytes_per_s", "achieved, Gbit/s", ".2f", 8e-9),
     Column("spread", "spread, %", ".0f", 100),
-    Column("latency_s", "fitted latency, us", ",.0f", 1e6),
-    Column("fitted_bytes_per_s", "fitted rate, Gbit/s", ".2f", 8e-9),
+    Column("latency_s", "scale_out.latency_s, us", ",.0f", 1e6),
+    Column("fitted_bytes_per_s", "scale_out.bytes_per_s, Gbit/s", ".2f", 8e-9),
 )
 SHAPED = "The two hosts are network namespaces of this machine, joined by virtual devices whose rate tc limits."
 LINK_NOTE = (
-    "achieved: rate at which a host sends in a large all-gather. fitted: constants that predictions use. They are "
+    "achieved: rate at which a host sends in a large all-gather. scale_out: constants of the link for predictions, "
     "fitted to collectives of 2 KB to 512 KB."
 )
 COLUMNS = (

@@ -1,11 +1,12 @@
 """Runs the benchmarks of longhelix and of peers, and collects their tables in one report."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from longhelix.compute.machine import host
 from longhelix.compute.runner.config import EngineConfig
+from longhelix.engine.places import Places
 from longhelix.errors import UserError
 from longhelix.measure import host_link, link, progress
 from longhelix.measure.bench import (
@@ -100,7 +101,9 @@ class Suite:
         check_native()
         self._hosts = hosts
         self._report = BenchReport(environment(date))
-        self._peers = None if peers is None else Peers(peers)
+        if hosts is not None and peers is not None:
+            self._report.remarks.append("No other engine was measured, because they run on one host.")
+        self._peers = None if peers is None or hosts is not None else Peers(peers)
         self._tell = tell
         self._on_point = progress.by_name(tell)
 
@@ -146,7 +149,8 @@ class Suite:
     def decode(self, configs: Sequence[EngineConfig], contexts: Sequence[int], repeats: int) -> None:
         """Measure one decode step at each context, with each of `configs` and with each peer."""
         check_positive("repeats", repeats)
-        jobs = [DecodeJob(self._placed(config), tuple(sorted(contexts)), repeats) for config in configs]
+        jobs = [DecodeJob(config, tuple(sorted(contexts)), repeats) for config in configs]
+        self._use_model(configs[0])
         section = decode.section(jobs, self._on_point("decode"), self._hosts)
         self._report.sections.append(section)
         if self._peers:
@@ -155,7 +159,8 @@ class Suite:
     def prefill(self, configs: Sequence[EngineConfig], prompts: Sequence[int], repeats: int) -> None:
         """Measure the prefill of each prompt, with each of `configs` and with each peer."""
         check_positive("repeats", repeats)
-        jobs = [PrefillJob(self._placed(config), tuple(sorted(prompts)), repeats) for config in configs]
+        jobs = [PrefillJob(config, tuple(sorted(prompts)), repeats) for config in configs]
+        self._use_model(configs[0])
         section = prefill.section(jobs, self._on_point("prefill"), self._hosts)
         self._report.sections.append(section)
         if self._peers:
@@ -163,7 +168,7 @@ class Suite:
 
     def layouts(self, model: str, ranks: int, points: Sequence[tuple[int, int]], repeats: int) -> None:
         """Measure decode and prefill of several requests. All strategies run in turn on `ranks` ranks."""
-        configs = layouts.strategies(ranks, _configured(model, ranks, points, repeats))
+        configs = layouts.strategies(ranks, _configured(model, ranks, points, repeats, None))
         job = layouts.LayoutsJob(configs, tuple(points), repeats)
         self._report.sections.append(layouts.section(job, self._on_point("layouts")))
 
@@ -191,25 +196,22 @@ class Suite:
             raise UserError(
                 f"--ranks is {ranks}, but there must be as many on each of {nnodes} hosts: set it to {nnodes}"
             )
-        placed = self._placed
         rates: tuple[float | None, ...] = (None,)
-        if self._hosts is None:
+        places = self.places(ranks)
+        if places is None:
             lacking = link.missing()
             if lacking is not None:
                 raise UserError(f"--rates-mbit needs two hosts on this machine, but {lacking}")
             rates = tuple(dict.fromkeys(map(link.checked_rate_mbit, rates_mbit or ())))
-            placed = _on_two_hosts
-        configured = _configured(model, ranks, points, repeats)
-        configs = host_layouts.strategies(ranks, lambda layout: placed(configured(layout)))
+            places = _halves(ranks)
+        configs = host_layouts.strategies(ranks, _configured(model, ranks, points, repeats, places))
+        self._use_model(configs[host_layouts.HOP_B])
         scope = measurements.FULL
         single = scope.config(Layout(), "bfloat16")
         measured = measurements.Measurements.take(scope, [single], self._on_point, self._hosts)
         system = local_system(measured, single, scope).of_machines(1 if self._hosts is None else nnodes)
-        hosts = configs[host_layouts.HOP_B].hosts
-        links, systems = host_link.measure(system, hosts, rates, self._on_point("links"), self._hosts)
+        links, systems = host_link.measure(system, places.hosts, rates, self._on_point("links"), self._hosts)
         parts = host_layouts.chosen_parts(configs[host_layouts.HOP_B], systems, points)
-        if self._hosts is not None:
-            parts = tuple(map(tuple, self._hosts.decided(parts)))
         job = host_layouts.HostLayoutsJob(configs, tuple(points), rates, parts, repeats)
         self._report.sections += host_layouts.sections(job, links, systems, self._on_point("layouts"), self._hosts)
 
@@ -284,9 +286,13 @@ class Suite:
         system = local_system(measured, configs[0], fitted)
         self._report.sections += predictions.sections(system, measured, [configs[0], configs[-1]], fitted)
 
-    def _placed(self, config: EngineConfig) -> EngineConfig:
-        """Place the ranks of a configuration on the hosts of the suite."""
-        return config if self._hosts is None else self._hosts.placed(config)
+    def places(self, ranks: int) -> Places | None:
+        """Place ranks on the hosts of the suite. Returns None for this host alone."""
+        return None if self._hosts is None else self._hosts.places(ranks)
+
+    def _use_model(self, config: EngineConfig) -> None:
+        if self._hosts is not None:
+            self._hosts.use_model(config.model_path)
 
     def finish(self) -> BenchReport:
         """Return the report, including the remarks on peers."""
@@ -295,18 +301,19 @@ class Suite:
         return self._report
 
 
-def _on_two_hosts(config: EngineConfig) -> EngineConfig:
-    """Place the ranks of a configuration on two hosts that share this machine."""
-    hosts = Hosts.in_order([config.layout.world_size // 2] * 2)
-    return replace(config, hosts=hosts, threads_per_rank=config.threads_per_rank * 2)
+def _halves(ranks: int) -> Places:
+    """Place ranks on two hosts that each have half of this machine."""
+    hosts = Hosts.in_order([ranks // 2] * 2)
+    cores, free_bytes = max(host.cores() // 2, 1), host.available_bytes() // 2
+    return Places(hosts, [cores] * 2, [free_bytes] * 2, [[]] * 2)
 
 
 def _configured(
-    model: str, ranks: int, points: Sequence[tuple[int, int]], repeats: int
+    model: str, ranks: int, points: Sequence[tuple[int, int]], repeats: int, places: Places | None
 ) -> Callable[[Layout], EngineConfig]:
     """Check the arguments of a comparison of layouts. Returns a function that configures a layout for its points."""
     check_positive("ranks", ranks)
     check_positive("repeats", repeats)
     check_positive("a number of requests", *(requests for requests, _ in points))
     longest = max(requests * context for requests, context in points)
-    return lambda layout: configure(model, layout, (longest,), weight_dtype=None, kv_dtype=None)
+    return lambda layout: configure(model, layout, (longest,), places=places, weight_dtype=None, kv_dtype=None)
