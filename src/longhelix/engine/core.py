@@ -330,8 +330,8 @@ class TokenCore:
         return events
 
     def _tell_changes(self) -> None:
-        """Report what the prefix cache has stored and removed since the last call."""
-        if self._on_cache_changes is not None:
+        """Report what the prefix cache has stored and removed since the last call, unless the core has failed."""
+        if self._on_cache_changes is not None and not self._failure:
             changes = self._scheduler.pool.changes()
             if any(changes):
                 self._on_cache_changes(changes)

@@ -21,6 +21,7 @@ _END = (-1).to_bytes(8, "big", signed=True)  # in place of a sequence number, af
 _MOST_BATCHES = 10_000  # that are kept for replays
 _MOST_BYTES = 2**28  # of these batches
 _MOST_UNDER_WAY = 1000  # messages of a replay that its reader has not taken yet
+_HEARTBEAT_MS = 5000
 _SEND_MS = 1000  # how long a replay waits for a slow reader before it is given up
 
 
@@ -154,6 +155,7 @@ class KVEventPublisher:
         bound.sndhwm = most_waiting  # before `bind`, or it has no effect
         bound.ipv6 = "[" in endpoint
         bound.linger = 0
+        bound.heartbeat_ivl = _HEARTBEAT_MS  # or messages for a reader whose machine is gone are kept
         try:
             bound.bind(endpoint)
         except zmq.ZMQError as error:

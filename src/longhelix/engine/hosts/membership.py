@@ -18,8 +18,19 @@ from longhelix.errors import UserError
 from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout, split
 
-# Settings that may differ between hosts.
-_OWN = ("node_rank", "master_addr", "interface", "cluster_secret_file", "allow_without_secret", "trace")
+# Settings that may differ between hosts. Only host 0 serves and publishes events.
+_OWN = (
+    "node_rank",
+    "master_addr",
+    "interface",
+    "cluster_secret_file",
+    "allow_without_secret",
+    "allow_without_key",
+    "kv_events_endpoint",
+    "kv_events_replay_endpoint",
+    "kv_events_topic",
+    "trace",
+)
 _BLOCKS, _BLOCK_BYTES = 32, 2**16  # how much of each file is compared
 
 

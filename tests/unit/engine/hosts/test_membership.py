@@ -103,6 +103,8 @@ def test_settings_in_common_leave_out_what_may_differ():
         EngineOptions(**TWO | {"node_rank": 0})
     )
     assert "kv_dtype=int8" in common_settings(EngineOptions(kv_dtype="int8"))
+    served = EngineOptions(allow_without_key=True, kv_events_endpoint="tcp://*:5557", kv_events_topic="kv@here")
+    assert common_settings(served) == common_settings(EngineOptions())
 
 
 def test_a_model_with_other_weights_has_another_fingerprint(tmp_path):
