@@ -438,27 +438,30 @@ def test_groups_within_a_domain_use_its_links_and_others_both_levels():
     assert ring.net_bytes[0] == pytest.approx(9 / 8 * 1e9 + 2 * 1 / 2 * 1e9 / 8)
 
 
-def test_processes_of_several_hosts_exchange_whole_tensors_over_one_link_per_host():
-    """The bytes that the leader of each host sends, or all of its ranks, as compute/parallel/across_hosts.py counts."""
-    hosts = load_system("cpu").replaced({"scale_up.ranks": 2, "collective_s": 0.0, "scale_up.latency_s": 0.0}, "test")
-    out = hosts.scale_out
-    for ranks, size_bytes in ((4, 1e6), (6, 1e9)):
-        others, share = ranks / 2 - 1, (ranks / 2 - 1) / (ranks / 2)
-        inside_s = {"reduce": size_bytes, "gather": size_bytes / 2, "exchange": size_bytes / ranks}
-        sent = {
-            "reduce": (collectives.all_reduce, others * size_bytes),
-            "gather": (collectives.all_gather, share * size_bytes),
-            "exchange": (collectives.all_to_all, 2 * share * size_bytes),
-        }
-        for name, (collective, out_bytes) in sent.items():
-            found = collective(hosts, group(ranks), np.array([size_bytes]))
-            assert found.seconds[0] == pytest.approx(
-                inside_s[name] / hosts.scale_up.bytes_per_s + out.latency_s + out_bytes / out.bytes_per_s
-            )
-    for stride, senders in ((2, 2), (3, 2), (1, 0)):
-        found = collectives.send(hosts, np.array([float(stride)]), np.array([1e6]))
-        link_s = out.latency_s + senders * 1e6 / out.bytes_per_s
-        assert found.seconds[0] == pytest.approx(link_s if senders else 1e6 / hosts.scale_up.bytes_per_s)
+@pytest.mark.parametrize(("ranks", "stride", "groups"), [(4, 1, 1), (6, 1, 1), (2, 2, 2), (3, 3, 2)])
+def test_processes_of_several_hosts_exchange_whole_tensors_over_one_link_per_host(ranks, stride, groups):
+    """The bytes that the leader of each group sends, or all ranks, as compute/parallel/across_hosts.py counts."""
+    system = load_system("cpu").replaced({"scale_up.ranks": 2, "collective_s": 0.0, "scale_up.latency_s": 0.0}, "test")
+    inside, out, size_bytes = 2 if stride == 1 else 1, system.scale_out, 1e7
+    hosts = ranks / inside
+    expected = {
+        # what ranks send inside of a host, rounds between hosts, and the bytes of all groups that share a host's link
+        collectives.all_reduce: (size_bytes, hosts - 1, (hosts - 1) * size_bytes),
+        collectives.all_gather: (size_bytes / 2, hosts - 1, (hosts - 1) / hosts * size_bytes),
+        collectives.all_to_all: (size_bytes / ranks, 1, inside * (hosts - 1) / hosts * size_bytes),
+    }
+    for collective, (inside_bytes, rounds, out_bytes) in expected.items():
+        found = collective(system, group(ranks, stride), np.array([size_bytes]))
+        inside_s = inside_bytes / system.scale_up.bytes_per_s if inside > 1 else 0
+        out_s = rounds * out.latency_s + groups * out_bytes / out.bytes_per_s
+        assert found.seconds[0] == pytest.approx(inside_s + out_s)
+
+
+def test_ranks_of_one_host_send_to_the_next_stage_over_one_link():
+    system = load_system("cpu").replaced({"scale_up.ranks": 2, "collective_s": 0.0}, "test")
+    for stride, link, senders in ((1, system.scale_up, 1), (2, system.scale_out, 2), (3, system.scale_out, 2)):
+        found = collectives.send(system, np.array([float(stride)]), np.array([1e6]))
+        assert found.seconds[0] == pytest.approx(link.latency_s + senders * 1e6 / link.bytes_per_s)
 
 
 def test_prefill_with_one_stage_is_the_sum_of_its_chunks():

@@ -64,11 +64,11 @@ COLUMNS = (
 NOTE = (
     "All strategies use the same ranks and weights, and run in turn: one step that is not measured, then "
     f"{_STEPS} steps. step: time per decode step of all requests, with random KV, without the scheduler. With pipeline "
-    "stages, the requests run in two micro-batches if there are two or more, and the stages work at the same time. "
-    "between hosts: bytes that all ranks send to the other host in a step. parts: number of parts in which HOP-B "
-    "exchanges; the cost model chooses it, with the constants of the link. predicted: time that the performance model "
-    "predicts. No constant is fitted to these times: they are fitted to decode steps and prefills on one rank, "
-    "and from collectives. Mean absolute error: {error:.1%} over {points} points."
+    "stages, the requests run in as many micro-batches, and the stages work at the same time. between hosts: bytes "
+    "that all ranks send to other hosts in a step. parts: number of parts in which HOP-B exchanges; the cost model "
+    "chooses it, with the constants of the link. predicted: time that the performance model predicts. Its constants "
+    "are fitted to decode steps and prefills on one rank and to collectives, not to these times. Mean absolute error: "
+    "{error:.1%} over {points} points."
 )
 
 
