@@ -67,8 +67,9 @@ NOTE = (
     "stages, the requests run in as many micro-batches, and the stages work at the same time. between hosts: bytes "
     "that all ranks send to other hosts in a step. parts: number of parts in which HOP-B exchanges; the cost model "
     "chooses it, with the constants of the link. predicted: time that the performance model predicts. Its constants "
-    "are fitted to decode steps and prefills on one rank and to collectives, not to these times. Mean absolute error: "
-    "{error:.1%} over {points} points."
+    "are fitted to decode steps and prefills on one rank and to collectives, not to these times. If the ranks of a "
+    "stage are on several hosts, its layers run op by op, otherwise from tapes. Mean absolute error: {error:.1%} over "
+    "{points} points."
 )
 
 
@@ -145,8 +146,16 @@ def _cost(config: EngineConfig, system: HardwareSpec) -> StepCost:
     return StepCost(Setting(config.spec, system, config.product_dtype, config.kv_dtype), config.layout)
 
 
-def predicted_seconds(config: EngineConfig, system: HardwareSpec, row: Row) -> float:
-    """Predict the time of the step of a row."""
+def predicted_seconds(config: EngineConfig, system: HardwareSpec, taped_kernel_s: float, row: Row) -> float:
+    """Predict the time of the step of a row.
+
+    Args:
+        system: the system of all ranks, with the fixed cost of kernels that run op by op.
+        taped_kernel_s: fixed cost of kernels that run from tapes.
+    """
+    stage = range(config.layout.num_ranks)
+    if len(config.hosts.parts(stage)) == 1:
+        system = system.replaced({"kernel_s": taped_kernel_s}, "kernels on tapes")
     setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
     is_local = config.scheduler.placement == "local"
     shape = Layouts.of([config.layout], local=is_local, hop_b=row["strategy"] == HOP_B)
@@ -157,6 +166,7 @@ def sections(
     job: HostLayoutsJob,
     links: Sequence[Row],
     systems: Sequence[HardwareSpec],
+    taped_kernel_s: float,
     on_point: Callable[[Row], None],
     hosts: MeasuringHosts | None = None,
 ) -> list[Section]:
@@ -164,7 +174,8 @@ def sections(
 
     Args:
         links: the measured links, a row per rate.
-        systems: the system of all ranks with the constants of each link.
+        systems: the system of all ranks with the constants of each link, for layers that run op by op.
+        taped_kernel_s: fixed cost of kernels that run from tapes.
         hosts: the hosts that run the ranks. None for network namespaces of this machine.
     """
     world_size = next(iter(job.configs.values())).layout.world_size
@@ -175,7 +186,7 @@ def sections(
         row = ranks[0] | {"network_bytes": sum(each["network_bytes"] for each in ranks)}
         config = job.configs[row["strategy"]]
         helix_s = row["step_s"] if row["strategy"] == "Helix" else helix_s
-        predicted_s = predicted_seconds(config, by_rate[row["rate_mbit"]], row)
+        predicted_s = predicted_seconds(config, by_rate[row["rate_mbit"]], taped_kernel_s, row)
         row |= {
             "layout": f"{config.layout.kvp} x {config.layout.tpa} x {config.layout.pp}",
             "over_helix": row["step_s"] / helix_s,
