@@ -86,17 +86,6 @@ def fit_requests(setting: Setting, requests: Sequence[MeasuredRequest]) -> Hardw
     )
 
 
-def fit_kernels(setting: Setting, requests: Sequence[MeasuredRequest]) -> HardwareSpec:
-    """The setting's system with the fixed cost of kernels that the requests have, which ran op by op."""
-    return fit(
-        setting.system,
-        ("kernel_s",),
-        lambda system: request_seconds(replace(setting, system=system), requests),
-        np.array([request.seconds for request in requests]),
-        f"fitted: {len(requests)} decode steps whose layers ran op by op",
-    )
-
-
 def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> HardwareSpec:
     """The system with what collectives cost in it.
 

@@ -76,13 +76,6 @@ def test_runs_give_back_the_fractions_that_they_were_made_with():
     assert found.sources["step_s"] == "made up"
 
 
-def test_steps_that_ran_op_by_op_give_back_the_fixed_cost_of_kernels():
-    steps, truth = REQUESTS[:2], TRUTH.replaced({"kernel_s": 4e-5}, "made up")
-    found = fit.fit_kernels(setting(guessed(["kernel_s"])), timed(steps, fit.request_seconds(setting(truth), steps)))
-    assert found.kernel_s == pytest.approx(4e-5, rel=1e-3)
-    assert found.sources["kernel_s"] == "fitted: 2 decode steps whose layers ran op by op"
-
-
 def test_calls_give_back_the_costs_that_they_were_made_with():
     collectives = timed(COLLECTIVES, fit.collective_seconds(TRUTH, COLLECTIVES))
     assert distance(fit.fit_collectives(guessed(COLLECTIVE_CONSTANTS), collectives), COLLECTIVE_CONSTANTS) < 1e-3

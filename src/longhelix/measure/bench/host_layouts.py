@@ -5,7 +5,7 @@ strategies are those of the layouts benchmark, and also Helix with HOP-B and pip
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,8 @@ from longhelix.measure.hosts import MeasuringHosts
 from longhelix.measure.model import LongRequests, RankModel
 from longhelix.measure.timing import Timing
 from longhelix.measure.world import Row, collect
-from longhelix.perf.layouts import Layouts
+from longhelix.perf.fit import fit
+from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.perf.step_cost import StepCost
@@ -31,6 +32,8 @@ from longhelix.spec import HardwareSpec
 from longhelix.spec.layout import Layout
 
 HOP_B = "Helix, HOP-B"
+STEP_CONSTANTS = ("kernel_s", "collective_s")  # fitted to a few of the measured steps
+_FITTED = ("Helix", "TP")  # strategies of these steps
 _WARM_UP_ROUNDS = 1
 _STEPS = 2  # measured steps of a strategy in each round, after one that is not measured
 _TIMEOUT_S = 3600.0  # time limit for one point; the first includes loading the models
@@ -58,6 +61,7 @@ COLUMNS = (
     Column("spread", "spread, %", ".0f", 100),
     Column("over_helix", "step vs Helix", ".2f"),
     Column("network_bytes", "between hosts, KB", ",.1f", 1e-3),
+    Column("use", "used for"),
     Column("predicted_s", "predicted, ms", ".2f", 1e3),
     Column("error", "error, %", "+.1f", 100),
 )
@@ -67,9 +71,10 @@ NOTE = (
     "stages, the requests run in as many micro-batches, and the stages work at the same time. between hosts: bytes "
     "that all ranks send to other hosts in a step. parts: number of parts in which HOP-B exchanges; the cost model "
     "chooses it, with the constants of the link. predicted: time that the performance model predicts. Its constants "
-    "are fitted to decode steps and prefills on one rank and to collectives, not to these times. If the ranks of a "
-    "stage are on several hosts, its layers run op by op, otherwise from tapes. Mean absolute error: {error:.1%} over "
-    "{points} points."
+    "are fitted to decode steps and prefills on one rank and to collectives. The fixed costs of kernels that run op by "
+    "op ({kernel_s:.1f} us) and of collectives ({collective_s:.0f} us) are fitted to the steps with `fit`. If the ranks "
+    "of a stage are on one host, its layers run from tapes. Mean absolute error: {error:.1%} over {points} points with "
+    "`test`."
 )
 
 
@@ -146,13 +151,17 @@ def _cost(config: EngineConfig, system: HardwareSpec) -> StepCost:
     return StepCost(Setting(config.spec, system, config.product_dtype, config.kv_dtype), config.layout)
 
 
-def predicted_seconds(config: EngineConfig, system: HardwareSpec, taped_kernel_s: float, row: Row) -> float:
+def predicted_seconds(
+    configs: Mapping[str, EngineConfig], system: HardwareSpec, taped_kernel_s: float, row: Row
+) -> float:
     """Predict the time of the step of a row.
 
     Args:
+        configs: the configurations by strategy.
         system: the system of all ranks, with the fixed cost of kernels that run op by op.
         taped_kernel_s: fixed cost of kernels that run from tapes.
     """
+    config = configs[row["strategy"]]
     stage = range(config.layout.num_ranks)
     if len(config.hosts.parts(stage)) == 1:
         system = system.replaced({"kernel_s": taped_kernel_s}, "kernels on tapes")
@@ -160,6 +169,27 @@ def predicted_seconds(config: EngineConfig, system: HardwareSpec, taped_kernel_s
     is_local = config.scheduler.placement == "local"
     shape = Layouts.of([config.layout], local=is_local, hop_b=row["strategy"] == HOP_B)
     return float(decode_seconds(setting, shape, float(row["requests"]), np.array([float(row["context"])]))[0])
+
+
+def _is_fitted(job: HostLayoutsJob, row: Row) -> bool:
+    """Whether STEP_CONSTANTS are fitted to a row: two strategies at two points of the first link."""
+    is_point = (row["requests"], row["context"]) in job.points[:2]
+    return is_point and row["rate_mbit"] == job.rates_mbit[0] and row["strategy"] in _FITTED
+
+
+def _fit(job: HostLayoutsJob, rows: Sequence[Row], system: HardwareSpec, taped_kernel_s: float) -> HardwareSpec:
+    """Return the system with the fixed costs of steps over several hosts.
+
+    A collective between other work waits for threads that sleep and for ranks that are late, so it takes longer than
+    the collectives that `host_link` measures. Kernels that run op by op take longer than those on tapes.
+    """
+
+    def predict(tried: HardwareSpec) -> Array:
+        return np.array([predicted_seconds(job.configs, tried, taped_kernel_s, row) for row in rows])
+
+    started = system.replaced({"collective_s": system.scale_out.latency_s}, "guess")
+    measured_s = np.array([row["step_s"] for row in rows])
+    return fit(started, STEP_CONSTANTS, predict, measured_s, f"fitted: {len(rows)} steps of ranks on several hosts")
 
 
 def sections(
@@ -179,28 +209,39 @@ def sections(
         hosts: the hosts that run the ranks. None for network namespaces of this machine.
     """
     world_size = next(iter(job.configs.values())).layout.world_size
-    by_rate = dict(zip(job.rates_mbit, systems, strict=True))
-    rows: list[Row] = []
+    rows = [
+        ranks[0] | {"network_bytes": sum(each["network_bytes"] for each in ranks)}
+        for ranks in collect(job, world_size, on_point, _TIMEOUT_S, hosts)
+    ]
+    fitted = [row for row in rows if _is_fitted(job, row)]
+    system = _fit(job, fitted, systems[0], taped_kernel_s)
+    constants = {name: system.constants[name] for name in STEP_CONSTANTS}
+    by_rate = {
+        rate_mbit: each.replaced(constants, system.sources[STEP_CONSTANTS[0]])
+        for rate_mbit, each in zip(job.rates_mbit, systems, strict=True)
+    }
     helix_s = 0.0
-    for ranks in collect(job, world_size, on_point, _TIMEOUT_S, hosts):
-        row = ranks[0] | {"network_bytes": sum(each["network_bytes"] for each in ranks)}
-        config = job.configs[row["strategy"]]
+    for row in rows:
+        layout = job.configs[row["strategy"]].layout
         helix_s = row["step_s"] if row["strategy"] == "Helix" else helix_s
-        predicted_s = predicted_seconds(config, by_rate[row["rate_mbit"]], taped_kernel_s, row)
+        predicted_s = predicted_seconds(job.configs, by_rate[row["rate_mbit"]], taped_kernel_s, row)
+        row["use"] = "fit" if _is_fitted(job, row) else "test"
         row |= {
-            "layout": f"{config.layout.kvp} x {config.layout.tpa} x {config.layout.pp}",
+            "layout": f"{layout.kvp} x {layout.tpa} x {layout.pp}",
             "over_helix": row["step_s"] / helix_s,
             "predicted_s": predicted_s,
             "error": predicted_s / row["step_s"] - 1,
         }
-        rows.append(row)
-    error = sum(abs(row["error"]) for row in rows) / len(rows)
+    errors = [abs(row["error"]) for row in rows if row["use"] == "test"]
+    note = NOTE.format(
+        **{name: 1e6 * value for name, value in constants.items()}, error=sum(errors) / len(errors), points=len(errors)
+    )
     return [
         link_section(links),
         Section(
             name="layouts",
             title=f"Layouts on {world_size} ranks of several hosts",
-            note=NOTE.format(error=error, points=len(rows)),
+            note=note,
             columns=COLUMNS,
             rows=rows,
         ),

@@ -24,7 +24,7 @@ from longhelix.measure.bench.environment import environment
 from longhelix.measure.bench.peers import Peers
 from longhelix.measure.bench.report import BenchReport
 from longhelix.measure.calibrate import measurements
-from longhelix.measure.calibrate.system import local_system, op_by_op
+from longhelix.measure.calibrate.system import local_system
 from longhelix.measure.configuration import check_positive, check_threads, configure
 from longhelix.measure.decode import DecodeJob
 from longhelix.measure.hosts import MeasuringHosts
@@ -210,8 +210,7 @@ class Suite:
         single = scope.config(Layout(), "bfloat16")
         measured = measurements.Measurements.take(scope, [single], self._on_point, self._hosts)
         system = local_system(measured, single, scope)
-        steps = measurements.steps_op_by_op(scope, self._on_point("decode, op by op"), self._hosts)
-        all_hosts = op_by_op(system, single, steps).of_machines(1 if self._hosts is None else nnodes)
+        all_hosts = system.of_machines(1 if self._hosts is None else nnodes)
         links, systems = host_link.measure(all_hosts, places.hosts, rates, self._on_point("links"), self._hosts)
         parts = host_layouts.chosen_parts(configs[host_layouts.HOP_B], systems, points)
         job = host_layouts.HostLayoutsJob(configs, tuple(points), rates, parts, repeats)

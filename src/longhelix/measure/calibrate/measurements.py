@@ -93,15 +93,6 @@ class Measurements:
         return cls(machine, products, calls, steps + prefills)
 
 
-def steps_op_by_op(
-    scope: CalibrationScope, on_point: Callable[[Row], None], hosts: MeasuringHosts | None = None
-) -> list[Row]:
-    """Measure decode steps on one rank whose layers run op by op, as those of ranks on several hosts do."""
-    dtypes = {"weight_dtype": "bfloat16", "kv_dtype": "bfloat16"}
-    config = configure("builtin", Layout(), scope.contexts, execution="eager", **dtypes)
-    return _steps(decode.measure([decode.DecodeJob(config, scope.contexts, scope.decode_repeats)], on_point, hosts))
-
-
 def measured_request(row: Row) -> MeasuredRequest:
     """Convert a row of `Measurements.requests` to the type that fits and predictions use."""
     kvp, tpa = map(int, row["layout"].split(" x "))

@@ -8,7 +8,7 @@ from longhelix.compute.runner.config import EngineConfig
 from longhelix.measure.calibrate.machine import NARROW_DTYPES, PRODUCT_ROWS, TINY_KERNELS
 from longhelix.measure.calibrate.measurements import CalibrationScope, Measurements, measured_request
 from longhelix.measure.world import Row
-from longhelix.perf.fit import MeasuredCollective, fit_collectives, fit_kernels, fit_requests
+from longhelix.perf.fit import MeasuredCollective, fit_collectives, fit_requests
 from longhelix.perf.setting import Setting
 from longhelix.spec import HardwareSpec
 from longhelix.spec.presets import load_system
@@ -37,18 +37,6 @@ def local_system(measured: Measurements, config: EngineConfig, fitted: Calibrati
     ]
     setting = Setting(config.spec, fit_collectives(started, collectives), config.product_dtype, config.kv_dtype)
     return fit_requests(setting, [measured_request(row) for row in requests])
-
-
-def op_by_op(system: HardwareSpec, config: EngineConfig, steps: Sequence[Row]) -> HardwareSpec:
-    """Return a system with the fixed cost that kernels have if layers run op by op.
-
-    Args:
-        system: the calibrated system.
-        config: engine configuration of the measured model.
-        steps: rows of `steps_op_by_op`.
-    """
-    setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
-    return fit_kernels(setting, [measured_request(row) for row in steps])
 
 
 def _median(requests: Sequence[Row], key: str, work: str) -> float:
