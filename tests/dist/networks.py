@@ -3,15 +3,19 @@
 import ctypes
 import itertools
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 _NUMBERS = itertools.count()
 _CLONE_NEWNET = 0x40000000
+_OWN_FILES = Path("/etc/netns")  # has a folder for each host, with files that it sees in /etc
 
 
 class Network:
@@ -27,6 +31,7 @@ class Network:
         tag = f"lh{os.getpid() % 100_000}x{next(_NUMBERS)}"
         self._switch, self._hosts = f"{tag}s", [f"{tag}h{node}" for node in range(size)]
         self.processes = []
+        self._names = {"localhost": "127.0.0.1"}
         try:
             self._make()
         except subprocess.CalledProcessError as error:
@@ -58,14 +63,29 @@ class Network:
         for namespace in (self._switch, *self._hosts):
             with suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", namespace)
+            shutil.rmtree(_OWN_FILES / namespace, ignore_errors=True)
+        with suppress(OSError):  # unless others have files there
+            _OWN_FILES.rmdir()
 
     def address(self, node):
         return f"10.77.0.{node + 1}"
 
-    def start(self, node, arguments, **settings):
-        """Start Python on a host."""
+    def name(self, name, node):
+        """Give a host a name, which another host may have had. Processes that start later know it."""
+        self._names[name] = self.address(node)
+        for host in self._hosts:
+            (_OWN_FILES / host).mkdir(parents=True, exist_ok=True)
+            lines = [f"{address} {name}\n" for name, address in self._names.items()]
+            (_OWN_FILES / host / "hosts").write_text("".join(lines))  # the same file, which processes have mounted
+
+    def start(self, node, arguments, folders=None, **settings):
+        """Start Python on a host. folders: by path, the folders that this host alone has in place of others."""
         new_processes = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        command = ["ip", "netns", "exec", self._hosts[node], *new_processes, sys.executable, *arguments]
+        mounts = [
+            f"mount --bind {shlex.quote(str(own))} {shlex.quote(str(path))}" for path, own in (folders or {}).items()
+        ]
+        shell = ["sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh"]
+        command = ["ip", "netns", "exec", self._hosts[node], *new_processes, *shell, sys.executable, *arguments]
         process = subprocess.Popen(command, **({"stdin": subprocess.DEVNULL, "text": True} | settings))
         self.processes.append(process)
         return process
@@ -77,6 +97,10 @@ class Network:
     def join(self, node):
         """Bring it back."""
         _ip("-n", self._switch, "link", "set", f"p{node}", "up")
+
+    def lose(self, node, other):
+        """Lose all that a host sends to another one from now on."""
+        self.run(node, "ip", "neigh", "replace", self.address(other), "lladdr", "02:00:00:00:00:01", "dev", "eth0")
 
     def run(self, node, *command):
         """Run a command in a host's network."""
