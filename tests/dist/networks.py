@@ -90,6 +90,11 @@ class Network:
         self.processes.append(process)
         return process
 
+    def signal(self, process, number):
+        """Send a signal to Python, which `start` has started."""
+        (own,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(own), number)
+
     def cut(self, node):
         """Take a host off the network."""
         _ip("-n", self._switch, "link", "set", f"p{node}", "down")

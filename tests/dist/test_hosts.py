@@ -14,11 +14,13 @@ import pytest
 from networks import Network
 
 from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
+from tiers import few
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
 PROGRAM = str(Path(__file__).with_name("hosts_program.py"))
 TIMEOUT_S = 240
+ODD_HOST = {"PYTHONPATH": str(Path(__file__).with_name("odd_host"))}
 SECRET = {"LONGHELIX_CLUSTER_SECRET": "a secret for tests, and only for them"}
 MODELS = FAMILIES | WITH_EXPERTS
 
@@ -120,6 +122,13 @@ MISTAKES = {
     "layout": ({}, ["--ep", "1", "--tpf", "1", "--tied"], "host 1 (10.77.0.2) was started with another layout", 2),
     "number": ({}, ["--nnodes", "3", "--kvp", "3"], "host 1 (10.77.0.2) was started with another --nnodes", 2),
     "interface": ({}, ["--interface", "eth5"], "this host has no interface 'eth5'", None),
+    "version": (
+        ODD_HOST | {"ODD_VERSION": "0.1"},
+        [],
+        "host 1 (10.77.0.2) has other versions (longhelix 0.1, torch",
+        2,
+    ),
+    "clock": (ODD_HOST | {"ODD_CLOCK_S": "90"}, [], "the clock of host 1 (10.77.0.2) is +", 2),
 }
 
 
@@ -142,7 +151,7 @@ def ended(process, timeout_s=60):
     return process.returncode, err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("mistake", few(MISTAKES, 5))
 def test_mistakes_get_one_sentence_on_each_host(mistake):
     variables, options, words, status = MISTAKES[mistake]
     with Network(2) as network:

@@ -1,0 +1,387 @@
+"""What engines can do, over several hosts, which are network namespaces: the same answers as those of one host."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from itertools import chain
+from pathlib import Path
+
+import httpx
+import pytest
+from host_features_program import answers
+from networks import Network
+from served import events
+from shown import NEW_TOKENS as SHOWN_TOKENS
+from shown import VISION_LANGUAGE, make_shown_oracle
+from test_guided import GUIDES, is_of, model_of
+from test_hosts import SECRET, say
+from test_prompt_logprobs import assert_of
+
+from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
+
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
+
+PROGRAM = str(Path(__file__).with_name("host_features_program.py"))
+TIMEOUT_S = 240
+SETTINGS = {"dtype": "float32", "block_tokens": 4, "max_model_len": 64, "chunk_tokens": 8}
+GREEDY = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+MODELS = FAMILIES | WITH_EXPERTS
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    made = {}
+
+    def oracle(model, **more):
+        key = model, tuple(more.items())
+        if key not in made:
+            made[key] = make_oracle(MODELS[model], tmp_path_factory.mktemp(model), **more)
+            save_tokenizer_files(made[key].path)
+        return made[key]
+
+    return oracle
+
+
+def case(oracle, layout, rounds, settings=None, **more):
+    return {
+        "model": str(oracle.path),
+        "layout": layout,
+        "settings": SETTINGS | (settings or {}),
+        "rounds": rounds,
+    } | more
+
+
+def greedy(*prompts, **more):
+    return [{"prompt": prompt, "sampling": GREEDY} | more for prompt in prompts]
+
+
+def start(network, node, nnodes, cases, node_rank=None, **more):
+    """Start a host's program. Host 0 is where the network says, or has the name `first`."""
+    place = {"nnodes": nnodes, "master_addr": more.pop("first", network.address(0))}
+    cases = [each | {"settings": each["settings"] | place} for each in cases]
+    arguments = [PROGRAM, str(node if node_rank is None else node_rank), json.dumps(cases)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return network.start(node, arguments, env=os.environ | SECRET, **pipes, **more)
+
+
+def run(network, nnodes, cases, folders=None):
+    """Run the cases on all hosts. Returns what host 0 has printed for each. folders: what only host 1 has mounted."""
+    started = [start(network, node, nnodes, cases, folders=folders if node == 1 else None) for node in range(nnodes)]
+    outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
+    assert [process.returncode for process in started] == [0] * nnodes, outputs
+    return [json.loads(line) for line in outputs[0][0].splitlines()]
+
+
+def alone(case):
+    """The same case on one rank, as it is printed."""
+    return json.loads(json.dumps(answers(case | {"layout": {}})))
+
+
+def every(found, name):
+    """That field of all results."""
+    return [result[name] for result in chain(*found["rounds"])]
+
+
+def features(oracle):
+    """Prompts that begin alike, one after the other; drawn tokens; log-probabilities of prompts."""
+    document = oracle.prompts[3]
+    drawn = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1, "ignore_eos": True}
+    scored = {"max_new_tokens": 4, "prompt_logprobs": 3, "ignore_eos": True}
+    rounds = [
+        greedy(document),
+        greedy([*document[:30], 5, 6, 7]),
+        greedy(document),
+        [{"prompt": prompt, "sampling": drawn | {"seed": seed}} for seed in (1, 2) for prompt in oracle.prompts],
+        [{"prompt": prompt, "sampling": scored} for prompt in oracle.prompts],
+    ]
+    return case(oracle, {"kvp": 2}, rounds)
+
+
+def pressed(oracle, **settings):
+    """In a pool that holds no two of the longer prompts with their answers."""
+    return case(oracle, {"kvp": 2}, [greedy(*oracle.prompts * 2)], {"kv_cache_tokens": 96} | settings)
+
+
+def moving(oracle):
+    """Two requests of one rank, which get more than it holds, and one of the other with room to spare."""
+    settings = {"placement": "local", "max_model_len": 48, "kv_cache_tokens": 2 * 17 * 4, "chunk_tokens": "auto"}
+    return case(oracle, {"kvp": 2}, [greedy(*oracle.prompts)], settings)
+
+
+@pytest.fixture(scope="module")
+def found(oracles):
+    oracle, three = oracles("llama"), oracles("llama", prompt_lengths=(24, 26, 14))
+    cases = {
+        "features": features(oracle),
+        "pressed": pressed(oracle, prefix_cache=False),
+        "striped": case(oracle, {"kvp": 2}, [greedy(*oracle.prompts)]),
+        "moving": moving(three),
+    }
+    with Network(2) as network:
+        return dict(zip(cases, run(network, 2, list(cases.values())), strict=True))
+
+
+def test_cached_prefixes_and_drawn_tokens_are_those_of_one_rank(oracles, found):
+    expected, own = alone(features(oracles("llama"))), found["features"]
+    for name in ("token_ids", "cached_tokens", "finish_reason"):
+        assert every(own, name) == every(expected, name)
+    assert every(own, "cached_tokens")[:3] == [0, 28, 40]
+    assert every(own, "token_ids")[0] == every(own, "token_ids")[2] == oracles("llama").tokens[3]
+
+
+def test_log_probabilities_of_prompts_are_those_of_transformers(oracles, found):
+    oracle = oracles("llama")
+    for result, prompt, logits_TV in zip(found["features"]["rounds"][4], oracle.prompts, oracle.logits, strict=True):
+        scored = [
+            entry and {int(token): value for token, value in entry.items()} for entry in result["prompt_logprobs"]
+        ]
+        assert_of(scored, prompt, logits_TV, 3)
+
+
+def test_requests_go_on_after_preemptions(oracles, found):
+    assert every(found["pressed"], "token_ids") == oracles("llama").tokens * 2
+    assert sum(every(found["pressed"], "preemptions")) > 0
+
+
+def summed_bytes(config, found):
+    """What two hosts of one rank each send to each other beside exchanges.
+
+    Each of them sends its part of the sums: of the embedding and of two blocks of each layer, for each row. Where S
+    tokens are sampled, each sends its S candidates: ids, sums of weights and, two of them in 8 bytes, logits. Then
+    host 0 sends the S tokens.
+    """
+    row_bytes = 4 * config.hidden_size * (1 + 2 * config.num_hidden_layers)
+    sampling_bytes = sum(2 * 8 * (2 * count + (count + 1) // 2) + 8 * count for count in found["sampled"])
+    return 2 * found["rows"] * row_bytes + sampling_bytes
+
+
+def test_bytes_between_hosts_are_those_of_the_formula(oracles, found):
+    """Of each row and layer, one of the hosts sends each query head to the other one, with its log-sum-exp."""
+    config, own = FAMILIES["llama"], found["striped"]
+    rows = sum(map(len, oracles("llama").prompts)) + 4 * (NEW_TOKENS - 1)
+    exchanged = rows * config.num_hidden_layers * config.num_attention_heads * 4 * (config.head_dim + 1)
+    assert own["rows"] == rows
+    assert own["exchanged_bytes"] == exchanged
+    assert own["network_bytes"] == exchanged + summed_bytes(config, own)
+
+
+def test_kv_that_moves_to_another_host_counts(oracles, found):
+    own, moved = found["moving"], sum(every(found["moving"], "moved_bytes"))
+    assert every(own, "token_ids") == oracles("llama", prompt_lengths=(24, 26, 14)).tokens
+    assert moved > 0
+    assert own["network_bytes"] == own["exchanged_bytes"] + summed_bytes(FAMILIES["llama"], own) + moved
+
+
+@pytest.mark.slow
+def test_swapped_kv_guides_and_images_are_those_of_one_rank(oracles, tmp_path_factory):
+    guided = model_of(FAMILIES["llama"], tmp_path_factory.mktemp("guided"))
+    shown = make_shown_oracle(VISION_LANGUAGE["qwen3_vl"], tmp_path_factory.mktemp("qwen3_vl"))
+    save_tokenizer_files(shown.path)
+    for name, image in shown.images.items():
+        image.save(shown.path / f"{name}.png")
+    guides = [guide for guide in GUIDES if guide.reasoning is None]
+    with_guides = [
+        {"prompt": guided.prompts[2], "sampling": {"max_new_tokens": 40, "guide": [guide.kind, guide.text]} | how}
+        for how in ({}, {"temperature": 1.0, "seed": 1})
+        for guide in guides
+    ]
+    with_images = [
+        {
+            "prompt": shown.given[index],
+            "images": [str(shown.path / f"{name}.png") for name in names],
+            "sampling": GREEDY | {"max_new_tokens": SHOWN_TOKENS},
+        }
+        for index, names in enumerate(shown.shown)
+    ]
+    images = {"max_model_len": 128, "chunk_tokens": 7}
+    cases = [
+        pressed(oracles("llama"), swap_tokens=256, policy="fcfs", tbt_target_s=0.004),
+        case(guided, {"kvp": 2}, [with_guides], {"max_model_len": 128}),
+        case(shown, {"kvp": 2}, [with_images], images),
+        case(shown, {"kvp": 2, "pp": 2}, [with_images], images),
+    ]
+    with Network(2) as network:
+        swapped, of_guides, *of_images = run(network, 2, cases)
+    assert every(swapped, "token_ids") == oracles("llama").tokens * 2
+    assert sum(every(swapped, "swapped_tokens")) > 0
+    assert every(of_guides, "token_ids") == every(alone(cases[1]), "token_ids")
+    ended = [
+        each for each in zip(guides * 2, of_guides["rounds"][0], strict=True) if each[1]["finish_reason"] == "stop"
+    ]
+    assert len(ended) > len(guides)
+    for guide, result in ended:
+        is_of(guide, result["text"])
+    for each in of_images:
+        assert every(each, "token_ids") == shown.tokens
+
+
+@pytest.mark.slow
+def test_saved_contexts_come_from_a_shared_folder_or_from_copies(oracles, tmp_path):
+    """Host 1 has `copied` and `lacking` for itself alone: in one it has copies, and nothing in the other."""
+    oracle = oracles("llama")
+    context, question = oracle.prompts[3][:35], oracle.prompts[3][35:]
+    names = ("shared", "copied", "lacking", "copied on host 1", "nothing")
+    shared, copied, lacking, own, nothing = (tmp_path / name for name in names)
+    for folder in (shared, copied, lacking, own, nothing):
+        folder.mkdir()
+
+    def using(folder, **more):
+        return case(oracle, {"kvp": 2}, [greedy(question, context="it")], {"contexts_dir": str(folder)}, **more)
+
+    copies = [(str(shared), str(folder)) for folder in (copied, lacking, own)]
+    cases = [using(shared, saves={"it": context}), using(shared, copies=copies), using(copied), using(lacking)]
+    with Network(2) as network:
+        *answered, refused = run(network, 2, cases, folders={copied: own, lacking: nothing})
+    for each in [*answered, alone(cases[1])]:
+        assert every(each, "token_ids") == [oracle.tokens[3]]
+        assert every(each, "cached_tokens") == [32]
+    files = sorted(path.name for path in (shared / "it").glob("*.safetensors"))
+    assert len(files) == 2
+    assert f"context 'it' is damaged (file {files[1]}: it is missing)" in refused["rounds"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama", "deepseek_v3"])
+def test_stages_of_kvp_and_tpa_on_four_hosts(oracles, model):
+    """Each host has a KVP rank of a stage, with two ranks."""
+    oracle = oracles(model)
+    cases = [case(oracle, {"kvp": 2, "tpa": 2, "pp": 2}, [greedy(*oracle.prompts)])]
+    with Network(4) as network:
+        (found,) = run(network, 4, cases)
+    assert every(found, "token_ids") == oracle.tokens
+
+
+@pytest.mark.slow
+def test_a_host_0_that_has_moved_is_found_by_its_name(oracles):
+    oracle = oracles("llama")
+    cases = [case(oracle, {"kvp": 2}, [greedy(*oracle.prompts)])]
+    with Network(3) as network:
+        network.name("first", 0)
+        first = start(network, 0, 2, cases, first="first")
+        follower = start(network, 1, 2, cases, first="first")
+        lines = iter(follower.stderr.readline, "")
+        assert any("joined 10.77.0.1:29501" in line for line in lines)
+        first.kill()
+        network.name("first", 2)
+        second = start(network, 2, 2, cases, node_rank=0, first="first")
+        out, err = second.communicate(timeout=TIMEOUT_S)
+        assert second.returncode == 0, err
+        assert any("joined 10.77.0.3:29501" in line for line in lines)
+        assert follower.wait(60) == 0
+    assert every(json.loads(out), "token_ids") == oracle.tokens
+
+
+def words(oracle, index):
+    return " ".join(f"w{token}" for token in oracle.prompts[index])
+
+
+def engine(oracle, *layout):
+    return [str(oracle.path), "--dtype", "float32", "--block-tokens", "4", "--max-model-len", "64", *layout]
+
+
+def test_a_server_on_two_hosts_streams_and_ends_with_its_followers(oracles):
+    oracle = oracles("llama")
+    with Network(2) as network:
+        hosts = [
+            say(network, node, ["-m", "longhelix", "serve", *engine(oracle, "--kvp", "2"), "--log-format", "json",
+             "--port", "8000", "--nnodes", "2", "--node-rank", str(node), "--master-addr", network.address(0)])
+            for node in range(2)
+        ]  # fmt: skip
+        lines = iter(hosts[0].stderr.readline, "")
+        assert any('"event":"ready"' in line.replace(" ", "") for line in lines)
+        reader = threading.Thread(target=list, args=(lines,))
+        reader.start()
+        ready, texts, metrics = network.inside(0, ask, oracle.path.name, [words(oracle, index) for index in range(4)])
+        network.signal(hosts[0], signal.SIGTERM)
+        assert [host.wait(60) for host in hosts] == [0, 0]
+        reader.join()
+        assert hosts[1].stderr.read().splitlines()[-1] == "longhelix: host 0 has ended the engine"
+    assert ready == 200
+    assert [[int(word) for word in re.findall(r"w(\d+)", text)] for text in texts] == oracle.tokens
+    (network_bytes,) = re.findall(r"^longhelix:network_bytes_total{.*} (\S+)$", metrics, re.MULTILINE)
+    assert float(network_bytes) > 0
+
+
+def ask(model, prompts):
+    """/ready, the streamed answers to prompts, and /metrics."""
+    with httpx.Client(base_url="http://127.0.0.1:8000", timeout=60) as client:
+        ready, texts = client.get("/ready").status_code, []
+        for prompt in prompts:
+            body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as response:
+                deltas = [event["choices"][0]["text"] for event in events(response)]
+            assert len(deltas) >= NEW_TOKENS
+            texts.append("".join(deltas))
+        return ready, texts, client.get("/metrics").text
+
+
+def generate(oracle, *layout):
+    sampling = ["--max-new-tokens", str(NEW_TOKENS), "--ignore-eos", "--json"]
+    return ["longhelix", "generate", *engine(oracle, *layout), "--prompt", words(oracle, 2), *sampling]
+
+
+def assert_generates(oracle, hosts):
+    """Processes that print the answer on host 0 alone."""
+    outputs = [process.communicate(timeout=TIMEOUT_S) for process in hosts]
+    assert [process.returncode for process in hosts] == [0] * len(hosts), outputs
+    assert json.loads(outputs[0][0])["token_ids"] == oracle.tokens[2]
+    assert not any(out for out, _ in outputs[1:])
+
+
+# How torchrun finds the other host, by the address of this one, its number and that of host 0.
+RENDEZVOUS = {
+    "static": lambda own, node, first: ["--node-rank", str(node), "--master-addr", first, "--master-port", "29500"],
+    "c10d": lambda own, node, first: [
+        "--rdzv-backend", "c10d", "--rdzv-id", "it", "--rdzv-endpoint", f"{first}:29500", "--local-addr", own,
+        # Without this, torchrun asks whether the name of this machine has the address of the endpoint.
+        "--rdzv-conf", f"is_host={node == 0}",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("per_host", "rendezvous"), [(1, "static"), (2, "static"), (2, "c10d")])
+def test_torchrun_on_two_hosts_gives_the_tokens_of_one_rank(oracles, tmp_path, per_host, rendezvous):
+    oracle = oracles("llama")
+    with Network(2) as network:
+        hosts = []
+        for node in range(2):
+            own = tmp_path / str(node)  # both agents have the same process id, each on its host
+            own.mkdir()
+            ranks = ["--nnodes", "2", "--nproc-per-node", str(per_host)]
+            place = RENDEZVOUS[rendezvous](network.address(node), node, network.address(0))
+            arguments = ["-m", *generate(oracle, "--kvp", "2", "--tpa", str(per_host))]
+            torchrun = ["-m", "torch.distributed.run", *ranks, *place]
+            hosts.append(say(network, node, [*torchrun, *arguments], TMPDIR=str(own)))
+        assert_generates(oracle, hosts)
+
+
+@pytest.mark.slow
+def test_torchrun_with_the_wrong_number_of_ranks_names_that_of_all_hosts(oracles, tmp_path):
+    with Network(2) as network:
+        hosts = []
+        for node in range(2):
+            own = tmp_path / str(node)
+            own.mkdir()
+            place = RENDEZVOUS["static"](network.address(node), node, network.address(0))
+            arguments = ["-m", *generate(oracles("llama"), "--kvp", "4")]
+            torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *place]
+            hosts.append(say(network, node, [*torchrun, *arguments], TMPDIR=str(own)))
+        for host in hosts:
+            _, err = host.communicate(timeout=TIMEOUT_S)
+            assert host.returncode != 0
+            assert "torchrun started 2: set --nproc-per-node so that 2 hosts start 4 ranks together" in err
+
+
+@pytest.mark.slow
+def test_srun_tells_hosts_their_places(oracles):
+    oracle = oracles("llama")
+    with Network(2) as network:
+        for node in range(2):
+            network.name(f"node{node + 7}", node)
+        step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[7-8]"}
+        arguments = ["-m", *generate(oracle, "--kvp", "2", "--tpa", "2")]
+        assert_generates(oracle, [say(network, node, arguments, **step, SLURM_NODEID=str(node)) for node in range(2)])
