@@ -42,13 +42,17 @@ def main():
 def answers(case, **place):
     """The results of each round, and what steps have counted."""
     with LLM(case["model"], Layout(**case["layout"]), **case["settings"], **place) as llm:
+        refusals, sampled = [], []
         for name, token_ids in case.get("saves", {}).items():
-            llm.save_context(name, token_ids)
-        sampled = []
+            try:
+                llm.save_context(name, token_ids)
+            except UserError as error:
+                refusals.append(str(error))
         rounds = [results(llm, requests, sampled) for requests in case["rounds"]]
         counters = llm._core.counters
         return {
             "rounds": rounds,
+            "refusals": refusals,
             "sampled": sampled,
             "rows": counters.rows,
             "exchanged_bytes": counters.exchanged_bytes,

@@ -5,9 +5,9 @@ import os
 import re
 import signal
 import subprocess
-import threading
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
@@ -117,7 +117,8 @@ def found(oracles):
     cases = {
         "features": features(oracle),
         "pressed": pressed(oracle, prefix_cache=False),
-        "striped": case(oracle, {"kvp": 2}, [greedy(*oracle.prompts)]),
+        "kvp 2": case(oracle, {"kvp": 2}, [greedy(*oracle.prompts)]),
+        "kvp 2 x tpa 2": case(oracle, {"kvp": 2, "tpa": 2}, [greedy(*oracle.prompts)]),
         "moving": moving(three),
     }
     with Network(2) as network:
@@ -146,33 +147,43 @@ def test_requests_go_on_after_preemptions(oracles, found):
     assert sum(every(found["pressed"], "preemptions")) > 0
 
 
-def summed_bytes(config, found):
-    """What two hosts of one rank each send to each other beside exchanges.
+def exchanged_bytes(rows):
+    """Of each row and layer, one of two KVP ranks sends each query head to the other one, with its log-sum-exp."""
+    config = FAMILIES["llama"]
+    return rows * config.num_hidden_layers * config.num_attention_heads * 4 * (config.head_dim + 1)
+
+
+def summed_bytes(rows, sampled, ranks=1):
+    """What two hosts of so many ranks send to each other beside exchanges. sampled: the tokens of each step.
 
     Each of them sends its part of the sums: of the embedding and of two blocks of each layer, for each row. Where S
-    tokens are sampled, each sends its S candidates: ids, sums of weights and, two of them in 8 bytes, logits. Then
-    host 0 sends the S tokens.
+    tokens are sampled, each sends S candidates of each of its ranks: ids, sums of weights and, two of them in 8 bytes,
+    logits. Then host 0 sends the S tokens.
     """
+    config = FAMILIES["llama"]
     row_bytes = 4 * config.hidden_size * (1 + 2 * config.num_hidden_layers)
-    sampling_bytes = sum(2 * 8 * (2 * count + (count + 1) // 2) + 8 * count for count in found["sampled"])
-    return 2 * found["rows"] * row_bytes + sampling_bytes
+    candidates = sum(2 * count + (count + 1) // 2 for count in sampled)
+    return 2 * rows * row_bytes + 2 * ranks * 8 * candidates + 8 * sum(sampled)
 
 
-def test_bytes_between_hosts_are_those_of_the_formula(oracles, found):
-    """Of each row and layer, one of the hosts sends each query head to the other one, with its log-sum-exp."""
-    config, own = FAMILIES["llama"], found["striped"]
-    rows = sum(map(len, oracles("llama").prompts)) + 4 * (NEW_TOKENS - 1)
-    exchanged = rows * config.num_hidden_layers * config.num_attention_heads * 4 * (config.head_dim + 1)
-    assert own["rows"] == rows
-    assert own["exchanged_bytes"] == exchanged
-    assert own["network_bytes"] == exchanged + summed_bytes(config, own)
+@pytest.mark.parametrize(("layout", "ranks"), [("kvp 2", 1), ("kvp 2 x tpa 2", 2)])
+def test_bytes_between_hosts_are_those_of_the_formula(oracles, found, layout, ranks):
+    own, rows = found[layout], rows_of(oracles("llama"))
+    assert every(own, "token_ids") == oracles("llama").tokens
+    assert (own["rows"], own["exchanged_bytes"]) == (rows, exchanged_bytes(rows))
+    assert own["network_bytes"] == exchanged_bytes(rows) + summed_bytes(rows, own["sampled"], ranks)
+
+
+def rows_of(oracle):
+    """What is computed for all prompts and answers: the last token of an answer is no row."""
+    return sum(len(prompt) + NEW_TOKENS - 1 for prompt in oracle.prompts)
 
 
 def test_kv_that_moves_to_another_host_counts(oracles, found):
     own, moved = found["moving"], sum(every(found["moving"], "moved_bytes"))
     assert every(own, "token_ids") == oracles("llama", prompt_lengths=(24, 26, 14)).tokens
     assert moved > 0
-    assert own["network_bytes"] == own["exchanged_bytes"] + summed_bytes(FAMILIES["llama"], own) + moved
+    assert own["network_bytes"] == own["exchanged_bytes"] + summed_bytes(own["rows"], own["sampled"]) + moved
 
 
 @pytest.mark.slow
@@ -232,9 +243,16 @@ def test_saved_contexts_come_from_a_shared_folder_or_from_copies(oracles, tmp_pa
         return case(oracle, {"kvp": 2}, [greedy(question, context="it")], {"contexts_dir": str(folder)}, **more)
 
     copies = [(str(shared), str(folder)) for folder in (copied, lacking, own)]
-    cases = [using(shared, saves={"it": context}), using(shared, copies=copies), using(copied), using(lacking)]
+    cases = [
+        using(shared, saves={"it": context}),
+        using(shared, copies=copies),
+        using(copied, saves={"other": context}),
+        using(lacking),
+    ]
     with Network(2) as network:
         *answered, refused = run(network, 2, cases, folders={copied: own, lacking: nothing})
+    assert [len(each["refusals"]) for each in answered] == [0, 0, 1]
+    assert "is missing on a host: set --contexts-dir to a folder that all hosts share" in answered[2]["refusals"][0]
     for each in [*answered, alone(cases[1])]:
         assert every(each, "token_ids") == [oracle.tokens[3]]
         assert every(each, "cached_tokens") == [32]
@@ -262,16 +280,25 @@ def test_a_host_0_that_has_moved_is_found_by_its_name(oracles):
         network.name("first", 0)
         first = start(network, 0, 2, cases, first="first")
         follower = start(network, 1, 2, cases, first="first")
-        lines = iter(follower.stderr.readline, "")
-        assert any("joined 10.77.0.1:29501" in line for line in lines)
+        await_line(follower, "joined 10.77.0.1:29501")
         first.kill()
         network.name("first", 2)
         second = start(network, 2, 2, cases, node_rank=0, first="first")
         out, err = second.communicate(timeout=TIMEOUT_S)
         assert second.returncode == 0, err
-        assert any("joined 10.77.0.3:29501" in line for line in lines)
+        await_line(follower, "joined 10.77.0.3:29501")
         assert follower.wait(60) == 0
     assert every(json.loads(out), "token_ids") == oracle.tokens
+
+
+def await_line(process, text):
+    """Read standard error until a line has the text."""
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError(lines)
 
 
 def words(oracle, index):
@@ -283,26 +310,23 @@ def engine(oracle, *layout):
 
 
 def test_a_server_on_two_hosts_streams_and_ends_with_its_followers(oracles):
-    oracle = oracles("llama")
+    oracle, rows = oracles("llama"), rows_of(oracles("llama"))
     with Network(2) as network:
-        hosts = [
-            say(network, node, ["-m", "longhelix", "serve", *engine(oracle, "--kvp", "2"), "--log-format", "json",
-             "--port", "8000", "--nnodes", "2", "--node-rank", str(node), "--master-addr", network.address(0)])
-            for node in range(2)
-        ]  # fmt: skip
-        lines = iter(hosts[0].stderr.readline, "")
-        assert any('"event":"ready"' in line.replace(" ", "") for line in lines)
-        reader = threading.Thread(target=list, args=(lines,))
-        reader.start()
-        ready, texts, metrics = network.inside(0, ask, oracle.path.name, [words(oracle, index) for index in range(4)])
+        layout = ["--kvp", "2", "--placement", "striped", "--nnodes", "2", "--master-addr", network.address(0)]
+        serve = ["-m", "longhelix", "serve", *engine(oracle, *layout), "--log-format", "json"]
+        hosts = [say(network, node, [*serve, "--node-rank", str(node)]) for node in range(2)]
+        await_line(hosts[0], '"event": "ready"')
+        prompts = [words(oracle, index) for index in range(len(oracle.prompts))]
+        ready, texts, metrics = network.inside(0, ask, oracle.path.name, prompts)
         network.signal(hosts[0], signal.SIGTERM)
-        assert [host.wait(60) for host in hosts] == [0, 0]
-        reader.join()
-        assert hosts[1].stderr.read().splitlines()[-1] == "longhelix: host 0 has ended the engine"
+        errors = [host.communicate(timeout=60)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], errors
+    assert errors[1].splitlines()[-1] == "longhelix: host 0 has ended the engine"
     assert ready == 200
     assert [[int(word) for word in re.findall(r"w(\d+)", text)] for text in texts] == oracle.tokens
     (network_bytes,) = re.findall(r"^longhelix:network_bytes_total{.*} (\S+)$", metrics, re.MULTILINE)
-    assert float(network_bytes) > 0
+    tokens = NEW_TOKENS * len(prompts)
+    assert float(network_bytes) == exchanged_bytes(rows) + summed_bytes(rows, [1] * tokens)
 
 
 def ask(model, prompts):
@@ -342,35 +366,40 @@ RENDEZVOUS = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def own_folders():
+    """For the temporary files of each host, where both agents of torchrun have the same process id."""
+    with TemporaryDirectory() as first, TemporaryDirectory() as second:
+        yield first, second
+
+
+def torchrun(network, own_folders, per_host, rendezvous, arguments):
+    """Start `python -m ARGUMENTS` for so many ranks on each of two hosts."""
+    ranks = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_host)]
+    return [
+        say(
+            network,
+            node,
+            [*ranks, *RENDEZVOUS[rendezvous](network.address(node), node, network.address(0)), "-m", *arguments],
+            TMPDIR=folder,
+        )
+        for node, folder in enumerate(own_folders)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("per_host", "rendezvous"), [(1, "static"), (2, "static"), (2, "c10d")])
-def test_torchrun_on_two_hosts_gives_the_tokens_of_one_rank(oracles, tmp_path, per_host, rendezvous):
+def test_torchrun_on_two_hosts_gives_the_tokens_of_one_rank(oracles, own_folders, per_host, rendezvous):
     oracle = oracles("llama")
     with Network(2) as network:
-        hosts = []
-        for node in range(2):
-            own = tmp_path / str(node)  # both agents have the same process id, each on its host
-            own.mkdir()
-            ranks = ["--nnodes", "2", "--nproc-per-node", str(per_host)]
-            place = RENDEZVOUS[rendezvous](network.address(node), node, network.address(0))
-            arguments = ["-m", *generate(oracle, "--kvp", "2", "--tpa", str(per_host))]
-            torchrun = ["-m", "torch.distributed.run", *ranks, *place]
-            hosts.append(say(network, node, [*torchrun, *arguments], TMPDIR=str(own)))
-        assert_generates(oracle, hosts)
+        layout = ["--kvp", "2", "--tpa", str(per_host)]
+        assert_generates(oracle, torchrun(network, own_folders, per_host, rendezvous, generate(oracle, *layout)))
 
 
 @pytest.mark.slow
-def test_torchrun_with_the_wrong_number_of_ranks_names_that_of_all_hosts(oracles, tmp_path):
+def test_torchrun_with_the_wrong_number_of_ranks_names_that_of_all_hosts(oracles, own_folders):
     with Network(2) as network:
-        hosts = []
-        for node in range(2):
-            own = tmp_path / str(node)
-            own.mkdir()
-            place = RENDEZVOUS["static"](network.address(node), node, network.address(0))
-            arguments = ["-m", *generate(oracles("llama"), "--kvp", "4")]
-            torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *place]
-            hosts.append(say(network, node, [*torchrun, *arguments], TMPDIR=str(own)))
-        for host in hosts:
+        for host in torchrun(network, own_folders, 1, "static", generate(oracles("llama"), "--kvp", "4")):
             _, err = host.communicate(timeout=TIMEOUT_S)
             assert host.returncode != 0
             assert "torchrun started 2: set --nproc-per-node so that 2 hosts start 4 ranks together" in err
