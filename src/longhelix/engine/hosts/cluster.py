@@ -205,12 +205,12 @@ class Cluster:
 
         A host must also have answered since the call, because ZeroMQ notices only later that a host was cut off.
         """
+        self._read_arrived()
         start_s = time.monotonic()
         tell_s = start_s + _ANSWER_S
         while missing := self._missing(start_s):
             self._link.socket.poll(_POLL_MS)
-            while self._link.socket.poll(0):
-                self._read(is_start=self._launch == 0)
+            self._read_arrived()
             self._tell_of_strangers()
             on_wait()
             now_s = time.monotonic()
@@ -245,6 +245,10 @@ class Cluster:
             del self._identities[node]
         heard = {node for node in self._identities if self._heard_s[node] >= since_s}
         return set(range(1, self.membership.nnodes)) - heard
+
+    def _read_arrived(self) -> None:
+        while self._link.socket.poll(0):
+            self._read(is_start=self._launch == 0)
 
     def _read(self, is_start: bool = False) -> None:
         """Read one message of a host. `is_start`: whether a host that does not fit is an error of this host too."""
