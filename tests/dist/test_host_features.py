@@ -3,24 +3,23 @@
 import json
 import os
 import re
-import signal
 import subprocess
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import httpx
 import pytest
+from host_cases import SECRET
 from host_features_program import answers
-from networks import Network
+from networks import Network, program
 from served import events
 from shown import NEW_TOKENS as SHOWN_TOKENS
 from shown import VISION_LANGUAGE, make_shown_oracle
 from test_guided import GUIDES, is_of, model_of
-from test_hosts import SECRET, say
+from test_hosts import say
 from test_prompt_logprobs import assert_of
 
-from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
+from oracle import FAMILIES, NEW_TOKENS, save_tokenizer_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
@@ -28,21 +27,6 @@ PROGRAM = str(Path(__file__).with_name("host_features_program.py"))
 TIMEOUT_S = 240
 SETTINGS = {"dtype": "float32", "block_tokens": 4, "max_model_len": 64, "chunk_tokens": 8, "kv_cache_tokens": 1024}
 GREEDY = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-MODELS = FAMILIES | WITH_EXPERTS
-
-
-@pytest.fixture(scope="module")
-def oracles(tmp_path_factory):
-    made = {}
-
-    def oracle(model, **more):
-        key = model, tuple(more.items())
-        if key not in made:
-            made[key] = make_oracle(MODELS[model], tmp_path_factory.mktemp(model), **more)
-            save_tokenizer_files(made[key].path)
-        return made[key]
-
-    return oracle
 
 
 def case(oracle, layout, rounds, settings=None, **more):
@@ -113,7 +97,7 @@ def moving(oracle):
 
 @pytest.fixture(scope="module")
 def found(oracles):
-    oracle, three = oracles("llama"), oracles("llama", prompt_lengths=(24, 26, 14))
+    oracle, three = oracles("llama"), oracles("llama", 24, 26, 14)
     cases = {
         "features": features(oracle),
         "pressed": pressed(oracle, prefix_cache=False),
@@ -181,7 +165,7 @@ def rows_of(oracle):
 
 def test_kv_that_moves_to_another_host_counts(oracles, found):
     own, moved = found["moving"], sum(every(found["moving"], "moved_bytes"))
-    assert every(own, "token_ids") == oracles("llama", prompt_lengths=(24, 26, 14)).tokens
+    assert every(own, "token_ids") == oracles("llama", 24, 26, 14).tokens
     assert moved > 0
     assert own["network_bytes"] == own["exchanged_bytes"] + summed_bytes(own["rows"], own["sampled"]) + moved
 
@@ -317,7 +301,7 @@ def test_a_server_on_two_hosts_streams_and_ends_with_its_followers(oracles):
         await_line(hosts[0], '"event": "ready"')
         prompts = [words(oracle, index) for index in range(len(oracle.prompts))]
         ready, texts, metrics = network.inside(0, ask, oracle.path.name, prompts)
-        network.signal(hosts[0], signal.SIGTERM)
+        program(hosts[0]).terminate()
         errors = [host.communicate(timeout=60)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], errors
     assert errors[1].splitlines()[-1] == "longhelix: host 0 has ended the engine"
@@ -365,14 +349,7 @@ RENDEZVOUS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def own_folders():
-    """For the temporary files of each host, where both agents of torchrun have the same process id."""
-    with TemporaryDirectory() as first, TemporaryDirectory() as second:
-        yield first, second
-
-
-def torchrun(network, own_folders, per_host, rendezvous, arguments):
+def torchrun(network, per_host, rendezvous, arguments):
     """Start `python -m ARGUMENTS` for so many ranks on each of two hosts."""
     ranks = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_host)]
     return [
@@ -380,25 +357,24 @@ def torchrun(network, own_folders, per_host, rendezvous, arguments):
             network,
             node,
             [*ranks, *RENDEZVOUS[rendezvous](network.address(node), node, network.address(0)), "-m", *arguments],
-            TMPDIR=folder,
         )
-        for node, folder in enumerate(own_folders)
+        for node in range(2)
     ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("per_host", "rendezvous"), [(1, "static"), (2, "static"), (2, "c10d")])
-def test_torchrun_on_two_hosts_gives_the_tokens_of_one_rank(oracles, own_folders, per_host, rendezvous):
+def test_torchrun_on_two_hosts_gives_the_tokens_of_one_rank(oracles, per_host, rendezvous):
     oracle = oracles("llama")
     with Network(2) as network:
         layout = ["--kvp", "2", "--tpa", str(per_host)]
-        assert_generates(oracle, torchrun(network, own_folders, per_host, rendezvous, generate(oracle, *layout)))
+        assert_generates(oracle, torchrun(network, per_host, rendezvous, generate(oracle, *layout)))
 
 
 @pytest.mark.slow
-def test_torchrun_with_the_wrong_number_of_ranks_names_that_of_all_hosts(oracles, own_folders):
+def test_torchrun_with_the_wrong_number_of_ranks_names_that_of_all_hosts(oracles):
     with Network(2) as network:
-        for host in torchrun(network, own_folders, 1, "static", generate(oracles("llama"), "--kvp", "4")):
+        for host in torchrun(network, 1, "static", generate(oracles("llama"), "--kvp", "4")):
             out, _ = host.communicate(timeout=TIMEOUT_S)
             assert host.returncode != 0
             assert "torchrun started 2: set --nproc-per-node so that 2 hosts start 4 ranks together" in out

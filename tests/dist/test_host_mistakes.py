@@ -42,7 +42,7 @@ def test_another_model_on_one_host(tmp_path):
 
 def test_two_followers_that_cannot_reach_each_other():
     with Network(3) as network:
-        network.lose(1, 2)
+        network.hide(1, 2)
         hosts = [say(network, node, command(network, node, "--kvp", "3", nnodes=3)) for node in range(3)]
         assert_all_say(
             hosts, "host 1 (10.77.0.2) cannot connect to host 2 (10.77.0.3) (timed out): allow all TCP ports"
