@@ -104,9 +104,9 @@ class ModelRunner:
         self._spans.end(span)
         if self.swap_space is not None:
             swap_blocks(step, self.swap_space, self.kvp_rank)
+        network_before = self.mesh.network_bytes
         moved_s = self._copy(step)
         sent_before, waited_before_s = self.mesh.exchanged_bytes, self.mesh.waited_s
-        network_before = self.mesh.network_bytes
         num_rows = self._num_rows(step)
         sampled: tuple[SampledToken, ...] = ()
         scored: tuple[PromptLogprobs, ...] = ()

@@ -34,9 +34,8 @@ from longhelix.engine.places import Places
 from longhelix.errors import EngineError, UserError
 
 JOIN_S = 600.0  # longest time to wait for other hosts, which a scheduler may start minutes later
-_TELL_S = 20.0  # time between two messages about hosts that are missing
+_ANSWER_S, _TELL_S = 1.0, 20.0  # time until the first message about hosts that are missing, and between two of them
 _CHECK_S, _CONNECT_S = 20.0, 5.0
-_ANSWER_S = 3.0  # time in which a host answers before its ranks start
 _CLOCKS_S = 30.0  # largest difference between clocks
 _POLL_MS = 100
 _PROBE_S = 1.0  # time between two signs of the engine to its hosts
@@ -127,7 +126,7 @@ class Cluster:
         return f"host {node} ({self._hellos[node].facts.address})"
 
     def launch(self, on_wait: Callable[[], None]) -> None:
-        """Start the processes of all ranks on other hosts, after all hosts have joined.
+        """Start the processes of all ranks on other hosts, after all hosts have joined and answered.
 
         Args:
             on_wait: called again and again while hosts are missing. If it raises an exception, the launch is aborted.
@@ -136,28 +135,15 @@ class Cluster:
             EngineError: a host has not joined again.
         """
         self._launch += 1
-        self._arrived.clear()
-        self._ended.clear()
         try:
-            self._drop_silent(on_wait)
             self._await_all(on_wait)
         except UserError as error:
             raise EngineError(str(error)) from error
+        # A host that joined again during the wait ended ranks of an earlier launch, not of this one.
+        self._arrived.clear()
+        self._ended.clear()
         for node in self._identities:
             self._send(node, Launch(self._launch))
-
-    def _drop_silent(self, on_wait: Callable[[], None]) -> None:
-        """Forget hosts that do not answer, because ZeroMQ notices only later that they were cut off."""
-        asked_s = time.monotonic()
-        self._missing()
-        while silent := [node for node in self._identities if self._heard_s[node] < asked_s]:
-            if time.monotonic() - asked_s > _ANSWER_S:
-                for node in silent:
-                    del self._identities[node]
-                return
-            on_wait()
-            if self._link.socket.poll(_POLL_MS):
-                self._read()
 
     def halt(self) -> None:
         """End the ranks on other hosts."""
@@ -215,11 +201,16 @@ class Cluster:
         return self._link.send(self._identities[node], HOST, ENCODER.encode(message))
 
     def _await_all(self, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Wait until all hosts have joined. Admit those that are new, and check that hosts can reach each other."""
-        start_s = told_s = time.monotonic()
-        while missing := self._missing():
-            if self._link.socket.poll(_POLL_MS):
-                self._read(is_start=self._launch == 0)
+        """Wait until all hosts have joined. Admit those that are new, and check that hosts can reach each other.
+
+        A host must also have answered since the call, because ZeroMQ notices only later that a host was cut off.
+        """
+        self._read_arrived()
+        start_s = time.monotonic()
+        tell_s = start_s + _ANSWER_S
+        while missing := self._missing(start_s):
+            self._link.socket.poll(_POLL_MS)
+            self._read_arrived()
             self._tell_of_strangers()
             on_wait()
             now_s = time.monotonic()
@@ -230,9 +221,9 @@ class Cluster:
                     f"check that {self.membership.first_address}:{self.membership.port} can be reached from there",
                     "invalid_cluster",
                 )
-            if now_s - told_s > _TELL_S or told_s == start_s:
+            if now_s > tell_s:
                 self._tell(f"waiting for {words} at {self.membership.first_address}:{self.membership.port}")
-                told_s = now_s
+                tell_s = now_s + _TELL_S
         new = [node for node, identity in self._identities.items() if identity not in self._admitted]
         if new:
             self._check_connections(on_wait)
@@ -244,14 +235,20 @@ class Cluster:
         if self._link.strangers():
             self._tell("a host with another cluster secret has tried to join: give the same secret on every host")
 
-    def _missing(self) -> set[int]:
-        """Tell the hosts that the engine listens. Returns the nodes that have not joined, or whose connection is lost.
+    def _missing(self, since_s: float = 0.0) -> set[int]:
+        """Tell the hosts that the engine listens, and return the nodes that are missing.
 
+        A node is missing if it has not joined, if it has sent nothing since `since_s`, or if its connection is lost.
         ZeroMQ closes the connection of a host that does not answer its heartbeats.
         """
         for node in [node for node in self._identities if not self._send(node, Probe())]:
             del self._identities[node]
-        return set(range(1, self.membership.nnodes)) - set(self._identities)
+        heard = {node for node in self._identities if self._heard_s[node] >= since_s}
+        return set(range(1, self.membership.nnodes)) - heard
+
+    def _read_arrived(self) -> None:
+        while self._link.socket.poll(0):
+            self._read(is_start=self._launch == 0)
 
     def _read(self, is_start: bool = False) -> None:
         """Read one message of a host. `is_start`: whether a host that does not fit is an error of this host too."""

@@ -46,6 +46,7 @@ _REFUSALS = 10  # connections that host 0 has closed before this host gives up
 _JOIN_S = 600.0
 _REPORT_S = 1.0
 _TELL_S = 20.0
+_LOOK_UP_S = 2.0  # time between two looks whether host 0 has another address
 
 
 def follow(membership: Membership, hello: Callable[[int], Hello], model_path: str, tell: Callable[[str], None]) -> None:
@@ -68,6 +69,7 @@ def follow(membership: Membership, hello: Callable[[int], Hello], model_path: st
         if membership.is_launched:
             raise EngineError("the connection to host 0 is lost: the launcher must start all hosts again")
         tell("the connection to host 0 is lost: joining again")
+        membership = membership.looked_up()
 
 
 class _Session:
@@ -89,8 +91,7 @@ class _Session:
         self._is_admitted = False
         self._listens_until_s = 0.0
         self._probe = link.listener(membership.address)
-        identity = f"{membership.node_rank}-{secrets.token_hex(8)}"
-        self._link = FollowerLink(identity, membership.first_address, membership.port, membership.keys)
+        self._link = self._connect()
         self._hello = hello
 
     def __enter__(self) -> "_Session":
@@ -105,8 +106,7 @@ class _Session:
 
     def run(self) -> bool:
         """Pass messages until host 0 ends the engine (True), or the connection is lost (False)."""
-        place = f"{self._membership.first_address}:{self._membership.port}"
-        start_s = told_s = time.monotonic()
+        start_s = told_s = looked_s = time.monotonic()
         said_hello = False
         while True:
             self._link.look()
@@ -116,25 +116,47 @@ class _Session:
             if not self._link.is_connected:
                 if self._link.refusals >= _REFUSALS:
                     raise UserError(
-                        f"{place} refuses the connection of this host: give the same --cluster-secret-file on every "
-                        "host, and check that longhelix listens there",
+                        f"{self._place} refuses the connection of this host: give the same --cluster-secret-file on "
+                        "every host, and check that longhelix listens there",
                         "invalid_cluster",
                     )
                 if now_s - start_s > _JOIN_S:
                     raise UserError(
-                        f"host 0 did not answer at {place} within {_JOIN_S:.0f} s: start it, or correct --master-addr "
-                        "and --master-port",
+                        f"host 0 did not answer at {self._place} within {_JOIN_S:.0f} s: start it, or correct "
+                        "--master-addr and --master-port",
                         "invalid_cluster",
                     )
                 if now_s - told_s > _TELL_S or told_s == start_s:
-                    self._tell(f"waiting for host 0 at {place}")
+                    self._tell(f"waiting for host 0 at {self._place}")
                     told_s = now_s
+                if now_s - looked_s > _LOOK_UP_S:
+                    self._look_up()
+                    looked_s = time.monotonic()
             elif not said_hello:
                 self._send(self._hello(self._probe.getsockname()[1]))
                 said_hello = True
             if self._await():
                 return True
             self._look_at_ranks()
+
+    @property
+    def _place(self) -> str:
+        return f"{self._membership.first_address}:{self._membership.port}"
+
+    def _connect(self) -> FollowerLink:
+        """Begin to connect to host 0."""
+        membership = self._membership
+        identity = f"{membership.node_rank}-{secrets.token_hex(8)}"
+        return FollowerLink(identity, membership.first_address, membership.port, membership.keys)
+
+    def _look_up(self) -> None:
+        """Connect to the address that host 0 has now, if that is another one."""
+        found = self._membership.looked_up()
+        if found != self._membership:
+            self._membership = found
+            self._link.close()
+            self._link = self._connect()
+            self._tell(f"{found.master_addr} has another address: connecting to {self._place}")
 
     def _has_said_goodbye(self) -> bool:
         """Whether host 0 has ended the engine before the connection was lost. Raises UserError if it refused us."""
@@ -186,8 +208,7 @@ class _Session:
             case Admitted() if not self._is_admitted:
                 self._is_admitted = True
                 held = ", ".join(map(str, self._membership.hosts.ranks[self._membership.node_rank]))
-                place = f"{self._membership.first_address}:{self._membership.port}"
-                self._tell(f"joined {place} as host {self._membership.node_rank}, for ranks {held}")
+                self._tell(f"joined {self._place} as host {self._membership.node_rank}, for ranks {held}")
             case Probe():
                 self._listens_until_s = time.monotonic() + _LISTENS_S
                 self._send(Here())

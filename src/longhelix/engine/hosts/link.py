@@ -14,7 +14,9 @@ from longhelix.engine.hosts.secret import Keys
 from longhelix.errors import UserError
 
 _DOMAIN = "longhelix"
-_BEAT_MS, _SILENCE_MS = 1000, 8000  # ZeroMQ's own threads send heartbeats, even while Python is busy
+# ZeroMQ's own threads send heartbeats, even while Python is busy. A connection is lost after 7 s of silence at most,
+# which leaves a host 3 s to end its ranks.
+_BEAT_MS, _SILENCE_MS = 1000, 6000
 _UNREAD = 64
 _CRYPTOGRAPHIC, _MECHANISM = 0x11000001, 0x11000002  # reasons why a handshake failed, in zmq.h
 

@@ -3,7 +3,8 @@
 import hashlib
 import importlib.metadata
 import os
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longhelix.compute.machine import host
@@ -41,6 +42,7 @@ class Membership:
     Attributes:
         nnodes: number of hosts.
         node_rank: number of this host. Host 0 runs the engine.
+        master_addr: name or address of host 0, as the user gave it.
         first_address: IPv4 address of host 0.
         port: port on which host 0 listens for the others.
         address: IPv4 address of this host, through which its ranks reach the others.
@@ -52,6 +54,7 @@ class Membership:
 
     nnodes: int
     node_rank: int
+    master_addr: str
     first_address: str
     port: int
     address: str
@@ -113,6 +116,7 @@ class Membership:
         return cls(
             nnodes=options.nnodes,
             node_rank=options.node_rank,
+            master_addr=options.master_addr,
             first_address=first_address,
             port=options.master_port,
             address=address,
@@ -121,6 +125,15 @@ class Membership:
             hosts=hosts,
             is_launched=given.nnodes is None,
         )
+
+    def looked_up(self) -> "Membership":
+        """Return this place with the address that host 0 has now. For followers.
+
+        Host 0 gets another address if a launcher of containers starts it again. Its name may be unknown for a while.
+        """
+        with suppress(UserError):
+            return replace(self, first_address=network.resolved(self.master_addr))
+        return self
 
     def facts(self, probe_port: int) -> Facts:
         """Return what this host has. `probe_port`: where it listens for the check of connections."""

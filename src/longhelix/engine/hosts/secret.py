@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,7 @@ def read_secret(file: Path | None) -> str | None:
     """Return the secret in a file, or that of the environment. None if there is neither.
 
     Raises:
-        UserError: the file cannot be read, or the secret is too short.
+        UserError: the file cannot be read, all users of this host can read it, or the secret is too short.
     """
     if file is None:
         secret, where = os.environ.get(VARIABLE), VARIABLE
@@ -43,16 +44,26 @@ def read_secret(file: Path | None) -> str | None:
     else:
         where = f"the cluster secret file {file}"
         try:
-            secret = file.read_text().strip()
+            secret, is_exposed = file.read_text().strip(), _is_exposed(file)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
             raise UserError(f"{where} cannot be read ({reason}): correct --cluster-secret-file") from error
+        if is_exposed:
+            raise UserError(f"all users of this host can read {where}: run chmod 600 {file}")
     if secret is not None and len(secret.encode()) < _LEAST_BYTES:
         raise UserError(
             f"{where} has {len(secret.encode())} bytes: use a random secret of at least {_LEAST_BYTES}, such as the "
             "output of openssl rand -hex 32"
         )
     return secret
+
+
+def _is_exposed(file: Path) -> bool:
+    """Whether all users of this host can read a file.
+
+    Secrets of containers often have such a mode, but their file systems are read-only and belong to one container.
+    """
+    return bool(file.stat().st_mode & stat.S_IROTH) and not os.statvfs(file).f_flag & os.ST_RDONLY
 
 
 @cache

@@ -176,8 +176,12 @@ class WorkerPool:
 
     def _check_progress(self) -> None:
         """Have the watchdog check the steps that ranks are running."""
-        for step_id, step in _foremost(self._in_flight):
-            self._watchdog.check(step_id, step.ranks, set(step.results))
+        try:
+            for step_id, step in _foremost(self._in_flight):
+                self._watchdog.check(step_id, step.ranks, set(step.results))
+        except EngineError:
+            self._check_processes()  # a rank or a host that is gone is the cause, and its error names it
+            raise
 
     def expert_rows(self, ranks: Collection[int]) -> list[list[list[int]]]:
         """Return the rows that each expert of `ranks` has processed so far, by rank and layer."""

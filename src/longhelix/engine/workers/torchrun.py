@@ -33,10 +33,11 @@ def join(world_size: int) -> None:
     """
     if not is_active():
         return
-    started = int(os.environ["WORLD_SIZE"])
+    started, hosts = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
     if started != world_size:
+        number = str(world_size) if hosts == 1 else f"so that {hosts} hosts start {world_size} ranks together"
         raise UserError(
-            f"the layout needs {world_size} ranks, but torchrun started {started}: set --nproc-per-node {world_size}",
+            f"the layout needs {world_size} ranks, but torchrun started {started}: set --nproc-per-node {number}",
             "invalid_layout",
         )
     if int(os.environ["LOCAL_RANK"]):

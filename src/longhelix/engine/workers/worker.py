@@ -141,6 +141,11 @@ def _carry(saved: SavedBlocks, message: SaveBlocks | LoadBlocks) -> Carried:
                 saved.save(Path(folder), first=first, blocks=blocks, before=before, totals=totals)
             case LoadBlocks(folder, files, first, blocks):
                 saved.load(Path(folder), files, first, blocks)
+    except FileNotFoundError:
+        refusal = UserError(
+            f"the folder {message.folder} is missing on a host: set --contexts-dir to a folder that all hosts share",
+            "disk_error",
+        )
     except OSError as error:
         done = "written" if isinstance(message, SaveBlocks) else "read"
         refusal = disk_error(f"the KV blocks cannot be {done}", error)

@@ -62,6 +62,7 @@ def test_keys_follow_from_the_secret_and_differ_by_role(tmp_path, monkeypatch):
     keys, others = keys_of("0123456789abcdef"), keys_of("0123456789abcdeg")
     assert len({key.public for found in (keys, others) for key in (found.first, found.followers)}) == 4
     file = tmp_path / "secret"
+    file.touch(mode=0o600)
     file.write_text("0123456789abcdef\n")
     assert read_secret(file) == "0123456789abcdef"
     file.write_text("short")

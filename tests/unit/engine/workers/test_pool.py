@@ -11,6 +11,7 @@ from zmq import Context
 from longhelix.engine.workers.pool import WorkerPool, _check_same_collectives, _first_done, _InFlight
 from longhelix.errors import EngineError, UserError
 from longhelix.scheduler.step import StepResult
+from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
@@ -76,3 +77,19 @@ def test_results_of_a_rank_come_in_the_order_of_its_steps():
     assert _first_done(steps) == 7
     del steps[7]
     assert _first_done(steps) == 8
+
+
+def test_a_host_that_is_gone_is_named_rather_than_the_step_that_waits_for_it():
+    pool = WorkerPool.__new__(WorkerPool)
+    pool._in_flight = {7: in_flight([0, 1], [])}
+    pool._watchdog, pool._processes, pool._cluster = Mock(), Mock(statuses=dict), Mock()
+    pool._watchdog.check.side_effect = EngineError("rank 0 is stuck in step 7")
+    pool._cluster.describe = "host {} (10.0.0.2)".format
+    pool._hosts = Hosts.in_order([1, 1])
+    pool._ranks, pool._consequences, pool._patience_s = range(2), {}, dict.fromkeys(range(2), 5.0)
+    pool._quiet_s = {0: 0.5, 1: 4.9}
+    with pytest.raises(EngineError, match="rank 0 is stuck in step 7"):
+        pool._check_progress()
+    pool._quiet_s[1] = 5.1
+    with pytest.raises(EngineError, match=r"^host 1 \(10.0.0.2\) has not answered for 5 s"):
+        pool._check_progress()
