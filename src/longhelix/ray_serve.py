@@ -30,16 +30,14 @@ from longhelix.serve.merged_metrics import merged_metrics
 from longhelix.serve.prompt_text import prompt_text
 from longhelix.serve.refusals import RestartingError
 
-_ROUTER = RequestRouterConfig(
-    request_router_class="ray.serve.llm.request_router.PrefixCacheAffinityRouter",
-    request_router_kwargs={
-        # By default, the router ignores the load, and its prefixes grow without limit.
-        "imbalanced_threshold": 8,
-        "do_eviction": True,
-        "eviction_threshold_chars": 64_000_000,
-        "eviction_target_chars": 56_000_000,
-    },
-)
+_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
+_ROUTING = {
+    # By default, the router ignores the load, and its prefixes grow without limit.
+    "imbalanced_threshold": 8,
+    "do_eviction": True,
+    "eviction_threshold_chars": 64_000_000,
+    "eviction_target_chars": 56_000_000,
+}
 _NO_LIMIT = 1_000_000  # requests; the replicas refuse requests when too many wait
 _METRICS_S = 5.0
 # What a replica reads of an ASGI scope. The other entries belong to the process that received the request.
@@ -64,7 +62,7 @@ def build(arguments: dict[str, Any]) -> Application:
         max_ongoing_requests=options.max_running + options.server.max_waiting_requests,
         graceful_shutdown_timeout_s=options.server.drain,
         ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
-        request_router_config=_ROUTER,
+        request_router_config=RequestRouterConfig(request_router_class=_ROUTER, request_router_kwargs=_ROUTING),
     )
     return Ingress.bind(replicas.bind(options), options)
 
