@@ -251,9 +251,7 @@ def test_a_killed_replica_is_replaced_and_requests_go_on(fleet):
     def waiting():
         """A request that runs on one replica until that is killed."""
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            running = pool.submit(
-                fleet.post, {"prompt": "Yellow " + SHARED, "max_tokens": 1500, "ignore_eos": True}
-            )
+            running = pool.submit(fleet.post, {"prompt": "Yellow " + SHARED, "max_tokens": 1500, "ignore_eos": True})
             found = fleet.await_metric(lambda found: sum(found.values()) == 1, "num_requests_running")
             (replica,) = +found
             fleet.kill(replica)

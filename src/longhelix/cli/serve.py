@@ -214,4 +214,3 @@ def _log_layout(log: ServerLog, config: EngineConfig) -> None:
         max_model_len=most,
         max_concurrency=tokens / most,
     )
-

@@ -63,6 +63,8 @@ def test_long_prompts_are_cut():
     assert len(text(prompt=[7] * 1_000_000)) == 65_536
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[1]", b"3", b"[" * 100_000, b'{"text": "x"}', b'{"prompt": null}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff", b"[1]", b"3", b"[" * 100_000, b'{"text": "x"}', b'{"prompt": null}']
+)
 def test_other_bodies_have_no_text(body):
     assert prompt_text(body) == ""
