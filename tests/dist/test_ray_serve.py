@@ -1,5 +1,4 @@
-"""Ray Serve with two replicas, in a network of its own: it answers as `longhelix serve` does, routes by prefix and load,
-and replaces a replica that is killed."""
+"""Ray Serve with two replicas, in a network of its own: answers as `longhelix serve` gives them, routing, failures."""
 
 import concurrent.futures
 import contextlib
@@ -106,8 +105,7 @@ class Fleet:
 
     def post(self, body):
         with client(URL) as to:
-            answer = to.post("/v1/completions", json=body)
-        return answer
+            return to.post("/v1/completions", json=body)
 
     def metric(self, name, **labels):
         """The values of a metric, by replica."""

@@ -63,7 +63,7 @@ def _parsed(text: str) -> Any:
 def _options(
     model: ModelOptions,
     engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
-    server: ServerOptions = ServerOptions(),  # noqa: B008 - frozen
+    server: ServerOptions = ServerOptions(),
     *,
     num_replicas: int = 1,
     threads_per_rank: int = 1,
@@ -75,8 +75,8 @@ def _options(
     options = EngineOptions.of(settings)
     if options.nnodes not in (None, 1):
         raise UserError(
-            f"nnodes is {options.nnodes}, but all ranks of a replica run on one node of Ray: leave out nnodes, or start "
-            "each server with `longhelix serve`"
+            f"nnodes is {options.nnodes}, but all ranks of a replica run on one node of Ray: leave out nnodes, or use "
+            "`longhelix serve`"
         )
     if options.device == "auto":
         raise UserError(

@@ -171,7 +171,7 @@ class ServerOptions:
 def serve(
     model: ModelOptions,
     engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
-    server: ServerOptions = ServerOptions(),  # noqa: B008 - frozen
+    server: ServerOptions = ServerOptions(),
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
