@@ -63,7 +63,7 @@ def _parsed(text: str) -> Any:
 def _options(
     model: ModelOptions,
     engine: EngineFlags = EngineFlags(),  # noqa: B008 - frozen
-    server: ServerOptions = ServerOptions(),
+    server: ServerOptions = ServerOptions(),  # noqa: B008 - frozen
     *,
     num_replicas: int = 1,
     threads_per_rank: int = 1,
