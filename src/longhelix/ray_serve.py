@@ -30,7 +30,8 @@ from longhelix.serve.merged_metrics import merged_metrics
 from longhelix.serve.prompt_text import prompt_text
 from longhelix.serve.refusals import RestartingError
 
-_ROUTER = "ray.serve.llm.request_router.PrefixCacheAffinityRouter"
+# The public name is ray.serve.llm.request_router.PrefixCacheAffinityRouter, but that module needs vLLM.
+_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 _ROUTING = {
     # By default, the router ignores the load, and its prefixes grow without limit.
     "imbalanced_threshold": 8,
