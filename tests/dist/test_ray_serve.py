@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import subprocess
 import tempfile
 import time
@@ -26,7 +27,7 @@ if importlib.util.find_spec("ray") is None:
 PROGRAM = str(Path(__file__).with_name("ray_program.py"))
 DEPLOY = Path(__file__).parents[2] / "deploy"
 URL, PORT = "http://127.0.0.1:8000", "8000"
-KEY = "a key for tests"
+KEY = "a-key-for-tests"
 WAIT_S = 120
 SETTINGS = {
     "dtype": "float32",  # other numbers of threads round differently, but not as differently as to choose other tokens
@@ -89,12 +90,12 @@ class Fleet:
     def __init__(self, network, process):
         self.network, self.process = network, process
 
-    def inside(self, function, *arguments):
+    def inside(self, function, *arguments, **more):
         """Call a function in the network. Returns or raises what it does."""
 
         def call():
             try:
-                return function(*arguments), None
+                return function(*arguments, **more), None
             except Exception as error:
                 return None, error
 
@@ -146,6 +147,7 @@ def key():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LONGHELIX_API_KEY", KEY)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex())  # otherwise Ray writes one to the home directory
         yield
 
 
