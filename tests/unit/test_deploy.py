@@ -1,5 +1,6 @@
 """The files in deploy/ that start servers on several hosts name options, routes and metrics that exist."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 import yaml
 
 from longhelix.cli.main import app
+from longhelix.cli.replicas import replica_options
 from longhelix.serve.metrics import Metrics
 from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 KUBERNETES = ["kubernetes/leaderworkerset.yaml", "kubernetes/statefulset.yaml"]
 FILES = [*KUBERNETES, "slurm/longhelix.sbatch", "compose/compose.yaml"]
 
@@ -93,3 +96,13 @@ def test_llm_d_reads_metrics_that_are_served():
     specs = {name for key, name in engine.items() if key.endswith("Spec")}
     assert len(specs) == 4
     assert specs <= names
+
+
+def test_ray_starts_an_application_that_exists_with_known_options():
+    (application,) = yaml.safe_load((DEPLOY / "ray/longhelix.yaml").read_text())["applications"]
+    module, function = application["import_path"].split(":")
+    source = ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text())
+    assert function in {node.name for node in source.body if isinstance(node, ast.FunctionDef)}
+    options = replica_options(application["args"])
+    assert (options.num_replicas, options.num_gpus) == (2, 8)
+    assert options.server.api_key_file is not None  # other machines can reach the proxies

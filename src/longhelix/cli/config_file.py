@@ -39,14 +39,29 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     if config.tokens:
         path = Path(config.tokens[0].value)
         try:
-            found = _values(_read(path), _flags(arguments))
+            use_options(_read(path), f"{_FLAG} {path}", app, commands, arguments)
         except UserError as error:
             raise UserError(f"{_FLAG} {path}: {error}", error.code) from error
-        # Nest the values under the command, because cyclopts ignores top-level keys that are also names of commands.
-        for command in reversed(commands):
-            found = {command: found}
-        Dict(found, source=f"{_FLAG} {path}")(app, commands, arguments)
     _environment(app, commands, arguments)
+
+
+def use_options(
+    found: Mapping[Any, Any], source: str, app: App, commands: tuple[str, ...], arguments: ArgumentCollection
+) -> None:
+    """Take options by name, unless they are on the command line.
+
+    Args:
+        found: values by option.
+        source: where they come from, for error messages.
+
+    Raises:
+        UserError: a value is invalid, or a key is not an option of the command.
+    """
+    values = _values(found, _flags(arguments))
+    # Nest the values under the command, because cyclopts ignores top-level keys that are also names of commands.
+    for command in reversed(commands):
+        values = {command: values}
+    Dict(values, source=source)(app, commands, arguments)
 
 
 def _read(path: Path) -> Mapping[Any, Any]:
@@ -95,7 +110,7 @@ def _flags(arguments: ArgumentCollection) -> dict[str, bool]:
 
 
 def _values(found: Mapping[Any, Any], flags: Mapping[str, bool]) -> dict[str, Any]:
-    """Check the values of a file, and convert the values to the form that cyclopts expects."""
+    """Check values, and convert them to the form that cyclopts expects."""
     values: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("_", "-")

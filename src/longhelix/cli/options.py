@@ -200,6 +200,11 @@ class ModelOptions:
         (tell or _print_described)(llm.config)
         return llm
 
+    def layout_and_settings(self, engine: EngineFlags) -> tuple[Layout, dict[str, Any]]:
+        """Return the layout, and the settings in the engine flags and in the layout file, before the model is read."""
+        model, settings = self._composed(engine)
+        return model._layout(), settings
+
     def _composed(self, engine: EngineFlags) -> tuple["ModelOptions", dict[str, Any]]:
         """Merge these options and the given settings with the layout file. Given values override those in the file."""
         settings = given(engine)

@@ -59,6 +59,7 @@ def run(serving: Serving, admission: AccessControl, address: Address, on_ready: 
     with listening:
         config = uvicorn.Config(
             build(serving, admission),
+            loop="asyncio",  # not uvloop, which Ray Serve installs
             http=Connection,
             ws="none",
             backlog=BACKLOG,

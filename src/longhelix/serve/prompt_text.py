@@ -1,0 +1,48 @@
+"""The text by which routers recognise requests that start with the same tokens."""
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from longhelix.serve.json_reader import read_json
+
+_MOST_CHARACTERS = 1 << 16  # a router keeps the texts of many prompts, and compares them character by character
+# Fields that decide which cached blocks a request can use, in the order of the prompt's tokens.
+_FIELDS = ("cache_salt", "context", "tools", "instructions", "prompt", "messages", "input")
+_SAME_IN_MOST = ("role", "type")  # keys with values that say little about the prompt
+
+
+def prompt_text(body: bytes) -> str:
+    """Return a text that starts in the same way for two requests if their prompts do.
+
+    It consists of all strings and numbers in the fields of a prompt, up to 65,536 characters.
+
+    Args:
+        body: body of an HTTP request. The result is empty if it is not a request with a prompt.
+    """
+    try:
+        found = read_json(body.decode("utf-8-sig"))
+    except ValueError:  # the server will describe the error
+        return ""
+    if not isinstance(found, dict):
+        return ""
+    text = io.StringIO()
+    for leaf in _leaves([found.get(field) for field in _FIELDS]):
+        text.write(leaf)
+        if text.tell() >= _MOST_CHARACTERS:
+            break
+    return text.getvalue()[:_MOST_CHARACTERS]
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            if key not in _SAME_IN_MOST:
+                yield from _leaves(each)
+    elif isinstance(value, int | float):
+        yield f"{value} "
