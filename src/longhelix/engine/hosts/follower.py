@@ -188,9 +188,9 @@ class _Session:
                 held = ", ".join(map(str, self._membership.hosts.ranks[self._membership.node_rank]))
                 place = f"{self._membership.first_address}:{self._membership.port}"
                 self._tell(f"joined {place} as host {self._membership.node_rank}, for ranks {held}")
-            case Probe():
+            case Probe(number):
                 self._listens_until_s = time.monotonic() + _LISTENS_S
-                self._send(Here())
+                self._send(Here(number))
             case Check(addresses):
                 self._send(Checked(link.failures(addresses, _CONNECT_S)))
                 link.drop_connections(self._probe)
