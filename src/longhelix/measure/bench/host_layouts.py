@@ -72,9 +72,9 @@ NOTE = (
     "that all ranks send to other hosts in a step. parts: number of parts in which HOP-B exchanges; the cost model "
     "chooses it, with the constants of the link. predicted: time that the performance model predicts. Its constants "
     "are fitted to decode steps and prefills on one rank and to collectives. The fixed costs of kernels that run op by "
-    "op ({kernel_s:.1f} us) and of collectives ({collective_s:.0f} us) are fitted to the steps with `fit`. If the ranks "
-    "of a stage are on one host, its layers run from tapes. Mean absolute error: {error:.1%} over {points} points with "
-    "`test`."
+    "op ({kernel_s:.1f} us) and of collectives ({collective_s:.0f} us) are fitted to the steps with `fit`. If the "
+    "ranks of a stage are on one host, its layers run from tapes. Mean absolute error: {error:.1%} over {points} "
+    "points with `test`."
 )
 
 
