@@ -78,7 +78,8 @@ class Cluster:
         self._identities: dict[int, bytes] = {}
         self._admitted: set[bytes] = set()  # identities of hosts that were checked
         self._hellos = {0: self._own}
-        self._heard_s: dict[int, float] = {}
+        self._probes = 0  # number of the last probe
+        self._answered: dict[int, int] = {}  # number of the last probe that a node has answered
         self._checked: dict[int, dict[int, str]] = {}
         self._probed_s = 0.0
         self._launch = 0
@@ -203,14 +204,15 @@ class Cluster:
     def _await_all(self, on_wait: Callable[[], None] = lambda: None) -> None:
         """Wait until all hosts have joined. Admit those that are new, and check that hosts can reach each other.
 
-        A host must also have answered since the call, because ZeroMQ notices only later that a host was cut off.
+        A host must also answer a probe of this call, because ZeroMQ notices only later that a host was cut off. Older
+        messages of the host may still arrive.
         """
-        self._read_arrived()
         start_s = time.monotonic()
-        tell_s = start_s + _ANSWER_S
-        while missing := self._missing(start_s):
+        first_probe, tell_s = self._probes + 1, start_s + _ANSWER_S
+        while missing := self._missing(first_probe):
             self._link.socket.poll(_POLL_MS)
-            self._read_arrived()
+            while self._link.socket.poll(0):
+                self._read(is_start=self._launch == 0)
             self._tell_of_strangers()
             on_wait()
             now_s = time.monotonic()
@@ -235,27 +237,22 @@ class Cluster:
         if self._link.strangers():
             self._tell("a host with another cluster secret has tried to join: give the same secret on every host")
 
-    def _missing(self, since_s: float = 0.0) -> set[int]:
+    def _missing(self, first_probe: int = 0) -> set[int]:
         """Tell the hosts that the engine listens, and return the nodes that are missing.
 
-        A node is missing if it has not joined, if it has sent nothing since `since_s`, or if its connection is lost.
-        ZeroMQ closes the connection of a host that does not answer its heartbeats.
+        A node is missing if it has not joined, if its connection is lost, or if it has not answered `first_probe` or a
+        later probe. ZeroMQ closes the connection of a host that does not answer its heartbeats.
         """
-        for node in [node for node in self._identities if not self._send(node, Probe())]:
+        self._probes += 1
+        for node in [node for node in self._identities if not self._send(node, Probe(self._probes))]:
             del self._identities[node]
-        heard = {node for node in self._identities if self._heard_s[node] >= since_s}
-        return set(range(1, self.membership.nnodes)) - heard
-
-    def _read_arrived(self) -> None:
-        while self._link.socket.poll(0):
-            self._read(is_start=self._launch == 0)
+        present = {node for node in self._identities if self._answered[node] >= first_probe}
+        return set(range(1, self.membership.nnodes)) - present
 
     def _read(self, is_start: bool = False) -> None:
         """Read one message of a host. `is_start`: whether a host that does not fit is an error of this host too."""
         identity, kind, *rest = self._link.socket.recv_multipart()
         node = next((node for node, known in self._identities.items() if known == identity), None)
-        if node is not None:
-            self._heard_s[node] = time.monotonic()
         if kind == RANKS:
             if node is not None and int.from_bytes(rest[0]) == self._launch:
                 self._arrived.extend(zip(rest[1::2], rest[2::2], strict=True))
@@ -268,8 +265,8 @@ class Cluster:
         match message:
             case Hello() as hello:
                 self._welcome(identity, hello, is_start)
-            case Here():
-                pass
+            case Here(number) if node is not None:
+                self._answered[node] = number
             case RankEnded(launch) as ended if node is not None and launch == self._launch:
                 self._ended.append(ended)
             case Checked(failures) if node is not None:
@@ -283,7 +280,7 @@ class Cluster:
             return
         node = hello.node_rank
         if self._identities.get(node) not in (None, identity):
-            if self._hellos[node].process != hello.process and self._send(node, Probe()):
+            if self._hellos[node].process != hello.process and self._send(node, Probe(self._probes)):
                 taken = (
                     f"node rank {node} is already taken by {self.describe(node)}, so {hello.facts.address} cannot have "
                     "it too: give each host its own --node-rank"
@@ -295,7 +292,7 @@ class Cluster:
                 first = self.membership.hosts.ranks[node][0]
                 self._ended.append(RankEnded(self._launch, first, words, is_cause=True))
         self._identities[node], self._hellos[node] = identity, hello
-        self._heard_s[node] = time.monotonic()
+        self._answered[node] = self._probes
 
     def _refuse(self, identity: bytes, reason: str, is_start: bool = False) -> None:
         self._link.send(identity, HOST, ENCODER.encode(Refused(reason)))

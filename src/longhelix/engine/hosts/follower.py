@@ -209,9 +209,9 @@ class _Session:
                 self._is_admitted = True
                 held = ", ".join(map(str, self._membership.hosts.ranks[self._membership.node_rank]))
                 self._tell(f"joined {self._place} as host {self._membership.node_rank}, for ranks {held}")
-            case Probe():
+            case Probe(number):
                 self._listens_until_s = time.monotonic() + _LISTENS_S
-                self._send(Here())
+                self._send(Here(number))
             case Check(addresses):
                 self._send(Checked(link.failures(addresses, _CONNECT_S)))
                 link.drop_connections(self._probe)

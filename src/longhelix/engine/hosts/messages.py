@@ -44,9 +44,13 @@ class Admitted(msgspec.Struct, tag=True, frozen=True):
 class Probe(msgspec.Struct, tag=True, frozen=True):
     """Tells a follower that the engine listens. Without it, heartbeats would fill the queues of an idle engine."""
 
+    number: int  # ascends
+
 
 class Here(msgspec.Struct, tag=True, frozen=True):
     """A follower's answer to `Probe`."""
+
+    number: int  # that of the probe
 
 
 class Check(msgspec.Struct, tag=True, frozen=True):
