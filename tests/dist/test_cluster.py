@@ -102,6 +102,7 @@ def joined():
     membership = Membership(
         nnodes=2,
         node_rank=0,
+        master_addr=ADDRESS,
         first_address=ADDRESS,
         port=port,
         address=ADDRESS,
