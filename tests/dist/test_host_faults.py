@@ -243,7 +243,7 @@ def await_ready(first):
 
 def ask(begun):
     """Stream an answer. Returns its text, and why the stream ended; None if it is complete."""
-    body = {"prompt": "A host", "max_tokens": 120, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": "A host", "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
     text, done = "", False
     try:
         with httpx.stream("POST", f"{URL}/v1/completions", json=body, timeout=END_S) as got:
@@ -267,6 +267,7 @@ def refused():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # it starts six servers and followers
 def test_clients_wait_for_a_host_that_fails_and_get_an_error_at_once_when_host_0_ends():
     with Network(2) as network, ThreadPoolExecutor() as pool:
 
