@@ -40,7 +40,6 @@ _ROUTING = {
     "eviction_target_chars": 56_000_000,
 }
 _NO_LIMIT = 1_000_000  # requests; the replicas refuse requests when too many wait
-_METRICS_S = 5.0
 # What a replica reads of an ASGI scope. The other entries belong to the process that received the request.
 _SCOPE = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
@@ -151,7 +150,8 @@ class Ingress:
         return found
 
     async def _metrics(self, request: Request) -> Response:
-        answers = self._replicas.broadcast("metrics").results_async(timeout_s=_METRICS_S, return_exceptions=True)
+        # No timeout: Ray would drop the answers of all replicas because of a slow one.
+        answers = self._replicas.broadcast("metrics").results_async(return_exceptions=True)
         # A replica that ends has no metrics.
         found = dict(each for each in await answers if not isinstance(each, BaseException))
         return Response(merged_metrics(found, "replica"), media_type=CONTENT_TYPE_LATEST)

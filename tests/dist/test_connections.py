@@ -53,7 +53,9 @@ def application():
 
 def run(test):
     """A test beside a server, on the event loop that servers have, which opens connections to it."""
-    config = uvicorn.Config(application(), http=connections.Connection, ws="none", lifespan="off", log_config=None)
+    config = uvicorn.Config(
+        application(), loop="asyncio", http=connections.Connection, ws="none", lifespan="off", log_config=None
+    )
 
     async def whole():
         with socket.socket() as listening:
