@@ -69,7 +69,7 @@ OTHERS = [
 def measured(monkeypatch):
     """Times of a real machine, in place of measuring this one."""
     found = Measurements(MACHINE, PRODUCTS, CALLS, FITTED)
-    monkeypatch.setattr(Measurements, "take", lambda scope, configs, on_point: found)
+    monkeypatch.setattr(Measurements, "take", lambda scope, configs, on_point, hosts: found)
     return found
 
 
