@@ -107,7 +107,7 @@ def ended(process, timeout_s=60):
     return process.returncode, err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("mistake", few(MISTAKES, 5))
+@pytest.mark.parametrize("mistake", few(MISTAKES, 2))
 def test_mistakes_get_one_sentence_on_each_host(mistake):
     variables, options, words, status = MISTAKES[mistake]
     with Network(2) as network:
@@ -123,6 +123,7 @@ def test_mistakes_get_one_sentence_on_each_host(mistake):
             assert ended(first) == (status, line)
 
 
+@pytest.mark.slow
 def test_a_node_rank_is_given_once():
     with Network(3) as network:
         say(network, 0, command(network, 0, "--kvp", "3", nnodes=3))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longhelix.cli.measuring_hosts import common_words
 from longhelix.compute.kernels import native
+from tiers import few
 
 pytestmark = [
     pytest.mark.dist,
@@ -56,15 +57,17 @@ def test_a_layout_over_two_hosts_is_measured_and_host_0_has_the_results():
 
 @pytest.mark.parametrize(
     ("words", "variables", "said"),
-    [
-        (("--kvp", "2", "--repeats", "3"), {}, "host 1 has another command (bench decode"),
-        ((*TWO_RANKS, "--nnodes", "3"), {}, "host 1 has another --nnodes (3) than host 0 (2)"),
-        (
-            TWO_RANKS,
-            {"LONGHELIX_CLUSTER_SECRET": "another secret of a careless user"},
-            "host 1 has another cluster secret",
-        ),
-    ],
+    few(
+        [
+            (("--kvp", "2", "--repeats", "3"), {}, "host 1 has another command (bench decode"),
+            ((*TWO_RANKS, "--nnodes", "3"), {}, "host 1 has another --nnodes (3) than host 0 (2)"),
+            (
+                TWO_RANKS,
+                {"LONGHELIX_CLUSTER_SECRET": "another secret of a careless user"},
+                "host 1 has another cluster secret",
+            ),
+        ]
+    ),
     ids=["command", "number of hosts", "secret"],
 )
 def test_hosts_that_do_not_fit_get_one_sentence(words, variables, said):
