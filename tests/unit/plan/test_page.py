@@ -4,7 +4,6 @@ import io
 import json
 import re
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -360,13 +359,10 @@ def test_the_page_loads_nothing_and_needs_no_extra(tmp_path, monkeypatch, plan):
         assert not re.search(loading, page), loading
 
 
-def test_the_page_is_small_and_soon_written(tmp_path):
+def test_the_page_is_small(tmp_path):
     setting = Setting(load_model("deepseek-r1"), GB200, "fp8", "bfloat16")
     plan = answer(Question(setting, 1_000_000, 64, ttl_s=0.02, ttft_s=60.0))
-    start_s = time.process_time()
-    page = _written(tmp_path, plan)
-    assert time.process_time() - start_s < 3
-    assert len(page.encode()) < 2e6
+    assert len(_written(tmp_path, plan).encode()) < 2e6
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path, plan):
