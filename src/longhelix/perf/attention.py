@@ -206,8 +206,10 @@ def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> 
     partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
     shared = collectives.all_to_all(setting.system, groups, partial_bytes)
     gathered = collectives.all_gather(setting.system, groups, rows_heads * channels * ACTIVATION_BYTES)
-    at_once = collectives.all_gather(setting.system, groups, partial_bytes * layouts.kvp)
-    return (shared + gathered).or_cheaper(at_once).where(layouts.ffn_replicas > 1, shared)
+    both = shared + gathered
+    if not setting.system.shared:  # processes of one machine run as longhelix's engine does, which has both collectives
+        both = both.or_cheaper(collectives.all_gather(setting.system, groups, partial_bytes * layouts.kvp))
+    return both.where(layouts.ffn_replicas > 1, shared)
 
 
 def _overlap(setting: Setting, attention: CostItem, exchange: Sent) -> Overlap:

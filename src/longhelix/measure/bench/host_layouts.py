@@ -24,7 +24,7 @@ from longhelix.measure.world import Row, collect
 from longhelix.perf.fit import fit
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
-from longhelix.perf.step import decode_seconds
+from longhelix.perf.step import decode_seconds, step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.work import Work
@@ -166,9 +166,14 @@ def predicted_seconds(
     if len(config.hosts.parts(stage)) == 1:
         system = system.replaced({"kernel_s": taped_kernel_s}, "kernels on tapes")
     setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
-    is_local = config.scheduler.placement == "local"
-    shape = Layouts.of([config.layout], local=is_local, hop_b=row["strategy"] == HOP_B)
-    return float(decode_seconds(setting, shape, float(row["requests"]), np.array([float(row["context"])]))[0])
+    shape = Layouts.of([config.layout], hop_b=row["strategy"] == HOP_B)
+    requests, context = float(row["requests"]), float(row["context"])
+    if config.scheduler.placement != "local":
+        return float(decode_seconds(setting, shape, requests, context)[0])
+    # Work counts the KV of the fullest rank, for which the others wait.
+    fullest_tokens = np.ceil(requests / config.layout.kvp) * context
+    work = Work.decode(requests, context)._replace(decode_kv_tokens=config.layout.kvp * fullest_tokens)
+    return float(step_seconds(setting, shape, work)[0])
 
 
 def _is_fitted(job: HostLayoutsJob, row: Row) -> bool:
