@@ -7,7 +7,7 @@ import pytest
 from longhelix import LLM, Layout, SamplingParams
 from longhelix.engine.workers import watchdog
 from longhelix.scheduler.recording import Completed, Scheduled
-from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS, make_oracle, save_tokenizer_files
+from oracle import FAMILIES, NEW_TOKENS, WITH_EXPERTS
 
 pytestmark = pytest.mark.dist
 
@@ -19,20 +19,6 @@ PLACEMENTS = {
     "auto": {"kvp_threshold_tokens": 24},
 }
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def oracles(tmp_path_factory):
-    made = {}
-
-    def oracle(model, *lengths):
-        if (model, lengths) not in made:
-            more = {"prompt_lengths": lengths} if lengths else {}
-            made[model, lengths] = make_oracle(MODELS[model], tmp_path_factory.mktemp(model), **more)
-            save_tokenizer_files(made[model, lengths].path)
-        return made[model, lengths]
-
-    return oracle
 
 
 def engine(oracle, kvp, tpa=1, placement="growing", **more):

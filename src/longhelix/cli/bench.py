@@ -240,8 +240,8 @@ def layouts(
 ) -> None:
     """Compare Helix, local placement, tensor parallelism and the tied layout on the same ranks, measured in turn.
 
-    With --nnodes, the ranks are on several hosts, each of which runs this command. With --rates-mbit, they are on two
-    hosts that are network namespaces of this machine, joined by a link that tc slows down. This needs root and the
+    With --nnodes, the ranks are on several hosts: run this command on each of them. With --rates-mbit, the ranks are on
+    two network namespaces of this machine, and tc limits the rate of the link between them. This needs root and the
     programs ip and tc. In both cases, Helix with HOP-B and pipeline stages are measured too, and each time is compared
     with its prediction. Before that, it takes three minutes to measure the hosts and the link.
 

@@ -1,4 +1,4 @@
-"""Commands that measure on several hosts, each of which runs the same command."""
+"""Commands that measure on several hosts. Every host runs the same command."""
 
 import sys
 from collections.abc import Iterator, Sequence

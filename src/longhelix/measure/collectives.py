@@ -52,7 +52,7 @@ class CollectivesJob(msgspec.Struct, frozen=True):
 def bursts(
     calls: Mapping[str, Callable[[], dist.Work]], barrier: Callable[[], object], repeats: int
 ) -> dict[str, Timing]:
-    """Time collectives in turn, in bursts of BURST_CALLS calls, of which each starts after a barrier."""
+    """Time collectives in turn, in bursts of BURST_CALLS calls. Each call starts after a barrier."""
     samples_s: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():

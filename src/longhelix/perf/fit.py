@@ -108,7 +108,7 @@ def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]
 
 
 def fit_link(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> HardwareSpec:
-    """The system with the link between its hosts, of which each runs `scale_up.ranks` of the measured ranks."""
+    """The system with the constants of the link between hosts. Each host runs `scale_up.ranks` of the ranks."""
     return fit(
         system,
         LINK_CONSTANTS,

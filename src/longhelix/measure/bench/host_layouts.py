@@ -81,7 +81,7 @@ NOTE = (
 class HostLayoutsJob(msgspec.Struct, frozen=True):
     """Job of every rank: measures decode steps with each strategy in turn, at each rate of the link."""
 
-    configs: dict[str, EngineConfig]  # by strategy, all with the same two hosts
+    configs: dict[str, EngineConfig]  # by strategy, all on the same hosts
     points: tuple[tuple[int, int], ...]  # number of requests, and tokens per request
     rates_mbit: tuple[float | None, ...]  # as in HostLinkJob
     parts: tuple[tuple[int, ...], ...]  # HOP-B's, for each rate and then each point
