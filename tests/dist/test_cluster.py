@@ -39,6 +39,7 @@ def hello(node_rank, probe_port):
         facts=facts,
         time_s=time.time(),
         version="1",
+        kernels="none",
         nnodes=2,
         model="m",
         layout="l",

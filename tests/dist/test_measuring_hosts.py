@@ -2,16 +2,26 @@
 
 import json
 import os
+import socket
 import subprocess
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 from networks import Network
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from longhelix import UserError
+from longhelix.cli.main import main
 from longhelix.cli.measuring_hosts import common_words
 from longhelix.compute.kernels import native
+from longhelix.engine.hosts.membership import Membership
+from longhelix.errors import EngineError
+from longhelix.measure.hosts import MeasuringHosts
+from longhelix.spec.hosts import Hosts
 from tiers import few
 
 pytestmark = [
@@ -46,12 +56,16 @@ def run(network, nnodes, words):
     return outputs
 
 
-def test_a_layout_over_two_hosts_is_measured_and_host_0_has_the_results():
+def test_a_layout_over_two_hosts_is_measured_and_host_0_has_the_results(capfd):
     with Network(2) as network:
         (out, _), (others, err) = run(network, 2, (*DECODE, *TWO_RANKS, "--json"))
     rows = json.loads(out)["decode"]["rows"]
     assert [(row["context"], row["layout"], row["ranks"]) for row in rows] == [(200, "2 x 1", 2), (300, "2 x 1", 2)]
-    assert all(row["step_s"] > 0 and row["read_bytes"] > 0 for row in rows)
+    assert main([*DECODE, *TWO_RANKS, "--json"]) == 0
+    on_one_host = json.loads(capfd.readouterr().out)["decode"]["rows"]
+    # The sums over both ranks.
+    assert [row["read_bytes"] for row in rows] == [row["read_bytes"] for row in on_one_host]
+    assert all(row["step_s"] > 0 for row in rows)
     assert (others, err.splitlines()[-1]) == ("", "host 0 has the results")
 
 
@@ -131,3 +145,76 @@ def test_calibration_measures_the_link_between_hosts(tmp_path):
         (link,) = json.loads(out)["links"]["rows"]
         assert system["scale_out"]["bytes_per_s"]["value"] == pytest.approx(link["fitted_bytes_per_s"], rel=1e-3)
         assert link["link"] == "network"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def membership(node_rank, port, nnodes=2):
+    address = "127.0.0.1"
+    return Membership(
+        nnodes=nnodes,
+        node_rank=node_rank,
+        master_addr=address,
+        first_address=address,
+        port=port,
+        address=address,
+        interface="lo",
+        keys=None,
+        hosts=Hosts.in_order([1] * nnodes),
+        is_launched=False,
+    )
+
+
+def meet(*classes):
+    """Have hosts meet, one of each class, in threads. Returns what becomes of each: the host, or its exception."""
+    port = free_port()
+    with ThreadPoolExecutor(len(classes)) as pool:
+        started = [
+            pool.submit(made, membership(node, port, len(classes)), [], lambda line: None)
+            for node, made in enumerate(classes)
+        ]
+        return [future.exception(timeout=60) or future.result() for future in started]
+
+
+class Interrupted(MeasuringHosts):
+    def _gather(self, own, nonce):
+        raise KeyboardInterrupt
+
+
+class Late(MeasuringHosts):
+    def _gather(self, own, nonce):
+        time.sleep(2)
+        return super()._gather(own, nonce)
+
+
+def test_a_host_that_is_interrupted_while_another_is_late_ends_all():
+    first, second, third = meet(MeasuringHosts, Interrupted, Late)
+    assert isinstance(second, KeyboardInterrupt)
+    for error in (first, third):
+        assert isinstance(error, EngineError)
+        assert str(error) == "host 1 has ended: it was interrupted"
+
+
+def test_hosts_run_the_job_of_host_0_with_their_own_path_of_the_model(tmp_path):
+    hosts = meet(MeasuringHosts, MeasuringHosts)
+    paths = ["/home/jürgen/model", '/b/"model"']
+    for host, path in zip(hosts, paths, strict=True):
+        host.use_model(path)
+    jobs = [msgspec.json.encode({"model": path, "host": node}) for node, path in enumerate(paths)]
+    with ThreadPoolExecutor(2) as pool:
+        begun = [pool.submit(host.begin_world, tmp_path, job, True) for host, job in zip(hosts, jobs, strict=True)]
+        found = [msgspec.json.decode(future.result(timeout=60)) for future in begun]
+    assert found == [{"model": path, "host": 0} for path in paths]
+
+
+def test_the_first_error_of_all_hosts_counts():
+    first, second = meet(MeasuringHosts, MeasuringHosts)
+    assert first.failure(0.0) is None
+    second.leave(EngineError("rank 1 was ended by SIGKILL"))
+    first.leave(UserError("rank 0 has lost its peer"))
+    for host in (first, second):
+        assert str(host.failure(0.0)) == "host 1 has ended: rank 1 was ended by SIGKILL"
+    assert first.last_rows([1], 0, 0.0) == {}

@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from longhelix.compute.machine import host
 from longhelix.compute.runner.meeting import Meeting
 from longhelix.engine.hosts.launcher import with_launcher
-from longhelix.engine.hosts.membership import Membership, versions
+from longhelix.engine.hosts.membership import SAME_PROCESSORS, Membership, kernels, versions
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.places import Places
+from longhelix.engine.workers import torchrun
 from longhelix.errors import EngineError, UserError
 from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout, split
@@ -28,9 +29,11 @@ from longhelix.spec.layout import Layout, split
 _JOIN_S = 600.0  # longest time to wait for other hosts, which a scheduler may start minutes later
 _WAIT_S = 3600.0  # longest time to wait for a measurement of another host
 _LEAVE_S = 5.0  # how long host 0 stays after a failure, until the others know of it
-_RANKS_MEET = timedelta(minutes=5)
+_RANKS_WAIT = timedelta(hours=1)  # how long a rank waits for others, which may load models meanwhile
 _POLL_S = 0.05
+_FAILED = "failed"  # key of the first error with which a host has ended
 _MEETING = "meeting.json"
+_SEE = "see what the host has printed"
 _MODEL = "the model on this host"  # stands for its path in jobs that go from host to host
 
 
@@ -62,21 +65,33 @@ class MeasuringHosts:
         else:
             tell(f"waiting for host 0 at {place}")
             self._store = _join_store(membership.first_address, membership.port)
-        self._facts = self._gather(
-            {
-                "version": versions(),
-                "nnodes": self.nnodes,
-                "command": " ".join(command),
-                "cores": host.cores(),
-                "free_bytes": host.available_bytes(),
-            }
-        )
+        own = {
+            "version": versions(),
+            "kernels": kernels(),
+            "nnodes": self.nnodes,
+            "command": " ".join(command),
+            "cores": host.cores(),
+            "free_bytes": host.available_bytes(),
+        }
+        nonce = self._take_place()
+        try:
+            self._facts = self._gather(own, nonce)
+        except BaseException as error:
+            self.leave(error)
+            raise
 
     @classmethod
     def of(
         cls, settings: dict[str, Any], command: Sequence[str], tell: Callable[[str], None]
     ) -> "MeasuringHosts | None":
         """Meet the hosts that the engine options in `settings` name. Returns None for a command on one host."""
+        launched = torchrun.ranks_of_host()
+        if launched is not None and len(launched) > 1:
+            raise UserError(
+                f"torchrun started {len(launched)} processes on this host, but a command that measures starts its own "
+                "ranks: set --nproc-per-node 1",
+                "invalid_cluster",
+            )
         options = with_launcher(EngineOptions(**settings))
         layout = Layout(kvp=options.nnodes or 1)  # each host has at least one rank
         membership = Membership.of(options, layout)
@@ -117,9 +132,10 @@ class MeasuringHosts:
         """
         self._worlds += 1
         began = [f"world {self._worlds}, host {node}" for node in range(self.nnodes)]
-        own_path, any_path = (json.dumps(path) for path in (self._model_path, _MODEL))
+        own_path, any_path = (msgspec.json.encode(path).decode() for path in (self._model_path, _MODEL))
         self._set(began[self.node_rank], job.decode().replace(own_path, any_path))
-        self._await(began, _WAIT_S)
+        late = "did not begin the next measurement"
+        self._await({key: f"host {node}" for node, key in enumerate(began)}, _WAIT_S, late, _SEE)
         if not is_shared:
             return job
         place = self._membership
@@ -129,50 +145,79 @@ class MeasuringHosts:
         (directory / _MEETING).write_bytes(msgspec.json.encode(meeting))
         return self._store.get(began[0]).decode().replace(any_path, own_path).encode()
 
-    def row(self, rank: int, point: int, limit_s: float = _WAIT_S) -> dict[str, Any]:
+    def row(self, rank: int, point: int) -> dict[str, Any]:
         """Return what a rank of another host has measured in the current world. Waits for it. Host 0 only."""
-        key = f"{_prefix(self._worlds)}/{_row_key(rank, point)}"
-        self._await([key], limit_s)
+        key = self._place_of_row(rank, point)
+        self._await({key: f"rank {rank}, which is on another host,"}, _WAIT_S, "gave no result", _SEE)
         return json.loads(self._store.get(key))
 
+    def last_rows(self, ranks: Sequence[int], point: int, limit_s: float) -> dict[int, dict[str, Any]]:
+        """Return what ranks of other hosts have said instead of a point, as far as it arrives within a time limit."""
+        keys = {rank: self._place_of_row(rank, point) for rank in ranks}
+        deadline_s = time.monotonic() + limit_s
+        with suppress(RuntimeError):  # the store is gone
+            while not self._store.check(list(keys.values())) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {}
+
+    def failure(self, limit_s: float) -> EngineError | UserError | None:
+        """Return the error with which another host has ended. None if there is none within a time limit."""
+        deadline_s = time.monotonic() + limit_s
+        with suppress(RuntimeError):  # the store is gone
+            while not self._store.check([_FAILED]) and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+            return self._failure() if self._store.check([_FAILED]) else None
+        return None
+
+    def _place_of_row(self, rank: int, point: int) -> str:
+        return f"{_prefix(self._worlds)}/{_row_key(rank, point)}"
+
     def leave(self, error: BaseException) -> None:
-        """Tell the other hosts that this one ends with an error."""
+        """Tell the other hosts that this one ends with an error. The first error of all hosts counts."""
         with suppress(RuntimeError):  # the store is gone with host 0
-            if not self._store.check(["failed"]):
-                code = error.code if isinstance(error, UserError) else None
-                words = str(error) or type(error).__name__
-                failure = {"words": f"host {self.node_rank} has ended: {words}", "code": code}
-                self._store.set("failed", json.dumps(failure))
+            code = error.code if isinstance(error, UserError) else None
+            words = str(error) or type(error).__name__
+            if not isinstance(error, Exception):  # a signal
+                words = "it was interrupted"
+            failure = {"words": f"host {self.node_rank} has ended: {words}", "code": code}
+            self._store.compare_set(_FAILED, "", json.dumps(failure))
             self._store.set(f"left {self.node_rank}", "")
             deadline_s = time.monotonic() + _LEAVE_S * (self.node_rank == 0)
             others = [f"left {node}" for node in range(1, self.nnodes)]
             while time.monotonic() < deadline_s and not self._store.check(others):
                 time.sleep(_POLL_S)
 
-    def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Exchange what hosts say of themselves, and check it. Returns it by node rank."""
+    def _take_place(self) -> bytes:
+        """Claim this host's node rank. Returns a nonce of host 0. Raises UserError if another host has the rank."""
         if self.node_rank == 0:
             self._set("nonce", secrets.token_hex(16))
-        self._await(["nonce"], _JOIN_S)
+        self._await({"nonce": "host 0"}, _JOIN_S, "did not answer", _SEE)
         nonce = self._store.get("nonce")
         if self._store.add(f"hosts with node rank {self.node_rank}", 1) > 1:
             raise UserError(
-                f"node rank {self.node_rank} is already taken: give each host its own --node-rank", "invalid_cluster"
+                f"node rank {self.node_rank} is already taken: give each host its own --node-rank. If a host was "
+                "started again, start the others again too",
+                "invalid_cluster",
             )
+        return nonce
+
+    def _gather(self, own: dict[str, Any], nonce: bytes) -> list[dict[str, Any]]:
+        """Exchange what hosts say of themselves, and check it. Returns it by node rank."""
         self._set(f"host {self.node_rank}", json.dumps(own | {"proof": self._proof(nonce, self.node_rank)}))
         everyone = [f"host {node}" for node in range(self.nnodes)]
-        self._await(everyone if self.node_rank == 0 else ["verdict"], _JOIN_S)
         if self.node_rank == 0:
+            same = "start the same command on every host, each with its own --node-rank"
+            self._await({key: key for key in everyone}, _JOIN_S, "did not join", same)
             found = [json.loads(self._store.get(key)) for key in everyone]
             reasons = (self._objection(node, found, nonce) for node in range(1, self.nnodes))
             verdict = next(filter(None, reasons), "")
             self._set("verdict", verdict)
         else:
+            self._await({"verdict": "host 0"}, _JOIN_S, "did not admit this host", _SEE)
             verdict = self._store.get("verdict").decode()
         if verdict:
-            error = UserError(verdict, "invalid_cluster")
-            self.leave(error)  # host 0 waits until the others have read it
-            raise error
+            raise UserError(verdict, "invalid_cluster")
         return [json.loads(self._store.get(key)) for key in everyone]
 
     def _objection(self, node: int, found: list[dict[str, Any]], nonce: bytes) -> str | None:
@@ -181,6 +226,7 @@ class MeasuringHosts:
             return f"host {node} has another cluster secret than host 0: give the same secret on every host"
         for name, words, remedy in (
             ("version", "other versions", "install the same versions on all hosts"),
+            ("kernels", "native kernels for another instruction set", SAME_PROCESSORS),
             ("nnodes", "another --nnodes", "give the same number on all hosts"),
             ("command", "another command", "start the same command on all hosts"),
         ):
@@ -199,18 +245,23 @@ class MeasuringHosts:
         except RuntimeError as error:
             raise _lost() from error
 
-    def _await(self, keys: Sequence[str], limit_s: float) -> None:
-        """Wait until all keys are in the store, in slices, so that failures of other hosts and signals are noticed."""
+    def _await(self, keys: Mapping[str, str], limit_s: float, late: str, remedy: str) -> None:
+        """Wait until all keys are in the store, in slices, so that failures of other hosts and signals are noticed.
+
+        Args:
+            keys: who sets each key, such as `host 1`.
+            limit_s: time limit in seconds.
+            late: what these hosts did not do, for the error.
+            remedy: what to do about it, for the error.
+        """
         deadline_s = time.monotonic() + limit_s
-        while not self._has(keys):
-            if self._has(["failed"]):
+        while not self._has(list(keys)):
+            # A host sets its last keys before it ends.
+            if self._has([_FAILED]) and not self._has(list(keys)):
                 raise self._failure()
             if time.monotonic() > deadline_s:
-                raise UserError(
-                    f"not all {self.nnodes} hosts were there within {limit_s:.0f} s: start the same command on every "
-                    "host, each with its own --node-rank",
-                    "invalid_cluster",
-                )
+                missing = dict.fromkeys(who for key, who in keys.items() if not self._has([key]))
+                raise UserError(f"{', '.join(missing)} {late} within {limit_s:.0f} s: {remedy}", "invalid_cluster")
             time.sleep(_POLL_S)
 
     def _has(self, keys: Sequence[str]) -> bool:
@@ -221,7 +272,7 @@ class MeasuringHosts:
 
     def _failure(self) -> EngineError | UserError:
         """Return the error with which another host has ended."""
-        failure = json.loads(self._store.get("failed"))
+        failure = json.loads(self._store.get(_FAILED))
         if failure["code"] is None:
             return EngineError(failure["words"])
         return UserError(failure["words"], failure["code"])
@@ -245,7 +296,7 @@ def meet(world_size: int, rank: int, directory: Path) -> None:
     meeting = _read(directory)
     assert meeting is not None
     os.environ["GLOO_SOCKET_IFNAME"] = meeting.place.interface
-    dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=world_size, timeout=_RANKS_MEET)
+    dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=world_size, timeout=_RANKS_WAIT)
 
 
 def reporter(rank: int, directory: Path) -> Callable[[str], None]:

@@ -6,7 +6,6 @@ With several hosts, each of them runs the measurement and starts its own ranks. 
 import json
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,21 +77,15 @@ class World(Ranks):
                         process.wait()
             rows = {rank: json.loads(line) if line else {} for rank, line in zip(self.processes, lines, strict=True)}
             if ended:
-                self._check_failures(rows | self._remote_failures(point), watch.error)
+                if self._hosts is not None and any("failed" in row for row in rows.values()):
+                    rows |= self._hosts.last_rows(self._remote, point, _LAST_WORDS_S)
+                self._check_failures(rows, watch.error)
                 self.check_statuses()
                 return
             if self._hosts is not None:
                 rows |= {rank: self._hosts.row(rank, point) for rank in self._remote}
             self._check_failures(rows, watch.error)
             yield list(rows.values())
-
-    def _remote_failures(self, point: int) -> dict[int, Row]:
-        """Return what ranks of other hosts have said instead of a point, as far as it arrives soon."""
-        found = {}
-        for rank in self._remote:
-            with suppress(UserError, EngineError):
-                found[rank] = self._hosts.row(rank, point, _LAST_WORDS_S)
-        return found
 
     def _check_failures(self, rows: dict[int, Row], watched: EngineError | None) -> None:
         """Raise the error that caused the failure of the ranks, if any rank failed.
@@ -104,6 +97,10 @@ class World(Ranks):
             if failure.user_error_code:
                 raise UserError(failure.cause, failure.user_error_code)
         self.check_signals()
+        if self._hosts is not None and failed and all(failure.lost_peer for failure in failed.values()):
+            elsewhere = self._hosts.failure(_LAST_WORDS_S)
+            if elsewhere is not None:
+                raise elsewhere
         for lost_peer in (False, True):
             for rank, failure in failed.items():
                 if failure.lost_peer == lost_peer:

@@ -78,14 +78,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check every value and convert it to a plain Python type. Raises UserError if one is invalid."""
-        limit_name = "max_new_tokens" if self.max_tokens is None else "max_tokens"
-        if self.max_tokens is not None:
-            if self.max_new_tokens not in (SamplingParams.max_new_tokens, self.max_tokens):
-                raise UserError("max_tokens and max_new_tokens are the same setting: leave one of them out")
-            object.__setattr__(self, "max_new_tokens", self.max_tokens)
-            object.__setattr__(self, "max_tokens", None)
         least, note = (1, " (0 needs prompt_logprobs)") if self.prompt_logprobs is None else (0, "")
-        max_new_tokens = whole(limit_name, self.max_new_tokens, least, MOST_TOKENS, note)
+        max_new_tokens = whole("max_new_tokens", self.max_new_tokens, least, MOST_TOKENS, note)
+        if self.max_tokens is not None:
+            max_tokens = whole("max_tokens", self.max_tokens, least, MOST_TOKENS, note)
+            if max_new_tokens not in (SamplingParams.max_new_tokens, max_tokens):
+                raise UserError("max_tokens and max_new_tokens are the same setting: leave one of them out")
+            max_new_tokens = max_tokens
+            object.__setattr__(self, "max_tokens", None)
         checked = {
             "max_new_tokens": max_new_tokens,
             "temperature": real(

@@ -109,9 +109,10 @@ class MoE:
         """One shared expert, as large as each of the others."""
         expert_size, layer_step = count(config, "intermediate_size"), count(config, "interleave_moe_layer_step")
         layers = list(range(layer_step - 1, count(config, "num_hidden_layers"), layer_step))
-        if config.get("moe_layers", layers) not in (None, layers):
+        given = config.get("moe_layers")
+        if given is not None and not _equals(given, int, layers):
             raise UserError(
-                f"config.json has moe_layers = {shown(config['moe_layers'])}: longhelix plans for experts in exactly "
+                f"config.json has moe_layers = {shown(given)}: longhelix plans for experts in exactly "
                 f"the layers that interleave_moe_layer_step {layer_step} selects",
                 "invalid_model",
             )
@@ -131,6 +132,11 @@ def _shared_size(config: Mapping[str, Any], expert_size: int) -> int:
     return count(config, "n_shared_experts", least=0) * expert_size
 
 
+def _equals(given: object, kind: type, wanted: list[Any]) -> bool:
+    """Whether a value from outside, which may be anything, is a list of these items."""
+    return isinstance(given, list) and all(type(item) is kind for item in given) and given == wanted
+
+
 def _topk_method(config: Mapping[str, Any]) -> str | None:
     method = config["topk_method"]
     if method is not None and not (isinstance(method, str) and method in _TOPK_METHODS):
@@ -144,7 +150,8 @@ def _topk_method(config: Mapping[str, Any]) -> str | None:
 def _check_layer_types(config: Mapping[str, Any], num_dense_layers: int) -> None:
     """Refuse mlp_layer_types that first_k_dense_replace contradicts."""
     given, num_layers = config.get("mlp_layer_types"), count(config, "num_hidden_layers")
-    if given not in (None, ["dense"] * num_dense_layers + ["sparse"] * (num_layers - num_dense_layers)):
+    wanted = ["dense"] * num_dense_layers + ["sparse"] * (num_layers - num_dense_layers)
+    if given is not None and not _equals(given, str, wanted):
         raise UserError(
             f"config.json has mlp_layer_types = {shown(given)}: longhelix plans for experts in exactly the layers "
             f"after the first {num_dense_layers}, as first_k_dense_replace says",

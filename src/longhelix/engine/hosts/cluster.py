@@ -10,7 +10,7 @@ import zmq
 from longhelix.compute.runner.meeting import Meeting
 from longhelix.engine.hosts import link
 from longhelix.engine.hosts.link import FirstLink
-from longhelix.engine.hosts.membership import Membership
+from longhelix.engine.hosts.membership import SAME_PROCESSORS, Membership
 from longhelix.engine.hosts.messages import (
     ENCODER,
     FROM_FOLLOWER,
@@ -43,6 +43,7 @@ _PROBE_S = 1.0  # time between two signs of the engine to its hosts
 # What hosts must have in common: fields of Hello, what they are, and what to do.
 _COMMON = (
     ("version", "has other versions", "install the same versions on all hosts"),
+    ("kernels", "has native kernels for another instruction set", SAME_PROCESSORS),
     ("nnodes", "was started with another --nnodes", "start all hosts with the same value"),
     ("layout", "was started with another layout", "start all hosts with the same layout"),
     ("settings", "was started with other settings", "start all hosts with the same options"),
@@ -79,6 +80,7 @@ class Cluster:
         self._admitted: set[bytes] = set()  # identities of hosts that were checked
         self._hellos = {0: self._own}
         self._probes = 0  # number of the last probe
+        self._next_probe_s = 0.0
         self._answered: dict[int, int] = {}  # number of the last probe that a node has answered
         self._checked: dict[int, dict[int, str]] = {}
         self._probed_s = 0.0
@@ -209,6 +211,7 @@ class Cluster:
         """
         start_s = time.monotonic()
         first_probe, tell_s = self._probes + 1, start_s + _ANSWER_S
+        self._next_probe_s = start_s
         while missing := self._missing(first_probe):
             self._link.socket.poll(_POLL_MS)
             while self._link.socket.poll(0):
@@ -238,14 +241,17 @@ class Cluster:
             self._tell("a host with another cluster secret has tried to join: give the same secret on every host")
 
     def _missing(self, first_probe: int = 0) -> set[int]:
-        """Tell the hosts that the engine listens, and return the nodes that are missing.
+        """Tell the hosts from time to time that the engine listens, and return the nodes that are missing.
 
         A node is missing if it has not joined, if its connection is lost, or if it has not answered `first_probe` or a
         later probe. ZeroMQ closes the connection of a host that does not answer its heartbeats.
         """
-        self._probes += 1
-        for node in [node for node in self._identities if not self._send(node, Probe(self._probes))]:
-            del self._identities[node]
+        now_s = time.monotonic()
+        if now_s >= self._next_probe_s:  # an answer to a probe must not cause the next one at once
+            self._next_probe_s = now_s + _POLL_MS / 1000
+            self._probes += 1
+            for node in [node for node in self._identities if not self._send(node, Probe(self._probes))]:
+                del self._identities[node]
         present = {node for node in self._identities if self._answered[node] >= first_probe}
         return set(range(1, self.membership.nnodes)) - present
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from longhelix.engine.hosts.cluster import Cluster
 from longhelix.engine.hosts.follower import follow, tell
-from longhelix.engine.hosts.membership import Membership, common_settings, model_fingerprint, versions
+from longhelix.engine.hosts.membership import Membership, common_settings, kernels, model_fingerprint, versions
 from longhelix.engine.hosts.messages import Hello
 from longhelix.engine.options import EngineOptions
 from longhelix.spec.layout import Layout
@@ -33,6 +33,7 @@ def join_hosts(options: EngineOptions, layout: Layout, model: Path) -> Cluster |
             facts=membership.facts(probe_port),
             time_s=time.time(),
             version=versions(),
+            kernels=kernels(),
             nnodes=membership.nnodes,
             model=fingerprint,
             layout=str(layout),

@@ -33,6 +33,7 @@ _OWN = (
     "trace",
 )
 _BLOCKS, _BLOCK_BYTES = 32, 2**16  # how much of each file is compared
+SAME_PROCESSORS = "use hosts whose processors support the same instruction sets"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,14 @@ class Membership:
         hosts = _hosts(options, layout)
         first_address = network.resolved(options.master_addr)
         if options.node_rank == 0 and options.interface is not None:
-            first_address = network.address_of(options.interface)
+            address = network.address_of(options.interface)
+            if first_address != address and not network.is_loopback(first_address):
+                raise UserError(
+                    f"master_addr is {first_address}, but the interface {options.interface} of host 0 has the address "
+                    f"{address}: set master_addr to {address} on all hosts",
+                    "invalid_cluster",
+                )
+            first_address = address
         if network.is_loopback(first_address) and options.master_addr not in ("localhost", first_address):
             raise UserError(
                 f"{options.master_addr} is {first_address} on this host, which other hosts cannot reach: set "
@@ -169,8 +177,12 @@ def _hosts(options: EngineOptions, layout: Layout) -> Hosts:
 
 def versions() -> str:
     """Return the versions that must be the same on all hosts."""
-    found = [f"{name} {importlib.metadata.version(name)}" for name in ("longhelix", "torch")]
-    return ", ".join([*found, f"kernels {native_instruction_set()}"])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("longhelix", "torch"))
+
+
+def kernels() -> str:
+    """Return the instruction set of the native kernels, which must be the same on all hosts, because results differ."""
+    return native_instruction_set() or "none"
 
 
 def common_settings(options: EngineOptions) -> str:

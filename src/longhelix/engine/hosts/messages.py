@@ -7,7 +7,7 @@ class Facts(msgspec.Struct, frozen=True):
     """What a host has."""
 
     address: str
-    probe_port: int  # listens while hosts check their connections
+    probe_port: int  # the other hosts connect to it to check the network
     cores: int
     free_bytes: int  # free memory
     gpu_bytes: list[int]  # free memory of each GPU
@@ -21,6 +21,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     facts: Facts
     time_s: float  # Unix time
     version: str
+    kernels: str  # instruction set of the native kernels
     nnodes: int
     model: str  # fingerprint of the model's files
     layout: str

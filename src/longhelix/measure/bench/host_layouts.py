@@ -99,15 +99,16 @@ class HostLayoutsJob(msgspec.Struct, frozen=True):
                 dist.barrier()
                 timings = self._timed(batches, parts[index])
                 for name, model in models.items():
+                    cut = parts[index] if name == HOP_B else 1
                     yield {
                         "link": name_of(rate_mbit),
                         "rate_mbit": rate_mbit,
                         "requests": requests,
                         "context": context,
                         "strategy": name,
-                        "parts": parts[index] if name == HOP_B else 1,
+                        "parts": cut,
                         **timings[name].row("step_s"),
-                        "network_bytes": self._sent_bytes(model, batches[name]),
+                        "network_bytes": self._sent_bytes(model, batches[name], cut),
                     }
 
     def _timed(self, batches: dict[str, LongRequests], parts: int) -> dict[str, Timing]:
@@ -125,9 +126,9 @@ class HostLayoutsJob(msgspec.Struct, frozen=True):
                     samples_s[name].append(took_s)
         return {name: Timing.of(samples) for name, samples in samples_s.items()}
 
-    def _sent_bytes(self, model: RankModel, batch: LongRequests) -> int:
+    def _sent_bytes(self, model: RankModel, batch: LongRequests, parts: int) -> int:
         before = model.mesh.network_bytes
-        batch.step()
+        batch.step(parts)
         batch.settle()
         return model.mesh.network_bytes - before
 

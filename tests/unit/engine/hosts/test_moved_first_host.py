@@ -50,7 +50,16 @@ def port():
 def hello(probe_port):
     facts = Facts("127.0.0.1", probe_port, cores=1, free_bytes=1, gpu_bytes=[])
     return Hello(
-        node_rank=1, process="a", facts=facts, time_s=0.0, version="", nnodes=2, model="", layout="", settings=""
+        node_rank=1,
+        process="a",
+        facts=facts,
+        time_s=0.0,
+        version="",
+        kernels="",
+        nnodes=2,
+        model="",
+        layout="",
+        settings="",
     )
 
 
