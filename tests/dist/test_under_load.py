@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("all_cores")]
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "load.py"
 OPTIONS = {"seconds": 60, "streams": 8, "prompt-tokens": 24, "new-tokens": 24, "kill": 0.04, "checked": 10}
