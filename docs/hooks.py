@@ -236,10 +236,17 @@ def _variables() -> str:
 
 
 def _families() -> str:
-    from longhelix.spec.family import FAMILIES, PLANNED_FAMILIES
+    from longhelix.spec import FAMILIES, read_hf_config
+    from longhelix.spec.missing_parts import missing_parts
 
-    rows = [[f"`{name}`", "yes" if name in FAMILIES else "no", "yes"] for name in sorted(FAMILIES | PLANNED_FAMILIES)]
-    return _table(["`model_type` in config.json", "runs", "can be planned for"], rows)
+    sizes = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 8, "intermediate_size": 4096}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": 200_000, "num_experts_per_tok": 2}
+    whole = {"text_config": sizes, "vision_config": {"out_hidden_size": 2048, "deepstack_visual_indexes": []}}
+    rows = []
+    for name in sorted(FAMILIES):
+        missing = missing_parts(read_hf_config({"model_type": name, **sizes, **whole}))
+        rows.append([f"`{name}`", f"no: {', '.join(missing)}" if missing else "yes"])
+    return _table(["`model_type` in config.json", "the engine runs it"], rows)
 
 
 def _presets() -> str:

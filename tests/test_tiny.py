@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from longhelix import LLM, Layout, SamplingParams
 from longhelix.compute.models.parameters import declare
-from longhelix.spec import ModelSpec
+from longhelix.spec import read_hf_config
 
 pytestmark = pytest.mark.dist
 
@@ -28,7 +28,7 @@ def model(tmp_path):
     generator = torch.Generator().manual_seed(0)
     weights = {
         source.name: torch.randn(source.shape, generator=generator) / 4 + (len(source.shape) == 1)  # norms about 1
-        for parameter in declare(ModelSpec.from_hf_config(CONFIG), Layout(), rank=0)
+        for parameter in declare(read_hf_config(CONFIG), Layout(), rank=0)
         for source in parameter.sources
     }
     save_file(weights, tmp_path / "model.safetensors")

@@ -18,8 +18,8 @@ from longhelix.compute.parallel.mesh import Mesh
 from longhelix.scheduler.kv.placement import Striped
 from longhelix.spec import MLA, ModelSpec
 from longhelix.spec.layout import HeadShape, Layout
-from longhelix.spec.rope import RopeSpec
 from tensors import weights_of
+from toy_model import toy_model
 
 _TIMEOUT_S = 60
 _SHARPNESS = 3.0  # standard deviation of scores: attention that is neither uniform nor of one token
@@ -36,10 +36,19 @@ def mla_spec(hidden_size: int, num_query_heads: int, latent: int, rope: int, nop
 
 
 def _spec(architecture, hidden_size, num_query_heads, num_kv_heads, head_size, mla):
-    return ModelSpec(
-        architecture, 1, hidden_size, num_query_heads, num_kv_heads, head_size, 16, 16, 2**20, _EPS, RopeSpec(),
-        "float32", mla=mla,
-    )  # fmt: skip
+    return toy_model(
+        architecture,
+        num_layers=1,
+        hidden_size=hidden_size,
+        num_query_heads=num_query_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        ffn_size=16,
+        vocab_size=16,
+        max_positions=2**20,
+        rms_norm_eps=_EPS,
+        mla=mla,
+    )
 
 
 class ThreadGroup:

@@ -18,10 +18,11 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.spec import ModelSpec, RopeSpec
+from longhelix.spec import RopeSpec
 from tensors import Tensors
+from toy_model import toy_model
 
-SPEC = ModelSpec(
+SPEC = toy_model(
     architecture="llama",
     num_layers=1,
     hidden_size=48,

@@ -13,7 +13,7 @@ from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine.vision.patches import Patcher
 from longhelix.engine.vision.tower import Tower
 from longhelix.scheduler.request import ImageSpan
-from longhelix.spec import ModelSpec
+from longhelix.spec import read_hf_config
 from oracle import VOCAB, greedy_of
 
 IMAGE, START, END = 190, 192, 193
@@ -120,7 +120,7 @@ def make_shown_oracle(config, folder, seed=0, new_tokens=NEW_TOKENS):
     model, processor = save_model(config, folder, seed)
     images = {name: draw(*grid, seed) for seed, (name, grid) in enumerate(zip("abc", GRIDS, strict=True))}
     checkpoint = open_checkpoint(str(folder))
-    patcher, spec = Patcher(Path(folder)), ModelSpec.from_hf_config(checkpoint.config)
+    patcher, spec = Patcher(Path(folder)), read_hf_config(checkpoint.config)
     tower = Tower(checkpoint, spec, "float32", 2**20)
     patches = {name: patcher.patches(image) for name, image in images.items()}
     states = {

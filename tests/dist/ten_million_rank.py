@@ -33,10 +33,11 @@ from longhelix.scheduler.kv.placement import make_placement
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.spec import ModelSpec, RopeSpec
+from longhelix.spec import RopeSpec
 from longhelix.spec.layout import HeadShape
 from packed_pool import LARGEST, stored
 from tensors import Tensors
+from toy_model import toy_model
 
 TOKENS = 10_000_000
 CHUNK_TOKENS = 62_500
@@ -56,7 +57,7 @@ PLAIN = NEEDLE + ROWS - 2  # tokens from here on fill the rest
 QUERY_NORM = 6.5
 SCORE = 19.0  # of a row with its needle; the other keys together are worth nearly 18
 UNIT, PAIR_UNIT = 2.0**-24, 2.0**-8  # what one rounding to float32, or to bfloat16, may change, relatively
-SPEC = ModelSpec(
+SPEC = toy_model(
     architecture="llama",
     num_layers=1,
     hidden_size=HIDDEN,

@@ -354,7 +354,7 @@ def test_missing_model(capfd, tmp_path):
 def test_unknown_architecture_names_the_known_ones(capfd, model):
     config = json.loads((model / "config.json").read_text()) | {"model_type": "mamba"}
     (model / "config.json").write_text(json.dumps(config))
-    assert "'mamba': longhelix runs llama, mistral, qwen2, qwen3" in refusal(capfd, *generate(model))
+    assert "'mamba': longhelix knows deepseek_v2, deepseek_v3, kimi_k2" in refusal(capfd, *generate(model))
 
 
 def test_sliding_window_is_refused_where_it_would_hide_something(capfd, tmp_path):

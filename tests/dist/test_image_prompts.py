@@ -20,7 +20,7 @@ from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine import images as engine_images
 from longhelix.engine.vision import patches as patches_module
 from longhelix.engine.vision.tower import Tower
-from longhelix.spec import ModelSpec
+from longhelix.spec import read_hf_config
 from oracle import save_tokenizer_files
 
 pytestmark = pytest.mark.dist
@@ -217,7 +217,7 @@ def test_patches_are_cut_where_ranks_need_them(llm, monkeypatch):
 def test_states_of_another_shape_than_the_decoder_takes_are_refused(oracle):
     checkpoint = open_checkpoint(str(oracle.path))
     patches = patches_module.Patcher(oracle.path).patches(oracle.images["a"])
-    spec = ModelSpec.from_hf_config(checkpoint.config)
+    spec = read_hf_config(checkpoint.config)
     for other in (
         replace(spec, hidden_size=45),
         replace(spec, vision=replace(spec.vision, num_deepstack=1)),

@@ -55,8 +55,8 @@ def test_references_name_what_the_code_has(hooks):
     assert "`POST /v1/chat/completions`" in text["http"]
     assert "`longhelix:kv_blocks`" in text["metrics"]
     assert "`kv_cache_tokens`" in text["engine-settings"]
-    assert "| `deepseek_v3` | yes | yes |" in text["families"]
-    assert "| `qwen3_next` | no | yes |" in text["families"]
+    assert "| `deepseek_v3` | yes |" in text["families"]
+    assert "| `qwen3_next` | no: linear attention (Gated DeltaNet), " in text["families"]
 
 
 def test_every_option_of_the_reference_has_a_meaning(hooks):

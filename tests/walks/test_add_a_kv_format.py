@@ -30,7 +30,7 @@ from longhelix.perf.setting import Setting
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import SamplingParams
 from longhelix.scheduler.step import Chunk, NewSequence, Step
-from longhelix.spec import FORMATS, ModelSpec, NumberFormat, Scales
+from longhelix.spec import FORMATS, NumberFormat, Scales, read_hf_config
 from longhelix.spec.layout import Layout
 from tensors import Tensors
 
@@ -95,7 +95,7 @@ def test_stored_numbers_are_near_those_that_were_given(shifted, dtype, error):
     assert (deviation_TkC <= x_TkC.abs().amax(-1, keepdim=True) * error * 1.001).all()
 
 
-TINY = ModelSpec.from_hf_config(
+TINY = read_hf_config(
     {
         "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 16, "max_position_embeddings": 64,

@@ -27,8 +27,18 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import DTYPES, FORMATS, WEIGHT_DTYPES, ModelSpec, product_dtype, unread_fields
+from longhelix.spec import (
+    DTYPES,
+    FORMATS,
+    WEIGHT_DTYPES,
+    ModelSpec,
+    product_dtype,
+    read_gguf,
+    read_hf_config,
+    unread_fields,
+)
 from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.missing_parts import missing_parts
 from longhelix.values import one_of, refused
 
 # Limit on the ranks per core. Ranks that share a core take turns, and all ranks wait for each other at every exchange.
@@ -243,9 +253,9 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
     if isinstance(checkpoint, GgufCheckpoint):
         tied = "lm_head.weight" not in tensors
         divisors = checkpoint.rope_factors or ()
-        spec = ModelSpec.from_gguf(checkpoint.metadata, divisors, tied=tied, rope_scaling=rope_scaling)
+        spec = read_gguf(checkpoint.metadata, divisors, tied=tied, rope_scaling=rope_scaling)
     else:
-        spec = ModelSpec.from_hf_config(checkpoint.config, checkpoint.generation_config, rope_scaling=rope_scaling)
+        spec = read_hf_config(checkpoint.config, checkpoint.generation_config, rope_scaling=rope_scaling)
         _check_runs(spec, checkpoint.config)
         spec = _with_own_head(spec, checkpoint)
         _warn_of_unread(checkpoint.config)
@@ -272,7 +282,14 @@ def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLa
 
 
 def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
-    if spec.moe is not None and spec.ffn_bias:
+    missing = missing_parts(spec)
+    if missing:
+        raise UserError(
+            f"longhelix cannot run this {spec.architecture} model, because these parts are not implemented: "
+            f"{', '.join(missing)}. `longhelix plan` can plan for it",
+            "unsupported_model",
+        )
+    if spec.moe is not None and spec.moe.shared_bias:
         raise UserError("mlp_bias with experts is not supported: set mlp_bias to false in the model's config")
     if spec.stored_dtype:
         raise UserError(

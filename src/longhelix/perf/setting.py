@@ -1,5 +1,6 @@
 """What is costed: a model in some dtypes on a system."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,7 +9,7 @@ import numpy as np
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.runs import most_in_runs
-from longhelix.spec import FORMATS, HardwareSpec, ModelSpec, number_format
+from longhelix.spec import FORMATS, HardwareSpec, LayerSpec, ModelSpec, number_format
 from longhelix.spec.layout import HeadShape
 from longhelix.spec.weights import WeightSpec, layer_weights
 
@@ -91,22 +92,27 @@ class Setting:
 
     @cached_property
     def heads(self) -> HeadShape:
-        return HeadShape(self.model.num_query_heads, self.model.num_kv_heads)
+        return self.model.heads
 
     @cached_property
     def dense_layer(self) -> tuple[WeightSpec, ...]:
         """The weights of a layer without experts."""
-        return layer_weights(self.model, with_experts=False)
+        return self._layer(lambda layer: layer.dense is not None)
 
     @cached_property
     def expert_layer(self) -> tuple[WeightSpec, ...]:
-        """The weights of a layer with experts; as above, where the model has none."""
-        return layer_weights(self.model, with_experts=True)
+        """The weights of a layer with experts and full attention."""
+        return self._layer(lambda layer: layer.moe is not None and layer.attention is not None)
 
     @cached_property
     def linear_layer(self) -> tuple[WeightSpec, ...]:
-        """The weights of a layer with linear attention; as above, where the model has none."""
-        return layer_weights(self.model, with_experts=True, is_linear=True)
+        """The weights of a layer with linear attention."""
+        return self._layer(lambda layer: layer.linear is not None)
+
+    def _layer(self, is_wanted: Callable[[LayerSpec], bool]) -> tuple[WeightSpec, ...]:
+        """The weights of the first such layer. Empty if there is none."""
+        found = (layer_weights(self.model, layer) for layer in self.model.layers if is_wanted(layer))
+        return next(found, ())
 
     @cached_property
     def most_expert_layers(self) -> Array:
@@ -130,7 +136,7 @@ class Setting:
             return replace(self, evenly_chosen=even)
         if model.sliding_window is None:
             return self
-        return replace(self, model=replace(model, sliding_window=None, full_layers=(), chunked_attention=False))
+        return replace(self, model=model.without_windows())
 
     @property
     def weight_bytes(self) -> float:

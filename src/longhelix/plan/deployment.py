@@ -9,8 +9,8 @@ from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, number_format
-from longhelix.spec.family import PLANNED_FAMILIES
 from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.missing_parts import missing_parts
 from longhelix.spec.weights import Dim, Split, WeightDtype, layer_weights
 from longhelix.values import one_of, refused, whole
 
@@ -85,13 +85,13 @@ class Deployment:
 
     @cached_property
     def heads(self) -> HeadShape:
-        return HeadShape(self.model.num_query_heads, self.model.num_kv_heads)
+        return self.model.heads
 
     @cached_property
     def product_inputs(self) -> frozenset[int]:
         """Input sizes of the weight matrices of all ranks."""
-        kinds = {self.model.has_experts(layer) for layer in (0, self.model.num_layers - 1)}
-        weights = [weight for kind in kinds for weight in layer_weights(self.model, with_experts=kind)]
+        layers = dict.fromkeys(self.model.layers)
+        weights = [weight for layer in layers for weight in layer_weights(self.model, layer)]
         columns = {weight.columns for weight in weights if weight.columns and weight.stored is WeightDtype.PRODUCT}
         return frozenset(
             _held(dim, self.degrees, self.heads, rank) * dim.unit
@@ -193,7 +193,7 @@ def comment(sentence: str) -> list[str]:
 def _longest_tokens(deployment: Deployment) -> int:
     """Return the tokens of the longest request that the engine accepts: at most the window of a family that it runs."""
     window = deployment.model.sliding_window
-    if window is None or deployment.model.architecture in PLANNED_FAMILIES:
+    if window is None or missing_parts(deployment.model):
         return deployment.context
     return min(deployment.context, window)
 
@@ -230,8 +230,11 @@ def _limits(deployment: Deployment, longest_tokens: int) -> Iterable[str]:
             f"the plan assumes {deployment.accepted_tokens:g} tokens per step (speculative decoding), but longhelix "
             f"decodes one: each token takes up to {deployment.accepted_tokens:g} times as long as planned"
         )
-    if deployment.model.architecture in PLANNED_FAMILIES:
-        yield f"longhelix can plan for {deployment.model.architecture}, but cannot run it"
+    if missing := missing_parts(deployment.model):
+        yield (
+            f"longhelix can plan for this {deployment.model.architecture} model, but cannot run it, because these "
+            f"parts are not implemented: {', '.join(missing)}"
+        )
     elif longest_tokens < deployment.context:
         yield (
             f"the model attends within a sliding window of {longest_tokens} tokens, which longhelix does not run yet: "

@@ -211,7 +211,7 @@ def _notes(deployment: Deployment) -> Iterator[str]:
             "assumption: each data parallel rank has its own decode context parallel ranks, because they belong to its "
             f"tensor parallel group ({_CONTEXT_PARALLEL}). No vLLM document mentions this combination"
         )
-    if deployment.grouped and moe is not None and (moe.shared_size or moe.num_dense_layers):
+    if deployment.grouped and moe is not None and (moe.shared_size or deployment.model.num_dense_layers):
         yield "dense FFNs and shared experts are replicated on every data parallel rank, not sharded across all ranks"
     if degrees.world_size > GPUS_OF_A_SERVER:
         yield _servers_note(deployment)

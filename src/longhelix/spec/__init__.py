@@ -1,8 +1,10 @@
 """What models and hardware are: shapes and numbers, read from mappings. Pure."""
 
+from longhelix.spec.attention import GroupedQueryAttention, MultiHeadLatentAttention, Visibility
 from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.config_fields import unread_fields
-from longhelix.spec.family import FAMILIES, PLANNED_FAMILIES
+from longhelix.spec.families import FAMILIES
+from longhelix.spec.ffn import GatedFFN
 from longhelix.spec.formats import (
     DTYPES,
     FORMATS,
@@ -13,7 +15,10 @@ from longhelix.spec.formats import (
     number_format,
     product_dtype,
 )
+from longhelix.spec.gguf_metadata import read_gguf
 from longhelix.spec.hardware import HardwareSpec, Link
+from longhelix.spec.hf_config import read_hf_config
+from longhelix.spec.layer import LayerSpec
 from longhelix.spec.linear import LinearAttention
 from longhelix.spec.mla import MLA
 from longhelix.spec.model import ModelSpec
@@ -28,21 +33,27 @@ __all__ = [
     "FORMATS",
     "KV_DTYPES",
     "MLA",
-    "PLANNED_FAMILIES",
     "ROPE_KINDS",
     "WEIGHT_DTYPES",
     "CacheEntry",
+    "GatedFFN",
+    "GroupedQueryAttention",
     "HardwareSpec",
     "Indexer",
+    "LayerSpec",
     "LinearAttention",
     "Link",
     "MoE",
     "ModelSpec",
+    "MultiHeadLatentAttention",
     "NumberFormat",
     "RopeSpec",
     "Scales",
+    "Visibility",
     "VisionSpec",
     "number_format",
     "product_dtype",
+    "read_gguf",
+    "read_hf_config",
     "unread_fields",
 ]

@@ -8,9 +8,9 @@ from typing import Any
 
 from longhelix.errors import UserError
 from longhelix.spec.config import rope_mapping
-from longhelix.spec.family import FAMILIES, Family, Neutral
+from longhelix.spec.families import FAMILIES
+from longhelix.spec.family import Family, Neutral
 from longhelix.spec.rope import UNREAD_ROPE_KEYS
-from longhelix.spec.vision import decoder_config
 from longhelix.values import refused, shown
 
 REQUIRED = frozenset(
@@ -98,7 +98,7 @@ HARMLESS: Mapping[str, frozenset[str]] = {
 _HARMLESS = frozenset().union(*HARMLESS.values())
 # Fields that may be null in every family: none ends a sequence, and what stands in the rope settings goes first.
 _NULLABLE = frozenset({"eos_token_id", "partial_rotary_factor", "rope_theta"})
-# Read in families whose attention can slide.
+# Read in families with a sliding window.
 WINDOW = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
 
 
@@ -125,8 +125,7 @@ def completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def unread_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names in the config of a model that runs which longhelix does not know, sorted."""
     family = FAMILIES[config["model_type"]]
-    if family.vision:
-        config = decoder_config(config)
+    config = family.decoder(config)
     read = REQUIRED | OPTIONAL | _HARMLESS | WINDOW | NEUTRAL.keys() | family.defaults.keys()
     known = read | family.aliases.keys() | family.neutral.keys() | family.ignored
     return tuple(sorted({*config.keys() - known, *rope_mapping(config).keys() & UNREAD_ROPE_KEYS}))
@@ -144,7 +143,7 @@ def _check_neutral(name: str, value: Any, neutral: Neutral) -> None:
 def _check_window(given: Mapping[str, Any], family: Family) -> None:
     """Refuse a window in the config of a family whose attention has none."""
     kinds, full = given.get("layer_types"), ("full_attention", "attention")
-    reads = family.layered or "layer_types" in family.ignored
+    reads = "layer_types" in family.defaults or "layer_types" in family.ignored
     if (
         not reads
         and kinds is not None
@@ -153,7 +152,7 @@ def _check_window(given: Mapping[str, Any], family: Family) -> None:
         allowed = "full_attention for every layer, or leave it out"
         raise refused("layer_types in the model's settings", kinds, allowed, "invalid_model")
     window = given.get("sliding_window")
-    if not family.slides and window is not None and given.get("use_sliding_window") is not False:
+    if "sliding_window" not in family.defaults and window is not None and given.get("use_sliding_window") is not False:
         raise UserError(
             f"config.json has sliding_window = {shown(window)}, but models of this family attend to all earlier "
             "tokens: set it to null if the model was not trained with a window",

@@ -1,17 +1,13 @@
 """Linear attention: a state of fixed size in place of keys and values."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import msgspec
 
 from longhelix.errors import UserError
-from longhelix.spec.config import count
 
 _CHUNK_TOKENS = 64  # of the form for many rows, in flash-linear-attention and transformers
 
 
-@dataclass(frozen=True)
-class LinearAttention:
+class LinearAttention(msgspec.Struct, frozen=True, tag=True):
     """Gated DeltaNet (arXiv 2412.06464). Each value head has a state of `key_size` x `value_size` numbers of a request;
     key heads, of which each serves as many value heads, have queries as well. Queries, keys and values pass through a
     convolution over the last `kernel_size` tokens, of which it keeps all but one.
@@ -42,14 +38,3 @@ class LinearAttention:
         """Of a row and value head, in chunks of 64 rows: as above, and with the rows of its chunk keys by keys, queries
         by keys, the inverse by keys and values, and weights by values."""
         return self.row_flops + _CHUNK_TOKENS * (6 * self.key_size + 4 * self.value_size)
-
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> "LinearAttention":
-        """Read the config.json of a qwen3_next model; raises UserError."""
-        return cls(
-            num_key_heads=count(config, "linear_num_key_heads"),
-            num_value_heads=count(config, "linear_num_value_heads"),
-            key_size=count(config, "linear_key_head_dim"),
-            value_size=count(config, "linear_value_head_dim"),
-            kernel_size=count(config, "linear_conv_kernel_dim"),
-        )

@@ -1,12 +1,9 @@
 """Multi-head latent attention: one latent per token takes the place of its keys and values."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec.config import count, count_or_none, switch
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,3 @@ class MLA:
         made = self.nope_size + self.value_size
         saved = 2 * self.kv_lora_rank - made
         return self.kv_lora_rank * made / saved if saved > 0 else math.inf
-
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> "MLA":
-        """Read the config.json of a deepseek_v2, deepseek_v3 or kimi_k2 model; raises UserError."""
-        return cls(
-            q_lora_rank=count_or_none(config, "q_lora_rank"),
-            kv_lora_rank=count(config, "kv_lora_rank"),
-            nope_size=count(config, "qk_nope_head_dim"),
-            rope_size=count(config, "qk_rope_head_dim"),
-            value_size=count(config, "v_head_dim"),
-            interleaved=switch(config, "rope_interleave", True),
-        )

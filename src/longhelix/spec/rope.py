@@ -112,6 +112,40 @@ class RopeSpec:
         )
 
 
+@dataclass(frozen=True)
+class RopeSettings:
+    """What a model's configuration says of rotary position embedding, by Hugging Face's names.
+
+    Attributes:
+        settings: Theta and the scaling, by name.
+        max_positions: Positions that the model was trained for.
+    """
+
+    settings: Mapping[str, Any]
+    max_positions: int
+
+    def of(self, head_size: int) -> RopeSpec:
+        """Read the rotation of whole heads. Raises UserError."""
+        return RopeSpec.from_config(self.settings, head_size, self.max_positions)
+
+    def of_part(self, head_size: int) -> tuple[int, RopeSpec]:
+        """Read the rotation of heads of which `partial_rotary_factor` is rotated.
+
+        Returns:
+            The channels of a head that are rotated, and how.
+
+        Raises:
+            UserError: a setting is invalid.
+        """
+        share = positive(self.settings, "partial_rotary_factor", 1.0)
+        rotated_size = int(head_size * share)
+        if not 2 <= rotated_size <= head_size:
+            name, allowed = "partial_rotary_factor in the model's settings", f"a number from {2 / head_size:g} to 1"
+            raise refused(name, share, allowed, "invalid_model")
+        others = {name: value for name, value in self.settings.items() if name != "partial_rotary_factor"}
+        return rotated_size, RopeSpec.from_config(others, rotated_size, self.max_positions)
+
+
 def _sections(rope: Mapping[str, Any], head_size: int) -> tuple[int, ...]:
     if rope.get("mrope_section") is None:
         return ()

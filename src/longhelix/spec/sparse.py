@@ -1,10 +1,6 @@
 """Attention to chosen tokens: an indexer scores all of them, and attention reads the best alone."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from longhelix.spec.config import count
 
 _SCALED_NUMBERS, _SCALE_BYTES = 128, 4
 
@@ -28,8 +24,3 @@ class Indexer:
     def pair_flops(self) -> int:
         """Of a row and a key."""
         return 2 * self.num_heads * self.head_size
-
-    @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any]) -> "Indexer":
-        """Read the config.json of a deepseek_v32 model; raises UserError."""
-        return cls(count(config, "index_n_heads"), count(config, "index_head_dim"), count(config, "index_topk"))

@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import prod
 
+from longhelix.spec.attention import GroupedQueryAttention, MultiHeadLatentAttention
+from longhelix.spec.families import FAMILIES
+from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.layer import FFN, LayerSpec, Mixer
 from longhelix.spec.linear import LinearAttention
-from longhelix.spec.mla import MLA
 from longhelix.spec.model import ModelSpec
 from longhelix.spec.moe import MoE
 from longhelix.spec.sparse import Indexer
@@ -98,12 +101,12 @@ def head(spec: ModelSpec) -> WeightSpec:
     return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
 
 
-def layer_weights(spec: ModelSpec, with_experts: bool, is_linear: bool = False) -> tuple[WeightSpec, ...]:
-    """Those of one layer, whose FFN has experts or is dense, and whose attention may be linear; names and tensors
-    without the layer's own prefix."""
-    linear = spec.linear if is_linear else None
-    attention = _attention(spec) if linear is None else _linear_attention(spec, linear)
-    weights, renamed = (*attention, *_ffn(spec, spec.moe if with_experts else None)), spec.family.tensors
+def layer_weights(spec: ModelSpec, layer: LayerSpec) -> tuple[WeightSpec, ...]:
+    """Those of one layer. Names and tensors are without the layer's own prefix."""
+    mixers = (weight for mixer in layer.mixers for weight in _mixer(spec, mixer))
+    ffns = (weight for ffn in layer.ffns for weight in _ffn(spec, ffn))
+    renamed = FAMILIES[spec.architecture].tensors
+    weights = (*mixers, *ffns)
     return tuple(replace(each, tensor=renamed[each.tensor]) if each.tensor in renamed else each for each in weights)
 
 
@@ -111,58 +114,70 @@ def num_parameters(spec: ModelSpec) -> int:
     """All numbers of a model: matrices, norms and biases; a head that is the embedding counts once, further heads (MTP)
     not."""
     own_head = 0 if spec.tied_embeddings else head(spec).num_elements
-    num_experts = 0 if spec.moe is None else spec.moe.num_experts
     ends = embedding(spec).num_elements + last_norm(spec).num_elements + own_head
-    return ends + _in_layers(spec, num_experts)
+    return ends + _in_layers(spec, taken_only=False)
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
     """Those that one token meets: all but an embedding that is not the head, and of the experts those it takes."""
-    taken = 0 if spec.moe is None else spec.moe.experts_per_token
-    return last_norm(spec).num_elements + head(spec).num_elements + _in_layers(spec, taken)
+    return last_norm(spec).num_elements + head(spec).num_elements + _in_layers(spec, taken_only=True)
 
 
-def _in_layers(spec: ModelSpec, num_experts: int) -> int:
-    """With so many experts in each layer that has any."""
-    layers = Counter((spec.has_experts(layer), spec.is_linear(layer)) for layer in range(spec.num_layers))
+def _in_layers(spec: ModelSpec, taken_only: bool) -> int:
+    """With all experts, or with those that a token takes."""
+
+    def times(layer: LayerSpec, weight: WeightSpec) -> int:
+        if weight.experts.split is not Split.EXPERTS:
+            return 1
+        assert layer.moe is not None
+        return layer.moe.experts_per_token if taken_only else layer.moe.num_experts
+
     return sum(
-        count * weight.num_elements * (num_experts if weight.experts.split is Split.EXPERTS else 1)
-        for kind, count in layers.items()
-        for weight in layer_weights(spec, *kind)
+        count * weight.num_elements * times(layer, weight)
+        for layer, count in Counter(spec.layers).items()
+        for weight in layer_weights(spec, layer)
     )
 
 
-def _attention(spec: ModelSpec) -> Iterator[WeightSpec]:
+def _mixer(spec: ModelSpec, mixer: Mixer) -> Iterator[WeightSpec]:
     hidden = _hidden(spec)
     yield WeightSpec("attention_norm", "input_layernorm.weight", hidden)
-    yield from _grouped_query(spec) if spec.mla is None else _latent(spec, spec.mla)
-    if spec.attention_output_bias:
+    match mixer:
+        case GroupedQueryAttention():
+            yield from _grouped_query(spec, mixer)
+        case MultiHeadLatentAttention():
+            yield from _latent(spec, mixer)
+        case LinearAttention():
+            yield from _linear_attention(spec, mixer)
+            return
+    if mixer.output_bias:
         yield WeightSpec("output_bias", "self_attn.o_proj.bias", hidden)
 
 
-def _grouped_query(spec: ModelSpec) -> Iterator[WeightSpec]:
-    hidden, size = _hidden(spec), spec.head_size
+def _grouped_query(spec: ModelSpec, attention: GroupedQueryAttention) -> Iterator[WeightSpec]:
+    hidden, size, heads = _hidden(spec), attention.head_size, attention.heads
     queries, keys = (
-        Dim(Split.QUERY_HEADS, spec.num_query_heads, 2 * size if spec.family.gated else size),
-        Dim(Split.KV_HEADS, spec.num_kv_heads, size),
+        Dim(Split.QUERY_HEADS, heads.num_query_heads, 2 * size if attention.output_gate else size),
+        Dim(Split.KV_HEADS, heads.num_kv_heads, size),
     )
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     for name, rows in projections.items():
         yield _product("qkv", f"self_attn.{name}.weight", rows, hidden)
-    for name, rows in projections.items() if spec.qkv_bias else ():
+    for name, rows in projections.items() if attention.qkv_bias else ():
         yield WeightSpec("qkv_bias", f"self_attn.{name}.bias", rows)
-    if spec.qk_norm:
+    if attention.qk_norm:
         yield WeightSpec("q_norm", "self_attn.q_norm.weight", _whole(size))
         yield WeightSpec("k_norm", "self_attn.k_norm.weight", _whole(size))
-    if spec.family.sinks:
-        yield WeightSpec("sinks", "self_attn.sinks", Dim(Split.QUERY_HEADS, spec.num_query_heads))
-    yield _product("output", "self_attn.o_proj.weight", hidden, Dim(Split.OUTPUT_HEADS, spec.num_query_heads, size))
+    if attention.sinks:
+        yield WeightSpec("sinks", "self_attn.sinks", Dim(Split.QUERY_HEADS, heads.num_query_heads))
+    yield _product("output", "self_attn.o_proj.weight", hidden, Dim(Split.OUTPUT_HEADS, heads.num_query_heads, size))
 
 
-def _latent(spec: ModelSpec, mla: MLA) -> Iterator[WeightSpec]:
+def _latent(spec: ModelSpec, attention: MultiHeadLatentAttention) -> Iterator[WeightSpec]:
     """MLA: down-projections whole on every rank, up-projections and the output by query heads."""
+    mla, num_query_heads = attention.latents, attention.heads.num_query_heads
     hidden, latent = _hidden(spec), _whole(mla.kv_lora_rank)
-    queries = Dim(Split.QUERY_HEADS, spec.num_query_heads, spec.head_size)
+    queries = Dim(Split.QUERY_HEADS, num_query_heads, attention.head_size)
     down = {"kv_a_proj_with_mqa": _whole(mla.cached_size)}
     if mla.q_lora_rank is None:
         yield _product("query_up", "self_attn.q_proj.weight", queries, hidden)
@@ -173,15 +188,15 @@ def _latent(spec: ModelSpec, mla: MLA) -> Iterator[WeightSpec]:
         yield _product("query_up", "self_attn.q_b_proj.weight", queries, query_latent)
     for name, rows in down.items():
         yield _product("latent_down", f"self_attn.{name}.weight", rows, hidden)
-    for name, rows in down.items() if spec.qkv_bias else ():
+    for name, rows in down.items() if attention.qkv_bias else ():
         yield WeightSpec("latent_down_bias", f"self_attn.{name}.bias", rows)
     yield WeightSpec("latent_norm", "self_attn.kv_a_layernorm.weight", latent)
-    made = Dim(Split.QUERY_HEADS, spec.num_query_heads, mla.nope_size + mla.value_size)
+    made = Dim(Split.QUERY_HEADS, num_query_heads, mla.nope_size + mla.value_size)
     yield WeightSpec("latent_up", "self_attn.kv_b_proj.weight", made, latent)
-    values = Dim(Split.OUTPUT_HEADS, spec.num_query_heads, mla.value_size)
+    values = Dim(Split.OUTPUT_HEADS, num_query_heads, mla.value_size)
     yield _product("output", "self_attn.o_proj.weight", hidden, values)
-    if spec.indexer is not None and mla.q_lora_rank is not None:
-        yield from _indexer(spec, spec.indexer, _whole(mla.q_lora_rank))
+    if attention.visibility.indexer is not None and mla.q_lora_rank is not None:
+        yield from _indexer(spec, attention.visibility.indexer, _whole(mla.q_lora_rank))
 
 
 def _indexer(spec: ModelSpec, indexer: Indexer, query_latent: Dim) -> Iterator[WeightSpec]:
@@ -199,7 +214,6 @@ def _linear_attention(spec: ModelSpec, linear: LinearAttention) -> Iterator[Weig
     """Gated DeltaNet by heads; a key head, with its queries, is where its value heads are."""
     hidden, values = _hidden(spec), Dim(Split.LINEAR_HEADS, linear.num_value_heads, linear.value_size)
     heads, keys = Dim(Split.LINEAR_HEADS, linear.num_value_heads), linear.key_size
-    yield WeightSpec("attention_norm", "input_layernorm.weight", hidden)
     for part in ("q", "k"):
         rows = Dim(Split.LINEAR_HEADS, linear.num_key_heads, keys)
         yield _product("linear_in", f"linear_attn.in_proj_{part}.weight", rows, hidden)
@@ -215,13 +229,13 @@ def _linear_attention(spec: ModelSpec, linear: LinearAttention) -> Iterator[Weig
     yield _product("linear_out", "linear_attn.out_proj.weight", hidden, values)
 
 
-def _ffn(spec: ModelSpec, moe: MoE | None) -> Iterator[WeightSpec]:
-    hidden = _hidden(spec)
-    yield WeightSpec("ffn_norm", "post_attention_layernorm.weight", hidden)
-    if moe is not None:
-        yield from _mixture(spec, moe)
-        return
-    yield from _biased_swiglu(spec, "", "mlp.", Dim(Split.FFN_COLUMNS, spec.ffn_size))
+def _ffn(spec: ModelSpec, ffn: FFN) -> Iterator[WeightSpec]:
+    yield WeightSpec("ffn_norm", "post_attention_layernorm.weight", _hidden(spec))
+    match ffn:
+        case GatedFFN():
+            yield from _shared_swiglu(spec, "", "mlp.", Dim(Split.FFN_COLUMNS, ffn.num_columns), ffn.bias)
+        case MoE():
+            yield from _mixture(spec, ffn)
 
 
 def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
@@ -238,15 +252,16 @@ def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
         yield from _swiglu_biases(spec, "experts.{}.", "mlp.experts.{}.", columns, each)
     if moe.shared_size:
         shared = Dim(Split.SHARED_COLUMNS, moe.shared_size)
-        yield from _biased_swiglu(spec, "shared.", "mlp.shared_experts.", shared)
+        yield from _shared_swiglu(spec, "shared.", "mlp.shared_experts.", shared, moe.shared_bias)
     if moe.shared_gate:
         tensor = "mlp.shared_expert_gate.weight"
         yield WeightSpec("shared_gate", tensor, _whole(1), _hidden(spec), stored=WeightDtype.FLOAT32)
 
 
-def _biased_swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim) -> Iterator[WeightSpec]:
+def _shared_swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim, has_bias: bool) -> Iterator[WeightSpec]:
+    """Of an FFN that all rows pass through."""
     yield from _swiglu(spec, name, tensor, columns)
-    if spec.ffn_bias:
+    if has_bias:
         yield from _swiglu_biases(spec, name, tensor, columns)
 
 

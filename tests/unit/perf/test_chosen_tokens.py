@@ -15,17 +15,29 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items, step_s
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.scheduler.work import Work
-from longhelix.spec import MLA, Indexer, ModelSpec, RopeSpec
+from longhelix.spec import MLA, Indexer, ModelSpec, Visibility
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
+from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
 
 LATENTS = MLA(q_lora_rank=24, kv_lora_rank=16, nope_size=12, rope_size=8, value_size=14)
 # Three layers, whose rows attend to 100 tokens, which 5 heads of 10 channels choose.
-TOY = ModelSpec("deepseek_v32", 3, 64, 4, 1, 20, 32, 100, 4096, 1e-5, RopeSpec(), "bfloat16", mla=LATENTS,
-                indexer=Indexer(5, 10, 100))  # fmt: skip
-DENSE = replace(TOY, architecture="deepseek_v3", indexer=None)
+SIZES = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "num_query_heads": 4,
+    "num_kv_heads": 1,
+    "head_size": 20,
+    "ffn_size": 32,
+    "vocab_size": 100,
+    "max_positions": 4096,
+    "dtype": "bfloat16",
+    "mla": LATENTS,
+}
+TOY = toy_model("deepseek_v32", **SIZES, visibility=Visibility(indexer=Indexer(5, 10, 100)))
+DENSE = toy_model("deepseek_v3", **SIZES)
 KEY_BYTES = 10 + 4  # FP8, and one scale
 LATENT_BYTES = (16 + 8) * 2
 ROW_BYTES = (16 + 8 + 16) * 2 + 4  # of one head: its query, its output, its LSE

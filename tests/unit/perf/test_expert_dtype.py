@@ -12,7 +12,7 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan.deployment import Deployment, runnable
 from longhelix.plan.peer_limits import weight_notes
-from longhelix.spec import ModelSpec
+from longhelix.spec import read_hf_config
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
 from longhelix.spec.weights import Split, embedding, layer_weights
@@ -29,7 +29,7 @@ def setting(expert_dtype: str | None, weight_dtype: str = "bfloat16") -> Setting
 
 def matrices(experts: bool) -> int:
     """Numbers of all matrices of experts, or of all others, embedding and head included."""
-    layer = [weight for weight in layer_weights(GPT_OSS, with_experts=True) if weight.columns is not None]
+    layer = [weight for weight in layer_weights(GPT_OSS, GPT_OSS.layers[0]) if weight.columns is not None]
     numbers = sum(
         weight.num_elements * weight.experts.count
         for weight in layer
@@ -134,7 +134,7 @@ def test_experts_are_alone_where_no_attention_is_converted(plain, alone):
         "num_local_experts": 4, "num_experts_per_tok": 2, "torch_dtype": "bfloat16",
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": plain},
     }  # fmt: skip
-    model = ModelSpec.from_hf_config(config, planned=True)
+    model = read_hf_config(config)
     assert model.checkpoint_dtypes == ("bfloat16" if alone else "mxfp4", "mxfp4")
 
 

@@ -1,7 +1,5 @@
 """Layers with linear attention: a toy whose heads, states and projections are counted by hand."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -14,15 +12,37 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.work import Work
 from longhelix.simulate.pool import num_blocks
-from longhelix.spec import LinearAttention, ModelSpec, MoE, RopeSpec
+from longhelix.spec import LinearAttention, ModelSpec, MoE
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
+from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
 
 # Four layers, the last of which attends to everything; two key heads of 12 channels, four value heads of 14.
-TOY = ModelSpec("qwen3_next", 4, 64, 4, 2, 16, 32, 100, 4096, 1e-5, RopeSpec(), "bfloat16",
-                moe=MoE(8, 2, 24), full_layers=(3,), linear=LinearAttention(2, 4, 12, 14, kernel_size=3))  # fmt: skip
+
+
+def toy(num_layers: int, full_layers: tuple[int, ...]) -> ModelSpec:
+    """A model with linear attention in all layers but `full_layers`."""
+    return toy_model(
+        "qwen3_next",
+        num_layers=num_layers,
+        hidden_size=64,
+        num_query_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        ffn_size=32,
+        vocab_size=100,
+        max_positions=4096,
+        dtype="bfloat16",
+        moe=MoE(8, 2, 24),
+        full_layers=full_layers,
+        output_gate=True,
+        linear=LinearAttention(2, 4, 12, 14, kernel_size=3),
+    )
+
+
+TOY = toy(4, (3,))
 TOKEN_BYTES = 2 * 2 * 16 * 2
 ROW_BYTES = 4 * ((16 + 16) * 2 + 4)  # of four heads: queries, outputs, LSEs
 STATE = 12 * 14  # numbers of a value head
@@ -110,7 +130,7 @@ def test_attention_is_that_of_the_other_layers_alone():
 
 
 def test_the_stage_with_most_full_layers_decides():
-    model = replace(TOY, num_layers=8, full_layers=(3, 7))
+    model = toy(8, (3, 7))
     item = by_name(decode_items(setting(model), layouts(pp=2), 2.0, 1000.0))["attention"]
     assert item.hbm_bytes[0] == 2 * (
         1000 * TOKEN_BYTES + ROW_BYTES

@@ -535,7 +535,7 @@ def test_a_row_reads_few_experts_and_many_rows_all():
         next(item for item in decode_items(how, one(kvp=8), batch, 1e3) if item.name == "experts").hbm_bytes[0]
         for batch in (1.0, 4096.0)
     ]
-    moe, layers = how.model.moe, how.model.num_layers - how.model.moe.num_dense_layers
+    moe, layers = how.model.moe, how.model.num_layers - how.model.num_dense_layers
     expert = 3 * how.model.hidden_size * moe.expert_size / 8 * 0.5
     assert read[0] == pytest.approx(layers * moe.experts_per_token * expert)
     assert read[1] == pytest.approx(layers * moe.num_experts * expert, rel=1e-6)

@@ -13,7 +13,7 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.work import Work
-from longhelix.spec import ModelSpec
+from longhelix.spec import read_hf_config
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
 
@@ -69,7 +69,7 @@ def latent_model(**settings):
         "topk_group": 1,
         "max_position_embeddings": 1000,
     }
-    return ModelSpec.from_hf_config(base | settings, planned=True)
+    return read_hf_config(base | settings)
 
 
 @st.composite

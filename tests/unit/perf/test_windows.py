@@ -16,16 +16,25 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.scheduler.work import Work
-from longhelix.spec import ModelSpec, MoE, RopeSpec
+from longhelix.spec import ModelSpec, MoE, Visibility
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
+from toy_model import EVERYTHING, toy_model
 
 pytestmark = pytest.mark.unit
 
 # Two layers: the first sees 100 tokens, the second all.
-TOY = ModelSpec("llama", 2, 64, 4, 2, 16, 32, 100, 4096, 1e-5, RopeSpec(), "bfloat16", sliding_window=100,
-                full_layers=(1,))  # fmt: skip
-PLAIN = replace(TOY, sliding_window=None, full_layers=())
+
+
+def toy(num_layers: int = 2, full_layers: tuple[int, ...] = (1,), **changes) -> ModelSpec:
+    """A model with a window of 100 tokens in all layers but `full_layers`."""
+    sizes = {"hidden_size": 64, "num_query_heads": 4, "num_kv_heads": 2, "head_size": 16, "ffn_size": 32}
+    sizes |= {"vocab_size": 100, "max_positions": 4096, "visibility": Visibility(window_tokens=100)}
+    return toy_model(**sizes | {"dtype": "bfloat16", "num_layers": num_layers, "full_layers": full_layers} | changes)
+
+
+TOY = toy()
+PLAIN = toy(visibility=EVERYTHING)
 TOKEN_BYTES = 2 * 2 * 16 * 2  # of a layer: KV heads, keys and values, channels, bytes
 ROW_BYTES = 4 * (2 * 16 * 2 + 4)  # of a layer: query heads, a query and an output, channels, bytes, and an LSE
 PAIR_FLOPS = 2 * 2 * 16 * 4  # products and sums, of scores and values, channels, query heads
@@ -98,7 +107,7 @@ def test_a_chunk_reads_the_window_before_it_and_itself(prefix, kv_tokens, pairs,
 
 def test_rows_of_chunked_attention_see_half_of_their_chunk_on_average():
     """1 to 100 tokens, which is 50.5; a decode row is priced as the last of its chunk."""
-    chunked = setting(replace(TOY, chunked_attention=True))
+    chunked = setting(toy(visibility=Visibility(chunk_tokens=100)))
     item = attention(step_items(chunked, layouts(), layouts().chunk(10.0, 500.0)))
     assert item.flops[0] == (10 * 500 + 55 + 505) * PAIR_FLOPS
     assert attention(decode_items(chunked, layouts(), 3.0, 1000.0)).flops[0] == 3 * 1100 * PAIR_FLOPS
@@ -117,7 +126,7 @@ def test_layers_with_a_window_keep_no_more_than_that():
 
 
 def test_a_model_whose_layers_all_have_a_window_keeps_and_reads_that_alone():
-    sliding, stages = setting(replace(TOY, full_layers=())), layouts(pp=2)
+    sliding, stages = setting(toy(full_layers=())), layouts(pp=2)
     assert kv_bytes(sliding, layouts(), 3.0, 1000.0)[0] == 3 * 2 * 100 * TOKEN_BYTES
     assert kv_bytes(sliding, stages, 3.0, 1000.0)[0] == 3 * 100 * TOKEN_BYTES
     # Two stages of one layer each take a micro-batch of two.
@@ -127,7 +136,7 @@ def test_a_model_whose_layers_all_have_a_window_keeps_and_reads_that_alone():
 
 def test_the_slowest_stage_is_the_one_with_most_layers_without_a_window():
     """Of layers that have one and have none by turns a stage of three has two without, one of two has one."""
-    model = replace(TOY, num_layers=6, full_layers=(1, 3, 5))
+    model = toy(6, (1, 3, 5))
     read = attention(decode_items(setting(model), layouts(pp=2), 2.0, 1000.0)).hbm_bytes[0]
     # Two stages of three layers, one request in each.
     assert read == 2 * ((2 * 1000 + 100) * TOKEN_BYTES + 3 * ROW_BYTES)
@@ -143,7 +152,7 @@ def test_schedulers_price_steps_as_if_no_layer_had_a_window():
         lambda how: local_threshold_tokens(how, Layout(kvp=4), 10_000_000),
         lambda how: balanced(how, Layout(pp=2)),
     ):
-        assert chosen(setting(replace(TOY, num_layers=6))) == chosen(setting(replace(PLAIN, num_layers=6)))
+        assert chosen(setting(toy(6))) == chosen(setting(toy(6, visibility=EVERYTHING)))
 
 
 def test_useful_work_is_that_of_the_window():
@@ -159,8 +168,8 @@ def test_the_most_of_a_kind_in_any_run_of_layers():
 
 def test_a_stage_has_the_experts_of_its_own_layers():
     """Experts in every second of four layers: one of the two layers of a stage has them."""
-    moe = MoE(num_experts=5, experts_per_token=1, expert_size=24, shared_size=16, layer_step=2)
-    model = replace(PLAIN, num_layers=4, architecture="llama4_text", moe=moe)
+    moe = MoE(num_experts=5, experts_per_token=1, expert_size=24, shared_size=16)
+    model = toy(4, visibility=EVERYTHING, architecture="llama4_text", moe=moe, layer_step=2)
     projections = 64 * 16 * (4 + 2 + 2) + 4 * 16 * 64
     dense, experts = 3 * 64 * 32, 3 * 64 * (5 * 24 + 16) + 5 * 64
     vocabulary = 100 * 64

@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from itertools import product
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,9 +18,10 @@ from longhelix.plan.candidate import degrees
 from longhelix.plan.deployment import Deployment, as_yaml, comment, runnable
 from longhelix.plan.space import space
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES
+from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, GatedFFN, Visibility
 from longhelix.spec.presets import load_model
 from longhelix.spec.weights import WeightDtype
+from toy_model import with_attention, with_ffns
 
 pytestmark = pytest.mark.unit
 
@@ -132,14 +134,16 @@ def test_weights_whose_inputs_do_not_come_in_blocks_stay_wide():
 
 
 def _small_models():
-    moe = replace(MIXTRAL.moe, num_experts=3, experts_per_token=2, expert_size=192)
-    latent = replace(R1.moe, num_experts=4, experts_per_token=2, expert_size=96, shared_size=96, num_groups=1,
-                     groups_per_token=1, num_dense_layers=1)  # fmt: skip
+    moe = msgspec.structs.replace(MIXTRAL.moe, num_experts=3, experts_per_token=2, expert_size=192)
+    grouped = {"num_groups": 1, "groups_per_token": 1}
+    latent = msgspec.structs.replace(
+        R1.moe, num_experts=4, experts_per_token=2, expert_size=96, shared_size=96, **grouped
+    )
     return (
-        replace(SMOL, num_layers=1, ffn_size=192),
-        replace(SMOL, num_layers=1, ffn_size=160),
-        replace(MIXTRAL, num_layers=1, moe=moe),
-        replace(R1, num_layers=2, ffn_size=256, moe=latent),
+        with_ffns(SMOL, GatedFFN(192)),
+        with_ffns(SMOL, GatedFFN(160)),
+        with_ffns(MIXTRAL, moe),
+        with_ffns(R1, GatedFFN(256), latent),
     )
 
 
@@ -217,12 +221,15 @@ def test_the_pool_holds_one_longest_request_and_others_as_they_are(placement, po
 
 
 def test_a_family_that_is_planned_alone_is_said_not_to_run():
-    model = replace(SMOL, architecture="gpt_oss", sliding_window=128)
-    assert runnable(deployment(model=model)).missing[0] == "longhelix can plan for gpt_oss, but cannot run it"
+    model = with_attention(replace(SMOL, architecture="gpt_oss"), sinks=True)
+    assert runnable(deployment(model=model)).missing[0] == (
+        "longhelix can plan for this gpt_oss model, but cannot run it, because these parts are not implemented: "
+        "attention sinks"
+    )
 
 
 def test_windows_bound_the_length():
-    model = replace(SMOL, architecture="mistral", sliding_window=4096)
+    model = with_attention(replace(SMOL, architecture="mistral"), visibility=Visibility(window_tokens=4096))
     found = runnable(deployment(model))
     assert (found.settings["max_model_len"], found.settings["kv_cache_tokens"]) == (4096, 4096)
     assert found.missing == (

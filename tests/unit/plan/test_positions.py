@@ -3,7 +3,7 @@
 import pytest
 
 from longhelix.plan.positions import beyond_positions
-from longhelix.spec import ModelSpec
+from longhelix.spec import read_hf_config
 from longhelix.spec.presets import load_model
 
 pytestmark = pytest.mark.unit
@@ -21,7 +21,7 @@ CONFIG = {
 
 
 def positions(**rope) -> int:
-    return ModelSpec.from_hf_config(CONFIG | {"rope_scaling": rope or None}).scaled_positions
+    return read_hf_config(CONFIG | {"rope_scaling": rope or None}).scaled_positions
 
 
 def test_a_context_of_all_positions_is_within_and_one_more_is_not():

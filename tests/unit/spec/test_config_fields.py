@@ -5,13 +5,12 @@ from dataclasses import fields
 import pytest
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
-from longhelix.spec import FAMILIES, PLANNED_FAMILIES, unread_fields
+from longhelix.spec import FAMILIES, unread_fields
 from longhelix.spec.config_fields import HARMLESS, NEUTRAL, OPTIONAL, REQUIRED, WINDOW
 from longhelix.spec.vision import _DEPTH, _OUT_SIZE, _TAPS, _TOKENS
 
 pytestmark = pytest.mark.unit
 
-ALL = {**FAMILIES, **PLANNED_FAMILIES}
 # Read by models although no class declares them: older spellings, and what models' own code had.
 UNDECLARED = {
     "rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim", "full_attention_interval",
@@ -25,12 +24,12 @@ def config_class(architecture):
     return made.sub_configs.get("text_config", made)
 
 
-@pytest.mark.parametrize("architecture", ALL)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_field_of_transformers_is_read_refused_or_known_to_be_harmless(architecture):
-    family, made = ALL[architecture], config_class(architecture)
+    family, made = FAMILIES[architecture], config_class(architecture)
     read = REQUIRED | family.defaults.keys() | family.aliases.keys() | family.neutral.keys() | NEUTRAL.keys()
     harmless = frozenset().union(*HARMLESS.values()) | family.ignored
-    if not family.slides:
+    if "sliding_window" not in family.defaults:
         harmless |= WINDOW  # `completed` refuses a window
     names = {field.name for field in fields(made)} | set(made.attribute_map)
     assert names - read - harmless == set()
@@ -38,13 +37,13 @@ def test_every_field_of_transformers_is_read_refused_or_known_to_be_harmless(arc
     assert all(reason for reason in HARMLESS)
 
 
-@pytest.mark.parametrize("architecture", ALL)
+@pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_fields_have_transformers_defaults(architecture):
-    family, made = ALL[architecture], config_class(architecture)
+    family, made = FAMILIES[architecture], config_class(architecture)
     declared = {field.name: field.default for field in fields(made)}
     assert family.defaults["rope_theta"] == made.default_theta
     for name, default in family.defaults.items():
-        if name == "tie_word_embeddings" and family.vision:
+        if name == "tie_word_embeddings" and family.vision is not None:
             continue  # which the whole model's config decides
         if name in declared and name != "rope_parameters":
             assert (name, default) == (name, declared[name])
@@ -53,7 +52,7 @@ def test_absent_fields_have_transformers_defaults(architecture):
     for name, neutral in family.neutral.items():
         assert name not in declared or declared[name] in neutral.values
     filled = made(**dict.fromkeys(REQUIRED & declared.keys(), 64) | {"num_hidden_layers": 4})
-    if family.partly_rotated:
+    if family.defaults["partial_rotary_factor"] is not None:
         assert filled.rope_parameters["partial_rotary_factor"] == family.defaults["partial_rotary_factor"]
     for key, value in (family.defaults["rope_parameters"] or {}).items():
         assert filled.rope_parameters[key] == value
@@ -62,7 +61,7 @@ def test_absent_fields_have_transformers_defaults(architecture):
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_null_is_allowed_where_transformers_allows_it(architecture):
     """n_shared_experts is null in DeepSeek's own code where there are none, and theta's null is refused later."""
-    family, made = ALL[architecture], config_class(architecture)
+    family, made = FAMILIES[architecture], config_class(architecture)
     kinds = {field.name: field.type for field in fields(made)}
     for name in family.nullable - {"n_shared_experts"}:
         assert "None" in str(kinds[name]), name

@@ -1,4 +1,4 @@
-"""Families that the planner alone knows: read as transformers defines them, and refused to whoever would run them."""
+"""Families that the engine does not run yet: read as transformers defines them, for the planner."""
 
 import json
 from dataclasses import replace
@@ -21,7 +21,8 @@ from transformers import (
 
 from anything import VALUES
 from longhelix.errors import UserError
-from longhelix.spec import FAMILIES, PLANNED_FAMILIES, Indexer, LinearAttention, ModelSpec, MoE
+from longhelix.spec import FAMILIES, Indexer, LinearAttention, ModelSpec, MoE, read_hf_config
+from longhelix.spec.missing_parts import missing_parts
 from longhelix.spec.presets import load_model
 from longhelix.spec.weights import num_parameters
 
@@ -60,6 +61,7 @@ LATENT = GLM | {
     "index_topk": 32,
 }
 NEXT = {
+    "head_dim": 24,
     "num_experts": 5,
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 56,
@@ -88,30 +90,50 @@ def planned(family, **changes) -> ModelSpec:
 
 
 def read(config) -> ModelSpec:
-    return ModelSpec.from_hf_config(config, planned=True)
+    return read_hf_config(config)
 
 
-def refused(config, *words, planned=True) -> None:
+def refused(config, *words) -> None:
     with pytest.raises(UserError) as caught:
-        ModelSpec.from_hf_config(config, planned=planned)
+        read_hf_config(config)
     for word in words:
         assert word in str(caught.value)
+
+
+def full_layers(spec) -> list[int]:
+    return [layer for layer in range(spec.num_layers) if not spec.has_window(layer)]
 
 
 def assert_sentence(error) -> None:
     assert 10 < len(str(error).encode()) < 500
 
 
-def test_none_of_them_runs():
-    assert not FAMILIES.keys() & PLANNED_FAMILIES.keys()
-    for family in CONFIGS:
-        config = made(family).to_dict()
-        refused(config, repr(family), "longhelix runs llama, ", planned=False)
-        assert read(config).architecture == family
+MISSING = {
+    "deepseek_v32": ["an indexer (DeepSeek sparse attention)"],
+    "qwen3_next": [
+        "linear attention (Gated DeltaNet)",
+        "rotation of a part of each head",
+        "a gate of attention outputs",
+    ],
+    "glm4_moe": ["rotation of a part of each head"],
+    "gpt_oss": ["attention sinks", "the activation clamped_swiglu", "experts with biases"],
+    "llama4_text": [
+        "chunked attention",
+        "L2 norms of queries and keys",
+        "attention without positions",
+        "a temperature that depends on positions",
+        "experts with weighted inputs",
+    ],
+}
 
 
-def test_whoever_plans_is_told_what_can_be_planned_for():
-    refused({"model_type": "gpt2"}, "'gpt2'", "longhelix runs llama, ", *PLANNED_FAMILIES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_parts_that_the_engine_lacks_are_named(family):
+    assert missing_parts(planned(family)) == MISSING[family]
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones():
+    refused({"model_type": "gpt2"}, "'gpt2'", "longhelix knows ", *FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +183,13 @@ def test_linear_layers_are_those_that_transformers_says(changes):
 
 def test_experts_are_those_of_the_config():
     assert planned("deepseek_v32").moe == MoE(
-        6, 2, 40, shared_size=80, num_dense_layers=1, routing_bias=True, sigmoid=True, num_groups=2, scale=2.5
+        6, 2, 40, shared_size=80, routing_bias=True, sigmoid=True, num_groups=2, scale=2.5
     )
     assert planned("qwen3_next").moe == MoE(5, 2, 40, shared_size=56, shared_gate=True)
-    assert planned("glm4_moe").moe == MoE(5, 2, 40, shared_size=80, num_dense_layers=1, routing_bias=True, sigmoid=True)
-    assert planned("gpt_oss").moe == MoE(5, 2, 40, biases=True)
+    assert planned("glm4_moe").moe == MoE(5, 2, 40, shared_size=80, routing_bias=True, sigmoid=True)
+    assert planned("gpt_oss").moe == MoE(5, 2, 40, biases=True, activation="clamped_swiglu")
     assert planned("llama4_text", interleave_moe_layer_step=3).moe == MoE(
-        5, 2, 40, shared_size=40, layer_step=3, sigmoid=True, normalised=False
+        5, 2, 40, shared_size=40, sigmoid=True, normalised=False, weighted_inputs=True
     )
 
 
@@ -215,16 +237,16 @@ def test_a_config_that_says_nothing_of_layers_has_the_familys_pattern():
 
 def test_layers_of_families_that_run_have_windows_where_layer_types_says_so():
     config = {"model_type": "qwen3", "sliding_window": 512, "use_sliding_window": True} | SIZES
-    assert ModelSpec.from_hf_config(config | {"max_window_layers": 0}).num_windowed_layers == 6
+    assert read_hf_config(config | {"max_window_layers": 0}).num_windowed_layers == 6
     kinds = ["sliding_attention", "attention", "sliding_attention", *["full_attention"] * 3]
-    assert ModelSpec.from_hf_config(config | {"layer_types": kinds}).full_layers == (1, 3, 4, 5)
+    assert full_layers(read_hf_config(config | {"layer_types": kinds})) == [1, 3, 4, 5]
     for change in ({"sliding_window": None}, {"use_sliding_window": False}):
         refused(config | change | {"layer_types": kinds}, "sliding_attention in layer_types, but no window")
     refused(config | {"layer_types": kinds[:5]}, "a list of 6 names")
     refused(config | {"layer_types": ["chunked_attention", *kinds[1:]]}, "full_attention or sliding_attention")
     # transformers does not read layer_types of these.
     for family, change in (("mistral", {}), ("qwen3_moe", {"num_experts": 5, "moe_intermediate_size": 40})):
-        spec = ModelSpec.from_hf_config(config | change | {"model_type": family, "layer_types": kinds})
+        spec = read_hf_config(config | change | {"model_type": family, "layer_types": kinds})
         assert spec.num_windowed_layers == 6
 
 
@@ -235,7 +257,7 @@ def test_qwens_first_layers_have_no_window(config):
         made = config(**settings | changes)
         whole = made.to_dict()
         old = {key: value for key, value in whole.items() if key != "layer_types"}
-        for spec in map(ModelSpec.from_hf_config, (whole, old)):
+        for spec in map(read_hf_config, (whole, old)):
             windowed = [kind == "sliding_attention" for kind in made.layer_types]
             assert list(map(spec.has_window, range(made.num_hidden_layers))) == windowed
     refused(SIZES | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers")

@@ -9,7 +9,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from anything import VALUES
 from longhelix.cli.planning import PlannedModel
 from longhelix.errors import UserError
-from longhelix.spec import FORMATS, ModelSpec
+from longhelix.spec import FORMATS, read_hf_config
 from longhelix.spec.presets import load_model
 from longhelix.spec.quantisation import stored_dtype, stores_experts_alone
 
@@ -77,7 +77,7 @@ NAMED = [
 @pytest.mark.parametrize(("settings", "name"), READ)
 def test_published_settings_are_read(settings, name):
     assert stored_dtype({"quantization_config": settings}) == name
-    assert ModelSpec.from_hf_config(MIXTRAL | {"quantization_config": settings}).checkpoint_dtypes == (name, name)
+    assert read_hf_config(MIXTRAL | {"quantization_config": settings}).checkpoint_dtypes == (name, name)
     assert stored_dtype({"compression_config": settings, "quantization_config": None}) == name
 
 

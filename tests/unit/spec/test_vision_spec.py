@@ -9,7 +9,7 @@ from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
 from anything import VALUES
 from longhelix.errors import UserError
-from longhelix.spec import ModelSpec, MoE, VisionSpec
+from longhelix.spec import ModelSpec, MoE, VisionSpec, read_hf_config
 
 pytestmark = pytest.mark.unit
 
@@ -74,13 +74,14 @@ def with_rope(**changes):
 
 
 def test_a_published_config_is_read():
-    spec = ModelSpec.from_hf_config(PUBLISHED)
+    spec = read_hf_config(PUBLISHED)
     assert (spec.num_layers, spec.hidden_size, spec.head_size, spec.dtype) == (36, 4096, 128, "bfloat16")
-    assert (spec.qk_norm, spec.qkv_bias, spec.tied_embeddings, spec.eos_token_ids) == (True, False, False, (151645,))
+    assert (spec.attention.qk_norm, spec.attention.qkv_bias) == (True, False)
+    assert (spec.tied_embeddings, spec.eos_token_ids) == (False, (151645,))
     assert (spec.rope.theta, spec.rope.sections) == (5e6, (24, 20, 20))
     assert spec.vision == VisionSpec(151655, 151652, 151653, 3)
-    assert ModelSpec.from_hf_config(changed(tie_word_embeddings=True)).tied_embeddings
-    assert ModelSpec.from_hf_config(changed("text_config", rope_scaling=None)) == spec  # which are the defaults
+    assert read_hf_config(changed(tie_word_embeddings=True)).tied_embeddings
+    assert read_hf_config(changed("text_config", rope_scaling=None)) == spec  # which are the defaults
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
 
 
@@ -89,7 +90,7 @@ def test_what_transformers_writes_is_read(config):
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     tower = {"out_hidden_size": SMALL["hidden_size"], "deepstack_visual_indexes": [0, 2, 1]}
     made = config(text_config=SMALL | experts, vision_config=tower, dtype="float16")
-    spec = ModelSpec.from_hf_config(made.to_dict())
+    spec = read_hf_config(made.to_dict())
     assert (spec.architecture, spec.head_size, spec.dtype) == (config.model_type, 16, "float16")
     assert spec.moe == (MoE(5, 2, 40) if config is Qwen3VLMoeConfig else None)
     assert not spec.tied_embeddings  # whatever stands with the decoder
@@ -105,7 +106,7 @@ def test_axes_are_those_of_transformers():
         for axis, offset in enumerate((1, 2), start=1):
             for pair in range(offset, min(3 * sections[axis], size), 3):
                 expected[pair] = axis
-        spec = ModelSpec.from_hf_config(changed("text_config", **text | {"rope_parameters": rope}))
+        spec = read_hf_config(changed("text_config", **text | {"rope_parameters": rope}))
         assert spec.rope.axes == tuple(expected)
 
 
@@ -132,7 +133,7 @@ def test_axes_are_those_of_transformers():
 )
 def test_what_cannot_be_is_refused_in_words(config, words):
     with pytest.raises(UserError, match=words):
-        ModelSpec.from_hf_config(config)
+        read_hf_config(config)
 
 
 @given(data=st.data())
@@ -142,4 +143,4 @@ def test_a_config_with_any_value_is_read_or_refused_in_a_sentence(data):
     key = data.draw(st.sampled_from(known or sorted(PUBLISHED if part is None else PUBLISHED[part])))
     change = {key: data.draw(VALUES)}
     config = with_rope(**change) if part == "rope" else changed(part, **change)
-    assert_read_or_refused(lambda: ModelSpec.from_hf_config(config))
+    assert_read_or_refused(lambda: read_hf_config(config))

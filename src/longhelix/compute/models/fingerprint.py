@@ -1,13 +1,12 @@
 """A fingerprint of a model: its configuration, and samples of the files that hold its weights."""
 
 import hashlib
-from dataclasses import replace
 
 import msgspec
 
 from longhelix.compute.models.checkpoint import Checkpoint
 from longhelix.errors import UserError
-from longhelix.spec import ModelSpec, RopeSpec
+from longhelix.spec import LayerSpec, ModelSpec, RopeSpec
 
 # Of each file, evenly spread: whoever trains a model on changes nearly all of its numbers.
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
@@ -17,7 +16,8 @@ def fingerprint(spec: ModelSpec, checkpoint: Checkpoint) -> str:
     """The same for copies of a model wherever they lie, another one for another model: SHA-256 over its configuration
     and, of each file of weights, its size and some thousands of bytes. Rope settings do not count, because an option
     replaces them. Raises UserError if a file cannot be read."""
-    sha = hashlib.sha256(msgspec.json.encode(replace(spec, rope=RopeSpec(sections=spec.rope.sections))))
+    without_rope = spec.with_layers(_without_rope)
+    sha = hashlib.sha256(msgspec.json.encode(without_rope))
     for path in checkpoint.files:
         try:
             with path.open("rb") as file:
@@ -29,3 +29,8 @@ def fingerprint(spec: ModelSpec, checkpoint: Checkpoint) -> str:
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}", "invalid_checkpoint") from error
     return sha.hexdigest()
+
+
+def _without_rope(layer: LayerSpec) -> LayerSpec:
+    sections = () if layer.attention is None else layer.attention.rope.sections
+    return layer.with_attention(rope=RopeSpec(sections=sections))

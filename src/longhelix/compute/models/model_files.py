@@ -39,7 +39,8 @@ def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpo
 
 def _reads_images(checkpoint: SafetensorsCheckpoint) -> bool:
     architecture = checkpoint.config.get("model_type")
-    return isinstance(architecture, str) and architecture in FAMILIES and FAMILIES[architecture].vision
+    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    return family is not None and family.vision is not None
 
 
 def _builtin() -> GgufCheckpoint:

@@ -61,7 +61,7 @@ def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Paramete
     if layout.has_embedding(rank):
         yield from _stacked([embedding(spec)], held)
     for layer in layout.layers(spec.num_layers, rank):
-        weights = layer_weights(spec, spec.has_experts(layer))
+        weights = layer_weights(spec, spec.layers[layer])
         yield from _stacked(weights, held, f"layers.{layer}.", f"model.layers.{layer}.")
     if layout.has_head(rank):
         yield from _stacked([last_norm(spec)], held)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec import HardwareSpec, ModelSpec
+from longhelix.spec import HardwareSpec, ModelSpec, read_hf_config
 
 __all__ = ["load_model", "load_system", "local_system_path", "model_names", "system_names", "write_system"]
 
@@ -53,7 +53,7 @@ def load_model(name_or_path: str) -> ModelSpec:
     quantised = path.with_name("hf_quant_config.json")
     if not config.get("quantization_config") and os.path.isfile(quantised):
         config["quantization_config"] = {"quant_method": "modelopt"} | _quantisation(quantised)
-    return ModelSpec.from_hf_config(config, planned=True)
+    return read_hf_config(config)
 
 
 def load_system(name_or_path: str) -> HardwareSpec:

@@ -33,7 +33,7 @@ from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.errors import UserError
-from longhelix.spec import ModelSpec, MoE
+from longhelix.spec import MoE, read_hf_config
 from longhelix.spec.layout import Layout
 from tensors import Tensors, weights_of
 
@@ -459,7 +459,7 @@ def test_a_decoder_counts_rows_by_layer_and_forgets_them():
         "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     }  # fmt: skip
-    spec = ModelSpec.from_hf_config(config)
+    spec = read_hf_config(config)
     parameters = declare(spec, Layout(), 0)
     ones = {source.name: torch.ones(source.shape) for parameter in parameters for source in parameter.sources}
     weights = Weights(Tensors(ones), parameters, torch.float32, "float32", torch.device("cpu"))

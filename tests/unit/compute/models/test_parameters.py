@@ -1,9 +1,9 @@
 import tracemalloc
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 from math import prod
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from longhelix.compute.models.parameter import Source
 from longhelix.compute.models.parameters import check, declare
 from longhelix.errors import UserError
-from longhelix.spec import MLA, ModelSpec, MoE
+from longhelix.spec import MLA, GatedFFN, ModelSpec, MoE, MultiHeadLatentAttention, read_hf_config
 from longhelix.spec.layout import HeadShape, Layout
+from toy_model import with_ffns
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +45,7 @@ def config_of(family: str, **changes):
 
 
 def spec_of(family: str, **changes) -> ModelSpec:
-    return ModelSpec.from_hf_config(config_of(family, **changes).to_dict())
+    return read_hf_config(config_of(family, **changes).to_dict())
 
 
 def state_of(family: str, **changes) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -198,14 +199,14 @@ def test_each_missing_tensor_is_refused_by_name(family):
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("ffns", "name"),
     [
-        ({"num_layers": 10**9}, "model.layers.2.input_layernorm.weight"),
-        ({"moe": MoE(10**9, 2, 8)}, "model.layers.0.mlp.experts.0.gate_proj.weight"),
+        ([GatedFFN(50)] * 4096, "model.layers.2.input_layernorm.weight"),
+        ([MoE(10**9, 2, 8)], "model.layers.0.mlp.experts.0.gate_proj.weight"),
     ],
 )
-def test_more_layers_or_experts_than_memory_has_room_for_are_refused_at_the_first(change, name):
-    spec, state = replace(spec_of("llama"), **change), state_of("llama")
+def test_more_layers_or_experts_than_memory_has_room_for_are_refused_at_the_first(ffns, name):
+    spec, state = with_ffns(spec_of("llama"), *ffns), state_of("llama")
     state |= {f"model.layers.{layer}.mlp.gate.weight": ((10**9, 36), "float32") for layer in range(2)}
     tracemalloc.start()
     try:
@@ -247,7 +248,9 @@ def test_tensors_that_the_model_derives_may_be_there():
 
 def test_heads_that_look_further_ahead_may_be_there_in_layers_after_the_last_alone():
     mla = MLA(q_lora_rank=None, kv_lora_rank=8, nope_size=4, rope_size=2, value_size=4)
-    spec = replace(spec_of("llama"), num_kv_heads=1, head_size=6, mla=mla)
+    spec = spec_of("llama")
+    attention = MultiHeadLatentAttention(heads=HeadShape(spec.num_query_heads, 1), latents=mla, rope=spec.rope)
+    spec = spec.with_layers(lambda layer: msgspec.structs.replace(layer, mixers=(attention,)))
     state = {source.name: (source.shape, "float32") for source in sources_of(spec, Layout(), 0).values()}
     check(spec, state | {"model.layers.2.eh_proj.weight": ((36, 72), "float32")}, quantised=False)
     for layer in ("1", "²", "9" * 5000):  # the second is a digit, but no number

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from longhelix.compute.kernels.angles import rotation
 from longhelix.compute.kernels.reference import rotate_heads as rotate
 from longhelix.compute.models.rope import inverse_frequencies
-from longhelix.spec import ModelSpec, RopeSpec
+from longhelix.spec import ModelSpec, RopeSpec, read_hf_config
 
 pytestmark = pytest.mark.unit
 
@@ -74,7 +74,7 @@ def configured(rope, theta: float) -> tuple[LlamaConfig, ModelSpec]:
         max_position_embeddings=16_384,
         rope_parameters=rope | {"rope_theta": theta},
     )
-    return config, ModelSpec.from_hf_config(config.to_dict())
+    return config, read_hf_config(config.to_dict())
 
 
 def frequencies_of(rope: RopeSpec, head_size: int, length: int = 1) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Pipeline stages without an engine: what each rank declares and keeps, and that one after the other is the model."""
 
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,22 +15,32 @@ from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.pool_size import kv_bytes_per_token
-from longhelix.spec import MLA, ModelSpec, MoE, RopeSpec
+from longhelix.spec import MLA, MoE
 from longhelix.spec.layout import Layout
 from tensors import Tensors
+from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
 
 CPU, ROWS, BLOCK_TOKENS = torch.device("cpu"), 5, 16
-LLAMA = ModelSpec("llama", 5, 32, 4, 2, 8, 48, 37, 64, 1e-5, RopeSpec(), "float32")
-TIED = replace(LLAMA, tied_embeddings=True)
-DEEPSEEK = replace(
-    LLAMA,
-    architecture="deepseek_v3",
-    num_kv_heads=1,
-    head_size=12,
+SIZES = {
+    "num_layers": 5,
+    "hidden_size": 32,
+    "num_query_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "ffn_size": 48,
+    "vocab_size": 37,
+    "max_positions": 64,
+}
+LLAMA = toy_model(**SIZES)
+TIED = toy_model(**SIZES, tied_embeddings=True)
+DEEPSEEK = toy_model(
+    "deepseek_v3",
+    **SIZES,
     mla=MLA(16, 16, 8, 4, 8),
-    moe=MoE(4, 2, 16, shared_size=16, num_dense_layers=2, routing_bias=True, sigmoid=True),
+    moe=MoE(4, 2, 16, shared_size=16, routing_bias=True, sigmoid=True),
+    num_dense_layers=2,
 )
 SPECS = {"llama": LLAMA, "tied": TIED, "deepseek": DEEPSEEK}
 STAGES = [Layout(pp=2), Layout(pp=3), Layout(pp=3, stage_layers=(1, 1, 3)), Layout(kvp=2, tpa=2, pp=2)]

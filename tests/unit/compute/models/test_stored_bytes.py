@@ -1,7 +1,5 @@
 """The bytes of weights: what the table says against what the tensors of a laid out model take."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,9 +9,10 @@ from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.parameters import declare, stored_bytes
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
-from longhelix.spec import MLA, ModelSpec, MoE, RopeSpec
+from longhelix.spec import MLA, MoE
 from longhelix.spec.layout import Layout
 from tensors import Tensors
+from toy_model import toy_model
 
 pytestmark = [
     pytest.mark.unit,
@@ -21,18 +20,24 @@ pytestmark = [
 ]
 
 # Multiples of 32, and 16 rows of the router and the shared gate together: panels and scales without padding.
-DENSE = ModelSpec(
-    "llama", 2, 64, 4, 2, 16, 96, 160, 64, 1e-6, RopeSpec(), "bfloat16", qkv_bias=True, ffn_bias=True, qk_norm=True
-)  # fmt: skip
-LATENT = replace(
-    DENSE, architecture="deepseek_v3", num_kv_heads=1, head_size=32, qkv_bias=False, mla=MLA(64, 32, 16, 16, 16)
-)
-EXPERTS = MoE(15, 2, 32, shared_size=64, num_dense_layers=1, routing_bias=True, shared_gate=True)
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_query_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 16,
+    "ffn_size": 96,
+    "vocab_size": 160,
+    "max_positions": 64,
+    "dtype": "bfloat16",
+}
+DENSE = {"qkv_bias": True, "ffn_bias": True, "qk_norm": True}
+EXPERTS = MoE(15, 2, 32, shared_size=64, routing_bias=True, shared_gate=True)
 SPECS = {
-    "dense": DENSE,
-    "tied": replace(DENSE, tied_embeddings=True),
-    "experts": replace(DENSE, ffn_bias=False, moe=EXPERTS),
-    "latent": LATENT,
+    "dense": toy_model(**SIZES, **DENSE),
+    "tied": toy_model(**SIZES, **DENSE, tied_embeddings=True),
+    "experts": toy_model(**SIZES, qkv_bias=True, qk_norm=True, moe=EXPERTS, num_dense_layers=1),
+    "latent": toy_model("deepseek_v3", **SIZES, ffn_bias=True, mla=MLA(64, 32, 16, 16, 16)),
 }
 
 

@@ -1,6 +1,5 @@
 """The readers of the table of weights against each other: what ranks load, what the cost model counts, all there is."""
 
-from dataclasses import replace
 from math import prod
 
 import pytest
@@ -12,7 +11,7 @@ from longhelix.perf import weights as perf_weights
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
 from longhelix.perf.setting import Setting
-from longhelix.spec import MLA, ModelSpec, MoE, RopeSpec
+from longhelix.spec import MLA, MoE
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
 from longhelix.spec.weights import (
@@ -24,6 +23,7 @@ from longhelix.spec.weights import (
     num_active_parameters,
     num_parameters,
 )
+from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
 
@@ -34,23 +34,39 @@ H100 = load_system("h100")
 def specs(draw):
     """GQA or MLA, dense or with experts, biased or normed or neither."""
     num_kv_heads, group, flags = draw(st.integers(1, 6)), draw(st.integers(1, 5)), st.booleans()
-    spec = ModelSpec(
-        "llama", draw(st.integers(1, 5)), 8 * draw(st.integers(1, 6)), num_kv_heads * group, num_kv_heads, 8,
-        draw(st.integers(1, 90)), draw(st.integers(1, 200)), 64, 1e-5, RopeSpec(), "float32",
-        tied_embeddings=draw(flags), qkv_bias=draw(flags), attention_output_bias=draw(flags), ffn_bias=draw(flags),
-        qk_norm=draw(flags),
-    )  # fmt: skip
+    num_layers, changes = draw(st.integers(1, 5)), {}
     if draw(flags):
         mla = MLA(draw(st.sampled_from([None, 12])), draw(st.integers(1, 20)), 6, 4, draw(st.integers(1, 9)))
-        spec = replace(spec, architecture="deepseek_v3", num_kv_heads=1, head_size=10, mla=mla)
+        changes |= {"architecture": "deepseek_v3", "mla": mla}
+    ffn_bias = draw(flags)
     if draw(flags):
         num_experts = draw(st.integers(1, 9))
         moe = MoE(
-            num_experts, draw(st.integers(1, num_experts)), draw(st.integers(1, 40)), draw(st.sampled_from([0, 17])),
-            draw(st.integers(0, spec.num_layers)), routing_bias=draw(flags), shared_gate=draw(flags),
-        )  # fmt: skip
-        spec = replace(spec, moe=moe)
-    return spec
+            num_experts,
+            draw(st.integers(1, num_experts)),
+            draw(st.integers(1, 40)),
+            shared_size=draw(st.sampled_from([0, 17])),
+            routing_bias=draw(flags),
+            shared_gate=draw(flags),
+            shared_bias=ffn_bias,
+        )
+        changes |= {"moe": moe, "num_dense_layers": draw(st.integers(0, num_layers))}
+    return toy_model(
+        num_layers=num_layers,
+        hidden_size=8 * draw(st.integers(1, 6)),
+        num_query_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        head_size=8,
+        ffn_size=draw(st.integers(1, 90)),
+        vocab_size=draw(st.integers(1, 200)),
+        max_positions=64,
+        tied_embeddings=draw(flags),
+        qkv_bias=draw(flags),
+        attention_output_bias=draw(flags),
+        ffn_bias=ffn_bias,
+        qk_norm=draw(flags),
+        **changes,
+    )
 
 
 @st.composite
@@ -137,7 +153,7 @@ def test_ranks_together_have_what_is_shared_once_and_the_rest_each(drawn):
     """With one KVP rank and no more TPA ranks than KV heads, where nothing that is shared is doubled."""
     spec, layout = drawn
     layout = Layout(1, min(layout.tpa, spec.num_kv_heads), ep=1)
-    tables = {layer: layer_weights(spec, spec.has_experts(layer)) for layer in range(spec.num_layers)}
+    tables = {index: layer_weights(spec, layer) for index, layer in enumerate(spec.layers)}
     ends = [embedding(spec), last_norm(spec), *([] if spec.tied_embeddings else [head(spec)])]
     total = 0
     for weight in [*ends, *(weight for table in tables.values() for weight in table)]:

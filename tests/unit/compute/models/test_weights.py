@@ -10,24 +10,25 @@ from longhelix.compute.models.parameters import check, declare
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.compute.models.weights import Weights
 from longhelix.errors import UserError
-from longhelix.spec import ModelSpec, MoE, RopeSpec
+from longhelix.spec import MoE, RopeSpec
 from longhelix.spec.layout import Layout
 from longhelix.spec.weights import WeightDtype
+from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
 
 CPU = torch.device("cpu")
 
-SPEC = ModelSpec(
+SPEC = toy_model(
     architecture="qwen2", num_layers=2, hidden_size=20, num_query_heads=9, num_kv_heads=3, head_size=4, ffn_size=17,
     vocab_size=31, max_positions=64, rms_norm_eps=1e-6, rope=RopeSpec(), dtype="float32", qkv_bias=True,
 )  # fmt: skip
 # Heads of 24 rows, which do not fill panels.
-WIDE = ModelSpec(
+WIDE = toy_model(
     architecture="qwen3_moe", num_layers=2, hidden_size=96, num_query_heads=8, num_kv_heads=4, head_size=24,
     ffn_size=64, vocab_size=75, max_positions=64, rms_norm_eps=1e-6, rope=RopeSpec(), dtype="float32",
-    moe=MoE(4, 2, 64, num_dense_layers=1),
+    moe=MoE(4, 2, 64), num_dense_layers=1,
 )  # fmt: skip
 
 

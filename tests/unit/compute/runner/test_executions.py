@@ -5,7 +5,6 @@ import os
 import shutil
 from array import array
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -28,10 +27,10 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spans import UNTRACED
-from longhelix.spec import ModelSpec, MoE
+from longhelix.spec import MoE
 from longhelix.spec.layout import Layout
-from longhelix.spec.rope import RopeSpec
 from tensors import Tensors
+from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
 
@@ -41,9 +40,18 @@ needs_compiler = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 LAYERS, VOCAB = 2, 64
-SPEC = ModelSpec("llama", LAYERS, 32, 2, 1, 16, 48, VOCAB, 2**20, 1e-6, RopeSpec(), "float32")
-# Of an FFN with experts in the second layer.
-EXPERTS = replace(SPEC, architecture="qwen2_moe", moe=MoE(6, 2, 32, shared_size=32, shared_gate=True))
+SIZES = {
+    "num_layers": LAYERS,
+    "hidden_size": 32,
+    "num_query_heads": 2,
+    "num_kv_heads": 1,
+    "head_size": 16,
+    "ffn_size": 48,
+    "vocab_size": VOCAB,
+    "max_positions": 2**20,
+}
+SPEC = toy_model(**SIZES)
+EXPERTS = toy_model("qwen2_moe", **SIZES, moe=MoE(6, 2, 32, shared_size=32, shared_gate=True))
 PHASES = ["QKV", "attention", "merge and output projection", "FFN"]
 NEW_TOKENS = 6
 

@@ -12,12 +12,13 @@ from longhelix.compute.runner.pool_size import (
 )
 from longhelix.errors import UserError
 from longhelix.scheduler.kv.splits import most_state_bytes
-from longhelix.spec import ModelSpec, RopeSpec
+from longhelix.spec import RopeSpec
 from longhelix.spec.layout import Layout
+from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
 
-SPEC = ModelSpec(
+SPEC = toy_model(
     architecture="llama",
     num_layers=3,
     hidden_size=64,

@@ -1,0 +1,111 @@
+"""Attention that keeps something of every token: what a row sees, and how heads are made."""
+
+import msgspec
+
+from longhelix.spec.cache_entry import CacheEntry
+from longhelix.spec.layout import HeadShape
+from longhelix.spec.mla import MLA
+from longhelix.spec.rope import RopeSpec
+from longhelix.spec.sparse import Indexer
+
+
+class Visibility(msgspec.Struct, frozen=True):
+    """The tokens that a row sees: those before it and itself, within at most one limit.
+
+    Attributes:
+        window_tokens: A row sees the last tokens, its own included. None: there is no window.
+        chunk_tokens: A row sees the tokens of its own chunk. None: there are no chunks.
+        indexer: Chooses the tokens. None: a row sees all tokens within the limit.
+    """
+
+    window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    indexer: Indexer | None = None
+
+    @property
+    def limit_tokens(self) -> int | None:
+        """The most tokens that a row sees. None if there is no limit."""
+        return self.chunk_tokens if self.window_tokens is None else self.window_tokens
+
+    @property
+    def mean_tokens(self) -> float:
+        """The tokens that a row sees on average, far into a prompt. For layers with a limit."""
+        if self.window_tokens is not None:
+            return self.window_tokens
+        assert self.chunk_tokens is not None
+        return (self.chunk_tokens + 1) / 2
+
+
+EVERYTHING = Visibility()
+
+
+class GroupedQueryAttention(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Grouped-query attention: each KV head serves as many query heads.
+
+    Attributes:
+        heads: Query heads and KV heads.
+        head_size: Channels of a head.
+        rotated_size: Channels of a head that carry positions. 0: the layer has no positions.
+        rope: How they turn.
+        visibility: The tokens that a row sees.
+        qkv_bias: Queries, keys and values have biases.
+        output_bias: The output projection has a bias.
+        qk_norm: Queries and keys are normed, head by head.
+        output_gate: Query heads have as many channels again, which weigh their outputs.
+        sinks: Each query head has a number that its softmax counts as one more score.
+        l2_norm: Rotated queries and keys are divided by their root mean square, head by head.
+        temperature_tuning: Queries are scaled by a number that grows with their position.
+    """
+
+    heads: HeadShape
+    head_size: int
+    rotated_size: int
+    rope: RopeSpec
+    visibility: Visibility = EVERYTHING
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    output_gate: bool = False
+    sinks: bool = False
+    l2_norm: bool = False
+    temperature_tuning: bool = False
+
+    @property
+    def cache_entry(self) -> CacheEntry:
+        """What the layer keeps of a token, for each KV head: its key and its value."""
+        return CacheEntry("kv", self.head_size, self.head_size)
+
+
+class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Multi-head latent attention: all query heads share one KV head, the latent.
+
+    Attributes:
+        heads: Query heads, and one KV head.
+        latents: Sizes in channels.
+        rope: How the rotated channels turn.
+        visibility: The tokens that a row sees.
+        qkv_bias: The down-projections have biases.
+        output_bias: The output projection has a bias.
+    """
+
+    heads: HeadShape
+    latents: MLA
+    rope: RopeSpec
+    visibility: Visibility = EVERYTHING
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+    @property
+    def head_size(self) -> int:
+        """Channels of a query, rotated ones included."""
+        return self.latents.nope_size + self.latents.rope_size
+
+    @property
+    def rotated_size(self) -> int:
+        """Channels of a head that carry positions."""
+        return self.latents.rope_size
+
+    @property
+    def cache_entry(self) -> CacheEntry:
+        """What the layer keeps of a token: the latent and the rotated key. The values are a part of the latent."""
+        return CacheEntry("latent", self.latents.cached_size, self.latents.kv_lora_rank, shared_values=True)

@@ -1,0 +1,80 @@
+"""DeepSeek-V2: latent attention, and experts with softmax scores."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longhelix.errors import UserError
+from longhelix.spec.config import count, positive, switch
+from longhelix.spec.config_parts import LATENTS, NO_KV_HEADS, after_dense, dense, latent, num_layers, shared_size, stack
+from longhelix.spec.family import DECODER, Family, Neutral
+from longhelix.spec.layer import LayerSpec
+from longhelix.spec.moe import MoE
+from longhelix.spec.rope import RopeSettings
+from longhelix.values import shown
+
+_TOPK_METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+
+
+def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
+    bias = switch(config, "mlp_bias")
+    ffns = after_dense(config, dense(config, bias=bias), _experts(config, bias))
+    return stack([latent(config, rope)] * num_layers(config), ffns)
+
+
+def _experts(config: Mapping[str, Any], bias: bool) -> MoE:
+    """Read the experts. A token takes the best ones of all groups, unless `topk_method` says otherwise."""
+    method = _topk_method(config)
+    grouped = method == "group_limited_greedy"
+    return MoE(
+        count(config, "n_routed_experts"),
+        count(config, "num_experts_per_tok"),
+        expert_size := count(config, "moe_intermediate_size"),
+        shared_size=shared_size(config, expert_size),
+        routing_bias=method == "noaux_tc",
+        normalised=False,
+        num_groups=count(config, "n_group") if grouped else 1,
+        groups_per_token=count(config, "topk_group") if grouped else 1,
+        scale=positive(config, "routed_scaling_factor"),
+        shared_bias=bias,
+    )
+
+
+def _topk_method(config: Mapping[str, Any]) -> str | None:
+    method: str | None = config["topk_method"]
+    if method is not None and not (isinstance(method, str) and method in _TOPK_METHODS):
+        raise UserError(
+            f"topk_method in the model's settings is {shown(method)}: longhelix knows {', '.join(_TOPK_METHODS)}",
+            "invalid_model",
+        )
+    return method
+
+
+FAMILIES = {
+    "deepseek_v2": Family(
+        _layers,
+        defaults={
+            **DECODER,
+            "max_position_embeddings": 2048,
+            **LATENTS,
+            "eos_token_id": 2,
+            "mlp_bias": False,
+            "moe_intermediate_size": 1407,
+            "n_shared_experts": 2,
+            "n_routed_experts": 64,
+            "routed_scaling_factor": 1.0,
+            "n_group": None,
+            "topk_group": None,
+            "topk_method": "greedy",
+            "num_experts_per_tok": None,
+            "first_k_dense_replace": 0,
+        },
+        nullable=frozenset({"q_lora_rank", "n_shared_experts", "topk_method"}),
+        aliases={"num_experts": "n_routed_experts"},
+        neutral={
+            "moe_layer_freq": Neutral((1,), "experts in every layer after the first, dense ones"),
+            "scoring_func": Neutral(("softmax",), "softmax scores"),
+            "rope_interleave": Neutral((True,), "pairs of adjacent channels"),
+        },
+        ignored=NO_KV_HEADS | {"norm_topk_prob"},  # transformers never makes the weights sum to one
+    )
+}

@@ -1,0 +1,60 @@
+"""gpt-oss: attention sinks, a sliding window in every second layer, and experts with biases."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longhelix.spec.attention import Visibility
+from longhelix.spec.config import count, count_or_none, switch
+from longhelix.spec.config_parts import all_but_each, grouped_query, layer_types, limited, num_layers, stack
+from longhelix.spec.family import DECODER, Family
+from longhelix.spec.layer import LayerSpec
+from longhelix.spec.moe import MoE
+from longhelix.spec.rope import RopeSettings
+
+
+def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
+    bias = switch(config, "attention_bias")
+    attention = grouped_query(config, rope, qkv_bias=bias, output_bias=bias, sinks=True)
+    kinds = layer_types(config, "sliding_attention")
+    has_window = all_but_each(config, 2) if kinds is None else [kind != "full_attention" for kind in kinds]
+    window = Visibility(window_tokens=count_or_none(config, "sliding_window"))
+    experts = MoE(
+        count(config, "num_local_experts"),
+        count(config, "num_experts_per_tok"),
+        count(config, "intermediate_size"),
+        biases=True,
+        activation="clamped_swiglu",
+    )
+    return stack(limited(attention, window, has_window), [experts] * num_layers(config))
+
+
+FAMILIES = {
+    "gpt_oss": Family(
+        _layers,
+        defaults={
+            **DECODER,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_experts_per_tok": 4,
+            "num_local_experts": 128,
+        },
+        nullable=frozenset({"sliding_window", "rope_parameters"}),
+        aliases={"num_experts": "num_local_experts"},
+        # They are parts of the activation clamped_swiglu, which the engine does not compute yet.
+        ignored=frozenset({"swiglu_alpha", "swiglu_limit", "initial_context_length"}),
+    )
+}
