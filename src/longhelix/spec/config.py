@@ -75,8 +75,10 @@ def rope_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def replaced(rope: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """`scaling` in place of a model's rope settings. Theta, the axes of images and the part of a head that is rotated
-    stay unless it has its own."""
+    """Return `scaling` as the rope settings of a model.
+
+    Theta, the axes of images and the rotated share of a head stay if `scaling` does not set them.
+    """
     kept = ("rope_theta", "mrope_section", "mrope_interleaved", "partial_rotary_factor")
     return {**{key: rope[key] for key in kept if key in rope}, **scaling}
 

@@ -23,7 +23,7 @@ def read_hf_config(
 
     Args:
         config: its content.
-        generation_config: content of generation_config.json, whose end-of-sequence ids count first.
+        generation_config: content of generation_config.json. Its end-of-sequence ids replace those of config.json.
         rope_scaling: settings that replace the config's own rope settings, all but theta.
 
     Raises:

@@ -21,7 +21,7 @@ class MoE(msgspec.Struct, frozen=True, tag=True):
         routing_bias: When experts are chosen, a number per expert is added to the scores.
         shared_gate: A product with the hidden state weighs the shared experts.
         sigmoid: Scores are the sigmoid of a product. Otherwise they are its softmax.
-        normalised: The scores of the experts that are taken are scaled so that they sum to one.
+        normalised: The weights of a token's experts sum to one, before `scale`.
         num_groups: Groups of experts.
         groups_per_token: Groups whose experts can be taken.
         scale: Factor of the weights.

@@ -129,7 +129,7 @@ class RopeSettings:
         return RopeSpec.from_config(self.settings, head_size, self.max_positions)
 
     def of_part(self, head_size: int) -> tuple[int, RopeSpec]:
-        """Read the rotation of heads of which `partial_rotary_factor` is rotated.
+        """Read the rotation of heads that rotate only some channels: a share of `partial_rotary_factor`.
 
         Returns:
             The channels of a head that are rotated, and how.

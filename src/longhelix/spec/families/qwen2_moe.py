@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: experts beside a shared one. Every second of the first layers may have a window."""
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts and a shared expert. Some of the first layers may have a window."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and with experts: Qwen3 decoders whose positions have three axes, beside a vision tower."""
+"""Qwen3-VL, dense and with experts: a vision tower and a Qwen3 decoder. Positions have three axes."""
 
 from collections.abc import Mapping
 from typing import Any
