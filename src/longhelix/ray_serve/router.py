@@ -67,7 +67,7 @@ class PrefixRouter(PrefixCacheAffinityRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return groups of replicas, which are tried in turn. In a group, the one with the fewest requests is chosen."""
+        """Return groups of replicas, tried in turn. In a group, the one with the fewest requests is chosen."""
         found = None
         with self._replaces_lost_prefixes():
             found = await super().choose_replicas(candidate_replicas, pending_request)
