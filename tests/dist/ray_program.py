@@ -1,8 +1,8 @@
 """The application for Ray Serve on a Ray of its own, without the dashboard.
 
 python ray_program.py FOLDER PORT ARGUMENTS. FOLDER: Ray's files. ARGUMENTS: a JSON object of the application's
-arguments. It prints a line when requests may come. Each line on standard input names a replica, which it then kills. It
-ends when standard input does.
+arguments. It prints a line when requests may come. Each line on standard input names a replica, which it then kills, or
+is `delete`: then it deletes the application. It ends when standard input does.
 """
 
 import json
@@ -31,6 +31,10 @@ def main():
     serve.run(build(arguments))
     print("ready", flush=True)
     for line in sys.stdin:
+        if line == "delete\n":
+            serve.delete("default", _blocking=False)
+            print("deleted", flush=True)
+            continue
         replica = ray.get_actor(f"SERVE_REPLICA::default#EngineReplica#{line.strip()}", namespace="serve")
         os.kill(ray.get(replica.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
         print("killed", flush=True)

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import secrets
+import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
-from networks import Network
+from networks import Network, all_processes
 from prometheus_client.parser import text_string_to_metric_families
 from serving_process import serving
 
@@ -35,6 +37,9 @@ SETTINGS = {
     "kv_cache_tokens": 8192,
     "max_body_bytes": 100_000,
     "served_model_name": "small",
+    "max_running": 16,
+    "max_waiting_requests": 8,
+    "drain": "300s",
 }
 
 TEXT = {"prompt": "The capital of France is", "max_tokens": 12, "temperature": 0}
@@ -87,8 +92,8 @@ def answers(url):
 class Fleet:
     """Ray with the application, in a network namespace."""
 
-    def __init__(self, network, process):
-        self.network, self.process = network, process
+    def __init__(self, network, process, folder):
+        self.network, self.process, self.folder = network, process, folder
 
     def inside(self, function, *arguments, **more):
         """Call a function in the network. Returns or raises what it does."""
@@ -137,9 +142,26 @@ class Fleet:
         return replica, answer
 
     def kill(self, replica):
-        self.process.stdin.write(replica + "\n")
+        self.tell(replica)
+        self.hears("killed\n")
+
+    def hears(self, line):
+        while self.process.stdout.readline() != line:  # Ray's own lines come in between
+            assert self.process.poll() is None
+
+    def tell(self, line):
+        self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == "killed\n"
+
+    def kill_process(self, title):
+        """Kill the process of Ray whose title contains these words."""
+        (found,) = (each for each in all_processes(self.process) if title in " ".join(each.cmdline()))
+        found.send_signal(signal.SIGKILL)
+
+    def errors(self):
+        """Lines of errors in the logs of the ingress."""
+        logs = Path(self.folder).glob("session_*/logs/serve/replica_default_Ingress_*.log")
+        return [line for log in logs for line in log.read_text().splitlines() if " ERROR " in line]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -163,24 +185,18 @@ def expected(key):
 def fleet(expected):
     """Ray with two replicas. When it ends, nothing stays behind."""
     shared_memory, ray_was_here = set(os.listdir("/dev/shm")), os.path.exists("/tmp/ray")
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # a short path, because it contains sockets
-        ranks = Path(folder, "ranks")
-        ranks.mkdir()
-        with Network(1) as network:
-            arguments = SETTINGS | {"model": "builtin", "device": "cpu", "num_replicas": 2}
-            process = network.start(
-                0,
-                [PROGRAM, folder, PORT, json.dumps(arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | {"TMPDIR": str(ranks)},
-            )
-            assert process.stdout.readline() == "ready\n"
-            yield Fleet(network, process)
-            process.stdin.close()
-            assert process.wait(WAIT_S) == 0
-        assert not list(ranks.iterdir())
-    assert not [name for name in set(os.listdir("/dev/shm")) - shared_memory if "plasma" in name]
+    # Ray's folder has a short path, because it contains sockets.
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder, Network(1) as network:
+        arguments = SETTINGS | {"model": "builtin", "device": "cpu", "num_replicas": 2}
+        process = network.start(
+            0, [PROGRAM, folder, PORT, json.dumps(arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert process.stdout.readline() == "ready\n"
+        yield Fleet(network, process, folder)
+        process.stdin.close()
+        assert process.wait(WAIT_S) == 0
+        assert network.left_over() == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
     assert ray_was_here or not os.path.exists("/tmp/ray")
 
 
@@ -193,6 +209,73 @@ def test_answers_are_those_of_longhelix_serve(expected, fleet):
 def test_an_answer_has_one_request_id(fleet):
     answer = fleet.inside(fleet.post, TEXT)
     assert len(answer.headers.get_list("x-request-id")) == 1
+    assert len(answer.headers["x-replica-request-id"]) == 24  # the id in the log of the replica
+
+
+def test_probes_need_no_key(fleet):
+    def ask():
+        with httpx.Client(base_url=URL, timeout=WAIT_S) as to:
+            return [to.get(path) for path in ("/health", "/ready", "/metrics")]
+
+    health, ready, metrics = fleet.inside(ask)
+    assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    assert (ready.status_code, ready.json()) == (200, {"status": "ok", "replicas": 2, "ready": 2})
+    assert metrics.status_code == 401
+
+
+def test_each_replica_has_cores_of_its_own(fleet):
+    ranks = [each for each in all_processes(fleet.process) if each.name().startswith("longhelix ")]
+    cores = [tuple(each.cpu_affinity()) for each in ranks]
+    assert sorted(map(len, cores)) == [1, 1]
+    assert len(set(cores)) == 2
+
+
+def test_clients_that_leave_or_speak_websocket_are_no_errors(fleet):
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50000\r\nauthorization: Bearer {}\r\n\r\n"
+    upgrade = (
+        "GET /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+        "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+
+    def ask():
+        with socket.create_connection(("127.0.0.1", int(PORT))) as to:
+            to.sendall(head.format(KEY).encode() + b"{")
+            time.sleep(0.5)
+        with socket.create_connection(("127.0.0.1", int(PORT))) as to:
+            to.sendall(upgrade.encode())
+            return to.recv(100).split(b"\r\n")[0], fleet.post(TEXT).status_code
+
+    assert fleet.inside(ask) == (b"HTTP/1.1 403 Forbidden", 200)
+    assert fleet.errors() == []
+
+
+def test_too_many_requests_are_refused(fleet):
+    body = {"prompt": "One, two, three,", "max_tokens": 100, "ignore_eos": True}
+
+    def ask():
+        with concurrent.futures.ThreadPoolExecutor(64) as pool:
+            return list(pool.map(lambda _: fleet.post(body), range(64)))
+
+    answers = fleet.inside(ask)
+    assert {each.status_code for each in answers} == {200, 429}
+    refused = next(each for each in answers if each.status_code == 429)
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["retry-after"] == "1"
+
+
+def test_large_bodies_are_not_held_while_their_answers_run(fleet):
+    body = {"prompt": [504] * 20, "max_tokens": 200, "ignore_eos": True, "stream": True, "user": "x" * 80_000}
+
+    def ask():
+        with contextlib.ExitStack() as streams:
+            to, open_texts = streams.enter_context(client(URL)), []
+            for _ in range(24):  # 16 bodies of the maximum size fit at a time
+                response = streams.enter_context(to.stream("POST", "/v1/completions", json=body))
+                assert response.status_code == 200
+                open_texts.append(response.iter_text())
+
+    fleet.inside(ask)
+    fleet.inside(fleet.await_metric, lambda found: not any(found.values()), "num_requests_running")
 
 
 def test_a_stream_comes_in_pieces_and_ends_with_its_client(fleet):
@@ -204,11 +287,13 @@ def test_a_stream_comes_in_pieces_and_ends_with_its_client(fleet):
             running = fleet.metric("num_requests_running")
         return first, running
 
+    aborts = fleet.inside(fleet.metric, "request_success_total", finished_reason="abort")
     first, running = fleet.inside(ask)
     assert first.count("data: ") < 100
     assert sum(running.values()) == 1
     fleet.inside(fleet.await_metric, lambda found: not any(found.values()), "num_requests_running")
-    assert sum(fleet.inside(fleet.metric, "request_success_total", finished_reason="abort").values()) == 1
+    aborts = fleet.inside(fleet.metric, "request_success_total", finished_reason="abort") - aborts
+    assert sum(aborts.values()) == 1
 
 
 def test_requests_with_the_same_prefix_go_to_the_same_replica(fleet):
@@ -269,6 +354,63 @@ def test_a_killed_replica_is_replaced_and_requests_go_on(fleet):
         assert fleet.inside(ask, end).status_code == 200
 
 
+def test_a_stream_of_a_killed_replica_ends_without_its_end(fleet):
+    def ask():
+        body = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+        with client(URL) as to, to.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_text()
+            found = next(pieces)
+            (replica,) = +fleet.metric("num_requests_running")
+            fleet.kill(replica)
+            with contextlib.suppress(httpx.RemoteProtocolError):
+                found += "".join(pieces)
+            return found
+
+    assert "[DONE]" not in fleet.inside(ask)
+    fleet.inside(fleet.await_metric, lambda found: len(found) == 2, "num_requests_running")
+
+
+def test_prompts_are_answered_after_the_actor_with_the_prefixes_is_killed(fleet):
+    def ask(end):
+        return fleet.inside(fleet.replica_of, {"prompt": "Pink " + SHARED + end, "max_tokens": 2, "ignore_eos": True})
+
+    ask("Where?")
+    fleet.kill_process("PrefixTreeActor")
+    replica, _ = ask("When?")
+    for end in ("How?", "Why?", "Who?"):
+        found, answer = ask(end)
+        assert found == replica
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+def test_requests_go_on_after_the_ingress_is_killed(fleet):
+    fleet.kill_process("ServeReplica:default:Ingress")
+    deadline_s = time.monotonic() + WAIT_S
+    while fleet.inside(fleet.post, TEXT).status_code != 200:
+        assert time.monotonic() < deadline_s
+    assert {fleet.inside(fleet.replica_of, {"prompt": f"{n} " + SHARED, "max_tokens": 1})[0] for n in range(4)}
+
+
+def test_a_replica_that_restarts_its_engine_gets_no_requests(fleet):
+    def ask(end):
+        return fleet.post({"prompt": "Grey " + SHARED + end, "max_tokens": 2, "ignore_eos": True})
+
+    (before, _) = fleet.inside(fleet.replica_of, {"prompt": "Grey " + SHARED, "max_tokens": 2, "ignore_eos": True})
+    deadline_s, statuses = time.monotonic() + WAIT_S, []
+    for rank in all_processes(fleet.process):
+        if rank.name().startswith("longhelix "):
+            rank.send_signal(signal.SIGKILL)
+    while True:
+        answer = fleet.inside(ask, "Where?")
+        statuses.append(answer.status_code)
+        if answer.status_code == 200:
+            break
+        assert answer.headers["retry-after"] == "1"
+        assert time.monotonic() < deadline_s
+    assert set(statuses) <= {200, 503}
+    assert before in fleet.inside(fleet.metric, "num_requests_running")  # Ray did not replace it
+
+
 def test_serve_run_refuses_an_unknown_option_in_a_sentence(fleet):
     command = ["-m", "ray.serve.scripts", "run", "longhelix.ray_serve:build", "model=builtin", "kv_dtyp=int8"]
     process = fleet.network.start(0, command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -285,3 +427,20 @@ def test_ray_knows_the_form_of_the_file_in_deploy():
     config = ServeDeploySchema.model_validate(yaml.safe_load((DEPLOY / "ray/longhelix.yaml").read_text()))
     (application,) = config.applications
     assert application.import_path == "longhelix.ray_serve:build"
+    (replicas,) = application.deployments
+    assert (replicas.name, replicas.num_replicas) == ("EngineReplica", 2)
+
+
+def test_running_streams_end_before_the_application_does(fleet):
+    def ask():
+        body = {"prompt": "Once upon a time", "max_tokens": 1900, "ignore_eos": True} | STREAM
+        with client(URL) as to, to.stream("POST", "/v1/completions", json=body) as response:
+            pieces = response.iter_text()
+            found = next(pieces)
+            fleet.tell("delete")
+            return found + "".join(pieces)
+
+    text = fleet.inside(ask)
+    assert "[DONE]" in text
+    assert '"completion_tokens":1900' in text.replace(": ", ":")
+    fleet.hears("deleted\n")

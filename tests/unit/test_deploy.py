@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from longhelix.cli.main import app
-from longhelix.cli.replicas import replica_options
+from longhelix.cli.replicas import application_options
 from longhelix.serve.metrics import Metrics
 from longhelix.spec.layout import Layout
 
@@ -101,8 +101,9 @@ def test_llm_d_reads_metrics_that_are_served():
 def test_ray_starts_an_application_that_exists_with_known_options():
     (application,) = yaml.safe_load((DEPLOY / "ray/longhelix.yaml").read_text())["applications"]
     module, function = application["import_path"].split(":")
-    source = ast.parse((ROOT / "src" / f"{module.replace('.', '/')}.py").read_text())
+    source = ast.parse((ROOT / "src" / module.replace(".", "/") / "__init__.py").read_text())
     assert function in {node.name for node in source.body if isinstance(node, ast.FunctionDef)}
-    options = replica_options(application["args"])
-    assert (options.num_replicas, options.num_gpus) == (2, 8)
-    assert options.server.api_key_file is not None  # other machines can reach the proxies
+    options = application_options(application["args"])
+    assert options.num_replicas == 1  # a changed argument would restart all replicas
+    assert options.replica.num_gpus == 8
+    assert options.replica.server.api_key_file is not None  # other machines can reach the proxies

@@ -12,6 +12,10 @@ class RestartingError(RuntimeError):
         super().__init__("the engine has failed and is restarting: try again later")
 
 
+class NoReplicaError(RestartingError):
+    """No replica of the server is running."""
+
+
 class ShuttingDownError(RuntimeError):
     """The server is shutting down."""
 

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 from longhelix.engine.llm import LLM
 from longhelix.engine.prompt import ImagePrompt, ReadPrompt
@@ -179,6 +179,15 @@ class Serving:
         if guide is None or reasoning is None:
             return guide
         return await self.guide(lambda: replace(guide, reasoning=reasoning), field)
+
+    @property
+    def status(self) -> Literal["ok", "draining", "restarting", "failed"]:
+        """State of the server."""
+        if self.driver.failure:
+            return "failed"
+        if self.driver.restarting:
+            return "restarting"
+        return "draining" if self.is_draining else "ok"
 
     def check_open(self) -> None:
         """Check whether the server accepts a request of one token, before the body is read or tokenized.

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import time
-from typing import Literal
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -38,7 +37,7 @@ def routes(serving: Serving) -> APIRouter:
         driver = serving.driver
         response.status_code = 503 if driver.failure else 200
         return forms.Health(
-            status=_status(serving),
+            status=serving.status,
             restarts=driver.restarts,
             steps=driver.steps,
             idle_s=round(time.monotonic() - driver.last_step_s, 3),
@@ -87,11 +86,3 @@ def routes(serving: Serving) -> APIRouter:
         return LongJson(json_pieces({"prompt": await serving.text(body.tokens)}), serving.long_answers.run)
 
     return router
-
-
-def _status(serving: Serving) -> Literal["ok", "draining", "restarting", "failed"]:
-    if serving.driver.failure:
-        return "failed"
-    if serving.driver.restarting:
-        return "restarting"
-    return "draining" if serving.is_draining else "ok"

@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from longhelix.serve.prompt_text import prompt_text
+from longhelix.serve.routing_text import routing_text
 
 pytestmark = pytest.mark.unit
 
 
 def text(**body):
-    return prompt_text(json.dumps(body).encode())
+    return routing_text("POST", "/v1/completions", json.dumps(body).encode())
 
 
 def shared(first, second):
@@ -44,7 +44,7 @@ def test_options_that_do_not_change_the_prompt_do_not_change_its_text():
     assert text(prompt="Whales", seed=1, temperature=0.5, model="m") == text(model="other", prompt="Whales")
 
 
-@pytest.mark.parametrize("field", ["cache_salt", "context", "tools"])
+@pytest.mark.parametrize("field", ["cache_salt", "tools"])
 def test_what_comes_before_the_prompt_begins_the_text(field):
     first, second = (text(**{field: value}, prompt="Whales") for value in ("red", "blue"))
     assert shared(first, second) == 0
@@ -65,4 +65,16 @@ def test_long_prompts_are_cut():
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[1]", b"3", b"[" * 9999, b'{"text": "x"}', b'{"prompt": null}'])
 def test_other_bodies_have_no_text(body):
-    assert prompt_text(body) == ""
+    assert routing_text("POST", "/v1/completions", body) == ""
+
+
+def test_requests_about_a_saved_context_have_its_name():
+    found = {
+        text(context="whales", prompt="Where do they sleep?"),
+        text(context="whales", messages=[USER]),
+        routing_text("POST", "/v1/contexts", b'{"id": "whales", "prompt": "Whales sleep in the sea"}'),
+        routing_text("GET", "/v1/contexts/whales", b""),
+        routing_text("DELETE", "/v1/contexts/whales", b""),
+    }
+    assert found == {"context whales"}
+    assert routing_text("GET", "/v1/contexts", b"") == ""
