@@ -3,7 +3,7 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -31,7 +31,7 @@ ADDRESS = "127.0.0.1"
 WAIT_S = 20
 
 
-def hello(node_rank, probe_port):
+def hello(node_rank, probe_port, nnodes=2):
     facts = Facts(ADDRESS, probe_port, cores=1, free_bytes=1, gpu_bytes=[])
     return Hello(
         node_rank=node_rank,
@@ -40,7 +40,7 @@ def hello(node_rank, probe_port):
         time_s=time.time(),
         version="1",
         kernels="none",
-        nnodes=2,
+        nnodes=nnodes,
         model="m",
         layout="l",
         settings="",
@@ -48,17 +48,20 @@ def hello(node_rank, probe_port):
 
 
 class Follower:
-    """A connection of host 1. It answers while it is awake. Its last answer from before arrives while it sleeps.
+    """A connection of a follower. It answers while it is awake. Its last answer from before arrives while it sleeps.
 
     Attributes:
         launches: the launches that it was told of.
         asked: set when host 0 has asked it for a sign while it slept.
+        probes: number of signs that host 0 has asked it for.
+        checked: set when host 0 has asked it for a check. It answers if `answers_checks`.
     """
 
-    def __init__(self, port, identity="1-first"):
+    def __init__(self, port, identity="1-first", answers_checks=True, nnodes=2):
         self.awake, self.asked, self.launches = threading.Event(), threading.Event(), []
+        self.checked, self._answers_checks, self.probes = threading.Event(), answers_checks, 0
         self.awake.set()
-        self._over = threading.Event()
+        self._over, self._nnodes = threading.Event(), nnodes
         self._thread = threading.Thread(target=self._run, args=(identity, port))
         self._thread.start()
 
@@ -69,7 +72,7 @@ class Follower:
     def _run(self, identity, port):
         link, probe = FollowerLink(identity, ADDRESS, port, None), listener(ADDRESS)
         try:
-            self._send(link, hello(1, probe.getsockname()[1]))
+            self._send(link, hello(int(identity[0]), probe.getsockname()[1], self._nnodes))
             while not self._over.is_set():
                 if link.socket.poll(20):
                     self._answer(link, TO_FOLLOWER.decode(link.socket.recv_multipart()[1]))
@@ -80,6 +83,7 @@ class Follower:
     def _answer(self, link, message):
         match message:
             case Probe(number):
+                self.probes += 1
                 if not self.awake.is_set():
                     self._send(link, Here(number - 1))
                     self.asked.set()
@@ -87,7 +91,9 @@ class Follower:
                     pass
                 self._send(link, Here(number))
             case Check():
-                self._send(link, Checked({}))
+                self.checked.set()
+                if self._answers_checks:
+                    self._send(link, Checked({}))
             case Launch(launch):
                 self.launches.append(launch)
 
@@ -95,13 +101,12 @@ class Follower:
         link.socket.send_multipart([HOST, ENCODER.encode(message)])
 
 
-@contextmanager
-def joined():
-    """Host 0 of two hosts, and its follower."""
+def membership(nnodes=2):
+    """The place of host 0, at a free port."""
     with listener(ADDRESS) as free:
         port = free.getsockname()[1]
-    membership = Membership(
-        nnodes=2,
+    return Membership(
+        nnodes=nnodes,
         node_rank=0,
         master_addr=ADDRESS,
         first_address=ADDRESS,
@@ -109,18 +114,21 @@ def joined():
         address=ADDRESS,
         interface=network.interface_of(ADDRESS),
         keys=None,
-        hosts=Hosts.in_order([1, 1]),
+        hosts=Hosts.in_order([1] * nnodes),
         is_launched=False,
     )
-    follower = Follower(port)
-    try:
-        cluster = Cluster(membership, lambda probe_port: hello(0, probe_port), tell=lambda line: None)
-        try:
-            yield cluster, follower
-        finally:
-            cluster.close()
-    finally:
-        follower.close()
+
+
+def cluster_at(place):
+    return Cluster(place, lambda probe_port: hello(0, probe_port, place.nnodes), tell=lambda line: None)
+
+
+@contextmanager
+def joined():
+    """Host 0 of two hosts, and its follower."""
+    place = membership()
+    with closing(Follower(place.port)) as follower, closing(cluster_at(place)) as cluster:
+        yield cluster, follower
 
 
 def launch(cluster):
@@ -175,6 +183,26 @@ def test_a_host_that_joins_again_after_its_ranks_have_started_has_failed():
             assert ended.words == "host 1 (127.0.0.1) has joined again, and its ranks have ended"
         finally:
             again.close()
+
+
+def test_a_host_that_joins_again_during_the_check_is_checked_itself():
+    place = membership()
+    with closing(Follower(place.port, answers_checks=False)) as first, ThreadPoolExecutor() as pool:
+        joining = pool.submit(cluster_at, place)
+        assert first.checked.wait(WAIT_S)
+        with closing(Follower(place.port, identity="1-again")) as again, closing(joining.result(WAIT_S)):
+            assert again.checked.is_set()
+
+
+def test_a_host_is_asked_for_signs_at_most_every_tenth_of_a_second_while_another_is_missing():
+    place = membership(nnodes=3)
+    with closing(Follower(place.port, nnodes=3)) as first, ThreadPoolExecutor() as pool:
+        start_s = time.monotonic()
+        joining = pool.submit(cluster_at, place)
+        time.sleep(2)
+        probes, elapsed_s = first.probes, time.monotonic() - start_s
+        with closing(Follower(place.port, "2-first", nnodes=3)), closing(joining.result(WAIT_S)):
+            assert 0 < probes <= elapsed_s / 0.1 + 1
 
 
 def await_true(is_true):

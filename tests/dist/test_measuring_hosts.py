@@ -7,11 +7,12 @@ import subprocess
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 import pytest
 import torch
-from networks import Network
+from networks import Network, ranks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longhelix import UserError
@@ -196,6 +197,61 @@ def test_a_host_that_is_interrupted_while_another_is_late_ends_all():
     for error in (first, third):
         assert isinstance(error, EngineError)
         assert str(error) == "host 1 has ended: it was interrupted"
+
+
+class Silent(MeasuringHosts):
+    def _give_signs(self):
+        self._store.add("signs of host 1", 1)
+
+
+def test_a_host_that_gives_no_more_signs_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("longhelix.measure.hosts._BEAT_S", 0.2)
+    monkeypatch.setattr("longhelix.measure.hosts._SILENCE_S", 2.0)
+    first, silent, third = meet(MeasuringHosts, Silent, MeasuringHosts)
+    with ThreadPoolExecutor(2) as pool:
+        begun = [pool.submit(host.begin_world, tmp_path, b"{}", True) for host in (first, third)]
+        errors = [future.exception(timeout=60) for future in begun]
+    assert [str(error) for error in errors] == [
+        "host 1 is gone: it was stopped or killed, or its network was cut off"
+    ] * 2
+    assert silent.node_rank == 1
+
+
+def test_a_host_that_has_done_its_part_is_not_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr("longhelix.measure.hosts._BEAT_S", 0.2)
+    monkeypatch.setattr("longhelix.measure.hosts._SILENCE_S", 1.0)
+    first, second, third = meet(MeasuringHosts, MeasuringHosts, MeasuringHosts)
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(first.end)  # waits for the others
+        second.end()
+        time.sleep(3)
+        third.check_others()
+        assert not ending.done()
+        third.end()
+        ending.result(60)
+
+
+@pytest.mark.slow
+def test_a_host_that_is_cut_off_while_its_ranks_measure_ends_the_command():
+    with Network(2) as network:
+        first, second = (start(network, node, [*DECODE, "--kvp", "2", "--repeats", "2000"]) for node in range(2))
+        deadline_s = time.monotonic() + 120
+        while not has_ranks(second):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        time.sleep(15)  # they measure
+        network.cut(1)
+        start_s = time.monotonic()
+        _, said = first.communicate(timeout=120)
+        assert first.returncode == 1
+        assert "host 1 is gone" in said.splitlines()[-1]
+        assert time.monotonic() - start_s < 60
+        second.kill()
+
+
+def has_ranks(started):
+    with suppress(ValueError):  # it has not started yet
+        return bool(ranks(started))
 
 
 def test_hosts_run_the_job_of_host_0_with_their_own_path_of_the_model(tmp_path):

@@ -27,6 +27,8 @@ def together(flags: HostFlags) -> "Iterator[MeasuringHosts | None]":
         if met is not None:
             met.leave(error)
         raise
+    if met is not None:
+        met.end()
 
 
 def common_words(words: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,8 @@ _WAIT_S = 3600.0  # longest time to wait for a measurement of another host
 _LEAVE_S = 5.0  # how long host 0 stays after a failure, until the others know of it
 _RANKS_WAIT = timedelta(hours=1)  # how long a rank waits for others, which may load models meanwhile
 _POLL_S = 0.05
+_BEAT_S, _SILENCE_S = 2.0, 20.0  # time between two signs of a host, and after which a host without signs is gone
+_STORE_S = 30.0  # longest time for a call to the store, after which the connection to host 0 is lost
 _FAILED = "failed"  # key of the first error with which a host has ended
 _MEETING = "meeting.json"
 _SEE = "see what the host has printed"
@@ -58,6 +61,9 @@ class MeasuringHosts:
         """
         self.node_rank, self.nnodes, self._membership = membership.node_rank, membership.nnodes, membership
         self._worlds, self._model_path = 0, ""
+        self._signs = [0] * self.nnodes  # of each host, as far as this one has counted
+        self._heard_s = [time.monotonic()] * self.nnodes
+        self._next_look_s = 0.0
         place = f"{membership.first_address}:{membership.port}"
         if self.node_rank == 0:
             self._store = _host_store(membership.first_address, membership.port)
@@ -65,6 +71,7 @@ class MeasuringHosts:
         else:
             tell(f"waiting for host 0 at {place}")
             self._store = _join_store(membership.first_address, membership.port)
+        self._store.set_timeout(timedelta(seconds=_STORE_S))
         own = {
             "version": versions(),
             "kernels": kernels(),
@@ -74,6 +81,8 @@ class MeasuringHosts:
             "free_bytes": host.available_bytes(),
         }
         nonce = self._take_place()
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._give_signs, daemon=True).start()
         try:
             self._facts = self._gather(own, nonce)
         except BaseException as error:
@@ -173,8 +182,34 @@ class MeasuringHosts:
     def _place_of_row(self, rank: int, point: int) -> str:
         return f"{_prefix(self._worlds)}/{_row_key(rank, point)}"
 
+    def end(self) -> None:
+        """Tell the other hosts that this one has done its part. Host 0, which has the store, waits for the others."""
+        self._has_ended.set()
+        others = [_left(node) for node in range(1, self.nnodes)] if self.node_rank == 0 else []
+        with suppress(RuntimeError, EngineError, UserError):  # the store is gone with host 0, or a host has failed
+            self._store.set(_left(self.node_rank), "")
+            while not self._store.check(others):
+                self.check_others()
+                time.sleep(_POLL_S)
+
+    def check_others(self) -> None:
+        """Raise EngineError or UserError if another host is gone, or has ended with an error."""
+        if self._has([_FAILED]):
+            raise self._failure()
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _BEAT_S
+        for node in range(self.nnodes):
+            signs = self._count(node)
+            if signs != self._signs[node]:
+                self._signs[node], self._heard_s[node] = signs, now_s
+            elif signs and now_s - self._heard_s[node] > _SILENCE_S and not self._has([_left(node)]):
+                raise EngineError(f"host {node} is gone: it was stopped or killed, or its network was cut off")
+
     def leave(self, error: BaseException) -> None:
         """Tell the other hosts that this one ends with an error. The first error of all hosts counts."""
+        self._has_ended.set()
         with suppress(RuntimeError):  # the store is gone with host 0
             code = error.code if isinstance(error, UserError) else None
             words = str(error) or type(error).__name__
@@ -182,11 +217,18 @@ class MeasuringHosts:
                 words = "it was interrupted"
             failure = {"words": f"host {self.node_rank} has ended: {words}", "code": code}
             self._store.compare_set(_FAILED, "", json.dumps(failure))
-            self._store.set(f"left {self.node_rank}", "")
+            self._store.set(_left(self.node_rank), "")
             deadline_s = time.monotonic() + _LEAVE_S * (self.node_rank == 0)
-            others = [f"left {node}" for node in range(1, self.nnodes)]
+            others = [_left(node) for node in range(1, self.nnodes)]
             while time.monotonic() < deadline_s and not self._store.check(others):
                 time.sleep(_POLL_S)
+
+    def _give_signs(self) -> None:
+        """Show the other hosts that this one lives, until it ends. Runs in a thread, with a client of its own."""
+        with suppress(RuntimeError):  # the store is gone with host 0
+            store = _client(self._membership.first_address, self._membership.port, _STORE_S)
+            while not self._has_ended.wait(_BEAT_S):
+                store.add(_signs_of(self.node_rank), 1)
 
     def _take_place(self) -> bytes:
         """Claim this host's node rank. Returns a nonce of host 0. Raises UserError if another host has the rank."""
@@ -256,9 +298,12 @@ class MeasuringHosts:
         """
         deadline_s = time.monotonic() + limit_s
         while not self._has(list(keys)):
-            # A host sets its last keys before it ends.
-            if self._has([_FAILED]) and not self._has(list(keys)):
-                raise self._failure()
+            try:
+                self.check_others()
+            except (EngineError, UserError):
+                if self._has(list(keys)):  # a host sets its last keys before it ends
+                    return
+                raise
             if time.monotonic() > deadline_s:
                 missing = dict.fromkeys(who for key, who in keys.items() if not self._has([key]))
                 raise UserError(f"{', '.join(missing)} {late} within {limit_s:.0f} s: {remedy}", "invalid_cluster")
@@ -267,6 +312,13 @@ class MeasuringHosts:
     def _has(self, keys: Sequence[str]) -> bool:
         try:
             return self._store.check(list(keys))
+        except RuntimeError as error:
+            raise _lost() from error
+
+    def _count(self, node: int) -> int:
+        """Return the number of signs that a host has given."""
+        try:
+            return self._store.add(_signs_of(node), 0)
         except RuntimeError as error:
             raise _lost() from error
 
@@ -287,8 +339,7 @@ class _WorldMeeting(msgspec.Struct, frozen=True):
 
     @property
     def store(self) -> dist.Store:
-        opened = dist.TCPStore(self.place.address, self.place.port, is_master=False, wait_for_workers=False)
-        return dist.PrefixStore(_prefix(self.world), opened)
+        return dist.PrefixStore(_prefix(self.world), _client(self.place.address, self.place.port, _JOIN_S))
 
 
 def meet(world_size: int, rank: int, directory: Path) -> None:
@@ -306,6 +357,14 @@ def reporter(rank: int, directory: Path) -> Callable[[str], None]:
         return lambda row: None
     store, points = meeting.store, iter(range(1 << 62))
     return lambda row: store.set(_row_key(rank, next(points)), row)
+
+
+def _left(node: int) -> str:
+    return f"host {node} has ended"
+
+
+def _signs_of(node: int) -> str:
+    return f"signs of host {node}"
 
 
 def _read(directory: Path) -> _WorldMeeting | None:
@@ -338,10 +397,15 @@ def _host_store(address: str, port: int) -> dist.Store:
 
 def _join_store(address: str, port: int) -> dist.Store:
     try:
-        return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_JOIN_S))
+        return _client(address, port, _JOIN_S)
     except RuntimeError as error:
         raise UserError(
             f"host 0 did not answer at {address}:{port} within {_JOIN_S:.0f} s: start it, or correct --master-addr and "
             "--master-port",
             "invalid_cluster",
         ) from error
+
+
+def _client(address: str, port: int, timeout_s: float) -> dist.Store:
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)

@@ -63,6 +63,12 @@ class World(Ranks):
             self.close()
             raise
 
+    def check_signals(self) -> None:
+        """Raise EngineError or UserError if a signal ended a rank, or if another host is gone or has failed."""
+        super().check_signals()
+        if self._hosts is not None:
+            self._hosts.check_others()
+
     def points(self) -> Iterator[list[Row]]:
         """Yield the rows of all ranks for each point, in rank order. Raises UserError or EngineError on failure.
 
@@ -87,7 +93,7 @@ class World(Ranks):
             self._check_failures(rows, watch.error)
             yield list(rows.values())
 
-    def _check_failures(self, rows: dict[int, Row], watched: EngineError | None) -> None:
+    def _check_failures(self, rows: dict[int, Row], watched: EngineError | UserError | None) -> None:
         """Raise the error that caused the failure of the ranks, if any rank failed.
 
         Other failures take precedence over failures that the loss of another rank caused.

@@ -162,7 +162,7 @@ class Metrics:
         self._ratio = self._histogram("step_time_ratio", "Duration of a step divided by its prediction.", _RATIOS)
         self._exposed_s = self._counter("exposed_communication_seconds", "Time that ranks waited for exchanges.")
         self._exchanged = self._counter("exchanged_bytes", "Bytes that ranks sent in exchanges.")
-        self._network = self._counter("network_bytes", "Bytes that ranks sent to ranks of other hosts.")
+        self._network = self._counter("network_bytes", "Bytes that ranks sent to ranks of other hosts. 0 on GPUs.")
         self._chunks = self._histogram("chunk_tokens", "Prompt tokens of one request in one step.", _DOUBLED)
         self._computed = self._counter(
             "computed_prompt_tokens",

@@ -122,7 +122,10 @@ class RankGroup:
 
     @property
     def network_bytes(self) -> int:
-        """Bytes that this rank has sent to ranks of other hosts. Always 0 if all ranks of the group are on one host."""
+        """Bytes that this rank has sent to ranks of other hosts.
+
+        Always 0 if all ranks of the group are on one host, or if gloo or NCCL carries the group's collectives.
+        """
         return 0
 
     def count(self, traffic: Traffic) -> None:

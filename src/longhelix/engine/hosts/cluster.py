@@ -82,7 +82,7 @@ class Cluster:
         self._probes = 0  # number of the last probe
         self._next_probe_s = 0.0
         self._answered: dict[int, int] = {}  # number of the last probe that a node has answered
-        self._checked: dict[int, dict[int, str]] = {}
+        self._checked: dict[bytes, dict[int, str]] = {}  # which hosts a host cannot reach, by its identity
         self._probed_s = 0.0
         self._launch = 0
         self._is_closed = False
@@ -162,7 +162,7 @@ class Cluster:
         for node, held in by_node.items():
             identity = self._identities.get(node)
             if identity is not None:  # a host that is gone is found because its ranks are silent
-                self._link.send(identity, START if is_start else RANKS, ENCODER.encode(held), payload)
+                self._link.send(identity, START if is_start else RANKS, ENCODER.encode(held), *link.pieces(payload))
                 self.sent[node] += 1
         return own
 
@@ -204,10 +204,21 @@ class Cluster:
         return self._link.send(self._identities[node], HOST, ENCODER.encode(message))
 
     def _await_all(self, on_wait: Callable[[], None] = lambda: None) -> None:
-        """Wait until all hosts have joined. Admit those that are new, and check that hosts can reach each other.
+        """Wait until all hosts have joined, and admit those that are new, after a check that hosts reach each other."""
+        while True:
+            self._await_joined(on_wait)
+            if self._admitted.issuperset(self._identities.values()):
+                return
+            checked = self._check_connections(on_wait)
+            for node, identity in self._identities.items():
+                if identity in checked and identity not in self._admitted:
+                    self._admitted.add(identity)
+                    self._send(node, Admitted())
 
-        A host must also answer a probe of this call, because ZeroMQ notices only later that a host was cut off. Older
-        messages of the host may still arrive.
+    def _await_joined(self, on_wait: Callable[[], None]) -> None:
+        """Wait until all hosts have joined and have answered a probe of this call.
+
+        ZeroMQ notices only later that a host was cut off, and older messages of the host may still arrive.
         """
         start_s = time.monotonic()
         first_probe, tell_s = self._probes + 1, start_s + _ANSWER_S
@@ -229,12 +240,6 @@ class Cluster:
             if now_s > tell_s:
                 self._tell(f"waiting for {words} at {self.membership.first_address}:{self.membership.port}")
                 tell_s = now_s + _TELL_S
-        new = [node for node, identity in self._identities.items() if identity not in self._admitted]
-        if new:
-            self._check_connections(on_wait)
-        for node in new:
-            self._admitted.add(self._identities[node])
-            self._send(node, Admitted())
 
     def _tell_of_strangers(self) -> None:
         if self._link.strangers():
@@ -276,7 +281,7 @@ class Cluster:
             case RankEnded(launch) as ended if node is not None and launch == self._launch:
                 self._ended.append(ended)
             case Checked(failures) if node is not None:
-                self._checked[node] = failures
+                self._checked[identity] = failures
 
     def _welcome(self, identity: bytes, hello: Hello, is_start: bool) -> None:
         """Take in a follower, or refuse it."""
@@ -320,14 +325,26 @@ class Cluster:
             return f"the clock of {name} is {off_s:+.0f} s off that of host 0: synchronise the clocks"
         return None
 
-    def _check_connections(self, on_wait: Callable[[], None]) -> None:
-        """Have all hosts connect to each other. Raises UserError that names hosts that cannot."""
+    def _check_connections(self, on_wait: Callable[[], None]) -> set[bytes]:
+        """Have all hosts connect to each other.
+
+        Returns:
+            The identities of the hosts that have done so. A host that joins again meanwhile is not among them.
+
+        Raises:
+            UserError: a host cannot connect to another one, or does not answer.
+        """
         addresses = {node: f"{each.facts.address}:{each.facts.probe_port}" for node, each in self._hellos.items()}
-        for node in self._identities:
+        asked, self._checked = dict(self._identities), {}
+        for node in asked:
             self._send(node, Check({other: addresses[other] for other in addresses if other != node}))
-        self._checked = {0: link.failures({node: addresses[node] for node in self._identities}, _CONNECT_S)}
+        found = {0: link.failures({node: addresses[node] for node in asked}, _CONNECT_S)}
         deadline_s = time.monotonic() + _CHECK_S
-        while unchecked := self._identities.keys() - self._checked.keys():
+        while unchecked := [
+            node
+            for node, identity in asked.items()
+            if self._identities[node] == identity and identity not in self._checked
+        ]:
             if time.monotonic() > deadline_s:
                 raise UserError(
                     f"{self.describe(min(unchecked))} joined, but does not answer: check the network", "invalid_cluster"
@@ -336,10 +353,12 @@ class Cluster:
             if self._link.socket.poll(_POLL_MS):
                 self._read()
         link.drop_connections(self._listener)
-        for node, failures in sorted(self._checked.items()):
+        found |= {node: self._checked[identity] for node, identity in asked.items() if identity in self._checked}
+        for node, failures in sorted(found.items()):
             for other, why in failures.items():
                 raise UserError(
                     f"{self.describe(node)} cannot connect to {self.describe(other)} ({why}): allow all TCP ports "
                     "between the hosts, or set --interface to the network that connects them",
                     "invalid_cluster",
                 )
+        return set(self._checked)

@@ -70,6 +70,23 @@ def follow(membership: Membership, hello: Callable[[int], Hello], model_path: st
             raise EngineError("the connection to host 0 is lost: the launcher must start all hosts again")
         tell("the connection to host 0 is lost: joining again")
         membership = membership.looked_up()
+        _await_address(membership, tell)
+
+
+def _await_address(membership: Membership, tell: Callable[[str], None]) -> None:
+    """Wait until this host has its address again. Raises UserError if it does not get it within ten minutes."""
+    deadline_s, told = time.monotonic() + _JOIN_S, False
+    while True:
+        try:
+            link.listener(membership.address).close()
+            return
+        except UserError:
+            if time.monotonic() > deadline_s:
+                raise
+        if not told:
+            tell(f"this host has lost its address {membership.address}: waiting for it")
+            told = True
+        time.sleep(_LOOK_UP_S)
 
 
 class _Session:
@@ -198,7 +215,7 @@ class _Session:
     def _obey(self, frames: list[bytes]) -> bool:
         kind, *rest = frames
         if kind in (RANKS, START):
-            ranks, payload = msgspec.msgpack.decode(rest[0]), rest[1]
+            ranks, payload = msgspec.msgpack.decode(rest[0]), b"".join(rest[1:])
             if kind == START:
                 payload = with_place(payload, self._model_path, self._membership.interface)
             if self._local is not None:
@@ -251,12 +268,14 @@ class _Session:
         if self._ranks is None:
             return
         for rank, status in self._ranks.statuses().items():
+            process = self._ranks.processes[rank]
+            is_cause = status < 0 or bool(process.untold)
             # A rank that ends by itself usually tells the engine why, which takes a moment.
             ended_s = self._ended_s.setdefault(rank, time.monotonic())
-            if (status < 0 or (status and time.monotonic() - ended_s > _REPORT_S)) and ended_s < math.inf:
+            if (is_cause or (status and time.monotonic() - ended_s > _REPORT_S)) and ended_s < math.inf:
                 self._ended_s[rank] = math.inf
                 how = f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
-                self._report(rank, f"its process {self._ranks.processes[rank].pid} {how}", is_cause=status < 0)
+                self._report(rank, f"its process {process.pid} {process.untold or how}", is_cause)
 
     def _report(self, rank: int, words: str, is_cause: bool) -> None:
         place = f"on host {self._membership.node_rank} ({self._membership.address})"

@@ -17,6 +17,7 @@ _DOMAIN = "longhelix"
 # ZeroMQ's own threads send heartbeats, even while Python is busy. A connection is lost after 7 s of silence at most,
 # which leaves a host 3 s to end its ranks.
 _BEAT_MS, _SILENCE_MS = 1000, 6000
+_PIECE_BYTES = 1 << 17
 _UNREAD = 64
 _CRYPTOGRAPHIC, _MECHANISM = 0x11000001, 0x11000002  # reasons why a handshake failed, in zmq.h
 
@@ -144,6 +145,15 @@ _STRANGE = {
 def _set_heartbeats(own: zmq.Socket) -> None:
     own.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
     own.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+
+
+def pieces(payload: bytes) -> list[bytes]:
+    """Cut a payload into frames of 128 KiB.
+
+    ZeroMQ notices what arrives only at the end of a frame. A frame that takes 6 s would be silence, and end the
+    connection.
+    """
+    return [payload[start : start + _PIECE_BYTES] for start in range(0, len(payload), _PIECE_BYTES)]
 
 
 def listener(address: str) -> socket.socket:

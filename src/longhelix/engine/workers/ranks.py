@@ -14,7 +14,7 @@ from typing import Self
 from longhelix.engine.workers.environment import rank_environment
 from longhelix.engine.workers.fork_server import fork_server, server_for
 from longhelix.engine.workers.process import Process, signal_name
-from longhelix.errors import EngineError
+from longhelix.errors import EngineError, UserError
 
 _POLL_S = 0.1
 _GONE_S = 30.0
@@ -172,7 +172,7 @@ class RankWatch:
     """
 
     def __init__(self, ranks: Ranks, timeout_s: float) -> None:
-        self.error: EngineError | None = None
+        self.error: EngineError | UserError | None = None
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._over = threading.Event()
@@ -200,7 +200,7 @@ class RankWatch:
                         self._ranks.check_statuses()
                 if time.monotonic() > deadline_s:
                     raise EngineError(f"the ranks took longer than {self._timeout_s:.0f} s and were ended")
-            except EngineError as error:
+            except (EngineError, UserError) as error:
                 self.error = error
                 self._ranks.kill()
                 return
