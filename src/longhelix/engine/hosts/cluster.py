@@ -343,7 +343,7 @@ class Cluster:
         while unchecked := [
             node
             for node, identity in asked.items()
-            if self._identities[node] == identity and identity not in self._checked
+            if self._identities.get(node) == identity and identity not in self._checked
         ]:
             if time.monotonic() > deadline_s:
                 raise UserError(
@@ -356,6 +356,8 @@ class Cluster:
         found |= {node: self._checked[identity] for node, identity in asked.items() if identity in self._checked}
         for node, failures in sorted(found.items()):
             for other, why in failures.items():
+                if other and self._identities.get(other) != asked[other]:
+                    continue  # it has joined again meanwhile, with another port
                 raise UserError(
                     f"{self.describe(node)} cannot connect to {self.describe(other)} ({why}): allow all TCP ports "
                     "between the hosts, or set --interface to the network that connects them",
