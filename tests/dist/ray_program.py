@@ -1,15 +1,15 @@
 """The application for Ray Serve on a Ray of its own, without the dashboard.
 
 python ray_program.py FOLDER PORT ARGUMENTS. FOLDER: Ray's files. ARGUMENTS: a JSON object of the application's
-arguments. It prints a line when requests may come. Each line on standard input names a replica, which it then kills, or
-is `delete`: then it deletes the application. It ends when standard input does.
+arguments. It prints a line when requests may come. Each line on standard input names a replica, which it then kills. A
+second word `rank` means its ranks alone. The line `delete` deletes the application. It ends when standard input does.
 """
 
 import json
 import os
-import signal
 import sys
 
+import psutil
 import ray
 from ray import serve
 
@@ -35,8 +35,12 @@ def main():
             serve.delete("default", _blocking=False)
             print("deleted", flush=True)
             continue
-        replica = ray.get_actor(f"SERVE_REPLICA::default#EngineReplica#{line.strip()}", namespace="serve")
-        os.kill(ray.get(replica.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+        name, *what = line.split()
+        replica = ray.get_actor(f"SERVE_REPLICA::default#EngineReplica#{name}", namespace="serve")
+        process = psutil.Process(ray.get(replica.__ray_call__.remote(lambda self: os.getpid())))
+        ranks = [each for each in process.children(recursive=True) if each.name().startswith("longhelix ")]
+        for each in ranks if what else [process]:
+            each.kill()
         print("killed", flush=True)
     serve.shutdown()
     ray.shutdown()

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from host_cases import SECRET
 from host_features_program import answers
-from networks import Network, program
+from networks import Network, program, ranks
 from served import events
 from shown import NEW_TOKENS as SHOWN_TOKENS
 from shown import VISION_LANGUAGE, make_shown_oracle
@@ -349,14 +349,14 @@ RENDEZVOUS = {
 }  # fmt: skip
 
 
-def torchrun(network, per_host, rendezvous, arguments):
+def torchrun(network, per_host, rendezvous, arguments, *more):
     """Start `python -m ARGUMENTS` for so many ranks on each of two hosts."""
-    ranks = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_host)]
+    command = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_host), *more]
     return [
         say(
             network,
             node,
-            [*ranks, *RENDEZVOUS[rendezvous](network.address(node), node, network.address(0)), "-m", *arguments],
+            [*command, *RENDEZVOUS[rendezvous](network.address(node), node, network.address(0)), "-m", *arguments],
         )
         for node in range(2)
     ]
@@ -369,6 +369,27 @@ def test_torchrun_on_two_hosts_gives_the_tokens_of_one_rank(oracles, per_host, r
     with Network(2) as network:
         layout = ["--kvp", "2", "--tpa", str(per_host)]
         assert_generates(oracle, torchrun(network, per_host, rendezvous, generate(oracle, *layout)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_torchrun_starts_a_server_again_after_a_rank_was_killed(oracles):
+    oracle = oracles("llama")
+    serve = ["longhelix", "serve", *engine(oracle, "--kvp", "2"), "--log-format", "json"]
+    with Network(2) as network:
+        hosts = torchrun(network, 1, "static", serve, "--max-restarts", "2")
+        await_line(hosts[0], '"event": "ready"')
+        (rank,) = ranks(hosts[1])
+        rank.kill()
+        await_line(hosts[0], '"event": "ready"')
+        _, texts, _ = network.inside(0, ask, oracle.path.name, [words(oracle, 0)])
+        for host in hosts:
+            program(host).terminate()
+        for host in hosts:
+            host.communicate(timeout=120)
+        left = network.left_over()
+    assert [each for each in left if "torchelastic" not in each] == []  # torchrun's own folders
+    assert [int(word) for word in re.findall(r"w(\d+)", texts[0])] == oracle.tokens[0]
 
 
 @pytest.mark.slow

@@ -92,14 +92,16 @@ def _content(text: str, images: tuple[Path, ...]) -> str | list[dict[str, str]]:
 
 
 def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> Result:
-    for delta in llm.stream(prompt, params, context=context):
+    try:
+        for delta in llm.stream(prompt, params, context=context):
+            if echo:
+                sys.stdout.write(delta.text)
+                sys.stdout.flush()
+            if delta.result is not None:
+                result = delta.result
+    finally:  # an error has a line of its own too
         if echo:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
-        if delta.result is not None:
-            result = delta.result
-    if echo:
-        print()
+            print()
     if result.error is not None:
         raise RequestError(f"the request failed: {result.error}")
     return result

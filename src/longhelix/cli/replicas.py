@@ -119,10 +119,10 @@ def _check_paths(model: ModelOptions, engine: EngineFlags, server: ServerOptions
     paths["api_key_file"] = server.api_key_file
     if model.layout not in (None, "auto"):
         paths["layout"] = Path(model.layout)
-    if model.model.startswith(".") or Path(model.model).exists():
+    if model.model.startswith((".", "~")):
         paths["model"] = Path(model.model)
     for name, path in paths.items():
-        if path is not None and not path.expanduser().is_absolute():
+        if path is not None and not path.is_absolute():
             raise UserError(
                 f"{name} is {str(path)!r}, but Ray starts processes in other folders: give an absolute path"
             )

@@ -121,6 +121,7 @@ class ServerOptions:
         Raises:
             UserError: the options are invalid, or do not fit the model or the machine.
         """
+        from longhelix.engine.workers import torchrun
         from longhelix.serve.driver import Driver, Limits  # imported here because it loads the HTTP stack
         from longhelix.serve.engine_thread import Recovery
         from longhelix.serve.serving import Serving
@@ -135,7 +136,7 @@ class ServerOptions:
             limits = Limits(self.max_waiting_requests, self.max_waiting_tokens)
             yield Serving(
                 llm,
-                Driver(llm, limits, Recovery(self.max_restarts, self.max_replays)),
+                Driver(llm, limits, Recovery(0 if torchrun.is_active() else self.max_restarts, self.max_replays)),
                 name,
                 int(time.time()),
                 metrics_prefix=self.metrics_prefix,

@@ -177,7 +177,7 @@ class LLM:
         self._closed = True
         with ExitStack() as ends:  # if one callback fails, the others still run
             if self._cluster is not None:
-                ends.callback(self._cluster.close)
+                ends.callback(self._cluster.close, has_failed=self._core.has_failed)
             if self._kv_events is not None:
                 ends.callback(self._kv_events.close)
             ends.callback(self._end)

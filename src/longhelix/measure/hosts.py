@@ -4,7 +4,6 @@ import hmac
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.places import Places
 from longhelix.engine.workers import torchrun
 from longhelix.errors import EngineError, UserError
+from longhelix.measure.shared_store import SharedStore, client
 from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout, split
 
@@ -33,7 +33,6 @@ _LEAVE_S = 5.0  # how long host 0 stays after a failure, until the others know o
 _RANKS_WAIT = timedelta(hours=1)  # how long a rank waits for others, which may load models meanwhile
 _POLL_S = 0.05
 _BEAT_S, _SILENCE_S = 2.0, 20.0  # time between two signs of a host, and after which a host without signs is gone
-_STORE_S = 30.0  # longest time for a call to the store, after which the connection to host 0 is lost
 _FAILED = "failed"  # key of the first error with which a host has ended
 _MEETING = "meeting.json"
 _SEE = "see what the host has printed"
@@ -64,14 +63,14 @@ class MeasuringHosts:
         self._signs = [0] * self.nnodes  # of each host, as far as this one has counted
         self._heard_s = [time.monotonic()] * self.nnodes
         self._next_look_s = 0.0
+        self._has_ended, self._is_alone = threading.Event(), False  # is_alone: the store is gone
         place = f"{membership.first_address}:{membership.port}"
         if self.node_rank == 0:
-            self._store = _host_store(membership.first_address, membership.port)
+            self._store = SharedStore.host(membership.first_address, membership.port)
             tell(f"waiting for the other hosts at {place}")
         else:
             tell(f"waiting for host 0 at {place}")
-            self._store = _join_store(membership.first_address, membership.port)
-        self._store.set_timeout(timedelta(seconds=_STORE_S))
+            self._store = SharedStore.join(membership.first_address, membership.port, _JOIN_S)
         own = {
             "version": versions(),
             "kernels": kernels(),
@@ -81,7 +80,9 @@ class MeasuringHosts:
             "free_bytes": host.available_bytes(),
         }
         nonce = self._take_place()
-        self._has_ended = threading.Event()
+        # With a client of its own, because signs must not wait for other calls.
+        self._signs_store = SharedStore.join(membership.first_address, membership.port, _JOIN_S)
+        self._signs_store.add(_signs_of(self.node_rank), 1)
         threading.Thread(target=self._give_signs, daemon=True).start()
         try:
             self._facts = self._gather(own, nonce)
@@ -142,7 +143,7 @@ class MeasuringHosts:
         self._worlds += 1
         began = [f"world {self._worlds}, host {node}" for node in range(self.nnodes)]
         own_path, any_path = (msgspec.json.encode(path).decode() for path in (self._model_path, _MODEL))
-        self._set(began[self.node_rank], job.decode().replace(own_path, any_path))
+        self._store.set(began[self.node_rank], job.decode().replace(own_path, any_path))
         late = "did not begin the next measurement"
         self._await({key: f"host {node}" for node, key in enumerate(began)}, _WAIT_S, late, _SEE)
         if not is_shared:
@@ -164,19 +165,19 @@ class MeasuringHosts:
         """Return what ranks of other hosts have said instead of a point, as far as it arrives within a time limit."""
         keys = {rank: self._place_of_row(rank, point) for rank in ranks}
         deadline_s = time.monotonic() + limit_s
-        with suppress(RuntimeError):  # the store is gone
-            while not self._store.check(list(keys.values())) and time.monotonic() < deadline_s:
+        with suppress(EngineError):  # the store is gone
+            while not self._store.has(list(keys.values())) and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-            return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+            return {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.has([key])}
         return {}
 
     def failure(self, limit_s: float) -> EngineError | UserError | None:
         """Return the error with which another host has ended. None if there is none within a time limit."""
         deadline_s = time.monotonic() + limit_s
-        with suppress(RuntimeError):  # the store is gone
-            while not self._store.check([_FAILED]) and time.monotonic() < deadline_s:
+        with suppress(EngineError):  # the store is gone
+            while not self._store.has([_FAILED]) and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
-            return self._failure() if self._store.check([_FAILED]) else None
+            return self._failure() if self._store.has([_FAILED]) else None
         return None
 
     def _place_of_row(self, rank: int, point: int) -> str:
@@ -186,54 +187,57 @@ class MeasuringHosts:
         """Tell the other hosts that this one has done its part. Host 0, which has the store, waits for the others."""
         self._has_ended.set()
         others = [_left(node) for node in range(1, self.nnodes)] if self.node_rank == 0 else []
-        with suppress(RuntimeError, EngineError, UserError):  # the store is gone with host 0, or a host has failed
+        with suppress(EngineError, UserError):  # the store is gone with host 0, or a host has failed
             self._store.set(_left(self.node_rank), "")
-            while not self._store.check(others):
+            while not self._store.has(others):
                 self.check_others()
                 time.sleep(_POLL_S)
 
     def check_others(self) -> None:
         """Raise EngineError or UserError if another host is gone, or has ended with an error."""
-        if self._has([_FAILED]):
+        if self._is_alone:
+            raise EngineError("the connection to host 0 is lost: see what it has printed")
+        if self._store.has([_FAILED]):
             raise self._failure()
         now_s = time.monotonic()
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _BEAT_S
         for node in range(self.nnodes):
-            signs = self._count(node)
+            signs = self._store.add(_signs_of(node), 0)
             if signs != self._signs[node]:
                 self._signs[node], self._heard_s[node] = signs, now_s
-            elif signs and now_s - self._heard_s[node] > _SILENCE_S and not self._has([_left(node)]):
+            elif signs and now_s - self._heard_s[node] > _SILENCE_S and not self._store.has([_left(node)]):
                 raise EngineError(f"host {node} is gone: it was stopped or killed, or its network was cut off")
 
     def leave(self, error: BaseException) -> None:
         """Tell the other hosts that this one ends with an error. The first error of all hosts counts."""
         self._has_ended.set()
-        with suppress(RuntimeError):  # the store is gone with host 0
+        with suppress(EngineError):  # the store is gone with host 0
             code = error.code if isinstance(error, UserError) else None
             words = str(error) or type(error).__name__
             if not isinstance(error, Exception):  # a signal
                 words = "it was interrupted"
             failure = {"words": f"host {self.node_rank} has ended: {words}", "code": code}
-            self._store.compare_set(_FAILED, "", json.dumps(failure))
+            self._store.set_first(_FAILED, json.dumps(failure))
             self._store.set(_left(self.node_rank), "")
             deadline_s = time.monotonic() + _LEAVE_S * (self.node_rank == 0)
             others = [_left(node) for node in range(1, self.nnodes)]
-            while time.monotonic() < deadline_s and not self._store.check(others):
+            while time.monotonic() < deadline_s and not self._store.has(others):
                 time.sleep(_POLL_S)
 
     def _give_signs(self) -> None:
-        """Show the other hosts that this one lives, until it ends. Runs in a thread, with a client of its own."""
-        with suppress(RuntimeError):  # the store is gone with host 0
-            store = _client(self._membership.first_address, self._membership.port, _STORE_S)
+        """Show the other hosts that this one lives, until it ends. Runs in a thread."""
+        try:
             while not self._has_ended.wait(_BEAT_S):
-                store.add(_signs_of(self.node_rank), 1)
+                self._signs_store.add(_signs_of(self.node_rank), 1)
+        except EngineError:
+            self._is_alone = True
 
     def _take_place(self) -> bytes:
         """Claim this host's node rank. Returns a nonce of host 0. Raises UserError if another host has the rank."""
         if self.node_rank == 0:
-            self._set("nonce", secrets.token_hex(16))
+            self._store.set("nonce", secrets.token_hex(16))
         self._await({"nonce": "host 0"}, _JOIN_S, "did not answer", _SEE)
         nonce = self._store.get("nonce")
         if self._store.add(f"hosts with node rank {self.node_rank}", 1) > 1:
@@ -246,7 +250,7 @@ class MeasuringHosts:
 
     def _gather(self, own: dict[str, Any], nonce: bytes) -> list[dict[str, Any]]:
         """Exchange what hosts say of themselves, and check it. Returns it by node rank."""
-        self._set(f"host {self.node_rank}", json.dumps(own | {"proof": self._proof(nonce, self.node_rank)}))
+        self._store.set(f"host {self.node_rank}", json.dumps(own | {"proof": self._proof(nonce, self.node_rank)}))
         everyone = [f"host {node}" for node in range(self.nnodes)]
         if self.node_rank == 0:
             same = "start the same command on every host, each with its own --node-rank"
@@ -254,7 +258,7 @@ class MeasuringHosts:
             found = [json.loads(self._store.get(key)) for key in everyone]
             reasons = (self._objection(node, found, nonce) for node in range(1, self.nnodes))
             verdict = next(filter(None, reasons), "")
-            self._set("verdict", verdict)
+            self._store.set("verdict", verdict)
         else:
             self._await({"verdict": "host 0"}, _JOIN_S, "did not admit this host", _SEE)
             verdict = self._store.get("verdict").decode()
@@ -281,12 +285,6 @@ class MeasuringHosts:
         secret = b"" if keys is None else keys.followers.secret
         return hmac.digest(secret, nonce + str(node).encode(), "sha256").hex()
 
-    def _set(self, key: str, value: str) -> None:
-        try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            raise _lost() from error
-
     def _await(self, keys: Mapping[str, str], limit_s: float, late: str, remedy: str) -> None:
         """Wait until all keys are in the store, in slices, so that failures of other hosts and signals are noticed.
 
@@ -297,30 +295,17 @@ class MeasuringHosts:
             remedy: what to do about it, for the error.
         """
         deadline_s = time.monotonic() + limit_s
-        while not self._has(list(keys)):
+        while not self._store.has(list(keys)):
             try:
                 self.check_others()
             except (EngineError, UserError):
-                if self._has(list(keys)):  # a host sets its last keys before it ends
+                if self._store.has(list(keys)):  # a host sets its last keys before it ends
                     return
                 raise
             if time.monotonic() > deadline_s:
-                missing = dict.fromkeys(who for key, who in keys.items() if not self._has([key]))
+                missing = dict.fromkeys(who for key, who in keys.items() if not self._store.has([key]))
                 raise UserError(f"{', '.join(missing)} {late} within {limit_s:.0f} s: {remedy}", "invalid_cluster")
             time.sleep(_POLL_S)
-
-    def _has(self, keys: Sequence[str]) -> bool:
-        try:
-            return self._store.check(list(keys))
-        except RuntimeError as error:
-            raise _lost() from error
-
-    def _count(self, node: int) -> int:
-        """Return the number of signs that a host has given."""
-        try:
-            return self._store.add(_signs_of(node), 0)
-        except RuntimeError as error:
-            raise _lost() from error
 
     def _failure(self) -> EngineError | UserError:
         """Return the error with which another host has ended."""
@@ -339,7 +324,7 @@ class _WorldMeeting(msgspec.Struct, frozen=True):
 
     @property
     def store(self) -> dist.Store:
-        return dist.PrefixStore(_prefix(self.world), _client(self.place.address, self.place.port, _JOIN_S))
+        return dist.PrefixStore(_prefix(self.world), client(self.place.address, self.place.port, _JOIN_S))
 
 
 def meet(world_size: int, rank: int, directory: Path) -> None:
@@ -378,34 +363,3 @@ def _prefix(world: int) -> str:
 
 def _row_key(rank: int, point: int) -> str:
     return f"row {point} of rank {rank}"
-
-
-def _lost() -> EngineError:
-    return EngineError("the connection to host 0 is lost: see what it has printed")
-
-
-def _host_store(address: str, port: int) -> dist.Store:
-    try:
-        opened = socket.create_server((address, port))
-    except OSError as error:
-        raise UserError(
-            f"port {port} of {address} cannot be used ({error.strerror}): set --master-port to another port",
-            "invalid_cluster",
-        ) from error
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=opened.detach())
-
-
-def _join_store(address: str, port: int) -> dist.Store:
-    try:
-        return _client(address, port, _JOIN_S)
-    except RuntimeError as error:
-        raise UserError(
-            f"host 0 did not answer at {address}:{port} within {_JOIN_S:.0f} s: start it, or correct --master-addr and "
-            "--master-port",
-            "invalid_cluster",
-        ) from error
-
-
-def _client(address: str, port: int, timeout_s: float) -> dist.Store:
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)

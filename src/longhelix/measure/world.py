@@ -102,7 +102,7 @@ class World(Ranks):
         for failure in failed.values():
             if failure.user_error_code:
                 raise UserError(failure.cause, failure.user_error_code)
-        self.check_signals()
+        super().check_signals()  # what this host knows itself comes before what others say
         if self._hosts is not None and failed and all(failure.lost_peer for failure in failed.values()):
             elsewhere = self._hosts.failure(_LAST_WORDS_S)
             if elsewhere is not None:

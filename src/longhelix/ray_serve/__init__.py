@@ -14,7 +14,7 @@ from longhelix.ray_serve.replica import EngineReplica
 from longhelix.ray_serve.router import ROUTING, PrefixRouter
 
 _NO_LIMIT = 1_000_000  # requests; the replicas refuse requests when too many wait
-_CLOSE_S = 30.0  # after the last request, for closing the engine
+_CLOSE_S = 30.0  # for closing the engine, if the last request has taken all of `drain`
 
 
 def build(arguments: dict[str, Any]) -> Application:

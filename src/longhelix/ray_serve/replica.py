@@ -16,9 +16,9 @@ from longhelix.ray_serve.router import IS_READY
 from longhelix.serve import app
 
 
-@dataclass(frozen=True)
+@dataclass
 class HttpRequest:
-    """A request on its way to a replica."""
+    """A request on its way to a replica, which empties the body when it has read it."""
 
     scope: dict[str, Any]
     body: bytes
@@ -46,6 +46,7 @@ class EngineReplica:
         """Yield the ASGI messages of the response."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         body = [{"type": "http.request", "body": request.body, "more_body": False}]
+        request.body = b""  # Ray keeps the request until the response ends
         has_left = asyncio.Event()
 
         async def receive() -> Message:

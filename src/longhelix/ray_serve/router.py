@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import ray
+
 # The public name is ray.serve.llm.request_router.PrefixCacheAffinityRouter, but that module needs vLLM.
 from ray.exceptions import RayActorError
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
@@ -15,6 +17,7 @@ from ray.serve._private.replica_result import ReplicaResult
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from longhelix.serve.refusals import NoReplicaError
 
@@ -93,12 +96,18 @@ class PrefixRouter(PrefixCacheAffinityRouter):
         except RayActorError:
             self._tree_actor, self._eviction_loop_running = _prefixes(), False
             replicas = [each.to_full_id_str() for each in self._replica_id_set]
+            # Nobody waits for these: the next request waits for what it asks itself.
             self._tree_actor.add_tenants.remote(replicas, time.time())
-            self.update_replicas(self._replicas_list)  # also begins to forget the oldest prefixes
+            self._tree_actor.start_eviction_loop.remote(
+                self._eviction_threshold_chars, self._eviction_target_chars, self._eviction_interval_secs
+            )
+            self._eviction_loop_running = True
 
 
 def _prefixes() -> Any:
-    return PrefixTreeActor.options(num_cpus=0).remote()
+    """Start the actor that stores prefixes, on the router's own node, because the router waits for its answers."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return PrefixTreeActor.options(num_cpus=0, scheduling_strategy=here).remote()
 
 
 def _is_ready(replica: RunningReplica) -> bool:

@@ -149,6 +149,7 @@ class Driver:
         self.listeners: list[Listener] = []
         # Called with the reason, when the engine restarts or when it has failed for good.
         self.restart_listener: Callable[[str], None] = lambda reason: None
+        self.restarted_listener: Callable[[], None] = lambda: None
         self.failure_listener: Callable[[str], None] = lambda reason: None
         self.steps = 0
         self.last_step_s = time.monotonic()
@@ -311,6 +312,7 @@ class Driver:
     def on_restarted(self) -> None:
         self.restarting = ""
         self.last_step_s = time.monotonic()
+        self.restarted_listener()
 
     def on_failed(self, reason: str) -> None:
         self.failure, self.restarting = reason, ""

@@ -1,5 +1,6 @@
 """The text by which a router recognises requests that can use the same KV blocks."""
 
+import hashlib
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +17,8 @@ _CONTEXTS = "/v1/contexts"
 def routing_text(method: str, path: str, body: bytes) -> str:
     """Return a text that starts in the same way for two requests if they can use the same KV blocks.
 
-    For a saved context, it is the name of the context. Otherwise it consists of all strings and numbers in the fields
-    of a prompt, up to 65,536 characters.
+    For a saved context, it is a digest of the context's name, because names may begin alike. Otherwise it consists of
+    all strings and numbers in the fields of a prompt, up to 65,536 characters.
 
     Args:
         method: method of an HTTP request.
@@ -46,7 +47,7 @@ def routing_text(method: str, path: str, body: bytes) -> str:
 
 
 def _of_context(name: str) -> str:
-    return f"context {name}"[:_MOST_CHARACTERS]
+    return hashlib.sha256(name.encode(errors="replace")).hexdigest()
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from longhelix.errors import UserError
+from longhelix.engine.workers import torchrun
+from longhelix.errors import EngineError, UserError
 from longhelix.serve.app import build
 from longhelix.serve.connections import BACKLOG, Connection
 from longhelix.serve.gate import AccessControl, is_loopback
@@ -80,6 +81,8 @@ def run(serving: Serving, admission: AccessControl, address: Address, on_ready: 
             server.run(sockets=[listening])
         finally:
             gc.unfreeze()
+        if server.has_failed:
+            raise EngineError(serving.driver.failure)
 
 
 class _Server(uvicorn.Server):
@@ -91,6 +94,14 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._on_ready()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine has failed, and a launcher starts this process again. Otherwise the server stays up."""
+        return torchrun.is_active() and bool(self._serving.driver.failure)
+
+    async def on_tick(self, counter: int) -> bool:
+        return self.has_failed or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._serving.is_draining = True

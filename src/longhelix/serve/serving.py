@@ -77,11 +77,16 @@ class Serving:
         self._long_text_queue = WorkQueue("long texts", most_calls)
         self.long_answers = WorkQueue("long answers", 2**31)  # `answer_memory` is the limit
         self.metrics = Metrics(self.driver, self.llm.config, self.model, self.metrics_prefix)
-        self.driver.restart_listener, self.driver.failure_listener = self._on_restart, self._on_failure
+        driver = self.driver
+        driver.restart_listener, driver.restarted_listener = self._on_restart, self._on_restarted
+        driver.failure_listener = self._on_failure
 
     def _on_restart(self, reason: str) -> None:
         self.metrics.on_restart()
         self.log.write("restart", f"the engine has failed and is restarting: {reason}", reason=reason)
+
+    def _on_restarted(self) -> None:
+        self.log.write("restarted", "the engine runs again")
 
     def _on_failure(self, reason: str) -> None:
         self.log.write("failure", f"the engine has failed: {reason}", reason=reason)

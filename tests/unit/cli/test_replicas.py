@@ -85,6 +85,7 @@ WRONG = [
     ({"kv_events_endpoint": "tcp://127.0.0.1:5557"}, "kv_events_endpoint is set, but Ray's router does not read KV"),
     ({"trace": "/tmp/trace.json"}, "trace is set, but all replicas would write to the same file"),
     ({"api_key_file": "keys"}, "api_key_file is 'keys', but Ray starts processes in other folders"),
+    ({"api_key_file": "~/keys"}, "api_key_file is '~/keys', but Ray starts processes in other folders"),
     ({"contexts_dir": "contexts"}, "contexts_dir is 'contexts', but Ray starts processes in other folders"),
     ({"layout": "layout.yaml"}, "layout is 'layout.yaml', but Ray starts processes in other folders"),
     ({"model": "./model"}, "model is 'model', but Ray starts processes in other folders"),

@@ -83,7 +83,7 @@ class Cluster:
         self._next_probe_s = 0.0
         self._answered: dict[int, int] = {}  # number of the last probe that a node has answered
         self._checked: dict[bytes, dict[int, str]] = {}  # which hosts a host cannot reach, by its identity
-        self._probed_s = 0.0
+        self._probed_s, self._stranger_s = 0.0, -_TELL_S
         self._launch = 0
         self._is_closed = False
         self.sent: Counter[int] = Counter()
@@ -187,15 +187,20 @@ class Cluster:
             return self._arrived.popleft()
         return self._ended.popleft() if self._ended else None
 
-    def close(self, error: UserError | None = None) -> None:
+    def close(self, error: UserError | None = None, *, has_failed: bool = False) -> None:
         """Tell all followers to end, with an error if there is one, and close the socket.
 
         You may call this method more than once.
+
+        Args:
+            error: the error with which this host ends.
+            has_failed: whether the engine has failed. If a launcher starts all hosts again, followers then end with an
+                error too, because launchers do not start again what has ended well.
         """
         if not self._is_closed:
             self._is_closed = True
             last = Leave() if error is None else Refused(str(error), error.code)
-            for node in self._identities:
+            for node in self._identities if error or not (has_failed and self.membership.is_launched) else ():
                 self._send(node, last)
             self._link.close()
             self._listener.close()
@@ -214,6 +219,7 @@ class Cluster:
                 if identity in checked and identity not in self._admitted:
                     self._admitted.add(identity)
                     self._send(node, Admitted())
+                    self._tell(f"{self.describe(node)} has joined")
 
     def _await_joined(self, on_wait: Callable[[], None]) -> None:
         """Wait until all hosts have joined and have answered a probe of this call.
@@ -242,7 +248,8 @@ class Cluster:
                 tell_s = now_s + _TELL_S
 
     def _tell_of_strangers(self) -> None:
-        if self._link.strangers():
+        if self._link.strangers() and time.monotonic() - self._stranger_s > _TELL_S:
+            self._stranger_s = time.monotonic()
             self._tell("a host with another cluster secret has tried to join: give the same secret on every host")
 
     def _missing(self, first_probe: int = 0) -> set[int]:
@@ -343,7 +350,7 @@ class Cluster:
         while unchecked := [
             node
             for node, identity in asked.items()
-            if self._identities[node] == identity and identity not in self._checked
+            if self._identities.get(node) == identity and identity not in self._checked
         ]:
             if time.monotonic() > deadline_s:
                 raise UserError(
@@ -356,6 +363,8 @@ class Cluster:
         found |= {node: self._checked[identity] for node, identity in asked.items() if identity in self._checked}
         for node, failures in sorted(found.items()):
             for other, why in failures.items():
+                if other and self._identities.get(other) != asked[other]:
+                    continue  # it has joined again meanwhile, with another port
                 raise UserError(
                     f"{self.describe(node)} cannot connect to {self.describe(other)} ({why}): allow all TCP ports "
                     "between the hosts, or set --interface to the network that connects them",

@@ -45,7 +45,7 @@ _CONNECT_S = 5.0
 _REFUSALS = 10  # connections that host 0 has closed before this host gives up
 _JOIN_S = 600.0
 _REPORT_S = 1.0
-_TELL_S = 20.0
+_FIRST_TELL_S, _TELL_S = 1.0, 20.0
 _LOOK_UP_S = 2.0  # time between two looks whether host 0 has another address
 
 
@@ -143,8 +143,9 @@ class _Session:
                         "--master-addr and --master-port",
                         "invalid_cluster",
                     )
-                if now_s - told_s > _TELL_S or told_s == start_s:
-                    self._tell(f"waiting for host 0 at {self._place}")
+                if now_s - told_s > _TELL_S or (told_s == start_s and now_s - start_s > _FIRST_TELL_S):
+                    why = "".join(f" ({each})" for each in link.failures({0: self._place}, 1.0).values())
+                    self._tell(f"waiting up to {_JOIN_S / 60:.0f} minutes for host 0 at {self._place}{why}")
                     told_s = now_s
                 if now_s - looked_s > _LOOK_UP_S:
                     self._look_up()
@@ -224,8 +225,9 @@ class _Session:
         match TO_FOLLOWER.decode(rest[0]):
             case Admitted() if not self._is_admitted:
                 self._is_admitted = True
-                held = ", ".join(map(str, self._membership.hosts.ranks[self._membership.node_rank]))
-                self._tell(f"joined {self._place} as host {self._membership.node_rank}, for ranks {held}")
+                held = self._membership.hosts.ranks[self._membership.node_rank]
+                ranks = f"rank{'s'[: len(held) != 1]} {', '.join(map(str, held))}"
+                self._tell(f"joined {self._place} as host {self._membership.node_rank}, for {ranks}")
             case Probe(number):
                 self._listens_until_s = time.monotonic() + _LISTENS_S
                 self._send(Here(number))

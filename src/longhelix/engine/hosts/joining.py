@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from longhelix.engine.hosts.cluster import Cluster
@@ -36,7 +37,7 @@ def join_hosts(options: EngineOptions, layout: Layout, model: Path) -> Cluster |
             kernels=kernels(),
             nnodes=membership.nnodes,
             model=fingerprint,
-            layout=str(layout),
+            layout=", ".join(f"{name} {value}" for name, value in asdict(layout).items() if value is not None),
             settings=settings,
         )
 

@@ -48,4 +48,7 @@ def interface_of(address: str) -> str:
     for interface, found in psutil.net_if_addrs().items():
         if any(each.family == socket.AF_INET and each.address == address for each in found):
             return interface
-    raise UserError(f"no interface of this host has the address {address}: correct --master-addr or --interface")
+    raise UserError(
+        f"no interface of this host has the address {address}: correct --master-addr or --interface, or if this is not "
+        "host 0, --node-rank"
+    )

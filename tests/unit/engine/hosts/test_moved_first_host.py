@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from contextlib import closing
 
 import pytest
@@ -94,9 +95,10 @@ def test_it_joins_host_0_at_the_address_that_its_name_has_then(name, port):
         follower, told = start(port)
         joined(first)
         name.address = "127.0.0.2"
+    time.sleep(3)
     with closing(FirstLink("127.0.0.2", port, None)) as first:
         end(first, joined(first), follower)
-    assert f"waiting for host 0 at 127.0.0.2:{port}" in told
+    assert f"waiting up to 10 minutes for host 0 at 127.0.0.2:{port} (Connection refused)" in told
 
 
 def test_it_looks_again_while_it_waits(name, port):
