@@ -52,7 +52,14 @@ struct AttendSpan {
         int head;
         std::int64_t first_row;
         int num_rows;  // query rows times the heads of the group
+        std::int64_t from;  // the first token that one of them sees: blocks that end before it are not read
         std::int64_t seen;  // the largest limit
+    };
+
+    // Tokens [hidden, seen) that rows see, counted from the first token of a strip or of a tile.
+    struct Sight {
+        const std::int64_t* hidden;
+        const std::int64_t* seen;
     };
 
     // What a thread works with; rows are padded with zeros to whole row tiles.
@@ -133,15 +140,16 @@ struct AttendSpan {
         }
     }
 
-    std::int64_t limit(const RowBlock& block, int r) const {
-        return r < block.num_rows ? call.limits[block.first_row + r / group] : 0;
-    }
+    std::int64_t first_token(std::int64_t row) const { return call.firsts ? call.firsts[row] : 0; }
 
-    // Scores of R rows and V tiles, masked by each row's limit (relative to the first tile's first token). They are powers
-    // of 2: log2(e) is part of the scale.
+    // Of a row that sees nothing it is 0.
+    std::int64_t limit(std::int64_t row) const { return first_token(row) < call.limits[row] ? call.limits[row] : 0; }
+
+    // Scores of R rows and V tiles, masked where a row sees nothing (relative to the first tile's first token). They are
+    // powers of 2: log2(e) is part of the scale.
     template <int R, int V, bool Ahead>
     void score(const u32* q, const RowScale* scales, const u8* const (&tiles)[V], const u8* const (&ahead)[2],
-               const std::int64_t* seen, float* scores) const {
+               const Sight& sight, float* scores) const {
         auto sums = Sums<E, R, V>::from(scales);
         accumulate<E, R * kPlanes, V, Ahead>(sums.of, q, key_units, tiles, key_units, ahead);
         float scale = call.scale * kLog2e;
@@ -153,8 +161,9 @@ struct AttendSpan {
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 f32x16 score = sums.value(r, v) * (E::kWhole ? factor * scales[r].scale : factor);
-                int visible = seen[r] < kStripTokens ? static_cast<int>(seen[r]) : kStripTokens;
+                int visible = clamp(sight.seen[r]), hidden = clamp(sight.hidden[r]);
                 if (visible < (v + 1) * kLanes) score = choose(lanes < visible, score, splat(kMinusInfinity));
+                if (hidden > v * kLanes) score = choose(lanes < hidden, splat(kMinusInfinity), score);
                 store(scores + r * kStripTokens + v * kLanes, score);
             }
         }
@@ -162,29 +171,31 @@ struct AttendSpan {
 
     std::size_t scales_offset() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }
 
-    INLINE int clamp(std::int64_t seen) { return seen < kStripTokens ? static_cast<int>(seen) : kStripTokens; }
+    INLINE int clamp(std::int64_t tokens) { return tokens < kStripTokens ? static_cast<int>(tokens) : kStripTokens; }
 
     std::size_t value_scales_offset() const { return call.pool.shared ? 0 : kLanes * 2; }
 
-    // Of a strip's first `seen` tokens; 0 for the others.
-    void gather_value_scales(const u8* const* tiles, int num_tiles, int seen, float* scales) const {
+    // Of a strip's tokens [hidden, seen); 0 for the others.
+    void gather_value_scales(const u8* const* tiles, int num_tiles, int hidden, int seen, float* scales) const {
         for (int t = 0; t < num_tiles; ++t) {
             f32x16 scale = load_bf16(tiles[t] + scales_offset() + value_scales_offset());
             // The scale of a token that was never written may be anything.
-            store(scales + t * kLanes, choose(lane_indices() + t * kLanes < seen, scale, f32x16{}));
+            i32x16 token = lane_indices() + t * kLanes;
+            store(scales + t * kLanes, choose(token < hidden, f32x16{}, choose(token < seen, scale, f32x16{})));
         }
     }
 
     // Scores of R rows of a strip to weights, as units.
     template <int R>
-    void weigh_rows(const Strip& strip, const std::int64_t* seen, int num_tiles, const State& run,
-                    const Memory& memory, RowScale* scales, float* shrink) const {
+    void weigh_rows(const Strip& strip, const Sight& sight, int num_tiles, const State& run, const Memory& memory,
+                    RowScale* scales, float* shrink) const {
         for (int r = 0; r < R; ++r) {
             float* scores = memory.scores + r * kStripTokens;
             u32* units = memory.weights + r * kPlanes * (kStripTokens / kStep);
-            bool all = seen[r] >= kStripTokens;
+            int hidden = clamp(sight.hidden[r]), seen = clamp(sight.seen[r]);
+            bool all = hidden == 0 && seen == kStripTokens;
             float* value_scales = memory.value_scales + (all ? 0 : kStripTokens);
-            if (E::kScaled && !all) gather_value_scales(strip.tiles, num_tiles, clamp(seen[r]), value_scales);
+            if (E::kScaled && !all) gather_value_scales(strip.tiles, num_tiles, hidden, seen, value_scales);
             scales[r] = weigh<E>(scores, num_tiles, value_scales, units, run, r, shrink[r]);
         }
     }
@@ -219,20 +230,25 @@ struct AttendSpan {
         constexpr int kRows = R * kPlanes;
         constexpr int kTiles = kRowTile < 12 ? 1 : kRows <= (E::kWhole ? 6 : 4) ? 4 : 2;
         constexpr int kPanels = kRowTile < 12 ? 1 : kRows <= 6 ? 4 : 2;
-        std::int64_t seen[R], most = 0;
-        for (int r = 0; r < R; ++r) {
-            seen[r] = limit(block, row + r) - start;
-            if (seen[r] < 0) seen[r] = 0;
+        std::int64_t hidden[R] = {}, seen[R] = {}, most = 0;
+        for (int r = 0; r < R && row + r < block.num_rows; ++r) {
+            std::int64_t of_row = block.first_row + (row + r) / group, first = first_token(of_row);
+            if (limit(of_row) <= start) continue;
+            seen[r] = limit(of_row) - start;
+            hidden[r] = first > start ? first - start : 0;
             if (seen[r] > most) most = seen[r];
         }
         if (most == 0) return;
         int num_tiles = (clamp(most) + kLanes - 1) / kLanes;
         const u32* q = memory.q + static_cast<std::ptrdiff_t>(row) * kPlanes * key_units;
         int t = 0;
-        std::int64_t left[R];
+        std::int64_t not_yet[R], left[R];
         auto rest = [&] {
-            for (int r = 0; r < R; ++r) left[r] = seen[r] > t * kLanes ? seen[r] - t * kLanes : 0;
-            return left;
+            for (int r = 0; r < R; ++r) {
+                not_yet[r] = hidden[r] > t * kLanes ? hidden[r] - t * kLanes : 0;
+                left[r] = seen[r] > t * kLanes ? seen[r] - t * kLanes : 0;
+            }
+            return Sight{not_yet, left};
         };
         auto score_tiles = [&]<int V>() {
             const u8* tiles[V];
@@ -249,7 +265,7 @@ struct AttendSpan {
                   memory.run.out + static_cast<std::ptrdiff_t>(row) * value_size};
         float shrink[R];
         RowScale scales[R];
-        weigh_rows<R>(strip, seen, num_tiles, run, memory, scales, shrink);
+        weigh_rows<R>(strip, {hidden, seen}, num_tiles, run, memory, scales, shrink);
         int channel = 0;
         for (; channel + kPanels * kLanes <= value_size; channel += kPanels * kLanes) {
             add_values<R, kPanels, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, scales,
@@ -265,8 +281,10 @@ struct AttendSpan {
         Strip strip;
         std::int64_t first = start / kLanes, last = (block.seen + kLanes - 1) / kLanes - 1;
         strip.num_tiles = static_cast<int>((stop - start + kLanes - 1) / kLanes);
+        // Tiles below the first token that is seen are not read. Their weights are 0, and any values do.
+        int unread = block.from > start ? static_cast<int>(block.from / kLanes - first) : 0;
         for (int t = 0; t < strip.num_tiles; ++t) {
-            strip.tiles[t] = tile(block, first + t);
+            strip.tiles[t] = tile(block, first + (t < unread ? unread : t));
             strip.values[t] = strip.tiles[t] + key_bytes;
             if (call.pool.shared) {
                 u8* turned = memory.turned + t * values_bytes();
@@ -276,7 +294,7 @@ struct AttendSpan {
         }
         if constexpr (E::kScaled) {
             bool whole = stop - start == kStripTokens;
-            if (whole) gather_value_scales(strip.tiles, kStripTiles, kStripTokens, memory.value_scales);
+            if (whole) gather_value_scales(strip.tiles, kStripTiles, 0, kStripTokens, memory.value_scales);
         }
         std::size_t half = tile_bytes / 2;
         for (int t = 0; t < strip.num_tiles; ++t) {
@@ -297,6 +315,7 @@ struct AttendSpan {
             clear(values, static_cast<int>(stop % kLanes));
             strip.values[t] = values;
         }
+        for (int t = 0; t < unread; ++t) strip.values[t] = strip.values[unread];
         int rows = block.num_rows, row = 0;
         if constexpr (kMostRows == 6) {
             auto sixes = [&] { return rows - row > 8 || rows - row == 5 || rows - row == 6; };
@@ -342,8 +361,10 @@ struct AttendSpan {
     void attend(const RowBlock& block, std::int64_t span, const Memory& memory) const {
         reset_state(memory.run, padded_rows(block.num_rows), value_size);
         std::int64_t stop = span_start(span + 1) < block.seen ? span_start(span + 1) : block.seen;
-        done.attended.fetch_add(block.num_rows * (stop - span_start(span)), std::memory_order_relaxed);
-        for (std::int64_t start = span_start(span); start < stop; start += kStripTokens) {
+        std::int64_t begin = block.from / kStripTokens * kStripTokens;
+        if (begin < span_start(span)) begin = span_start(span);
+        done.attended.fetch_add(block.num_rows * (stop - begin), std::memory_order_relaxed);
+        for (std::int64_t start = begin; start < stop; start += kStripTokens) {
             attend_strip(block, start, start + kStripTokens < stop ? start + kStripTokens : stop, memory);
         }
     }

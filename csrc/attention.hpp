@@ -61,6 +61,9 @@ struct Attend {
     }
 
     // A row block, whole or one of its spans; a block's spans are merged by whoever finishes last.
+    // A block's first span that has a token which one of its rows sees.
+    static std::int64_t first_span(const RowBlock& block) { return num_spans(block.from + 1) - 1; }
+
     struct Item {
         RowBlock block;
         std::int64_t span;      // -1: all of them
@@ -89,16 +92,19 @@ struct Attend {
                 std::int64_t row_blocks = (end - begin + rows_per_block - 1) / rows_per_block * call.pool.num_kv_heads;
                 bool split = row_blocks < 4 * threads();
                 for (std::int64_t first = begin; first < end; first += rows_per_block) {
-                    std::int64_t count = end - first < rows_per_block ? end - first : rows_per_block, seen = 0;
+                    std::int64_t count = end - first < rows_per_block ? end - first : rows_per_block;
+                    std::int64_t from = most, seen = 0;
                     for (std::int64_t row = first; row < first + count; ++row) {
-                        if (call.limits[row] > seen) seen = call.limits[row];
+                        std::int64_t limit = kernel.limit(row);
+                        if (limit > seen) seen = limit;
+                        if (limit && kernel.first_token(row) < from) from = kernel.first_token(row);
                     }
                     if (seen > most) return false;
                     int rows = static_cast<int>(count) * group;
                     if (rows > most_rows) most_rows = rows;
                     for (int head = 0; head < call.pool.num_kv_heads; ++head) {
-                        RowBlock block{blocks, head, first, rows, seen};
-                        std::int64_t spans = num_spans(seen);
+                        RowBlock block{blocks, head, first, rows, from, seen};
+                        std::int64_t spans = seen ? num_spans(seen) - first_span(block) : 0;
                         if (!split || spans <= 1) {
                             if (pass) items[num_items] = {block, -1, 0, nullptr};
                             ++num_items;
@@ -106,7 +112,7 @@ struct Attend {
                         }
                         if (pass) counters[num_blocks] = static_cast<int>(spans);
                         for (std::int64_t span = 0; span < spans; ++span) {
-                            if (pass) items[num_items] = {block, span, num_floats, counters + num_blocks};
+                            if (pass) items[num_items] = {block, first_span(block) + span, num_floats, counters + num_blocks};
                             ++num_items;
                         }
                         ++num_blocks;
@@ -127,7 +133,8 @@ struct Attend {
     // Where the state of a span of the item's block waits for the others.
     State kept(float* states, const Item& item, std::int64_t span) const {
         int rows = item.block.num_rows;
-        return state_at(states + item.state + span * state_floats(rows, value_size), rows, value_size);
+        std::size_t place = item.state + (span - first_span(item.block)) * state_floats(rows, value_size);
+        return state_at(states + place, rows, value_size);
     }
 
     void work(const Item& item, float* states, const Memory& memory) const {
@@ -136,7 +143,7 @@ struct Attend {
         kernel.gather_queries(block, memory);
         if (item.span < 0) {
             reset_state(memory.span, rows, value_size);
-            for (std::int64_t span = 0; span < num_spans(block.seen); ++span) {
+            for (std::int64_t span = first_span(block); span < num_spans(block.seen); ++span) {
                 kernel.attend(block, span, memory);
                 merge_state(memory.span, memory.run, rows, value_size);
             }
@@ -146,7 +153,7 @@ struct Attend {
         copy_state(kept(states, item, item.span), memory.run, rows, value_size);
         if (std::atomic_ref(*item.left).fetch_sub(1, std::memory_order_acq_rel) > 1) return;
         reset_state(memory.span, rows, value_size);
-        for (std::int64_t span = 0; span < num_spans(block.seen); ++span) {
+        for (std::int64_t span = first_span(block); span < num_spans(block.seen); ++span) {
             merge_state(memory.span, kept(states, item, span), rows, value_size);
         }
         finish(block, memory);

@@ -49,7 +49,8 @@ struct Attention {
     const std::int64_t* blocks;      // of all sequences
     const std::int64_t* extents;     // (B, 2): where those of each begin and end in `blocks`
     const std::int64_t* row_starts;  // (B + 1)
-    const std::int64_t* limits;      // (T)
+    const std::int64_t* firsts;      // (T): the first token that each row sees, or null for token 0
+    const std::int64_t* limits;      // (T): the token after the last one that it sees
     float scale;
     void* out;   // (T, q * value_size), of q's number
     float* lse;  // (T, q)

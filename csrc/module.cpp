@@ -193,8 +193,8 @@ void bind_kernels(nb::module_& module) {
     module.def(
         "attend",
         [](Address q, Number number, std::int64_t q_stride, const Pool& pool, int num_query_heads, int num_sequences,
-           Address blocks, Address extents, Address row_starts, Address limits, float scale, Address out, Address lse,
-           bool onto) {
+           Address blocks, Address extents, Address row_starts, Address firsts, Address limits, float scale, Address out,
+           Address lse, bool onto) {
             longhelix::Attention call{rows_at(q, number, q_stride),
                                          pool,
                                          num_query_heads,
@@ -202,6 +202,7 @@ void bind_kernels(nb::module_& module) {
                                          at<const std::int64_t>(blocks),
                                          at<const std::int64_t>(extents),
                                          at<const std::int64_t>(row_starts),
+                                         at<const std::int64_t>(firsts),
                                          at<const std::int64_t>(limits),
                                          scale,
                                          at<void>(out),

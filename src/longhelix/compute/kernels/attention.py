@@ -26,53 +26,67 @@ def partial_attention(
     scale: float,
     max_rows: int | None = None,
     most_tokens: int | None = None,
+    firsts_T: Tensor | None = None,
     onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed rows over this rank's shard of their KV, with the log-sum-exp that makes it mergeable.
 
-    q_TqC: rows of B sequences, one after the other. layer: one layer's pool. blocks_X (int64): local KV blocks of all
-    sequences, those of each in position order. extents_B2 (int64): where those of each begin and end in blocks_X.
-    row_starts_B (int64, B + 1): the first row of each sequence, then T. limits_T (int64): how many local tokens a row
-    sees. max_rows, most_tokens: no sequence has more rows, no row sees more; they size a GPU's launches, and None reads
-    them back from the GPU. onto: what this op returned for the same rows and other keys; it is merged in, and may be
-    overwritten. Returns out_TqC (dtype of q, channels of the values) and lse_Tq (float32); a row with limit 0 gives 0
-    and -inf. Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
+    A row sees the local tokens from its first one up to its limit. Blocks that end before the first token of all rows
+    of a sequence are not read.
+
+    Args:
+        q_TqC: rows of B sequences, one after the other.
+        layer: one layer's pool.
+        blocks_X: int64, local KV blocks of all sequences, those of each in position order.
+        extents_B2: int64, where those of each begin and end in blocks_X.
+        row_starts_B: int64 (B + 1), the first row of each sequence, then T.
+        limits_T: int64, the local token after the last one that each row sees.
+        scale: factor of scores.
+        max_rows: no sequence has more rows. Sizes a GPU's launches; None reads it back from the GPU.
+        most_tokens: no limit is larger. As max_rows.
+        firsts_T: int64, the first local token that each row sees. None for token 0.
+        onto: what this op returned for the same rows and other keys; it is merged in, and may be overwritten.
+
+    Returns:
+        out_TqC (dtype of q, channels of the values) and lse_Tq (float32). A row that sees nothing has 0 and -inf.
+
+    Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
     if layer.format.arrangement is TILES and not is_compiling():
-        return _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, onto)
+        return _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, onto)
     table, most = (blocks_X, extents_B2, row_starts_B, limits_T), (max_rows, most_tokens)
     state = torch.ops.longhelix.partial_attention(
-        q_TqC, layer.values, layer.scales, *table, scale, *most, *format_arguments(layer)
+        q_TqC, layer.values, layer.scales, *table, scale, *most, firsts_T, *format_arguments(layer)
     )
     return state if onto is None else merge_states(*map(torch.stack, zip(onto, state, strict=True)))
 
 
 library.define(
     "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_X, Tensor extents_B2, "
-    "Tensor row_starts_B, Tensor limits_T, float scale, SymInt? max_rows, SymInt? most_tokens, "
+    "Tensor row_starts_B, Tensor limits_T, float scale, SymInt? max_rows, SymInt? most_tokens, Tensor? firsts_T, "
     "str arrangement, str dtype, int value_size, bool shared_values, bool rounded) -> (Tensor, Tensor)"
 )
 
 
 def _partial_attention(
-    q_TqC, values, scales, blocks_X, extents_B2, row_starts_B, limits_T, scale, max_rows, most_tokens, *format
+    q_TqC, values, scales, blocks_X, extents_B2, row_starts_B, limits_T, scale, max_rows, most_tokens, firsts_T, *format
 ):
     layer = layer_of(values, scales, q_TqC.shape[-1], *format)
     table = blocks_X, extents_B2, row_starts_B, limits_T
     if layer.format.arrangement is TILES:
-        return _attend_tiles(q_TqC, layer, *table, scale)
-    if (planned := flashinfer.attend(q_TqC, values, limits_T)) is not None:
+        return _attend_tiles(q_TqC, layer, *table, scale, firsts_T)
+    if firsts_T is None and (planned := flashinfer.attend(q_TqC, values, limits_T)) is not None:
         return planned
     if q_TqC.is_cuda and layer.format.dtype in triton_kernels().FORMATS:
         most_rows = max_rows if max_rows is not None else int(row_starts_B.diff().max())
         seen_tokens = most_tokens if most_tokens is not None else int(limits_T.amax()) if len(limits_T) else 0
         return triton_kernels().partial_attention(
-            q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows, seen_tokens
+            q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows, seen_tokens, firsts_T
         )
     if scales is None:
-        return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale)
+        return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale, firsts_T)
     k_JDkC, v_JDkC, *own = _decoded(layer, blocks_X, extents_B2)
-    return reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *own, row_starts_B, limits_T, scale)
+    return reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *own, row_starts_B, limits_T, scale, firsts_T)
 
 
 def _decoded(layer: KVLayer, blocks_X: Tensor, extents_B2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,8 +98,9 @@ def _decoded(layer: KVLayer, blocks_X: Tensor, extents_B2: Tensor) -> tuple[Tens
     return *layer.decoded(own_J), torch.arange(len(own_J), device=own_J.device), extents_B2
 
 
-def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, onto=None):
+def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, onto=None):
     rows, num_query_heads, _ = q_TqC.shape
+    firsts_T = None if firsts_T is None else dense(firsts_T)
     q_TqC = dense_rows(q_TqC)
     blocks_X, extents_B2, row_starts_B, limits_T = map(dense, (blocks_X, extents_B2, row_starts_B, limits_T))
     if onto is None:
@@ -103,6 +118,7 @@ def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, sc
         blocks_X.data_ptr(),
         extents_B2.data_ptr(),
         row_starts_B.data_ptr(),
+        0 if firsts_T is None else firsts_T.data_ptr(),
         limits_T.data_ptr(),
         scale,
         out_TqC.data_ptr(),

@@ -19,38 +19,48 @@ def partial_attention(
     row_starts_B: Tensor,
     limits_T: Tensor,
     scale: float,
+    firsts_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `attention.partial_attention`."""
+    firsts_T = torch.zeros_like(limits_T) if firsts_T is None else firsts_T
+    # Rows that see nothing read nothing.
+    limits_T = limits_T.masked_fill(firsts_T >= limits_T, 0)
     out_TqC = q_TqC.new_zeros(*q_TqC.shape[:2], v_PDkC.shape[-1])
     lse_Tq = torch.full(q_TqC.shape[:2], -torch.inf, dtype=torch.float32, device=q_TqC.device)
-    starts = row_starts_B.tolist()
+    starts, block_tokens = row_starts_B.tolist(), k_PDkC.shape[1]
     for (begin, end), start, stop in zip(extents_B2.tolist(), starts[:-1], starts[1:], strict=True):
         blocks_J = blocks_X[begin:end]
         longest = int(limits_T[start:stop].max()) if stop > start else 0
         if longest == 0:
             continue
-        if longest > len(blocks_J) * k_PDkC.shape[1]:
+        if longest > len(blocks_J) * block_tokens:
             raise ValueError(f"a row sees {longest} tokens, but its sequence has {len(blocks_J)} KV blocks here")
-        used = blocks_J[: -(-longest // k_PDkC.shape[1])]
-        k_SkC = k_PDkC[used].flatten(0, 1)[:longest].float()
-        v_SkC = v_PDkC[used].flatten(0, 1)[:longest].float()
+        seen_T = limits_T[start:stop] > 0
+        first_block = int(firsts_T[start:stop][seen_T].min()) // block_tokens
+        used, read_from = blocks_J[first_block : -(-longest // block_tokens)], first_block * block_tokens
+        k_SkC = k_PDkC[used].flatten(0, 1)[: longest - read_from].float()
+        v_SkC = v_PDkC[used].flatten(0, 1)[: longest - read_from].float()
         for tile in range(start, stop, _TILE_ROWS):
             rows = slice(tile, min(tile + _TILE_ROWS, stop))
-            seen = int(limits_T[rows].max())
-            if seen == 0:
+            seen = int(limits_T[rows].max()) - read_from
+            if seen <= 0:
                 continue
-            out_TqC[rows], lse_Tq[rows] = _attend(q_TqC[rows], k_SkC[:seen], v_SkC[:seen], limits_T[rows], scale)
+            sight = firsts_T[rows] - read_from, limits_T[rows] - read_from
+            out_TqC[rows], lse_Tq[rows] = _attend(q_TqC[rows], k_SkC[:seen], v_SkC[:seen], *sight, scale)
     return out_TqC, lse_Tq
 
 
-def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Softmax attention of rows that each see the first `limits_T` keys; query heads in groups over KV heads."""
+def _attend(
+    q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, firsts_T: Tensor, limits_T: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of rows that each see keys `firsts_T` to `limits_T`; query heads in groups over KV heads."""
     rows, num_query_heads, head_size = q_TqC.shape
     num_kv_heads = k_SkC.shape[1]
     # The heads of a group lie side by side as rows of one product, so that K and V are read once for all of them.
     q_kXC = q_TqC.float().mul(scale).view(rows, num_kv_heads, -1, head_size).permute(1, 2, 0, 3).flatten(1, 2)
     scores_kgTS = (q_kXC @ k_SkC.permute(1, 2, 0)).unflatten(1, (-1, rows))
-    hidden_TS = torch.arange(k_SkC.shape[0], device=limits_T.device) >= limits_T.unsqueeze(1)
+    s_S = torch.arange(k_SkC.shape[0], device=limits_T.device)
+    hidden_TS = (s_S >= limits_T.unsqueeze(1)) | (s_S < firsts_T.unsqueeze(1))
     scores_kgTS.masked_fill_(hidden_TS, -torch.inf)
     largest_kgT1 = scores_kgTS.amax(-1, keepdim=True)
     # A row that sees nothing has no finite score; any finite base then gives exp(-inf) = 0 in place of NaN.
@@ -62,7 +72,7 @@ def _attend(q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, limits_T: Tensor, scale
     lse_kgT = (base_kgT1 + total_kgT1.log()).squeeze(-1)
     out_TqC = out_kgTC.permute(2, 0, 1, 3).reshape(rows, num_query_heads, -1)
     # A value that overflowed is seen by the other rows of its tile as 0 * inf; a row that sees nothing stays 0.
-    out_TqC = out_TqC.masked_fill((limits_T == 0).view(-1, 1, 1), 0.0)
+    out_TqC = out_TqC.masked_fill((limits_T <= firsts_T).view(-1, 1, 1), 0.0)
     return out_TqC.to(q_TqC.dtype), lse_kgT.permute(2, 0, 1).reshape(rows, num_query_heads)
 
 

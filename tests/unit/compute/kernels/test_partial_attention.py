@@ -402,7 +402,7 @@ def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], turned_TqC, q_TqC.to(q_dtype)[:0]):
         starts_B = row_starts_B if len(view_TqC) else torch.zeros(4, dtype=torch.int64)
         rows = *table, starts_B, limits_T[: len(view_TqC)]
-        for most in ((None, None), (2, 9)):
+        for most in ((None, None, None), (2, 9, None), (2, 9, torch.ones_like(limits_T)[: len(view_TqC)])):
             call = (view_TqC, *pool, *rows, scale, *most, *format)
             assert set(opcheck(torch.ops.longhelix.partial_attention.default, call).values()) == {"SUCCESS"}
 

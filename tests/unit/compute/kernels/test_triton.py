@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import pytest
@@ -87,6 +88,7 @@ class Call(NamedTuple):
     value_size: int
     max_rows: int
     most_tokens: int
+    firsts_T: Tensor | None = None
 
     def blocks(self, sequence: int) -> Tensor:
         begin, end = self.extents_B2[sequence]
@@ -102,7 +104,8 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """`limits`: for each sequence, how many tokens each of its rows sees. A is 1 where values are part of the keys."""
+    """`limits`: for each sequence, the token after the last one that each of its rows sees. `window`: how many tokens
+    a row sees, None for all. A is 1 where values are part of the keys."""
 
     limits: list[list[int]] = field(default_factory=lambda: [[7]])
     kv_heads: int = 2
@@ -113,21 +116,29 @@ class Case:
     dtype: torch.dtype = torch.float32
     pool_dtype: torch.dtype = torch.float32
     seed: int = 0
+    window: int | None = None
+
+    def first(self, limit: int) -> int:
+        """The first token that a row sees."""
+        return 0 if self.window is None else max(limit - self.window, 0)
 
     @property
     def lengths(self) -> list[int]:
         return [max(rows, default=0) for rows in self.limits]
 
     def call(self) -> Call:
-        """Blocks lie in shuffled order; wherever no token is written, the pool holds NaN (int8: its scale does)."""
+        """Blocks lie in shuffled order. Wherever no token is written, and before the first one that a row of the
+        sequence sees, the pool holds NaN (int8: its scale does)."""
         generator = seeded(self.seed)
         counts = [math.ceil(length / self.block_tokens) for length in self.lengths]
         num_blocks = sum(counts) + 3
         ids = torch.randperm(num_blocks, generator=generator)
         blocks = ids.split([*counts, 3])[:-1]
         written_PD = torch.zeros(num_blocks, self.block_tokens, dtype=torch.bool)
-        for mine, length in zip(blocks, self.lengths, strict=True):
-            written_PD[mine] = (torch.arange(len(mine) * self.block_tokens) < length).view(len(mine), self.block_tokens)
+        for mine, length, limits in zip(blocks, self.lengths, self.limits, strict=True):
+            token_S = torch.arange(len(mine) * self.block_tokens)
+            lowest = min((self.first(limit) for limit in limits if limit), default=0)
+            written_PD[mine] = ((token_S >= lowest) & (token_S < length)).view(len(mine), self.block_tokens)
         arrays = 2 if self.key_size == self.value_size else 1
         size = num_blocks, arrays, self.block_tokens, self.kv_heads
         kv_PADkC = torch.randn(*size, self.key_size, generator=generator)
@@ -145,11 +156,12 @@ class Case:
             scales_PADk,
             *side_by_side(blocks, other=int(ids[-1])),
             torch.tensor(starts),
-            torch.tensor([*itertools.chain(*self.limits)], dtype=torch.int64),
+            torch.tensor([*chain(*self.limits)], dtype=torch.int64),
             self.key_size**-0.5,
             self.value_size,
             max(map(len, self.limits)),
             max(self.lengths),
+            None if self.window is None else torch.tensor([self.first(limit) for limit in chain(*self.limits)]),
         )
 
 
@@ -177,12 +189,13 @@ def softmax_attention(call: Call, case: Case) -> Truth:
         k_kSC, v_kSV = k_SkC.transpose(0, 1), v_SkC[..., : call.value_size].transpose(0, 1)
         for row in range(call.row_starts_B[index], call.row_starts_B[index + 1]):
             limit = int(call.limits_T[row])
+            seen = slice(case.first(limit), limit)
             q_kgC = call.q_TqC[row].double().unflatten(0, (case.kv_heads, case.group)) * call.scale
-            scores_kgS = q_kgC @ k_kSC[:, :limit].mT
+            scores_kgS = q_kgC @ k_kSC[:, seen].mT
             lse_kg = scores_kgS.logsumexp(-1)
             weights_kgS = (scores_kgS - lse_kg.unsqueeze(-1)).exp()
-            out_kgV, spread_kgV = weights_kgS @ v_kSV[:, :limit], weights_kgS @ v_kSV[:, :limit].abs()
-            sizes_kgS = q_kgC.abs() @ k_kSC[:, :limit].abs().mT
+            out_kgV, spread_kgV = weights_kgS @ v_kSV[:, seen], weights_kgS @ v_kSV[:, seen].abs()
+            sizes_kgS = q_kgC.abs() @ k_kSC[:, seen].abs().mT
             lse_error_kg = 2**-20 * (1 + sizes_kgS.amax(-1) if limit else torch.ones_like(lse_kg))
             out_error_kgV = (weight_error + 2 * lse_error_kg.unsqueeze(-1)) * spread_kgV
             out_error_kgV += ROUNDING[case.dtype] * out_kgV.abs() + least_error * limit
@@ -221,6 +234,7 @@ cases = st.builds(
     dtype=st.sampled_from(FLOATS),
     pool_dtype=st.sampled_from(POOLS),
     seed=st.integers(0, 2**31),
+    window=st.sampled_from([None, None, 1, 40, 130]),
 )
 
 
@@ -229,6 +243,14 @@ cases = st.builds(
 def test_attention_equals_softmax_for_any_shape_and_no_unseen_token_leaks(case, few_rows, split_tokens, device):
     with split_at(split_tokens, few_rows):
         assert_equals_softmax(case, device)
+
+
+@pytest.mark.parametrize("window", few([300, 1, 127, 128, 129]))
+def test_windows_skip_splits_and_meet_at_their_positions(window, device):
+    limits = [[700], [*range(500, 524)], [0, 5, 690], [1]]
+    for few_rows in (1, 16):
+        with split_at(128, few_rows):
+            assert_equals_softmax(Case(limits, 2, 3, window=window), device)
 
 
 @pytest.mark.parametrize("pool_dtype", few(POOLS, 2), ids=str)

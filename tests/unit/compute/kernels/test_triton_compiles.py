@@ -30,6 +30,7 @@ from longhelix.compute.kernels.triton import (  # noqa: E402
     write,
     write_kv,
 )
+from tiers import few  # noqa: E402
 
 pytestmark = pytest.mark.unit
 
@@ -112,7 +113,10 @@ def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
     ],
     ids=str,
 )
-def test_attention_compiles_for_hopper(dtype, pool_dtype, query_heads, kv_heads, key_size, value_size, compiled):
+@pytest.mark.parametrize("has_window", few([False, True]))
+def test_attention_compiles_for_hopper(
+    has_window, dtype, pool_dtype, query_heads, kv_heads, key_size, value_size, compiled
+):
     rows = attention.FEW_ROWS + 1
     size = 3, 2 if key_size == value_size else 1, 16, kv_heads
     partial_attention(
@@ -127,11 +131,12 @@ def test_attention_compiles_for_hopper(dtype, pool_dtype, query_heads, kv_heads,
         value_size,
         rows,
         attention.SPLIT_TOKENS + 1,
+        torch.empty(rows, dtype=torch.int64) if has_window else None,
     )
-    few, many, merged = compiled
-    for kernel in (few, many, merged):
+    few_rows, many, merged = compiled
+    for kernel in (few_rows, many, merged):
         assert kernel.metadata.shared <= SHARED_MEMORY_BYTES
-    for kernel in (few, many):
+    for kernel in (few_rows, many):
         # Loads run ahead of the products, and those of half floats run on tensor cores.
         assert "cp.async" in kernel.asm["ptx"]
         assert ("mma" in kernel.asm["ptx"]) == (dtype != torch.float32)

@@ -59,6 +59,7 @@ def partial_attention(
     value_size: int,
     max_rows: int,
     most_tokens: int,
+    firsts_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed rows over this rank's shard of their KV: `kernels.attention.partial_attention` over one pool.
 
@@ -91,14 +92,14 @@ def partial_attention(
         shapes.append((many, range(FEW_ROWS + 1, _UNLIMITED)))
     one_row_each = max_rows == 1 and num_rows == num_sequences
     num_splits = triton.cdiv(most_tokens, SPLIT_TOKENS)
-    takes_latents = latent_attention.takes(q_TqC, kv_PADkC, value_size)
+    takes_latents = firsts_T is None and latent_attention.takes(q_TqC, kv_PADkC, value_size)
     latents = latent_attention.descriptor(kv_PADkC) if takes_latents else None
 
     def attend(out: Tensor, lse: Tensor, rows: range) -> None:
         """Of `rows`, into results for each split."""
         sequences = rows if one_row_each else range(num_sequences)
         numbers = q_TqC.stride(0), q_TqC.stride(1), rows.start, len(rows), sequences.start, scale * math.log2(math.e)
-        given = blocks_X, extents_B2, row_starts_B, limits_T, out, lse, *numbers
+        given = limits_T, out, lse, *numbers
         for tile, counts in shapes:
             tiles = triton.cdiv(min(max_rows, counts[-1], len(rows)) * group, tile.row_heads)
             grid = tiles * num_kv_heads, max(num_splits, 1), len(sequences)
@@ -111,12 +112,17 @@ def partial_attention(
             }
             if latents is not None:
                 assert tile.row_heads == latent_attention.HEADS
-                latent_attention.attend[grid](q_TqC, latents, *given, Q=num_query_heads, num_warps=4, **common)
+                table = blocks_X, extents_B2, row_starts_B
+                latent_attention.attend[grid](q_TqC, latents, *table, *given, Q=num_query_heads, num_warps=4, **common)
                 continue
             _attend[grid](
                 q_TqC,
                 kv_PADkC,
                 scales_PADk,
+                blocks_X,
+                extents_B2,
+                row_starts_B,
+                firsts_T,
                 *given,
                 A=num_arrays,
                 K=num_kv_heads,
@@ -139,7 +145,8 @@ def partial_attention(
         lse_NTq = q_TqC.new_empty(out_NTqC.shape[:3], dtype=torch.float32)
         attend(out_NTqC, lse_NTq, rows)
         own = slice(rows.start, rows.stop)
-        merge_splits(out_NTqC, lse_NTq, limits_T[own], SPLIT_TOKENS, out_TqC[own], lse_Tq[own])
+        firsts = None if firsts_T is None else firsts_T[own]
+        merge_splits(out_NTqC, lse_NTq, firsts, limits_T[own], SPLIT_TOKENS, out_TqC[own], lse_Tq[own])
 
     at_once = splits.rows_at_once(num_splits, num_query_heads, value_size, shapes[-1][0].row_heads // group)
     if max_rows > FEW_ROWS and num_rows > _MOST_TURNS * at_once:
@@ -178,6 +185,7 @@ def _attend(
     blocks_ptr,
     extents_ptr,
     row_starts_ptr,
+    firsts_ptr,
     limits_ptr,
     out_ptr,
     lse_ptr,
@@ -222,12 +230,21 @@ def _attend(
     row_X, head_X = first + x_X // G, kv_head * G + x_X % G
     real_X = row_X < last
     limit_X = tl.load(limits_ptr + row_X, mask=real_X, other=0).to(tl.int32)
-    begin, end = 0, tl.max(limit_X, 0)
+    first_X = tl.zeros([M], tl.int32)
+    if firsts_ptr is not None:
+        first_X = tl.load(firsts_ptr + row_X, mask=real_X, other=0).to(tl.int32)
+        limit_X = tl.where(first_X < limit_X, limit_X, 0)
+    end = tl.max(limit_X, 0)
+    # The first token that one of the rows sees: those before it may be in blocks that others have by now.
+    low = tl.min(tl.where(limit_X > 0, first_X, end), 0)
+    begin = 0
     if SPLIT:
         begin = split * SPLIT
         end = tl.minimum(begin + SPLIT, end)
-        if end <= begin:
+        if end <= tl.maximum(begin, low):
             return
+    if firsts_ptr is not None:
+        begin = tl.maximum(begin, low // N * N)
 
     blocks_ptr += tl.load(extents_ptr + 2 * sequence)
     q_offset_X = row_X * stride_T + head_X * stride_q
@@ -240,16 +257,25 @@ def _attend(
     sum_XC = tl.zeros([M, HEAD], tl.float32)
     # Turns of which every row sees every token compare nothing.
     least = tl.min(tl.where(real_X, tl.minimum(limit_X, end), end), 0)
-    whole_end = begin + tl.maximum(least - begin, 0) // N * N
-    for start in range(begin, whole_end, N):
+    whole_begin = begin
+    if firsts_ptr is not None:
+        most = tl.max(tl.where(real_X, tl.minimum(first_X, end), 0), 0)
+        whole_begin = begin + tl.cdiv(tl.maximum(most - begin, 0), N) * N
+        for start in range(begin, tl.minimum(whole_begin, end), N):
+            largest_X, total_X, sum_XC = _attend_turn(
+                q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
+                scale_log2, start, low, end, True, A, D, K, C, V, HEAD, TAIL, N, DOT,
+            )  # fmt: skip
+    whole_end = whole_begin + tl.maximum(least - whole_begin, 0) // N * N
+    for start in range(whole_begin, whole_end, N):
         largest_X, total_X, sum_XC = _attend_turn(
-            q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, limit_X, largest_X, total_X, sum_XC, kv_head, scale_log2,
-            start, end, False, A, D, K, C, V, HEAD, TAIL, N, DOT,
+            q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
+            scale_log2, start, low, end, False, A, D, K, C, V, HEAD, TAIL, N, DOT,
         )  # fmt: skip
     for start in range(whole_end, end, N):
         largest_X, total_X, sum_XC = _attend_turn(
-            q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, limit_X, largest_X, total_X, sum_XC, kv_head, scale_log2,
-            start, end, True, A, D, K, C, V, HEAD, TAIL, N, DOT,
+            q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
+            scale_log2, start, low, end, True, A, D, K, C, V, HEAD, TAIL, N, DOT,
         )  # fmt: skip
 
     slot_X = row_X - first_row
@@ -270,6 +296,7 @@ def _attend_turn(
     kv_ptr,
     scales_ptr,
     blocks_ptr,
+    first_X,
     limit_X,
     largest_X,
     total_X,
@@ -277,6 +304,7 @@ def _attend_turn(
     kv_head,
     scale_log2,
     start,
+    low,
     end,
     PART: tl.constexpr,
     A: tl.constexpr,
@@ -289,11 +317,11 @@ def _attend_turn(
     N: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The state after N more tokens, those from `start` on. PART: some row may not see some of them, and those from
-    `end` on are not written."""
+    """The state after N more tokens, those from `start` on. PART: some row may not see some of them. Those before `low`
+    and from `end` on are not read."""
     s_N = start + tl.arange(0, N)
-    # Beyond `end` the pool may hold anything: it is not read, and is 0 in the products.
-    written_N = s_N < end if PART else tl.full([N], True, tl.int1)
+    # There the pool may hold anything: it is 0 in the products.
+    written_N = (s_N >= low) & (s_N < end) if PART else tl.full([N], True, tl.int1)
     block_N = tl.load(blocks_ptr + s_N // D, mask=written_N, other=0)
     key_N = (block_N * (A * D) + s_N % D) * K + kv_head
     k_NC = _rows(kv_ptr, key_N * C, written_N, V, HEAD).to(DOT)
@@ -307,7 +335,8 @@ def _attend_turn(
     if scales_ptr is not None:
         scores_XN *= tl.load(scales_ptr + key_N, mask=written_N, other=0.0)[None, :]
     if PART:
-        scores_XN = tl.where(s_N[None, :] < limit_X[:, None], scores_XN, float("-inf"))
+        seen_XN = (s_N[None, :] >= first_X[:, None]) & (s_N[None, :] < limit_X[:, None])
+        scores_XN = tl.where(seen_XN, scores_XN, float("-inf"))
     new_largest_X = tl.maximum(largest_X, tl.max(scores_XN, 1))
     # A row that has seen nothing has no finite score; any finite base then gives exp2(-inf) = 0 in place of NaN.
     base_X = tl.where(new_largest_X == float("-inf"), 0.0, new_largest_X)

@@ -79,15 +79,24 @@ def _merge_states(
 
 
 def merge_splits(
-    out_NTqC: Tensor, lse_NTq: Tensor, limits_T: Tensor, split_tokens: int, out_TqC: Tensor, lse_Tq: Tensor
+    out_NTqC: Tensor,
+    lse_NTq: Tensor,
+    firsts_T: Tensor | None,
+    limits_T: Tensor,
+    split_tokens: int,
+    out_TqC: Tensor,
+    lse_Tq: Tensor,
 ) -> None:
-    """Merge the states of N splits (float32) of some rows into out_TqC, lse_Tq. Which splits hold a state follows from
-    limits_T."""
+    """Merge the states of N splits (float32) of some rows into out_TqC, lse_Tq.
+
+    Which splits hold a state follows from firsts_T and limits_T, see `kernels.attention.partial_attention`.
+    """
     _, num_rows, num_query_heads, value_size = out_NTqC.shape
     padded = triton.next_power_of_2(value_size)
     _merge_splits[num_rows, num_query_heads](
         out_NTqC,
         lse_NTq,
+        firsts_T,
         limits_T,
         out_TqC,
         lse_Tq,
@@ -104,6 +113,7 @@ def merge_splits(
 def _merge_splits(
     out_ptr,
     lse_ptr,
+    firsts_ptr,
     limits_ptr,
     merged_out_ptr,
     merged_lse_ptr,
@@ -115,12 +125,18 @@ def _merge_splits(
 ):
     """One head of one row: N splits at a time, in split order."""
     row, head = tl.program_id(0), tl.program_id(1)
-    num_splits = tl.cdiv(tl.load(limits_ptr + row), SPLIT).to(tl.int32)
+    limit, first = tl.load(limits_ptr + row), 0
+    if firsts_ptr is not None:
+        first = tl.load(firsts_ptr + row)
+        limit = tl.where(first < limit, limit, 0)
+    num_splits = tl.cdiv(limit, SPLIT).to(tl.int32)
+    first_split = (first // SPLIT).to(tl.int32) if firsts_ptr is not None else 0
     n_N = tl.arange(0, N)
-    state_N = (n_N.to(tl.int64) * tl.num_programs(0) + row) * Q + head
+    first_state_N = ((first_split + n_N).to(tl.int64) * tl.num_programs(0) + row) * Q + head
+    state_N = first_state_N
     stride = tl.num_programs(0).to(tl.int64) * (N * Q)
     largest_N = tl.full([N], float("-inf"), tl.float32)
-    for split in range(0, num_splits, N):
+    for split in range(first_split, num_splits, N):
         lse_N = tl.load(lse_ptr + state_N, mask=split + n_N < num_splits, other=float("-inf"))
         largest_N = tl.maximum(largest_N, lse_N)
         state_N += stride
@@ -130,8 +146,8 @@ def _merge_splits(
     real_C = c_C < V
     total_N = tl.zeros([N], tl.float32)
     sum_C = tl.zeros([PADDED], tl.float32)
-    state_N = (n_N.to(tl.int64) * tl.num_programs(0) + row) * Q + head
-    for split in range(0, num_splits, N):
+    state_N = first_state_N
+    for split in range(first_split, num_splits, N):
         real_N = split + n_N < num_splits
         weight_N = tl.exp(tl.load(lse_ptr + state_N, mask=real_N, other=float("-inf")) - base)
         mask_NC = real_N[:, None] & real_C[None, :]
