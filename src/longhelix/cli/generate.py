@@ -92,15 +92,17 @@ def _content(text: str, images: tuple[Path, ...]) -> str | list[dict[str, str]]:
 
 
 def _run(llm: LLM, prompt: Prompt, params, context: str | None, echo: bool) -> Result:
+    is_line_open = False
     try:
         for delta in llm.stream(prompt, params, context=context):
             if echo:
                 sys.stdout.write(delta.text)
                 sys.stdout.flush()
+                is_line_open = True
             if delta.result is not None:
                 result = delta.result
     finally:  # an error has a line of its own too
-        if echo:
+        if is_line_open:
             print()
     if result.error is not None:
         raise RequestError(f"the request failed: {result.error}")
