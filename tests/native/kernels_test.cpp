@@ -154,16 +154,18 @@ void test_attend(const Kernels& kernels, Random& random) {
     Matrix values = make_vectors(random, cache, number, pool.shared ? 0 : cache.num_rows(), pool.value_size);
 
     std::int64_t num_sequences = static_cast<std::int64_t>(cache.tokens.size());
-    std::vector<std::int64_t> row_starts(num_sequences + 1), limits, sequence_of;
+    std::vector<std::int64_t> row_starts(num_sequences + 1), firsts, limits, sequence_of;
+    bool has_windows = random.one_in(2);
     for (std::int64_t sequence = 0; sequence < num_sequences; ++sequence) {
         int tokens = static_cast<int>(cache.tokens[sequence]);
         for (int rows = random.of({0, 1, 1, 2, 3, 9, random.below(40)}); rows > 0; --rows) {
             limits.push_back(rows == 1 || random.one_in(3) ? tokens : random.below(tokens + 1));
+            firsts.push_back(random.below(static_cast<int>(limits.back()) + 1));
             sequence_of.push_back(sequence);
         }
         row_starts[sequence + 1] = static_cast<std::int64_t>(limits.size());
     }
-    limits.shrink_to_fit();
+    firsts.shrink_to_fit(), limits.shrink_to_fit();
     std::int64_t rows = row_starts.back();
     std::vector<std::int64_t> blocks, extents(2 * num_sequences), order(num_sequences);
     std::iota(order.begin(), order.end(), 0);
@@ -187,8 +189,8 @@ void test_attend(const Kernels& kernels, Random& random) {
         out.bytes.reset(), lse.bytes.reset();
         kernels.write({keys.as_rows(), values.as_rows(), pool, cache.slots.data(), cache.num_rows()});
         attended = kernels.attend({q.as_rows(), pool, heads, static_cast<int>(num_sequences), blocks.data(),
-                                   extents.data(), row_starts.data(), limits.data(), scale, out.data(), lse.floats(),
-                                   false});
+                                   extents.data(), row_starts.data(), has_windows ? firsts.data() : nullptr,
+                                   limits.data(), scale, out.data(), lse.floats(), false});
         return std::pair(out.bytes.copy(), lse.bytes.copy());
     };
     on_threads(attend);
@@ -202,7 +204,7 @@ void test_attend(const Kernels& kernels, Random& random) {
         auto query = q.get_run(row, head * pool.key_size, pool.key_size);
         std::vector<double> sums(pool.value_size);
         double total = 0, largest = 0;
-        for (std::int64_t token = 0; token < limit; ++token) {
+        for (std::int64_t token = has_windows ? firsts[row] : 0; token < limit; ++token) {
             auto key = keys.get_run(first + token, kv_head * pool.key_size, pool.key_size);
             double weight = std::exp(scale * std::inner_product(key.begin(), key.end(), query.begin(), 0.0));
             total += weight;
@@ -256,8 +258,8 @@ void test_write(const Kernels& kernels, Random& random) {
     }
     on_threads([&] {
         kernels.write({vectors.as_rows(), vectors.as_rows(), pool, slots.data(), kVectors});
-        kernels.attend({q.as_rows(), pool, 1, kVectors, blocks.data(), extents.data(), row_starts.data(), limits.data(),
-                        1.0f, out.data(), lse.floats(), false});
+        kernels.attend({q.as_rows(), pool, 1, kVectors, blocks.data(), extents.data(), row_starts.data(), nullptr,
+                        limits.data(), 1.0f, out.data(), lse.floats(), false});
         return out.bytes.copy();
     });
     for (int vector = 0; vector < kVectors; ++vector) {
