@@ -129,8 +129,8 @@ class Setting:
 
     def as_scheduled(self, *, even: bool) -> "Setting":
         """The same as schedulers price steps: their `Work` is counted for the fullest rank, and does not say how long
-        single requests are. So layers with a window count as if their rows saw everything. even: all KV is spread evenly
-        over KVP ranks; otherwise nothing says on how many of them the tokens lie that an indexer chooses."""
+        single requests are. So layers with a window count as if their rows saw everything. even: all KV is spread
+        evenly over KVP ranks; otherwise nothing says on how many of them the tokens lie that an indexer chooses."""
         model = self.model
         if model.indexer is not None:
             return replace(self, evenly_chosen=even)
