@@ -1,6 +1,7 @@
 // The next rows of sequences that decode, of the numbers that are kept for each (compute/runner/sequence_state.py).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 
@@ -12,20 +13,25 @@ struct Advance {
     const std::int64_t* lines;  // of the B sequences
     std::int64_t num_rows;      // B
     const std::int64_t* bounds;  // by extent: where a sequence's blocks begin and end
-    const std::int64_t* blocks;
+    const std::int64_t* blocks;  // ids of the blocks here
+    const std::int64_t* places;  // which of its sequence's blocks each of them is, counted over all KVP ranks
     std::int64_t block_tokens;
     std::int64_t kvp_rank;
-    std::int64_t* rows;  // what is written: see below
+    const std::int64_t* limits_of_views;  // (V, 2): tokens of a window, or of a chunk; the other one is 0
+    std::int64_t num_views;               // V
+    std::int64_t* rows;                   // what is written: see below
 
     // kShift is what is added to the length for the next row's position.
     enum Column { kLength, kLocalLength, kLastOwner, kLastToken, kExtent, kShift, kHeld };
 
     // Every sequence goes on by a token. Writes B last tokens; then, of the b sequences that keep KV here, the position,
     // the slot and the limit of the next row, each with room for B; b + 1 first rows, with room for B + 1; and where
-    // their blocks begin and end. Returns b, and whether all KVP ranks keep KV of all of them.
+    // their blocks begin and end; and for each view the first local token that the next row sees, with room for B.
+    // Returns b, and whether all KVP ranks keep KV of all of them.
     std::pair<std::int64_t, bool> run() const {
         std::int64_t *tokens = rows, *positions = tokens + num_rows, *slots = positions + num_rows,
-                     *limits = slots + num_rows, *starts = limits + num_rows, *extents = starts + num_rows + 1;
+                     *limits = slots + num_rows, *starts = limits + num_rows, *extents = starts + num_rows + 1,
+                     *firsts = extents + 2 * num_rows;
         std::int64_t held = 0;
         bool everywhere = true;
         for (std::int64_t row = 0; row < num_rows; ++row) {
@@ -43,10 +49,27 @@ struct Advance {
             starts[held] = held;
             extents[2 * held] = bound[0];
             extents[2 * held + 1] = bound[1];
+            for (std::int64_t view = 0; view < num_views; ++view) {
+                firsts[view * num_rows + held] = first_local(bound, first_seen(view, position));
+            }
             ++held;
         }
         starts[held] = held;
         return {held, everywhere};
+    }
+
+    // The first position that a row sees.
+    std::int64_t first_seen(std::int64_t view, std::int64_t position) const {
+        std::int64_t window = limits_of_views[2 * view], chunk = limits_of_views[2 * view + 1];
+        return window ? std::max<std::int64_t>(position + 1 - window, 0) : position / chunk * chunk;
+    }
+
+    // How many of a sequence's tokens before a position lie here.
+    std::int64_t first_local(const std::int64_t* bound, std::int64_t position) const {
+        const std::int64_t *begin = places + bound[0], *end = places + bound[1];
+        const std::int64_t* found = std::lower_bound(begin, end, position / block_tokens);
+        bool is_here = found != end && *found == position / block_tokens;
+        return (found - begin) * block_tokens + (is_here ? position % block_tokens : 0);
     }
 };
 

@@ -9,15 +9,19 @@ namespace longhelix {
 
 void bind_rows(nb::module_& module) {
     module.def("advance", [](Address numbers, std::int64_t columns, Address lines, std::int64_t num_rows, Address bounds,
-                             Address blocks, std::int64_t block_tokens, std::int64_t kvp_rank, Address rows) {
+                             Address blocks, Address places, std::int64_t block_tokens, std::int64_t kvp_rank,
+                             Address limits_of_views, std::int64_t num_views, Address rows) {
         return Advance{at<std::int64_t>(numbers),
                        columns,
                        at<const std::int64_t>(lines),
                        num_rows,
                        at<const std::int64_t>(bounds),
                        at<const std::int64_t>(blocks),
+                       at<const std::int64_t>(places),
                        block_tokens,
                        kvp_rank,
+                       at<const std::int64_t>(limits_of_views),
+                       num_views,
                        at<std::int64_t>(rows)}
             .run();
     });

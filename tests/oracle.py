@@ -54,10 +54,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         },
         **_COMMON,
     ),
-    "mistral": MistralConfig(
-        num_attention_heads=14, num_key_value_heads=2, head_dim=16, sliding_window=None, **_COMMON
+    "mistral": MistralConfig(num_attention_heads=14, num_key_value_heads=2, head_dim=16, sliding_window=10, **_COMMON),
+    "qwen2": Qwen2Config(  # the second layer has a window
+        num_attention_heads=7,
+        num_key_value_heads=1,
+        use_sliding_window=True,
+        sliding_window=6,
+        max_window_layers=1,
+        **(_COMMON | {"hidden_size": 84}),
     ),
-    "qwen2": Qwen2Config(num_attention_heads=7, num_key_value_heads=1, **(_COMMON | {"hidden_size": 84})),
     "qwen3": Qwen3Config(num_attention_heads=6, num_key_value_heads=2, head_dim=16, **_COMMON),
 }
 _EXPERTS = {"moe_intermediate_size": 23, "num_experts_per_tok": 2}
@@ -107,7 +112,7 @@ NATIVE_SIZES = LlamaConfig(num_attention_heads=9, num_key_value_heads=3, head_di
 # Experts that the packed kernels take, split over six ranks as well.
 _EXPERT_SIXTEENS = _SIXTEENS | {"num_attention_heads": 6, "num_key_value_heads": 2, "num_experts_per_tok": 2}
 NATIVE_EXPERTS: dict[str, PreTrainedConfig] = {
-    "native-mixtral": MixtralConfig(num_local_experts=5, head_dim=16, sliding_window=None, **_EXPERT_SIXTEENS),
+    "native-mixtral": MixtralConfig(num_local_experts=5, head_dim=16, sliding_window=20, **_EXPERT_SIXTEENS),
     "native-qwen3_moe": Qwen3MoeConfig(
         num_experts=6, norm_topk_prob=True, head_dim=16, moe_intermediate_size=96, **_EXPERT_SIXTEENS
     ),

@@ -357,15 +357,6 @@ def test_unknown_architecture_names_the_known_ones(capfd, model):
     assert "'mamba': longhelix knows deepseek_v2, deepseek_v3, kimi_k2" in refusal(capfd, *generate(model))
 
 
-def test_sliding_window_is_refused_where_it_would_hide_something(capfd, tmp_path):
-    config = FAMILIES["mistral"].__class__(**(FAMILIES["mistral"].to_dict() | {"sliding_window": 16}))
-    oracle = make_oracle(config, tmp_path, prompt_lengths=(1,))
-    save_tokenizer_files(oracle.path)
-    assert "set --max-model-len to at most 16" in refusal(capfd, *generate(oracle.path))
-    status, _, _ = run(capfd, *generate(oracle.path, "--max-model-len", 16, "--prompt", "w1"))
-    assert status == 2  # two prompts
-
-
 def test_weights_that_do_not_fit_the_config(capfd, model):
     weights = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"

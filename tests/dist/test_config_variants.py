@@ -99,14 +99,12 @@ def test_drawn_variants_equal_transformers_or_are_refused_by_name(tmp_path):
     assert kinds["equal"] >= NUM_CASES / 2
 
 
-# What messages call fields that they do not name: a rope setting, a window that is narrower than a request, and more
-# experts for a token than its groups have.
+# What messages call fields that they do not name: a rope setting, and more experts for a token than its groups have.
 NAMED_OTHERWISE = (
     "a token takes",
     "a token cannot take",
     "rope type",
     "rope setting",
-    "sliding window",
     "mrope_section",
     "partial_rotary_factor",
 )

@@ -168,6 +168,10 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
             "attention flashinfer runs only inside CUDA graphs: run on GPUs without execution eager and without trace, "
             "or leave attention out"
         )
+    if options.attention == "flashinfer" and spec.views:
+        raise UserError(
+            "attention flashinfer does not support layers whose rows see only some tokens: leave the option out"
+        )
     if options.attention == "flashinfer" and options.hop_b not in (None, 1):
         raise UserError(
             f"hop_b is {options.hop_b}, but attention flashinfer cannot split a batch into parts: leave one of them out"
@@ -365,12 +369,6 @@ def _layers_run(options: EngineOptions, device: str) -> tuple[bool, bool]:
 
 def _max_model_len(spec: ModelSpec, asked: int | None) -> int:
     max_model_len = spec.max_positions if asked is None else asked
-    if spec.sliding_window is not None and max_model_len > spec.sliding_window:
-        raise UserError(
-            f"the model attends within a sliding window of {spec.sliding_window} tokens, which longhelix does not "
-            f"support: set --max-model-len to at most {spec.sliding_window}, where the window hides nothing",
-            "unsupported_model",
-        )
     if max_model_len > spec.max_positions:
         warnings.warn(
             f"max_model_len {max_model_len} exceeds the {spec.max_positions} positions that the model was trained for, "

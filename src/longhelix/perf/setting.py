@@ -129,7 +129,7 @@ class Setting:
 
     def as_scheduled(self, *, even: bool) -> "Setting":
         """The same as schedulers price steps: their `Work` is counted for the fullest rank, and does not say how long
-        single requests are. No layer has a window, as engines run no more tokens than it holds. even: all KV is spread
+        single requests are. So layers with a window count as if their rows saw everything. even: all KV is spread
         evenly over KVP ranks; otherwise nothing says on how many of them the tokens lie that an indexer chooses."""
         model = self.model
         if model.indexer is not None:

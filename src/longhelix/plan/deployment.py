@@ -158,7 +158,7 @@ def runnable(deployment: Deployment) -> Runnable:
     """Return the engine settings of a deployment, with the closest number formats that the engine supports."""
     degrees = deployment.degrees
     formats, missing = _formats(deployment)
-    longest_tokens = _longest_tokens(deployment)
+    longest_tokens = deployment.context
     settings: dict[str, int | str | bool] = {name: getattr(degrees, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
     if deployment.tied:
         settings["tied"] = True
@@ -173,7 +173,7 @@ def runnable(deployment: Deployment) -> Runnable:
         settings["chunk_tokens"] = deployment.chunk_tokens
     if deployment.sharded and not deployment.hop_b:
         settings["hop_b"] = 1
-    return Runnable(settings, (*missing, *_limits(deployment, longest_tokens)))
+    return Runnable(settings, (*missing, *_limits(deployment)))
 
 
 def as_yaml(found: Runnable) -> str:
@@ -188,14 +188,6 @@ def comment(sentence: str) -> list[str]:
     """Format a sentence as comment lines for YAML files and shell scripts."""
     lines = textwrap.wrap(sentence, _WIDTH, break_long_words=False, break_on_hyphens=False)
     return [f"# {line}" if position == 0 else f"#   {line}" for position, line in enumerate(lines)]
-
-
-def _longest_tokens(deployment: Deployment) -> int:
-    """Return the tokens of the longest request that the engine accepts: at most the window of a family that it runs."""
-    window = deployment.model.sliding_window
-    if window is None or missing_parts(deployment.model):
-        return deployment.context
-    return min(deployment.context, window)
 
 
 def _pool_tokens(deployment: Deployment, tokens: int) -> int:
@@ -217,7 +209,7 @@ def _rounded_up(tokens: int, unit: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def _limits(deployment: Deployment, longest_tokens: int) -> Iterable[str]:
+def _limits(deployment: Deployment) -> Iterable[str]:
     """Describe what the engine refuses or does not support yet, except for number formats."""
     ranks = deployment.degrees.world_size
     if deployment.grouped and deployment.sharded:
@@ -235,10 +227,10 @@ def _limits(deployment: Deployment, longest_tokens: int) -> Iterable[str]:
             f"longhelix can plan for this {deployment.model.architecture} model, but cannot run it, because these "
             f"parts are not implemented: {', '.join(missing)}"
         )
-    elif longest_tokens < deployment.context:
+    elif deployment.model.views:
         yield (
-            f"the model attends within a sliding window of {longest_tokens} tokens, which longhelix does not run yet: "
-            f"requests may have up to {longest_tokens} tokens instead of {deployment.context}"
+            "layers with a window keep the KV of all tokens in longhelix, so the KV cache holds fewer requests than "
+            "planned"
         )
     if deployment.device == "cpu" and ranks > _FEW_RANKS:
         yield f"all {ranks} ranks are processes on one host: it needs {-(-ranks // 4)} cores or more"

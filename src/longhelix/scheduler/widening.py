@@ -162,7 +162,7 @@ class Widening:
         for index, source in enumerate(blocks):
             block = moved.get(index, source)
             if block is not source:
-                moves.append(Move(source, block, len(block_ids[block.owner])))
+                moves.append(Move(source, block, index))
                 left.append(source.id)
             block_ids[block.owner].append(block.id)
         allocator, block_tokens = self._allocators[blocks[indices[0]].owner], seq.placement.block_tokens

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from longhelix.spec.attention import GroupedQueryAttention
+from longhelix.spec.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from longhelix.spec.layer import FFN, Mixer
 from longhelix.spec.linear import LinearAttention
 from longhelix.spec.model import ModelSpec
@@ -23,8 +23,8 @@ def _of_mixer(mixer: Mixer) -> Iterator[str]:
         return
     if mixer.visibility.indexer is not None:
         yield "an indexer (DeepSeek sparse attention)"
-    if mixer.visibility.chunk_tokens is not None:
-        yield "chunked attention"
+    if isinstance(mixer, MultiHeadLatentAttention) and mixer.visibility.limit_tokens is not None:
+        yield "windows of latent attention"
     if isinstance(mixer, GroupedQueryAttention):
         if mixer.rotated_size == 0:
             yield "attention without positions"

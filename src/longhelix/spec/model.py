@@ -103,6 +103,19 @@ class ModelSpec:
         changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
+    @cached_property
+    def views(self) -> tuple[Visibility, ...]:
+        """What rows see in layers with a limit: each window, and each size of chunks, once."""
+        seen = (layer.attention.visibility for layer in self.layers if layer.attention is not None)
+        return tuple(dict.fromkeys(each for each in seen if each.limit_tokens is not None))
+
+    def view_of(self, layer: int) -> int | None:
+        """Which of `views` a layer has. None: its rows see everything."""
+        attention = self.layers[layer].attention
+        if attention is None or attention.visibility.limit_tokens is None:
+            return None
+        return self.views.index(attention.visibility)
+
     # Layers with attention are alike but for what their rows see, and so are FFNs of one kind: what follows asks the
     # first of them.
 

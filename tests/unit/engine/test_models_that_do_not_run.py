@@ -8,11 +8,9 @@ from safetensors.numpy import save_file
 
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.resolution import _max_model_len, resolve
+from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
-from longhelix.spec import Visibility
 from longhelix.spec.layout import Layout
-from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
 
@@ -30,15 +28,3 @@ def test_a_model_with_missing_parts_is_refused_with_their_names(tmp_path):
         "longhelix cannot run this gpt_oss model, because these parts are not implemented: attention sinks, the "
         "activation clamped_swiglu, experts with biases. `longhelix plan` can plan for it"
     )
-
-
-@pytest.mark.parametrize("full_layers", [(), (1,)])
-def test_a_window_in_some_layers_is_refused_like_one_in_all(full_layers):
-    sizes = {"num_layers": 2, "hidden_size": 64, "num_query_heads": 4, "num_kv_heads": 2, "head_size": 16}
-    sizes |= {"ffn_size": 32, "vocab_size": 100, "max_positions": 4096}
-    spec = toy_model("mistral", **sizes, visibility=Visibility(window_tokens=100), full_layers=full_layers)
-    for asked in (None, 101):
-        with pytest.raises(UserError, match="sliding window of 100 tokens, which longhelix does not support"):
-            _max_model_len(spec, asked)
-    assert _max_model_len(spec, 100) == 100
-    assert _max_model_len(spec.without_windows(), None) == 4096

@@ -32,7 +32,7 @@ ONE = {"dp": 1, "kvp": 1, "tpa": 1, "tpf": 1, "ep": 1, "pp": 1, "ffn_replicas": 
 
 
 def test_a_model_that_is_only_planned_keeps_the_planned_length_in_its_file():
-    """Its sliding window limits nothing: longhelix does not run it anyway, and the file says so."""
+    """Longhelix does not run it anyway, and the file says so."""
     found = runnable(deployment(load_model("gpt-oss-120b"), device="cuda", context=100_000, tpa=8, tpf=8))
     assert found.settings["max_model_len"] == 100_000
     assert any("cannot run it" in sentence for sentence in found.missing)
@@ -228,13 +228,13 @@ def test_a_family_that_is_planned_alone_is_said_not_to_run():
     )
 
 
-def test_windows_bound_the_length():
+def test_windows_do_not_bound_the_length():
     model = with_attention(replace(SMOL, architecture="mistral"), visibility=Visibility(window_tokens=4096))
     found = runnable(deployment(model))
-    assert (found.settings["max_model_len"], found.settings["kv_cache_tokens"]) == (4096, 4096)
+    assert (found.settings["max_model_len"], found.settings["kv_cache_tokens"]) == (8192, 8192)
     assert found.missing == (
-        "the model attends within a sliding window of 4096 tokens, which longhelix does not run yet: requests may "
-        "have up to 4096 tokens instead of 8192",
+        "layers with a window keep the KV of all tokens in longhelix, so the KV cache holds fewer requests than "
+        "planned",
     )
 
 

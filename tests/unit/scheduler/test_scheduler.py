@@ -220,7 +220,7 @@ class FakeRunner:
             self.pools[target.owner] |= dict(enumerate(found, target.id * block_tokens))
 
     def widen(self, widened) -> None:
-        """Blocks in the middle of a sequence become others; each rank finds the place of a new one among its own."""
+        """Blocks in the middle of a sequence become others."""
         seq = self.replicas[widened.id]
         moved = {move.source: move.target for move in widened.moves}
         assert len(moved) == len(widened.moves)
@@ -228,7 +228,7 @@ class FakeRunner:
         seq.blocks = [moved.get(block, block) for block in seq.blocks]
         seq.new, seq.striped = structs.replace(seq.new, blocks_per_rank=widened.blocks_per_rank), True
         for move in widened.moves:
-            assert [block for block in seq.blocks if block.owner == move.target.owner][move.place] == move.target
+            assert seq.blocks[move.place] == move.target
         assert widened.moves == tuple(sorted(widened.moves, key=lambda move: seq.blocks.index(move.target)))
         self.moved_blocks[widened.id] = self.moved_blocks.get(widened.id, 0) + len(moved)
 

@@ -38,7 +38,7 @@ def test_the_largest_request_of_a_full_rank_gives_its_last_full_blocks(depth):
     (widened,) = run(engine, *ASKED)
     assert widened.id == 0
     assert [(move.source.owner, move.target.owner, move.place) for move in widened.moves] == [
-        (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1),
+        (0, 1, 5), (0, 1, 6), (0, 2, 7), (0, 2, 8),
     ]  # fmt: skip
     assert widened.blocks_per_rank == (6, 2, 2)
     assert engine.usages[0].kv_tokens_per_rank == (23, 8, 8)

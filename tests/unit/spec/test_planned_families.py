@@ -118,7 +118,6 @@ MISSING = {
     "glm4_moe": ["rotation of a part of each head"],
     "gpt_oss": ["attention sinks", "the activation clamped_swiglu", "experts with biases"],
     "llama4_text": [
-        "chunked attention",
         "L2 norms of queries and keys",
         "attention without positions",
         "a temperature that depends on positions",

@@ -20,7 +20,8 @@ class Extent:
 
 class BlockArena:
     """One run of memory that never moves, `blocks_X`, with an extent of ids for each sequence, in position order;
-    `extents` says where each begins and ends.
+    `extents` says where each begins and ends. Beside each id lies the block's *place*: which of the sequence's blocks
+    it is, counted over all KVP ranks.
 
     Extents are opened one behind the other, with room for all that their sequences may ever need; at the end of the
     memory those that live move together. Together they have at most `num_ids` ids, and the memory has room for twice
@@ -33,6 +34,8 @@ class BlockArena:
         self.blocks_X = self._host_X.to(device)
         self._ids: NDArray[np.int64] = self._host_X.numpy()
         self.ids_address = self._host_X.data_ptr()
+        self._places: NDArray[np.int64] = np.zeros(2 * num_ids, np.int64)
+        self.places_address = self._places.ctypes.data
         self.extents = Lines(2)
         self._live: dict[Extent, None] = {}
         self._tail = 0
@@ -53,8 +56,10 @@ class BlockArena:
         del self._live[extent]
         self.extents.give_back(extent.line)
 
-    def append(self, extent: Extent, ids: Sequence[int] | NDArray[np.int64]) -> None:
-        """Add block ids at the end of an extent."""
+    def append(
+        self, extent: Extent, ids: Sequence[int] | NDArray[np.int64], places: Sequence[int] | NDArray[np.int64]
+    ) -> None:
+        """Add block ids, and their places, at the end of an extent."""
         if not len(ids):
             return
         begin, start = self.extents.values[extent.line].tolist()
@@ -62,12 +67,21 @@ class BlockArena:
         assert end - begin <= extent.room
         self.extents.values[extent.line, 1] = end
         self._ids[start:end] = ids
+        self._places[start:end] = places
         self._publish(start, end)
 
     def ids(self, extent: Extent) -> NDArray[np.int64]:
         """A sequence's block ids, on the host."""
         begin, end = self.extents.values[extent.line].tolist()
         return self._ids[begin:end]
+
+    def places(self, extent: Extent) -> NDArray[np.int64]:
+        """The places of a sequence's blocks, which ascend."""
+        return self.places_between(*self.extents.values[extent.line].tolist())
+
+    def places_between(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The places of the blocks in a part of the memory."""
+        return self._places[begin:end]
 
     def ids_at(self, places_b: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids at these places of the memory; at a place outside of it, any."""
@@ -76,9 +90,10 @@ class BlockArena:
     def _compact(self) -> None:
         self._tail = 0
         for extent in self._live:
-            ids = self.ids(extent)
+            ids, places = self.ids(extent), self.places(extent)
             self.extents.values[extent.line] = self._tail, self._tail + len(ids)
             self.ids(extent)[:] = ids
+            self.places(extent)[:] = places
             self._tail += extent.room
         self._publish(0, self._tail)
 

@@ -25,9 +25,11 @@ class Attention(nn.Module):
         mesh: Mesh,
         weights: Weights,
         prefix: str,
+        view: int | None,
         spans: Spans = UNTRACED,
     ) -> None:
         super().__init__()
+        self.view = view
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mesh = mesh
         self.spans = spans
@@ -59,10 +61,20 @@ class Attention(nn.Module):
         )
         self.spans.end(span)
         if batch.shared is not None:
-            out_TnC = attend_and_meet(q_tqC, kv, batch, batch.shared, self.scale, partial_attention, self.spans)
+            out_TnC = attend_and_meet(
+                q_tqC, kv, batch, batch.shared, self.scale, partial_attention, self.view, self.spans
+            )
         else:
             out_TnC = attend_and_exchange(
-                q_tqC, kv, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, partial_attention, self.spans
+                q_tqC,
+                kv,
+                batch,
+                self.scale,
+                self.mesh.kvp,
+                self.merged_heads_per_rank,
+                partial_attention,
+                self.view,
+                self.spans,
             )
         span = self.spans.follow("merge and output projection")
         if self.mesh.layout.ffn_replicas > 1 and batch.shared is None:

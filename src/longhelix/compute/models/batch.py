@@ -39,15 +39,16 @@ class Batch:
 
     All integers are int64. token_ids_T. holders: which ranks have which rows; None if all ranks have all rows. cos_tR,
     sin_tR: rotation of each row (float32). slots_t: where the KV of a row goes in this rank's pool, -1 if another rank
-    owns it. limits_t: how many local tokens of its request a row sees. row_starts_b: (b + 1) first rows. blocks_X:
-    local KV blocks of all live sequences. extents_b2: where those of each of the b sequences begin and end there.
-    max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts: those of the
-    step. padding_T: which rows stand for none (bool); None if all are rows of sequences. shared: where KVP instances
-    have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange those that
-    `holders` says. images: the rows that images fill, on ranks of stages that take these; None: there are none. stays:
-    later steps with as many rows have the same tensors, and write over what is in them. shards: hidden states are
-    token shards between products; None: all ranks have all rows of them. pass_shards: a compiler pass makes them such
-    shards: layers have what it needs to see, norms as ops of their own, and experts with token shards.
+    owns it. limits_t: the local token of its request after the last one that a row sees. row_starts_b: (b + 1) first
+    rows. blocks_X: local KV blocks of all live sequences. extents_b2: where those of each of the b sequences begin and
+    end there. max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts:
+    those of the step. padding_T: which rows stand for none (bool); None if all are rows of sequences. shared: where KVP
+    instances have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange
+    those that `holders` says. images: the rows that images fill, on ranks of stages that take these; None: there are
+    none. stays: later steps with as many rows have the same tensors, and write over what is in them. shards: hidden
+    states are token shards between products; None: all ranks have all rows of them. pass_shards: a compiler pass makes
+    them such shards: layers have what it needs to see, norms as ops of their own, and experts with token shards.
+    firsts: by view of the model (`ModelSpec.views`), the first local token that each row sees.
     """
 
     token_ids_T: Tensor
@@ -69,6 +70,7 @@ class Batch:
     stays: bool = False
     shards: TokenShards | None = None
     pass_shards: TokenShards | None = None
+    firsts: tuple[Tensor, ...] = ()
 
     @property
     def alone(self) -> bool:
@@ -84,6 +86,10 @@ class Batch:
     def own_rows(self, hidden_TH: Tensor) -> Tensor:
         """hidden_tH: the rows whose queries, keys and values this rank computes."""
         return hidden_TH if self.holders is None else take_rows(hidden_TH, self.holders.rows_t)
+
+    def firsts_of(self, view: int | None) -> Tensor | None:
+        """The first local token that each row sees in layers of a view. None: token 0."""
+        return None if view is None else self.firsts[view]
 
     def cut(self) -> "list[Attended]":
         """The parts that attend one after the other: `parts` ranges of all T rows, as even as can be, the same on every

@@ -25,7 +25,7 @@ class Layer(nn.Module):
         self.spans = spans
         prefix = f"layers.{index}."
         attention = Attention if spec.mla is None else LatentAttention
-        self.attention = attention(spec, mesh, weights, prefix, spans)
+        self.attention = attention(spec, mesh, weights, prefix, spec.view_of(index), spans)
         ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
         self.ffn = ffn(spec, mesh, weights, prefix)
 

@@ -51,10 +51,12 @@ class LatentAttention(nn.Module):
         mesh: Mesh,
         weights: Weights,
         prefix: str,
+        view: int | None,
         spans: Spans = UNTRACED,
     ) -> None:
         super().__init__()
         assert spec.mla is not None
+        assert view is None, "missing_parts names windows of latent attention"
         layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
         self.mla = spec.mla
         self.mesh = mesh
@@ -96,10 +98,10 @@ class LatentAttention(nn.Module):
         self.spans.end(span)
         attend = partial(self._attend, values)
         if batch.shared is not None:
-            out_TnX = attend_and_meet(q_tqC, latent, batch, batch.shared, self.scale, attend, self.spans)
+            out_TnX = attend_and_meet(q_tqC, latent, batch, batch.shared, self.scale, attend, spans=self.spans)
         else:
             out_TnX = attend_and_exchange(
-                q_tqC, latent, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend, self.spans
+                q_tqC, latent, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend, spans=self.spans
             )
         span = self.spans.follow("merge and output projection")
         out_TnC = out_TnX if values else torch.einsum("tqz,qcz->tqc", out_TnX, self.value_up_qCZ[self.merged])
@@ -153,6 +155,7 @@ class LatentAttention(nn.Module):
         scale: float,
         max_rows: int,
         most_tokens: int,
+        firsts_t: None,
     ) -> tuple[Tensor, Tensor]:
         """out_tqC (values) and lse_tq of all held heads. Sequences of many rows attend directly, the others
         absorbed."""

@@ -21,7 +21,7 @@ from longhelix.compute.parallel.meetings import Shared
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.config import takes_images
 from longhelix.compute.runner.decode_rows import DecodeRows
-from longhelix.compute.runner.row_memory import RowMemory, RowParts, RowTensors
+from longhelix.compute.runner.row_memory import RowMemory, RowParts, RowTensors, first_local, first_seen
 from longhelix.compute.runner.sequence_state import HELD, SequenceState, by_instances, token_ids
 from longhelix.scheduler.step import Chunk, Step
 from longhelix.spec import ModelSpec
@@ -31,11 +31,13 @@ _MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from th
 
 
 class _ChunkRows(NamedTuple):
-    """Rows of a prompt that attend here. int64. positions_3T: by axis, or without images in the prompt those of one."""
+    """Rows of a prompt that attend here. int64. positions_3T: by axis, or without images in the prompt those of one.
+    firsts: by view."""
 
     positions_3T: NDArray[np.int64]
     slots: NDArray[np.int64]
     limits: NDArray[np.int64]
+    firsts: tuple[NDArray[np.int64], ...]
 
 
 class Batches:
@@ -62,7 +64,8 @@ class Batches:
         self._sequences, self._numbers, self._arena, self._given_rows = sequences, numbers, arena, image_rows
         self._device = arena.blocks_X.device
         self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
-        self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, spec.rotated_size // 2)
+        self._views = spec.views
+        self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, spec.rotated_size // 2, self._views)
         self._axes_R = torch.tensor(spec.rope.axes, dtype=torch.int64, device=self._device)
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
 
@@ -84,7 +87,7 @@ class Batches:
 
     def _new_decode_batch(self, tensors: RowTensors, held: bytes, most_tokens: int, parts: int) -> Batch:
         """held: which KVP ranks hold KV for which row; empty if all do for all rows."""
-        token_ids_B, _, slots_b, limits_b, row_starts_b, extents_b2 = tensors.rows
+        token_ids_B, _, slots_b, limits_b, row_starts_b, extents_b2, firsts = tensors.rows
         return Batch(
             token_ids_T=token_ids_B,
             holders=self._holders(np.frombuffer(held, np.bool_)) if held else None,
@@ -100,6 +103,7 @@ class Batches:
             most_tokens=most_tokens,
             parts=parts,
             stays=True,
+            firsts=firsts,
         )
 
     def _mixed_batch(self, step: Step, decoding: DecodeRows, decodes: RowParts) -> Batch:
@@ -109,13 +113,14 @@ class Batches:
         lengths = [len(some.limits) for some in chunks if len(some.limits)]
         ends = len(decodes.limits_b) + np.cumsum(lengths, dtype=np.int64)
         extents = [self._arena.extents.values[seq.extent.line] for seq in prompts if self._kvp_rank in seq.holders]
-        token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X = self._on_device(
+        token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X, *firsts = self._on_device(
             tokens,
             [decodes.positions_b, *(some.positions_3T[0] for some in chunks)],
             [decodes.slots_b, *(some.slots for some in chunks)],
             [decodes.limits_b, *(some.limits for some in chunks)],
             [decodes.row_starts_b, ends],
             [decodes.extents_b2.reshape(-1), *extents],
+            *([decodes.firsts[view], *(some.firsts[view] for some in chunks)] for view in range(len(self._views))),
         )
         frequencies = self._frequencies_of(decoding, prompts, lengths)
         turns = rotation(positions_t, frequencies, self._spec.rope.attention_factor)
@@ -138,6 +143,7 @@ class Batches:
             parts=step.work.parts,
             shared=self._shared(step, decoding) if step.instances else None,
             images=self._image_rows(step, len(decoding)),
+            firsts=tuple(firsts),
         )
 
     def _turn_by_axes(
@@ -234,7 +240,8 @@ class Batches:
         seq.add_blocks(chunk.new_blocks, self._kvp_rank)
         seq.length = stop
         if self._kvp_rank not in seq.holders:
-            return _ChunkRows(np.zeros((1, 0), np.int64), *[np.zeros(0, np.int64)] * 2)
+            empty = np.zeros(0, np.int64)
+            return _ChunkRows(empty[None], empty, empty, (empty,) * len(self._views))
         positions = np.arange(start, stop)
         mine = np.array(owners)[positions // self._block_tokens - start // self._block_tokens] == self._kvp_rank
         limits = seq.local_length + mine.cumsum()
@@ -246,7 +253,9 @@ class Batches:
         slots = np.where(mine, block * self._block_tokens + local_index % self._block_tokens, -1)
         seq.local_length = int(limits[-1])
         by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
-        return _ChunkRows(by_axes, slots, limits)
+        places = self._arena.places(seq.extent)
+        firsts = [first_local(places, first_seen(view, positions), self._block_tokens) for view in self._views]
+        return _ChunkRows(by_axes, slots, limits, tuple(firsts))
 
     def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
         """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the

@@ -103,6 +103,7 @@ class _Inputs:
             parts=bucket.parts,
             padding_T=torch.ones(rows, dtype=torch.bool, device=hidden_TH.device),
             shared=batch.shared,
+            firsts=tuple(firsts_t.new_empty(own_rows) for firsts_t in batch.firsts),
         )
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
 
@@ -119,6 +120,8 @@ class _Inputs:
         own.sin_tR[at_t] = batch.sin_tR
         own.slots_t.fill_(-1)[at_t] = batch.slots_t
         own.limits_t.zero_()[at_t] = batch.limits_t
+        for own_t, firsts_t in zip(own.firsts, batch.firsts, strict=True):
+            own_t.zero_()[at_t] = firsts_t
         own.extents_b2.zero_()
         if own.max_rows == 1:
             own.extents_b2[at_t] = batch.extents_b2

@@ -1,5 +1,6 @@
 """What rows of decodes are made of: one memory, written by one call in every step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from longhelix.compute.cache.lines import Lines
 from longhelix.compute.kernels import native
 from longhelix.compute.runner.decode_rows import DecodeRows
 from longhelix.compute.runner.sequence_state import EXTENT, HELD, LAST_OWNER, LAST_TOKEN, LENGTH, LOCAL_LENGTH, SHIFT
+from longhelix.spec.attention import Visibility
 
 
 class RowParts(NamedTuple):
@@ -28,18 +30,21 @@ class RowParts(NamedTuple):
     limits_b: Any
     row_starts_b: Any
     extents_b2: Any
+    firsts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, memory_X: Any, rows: int, held: int) -> "RowParts":
+    def of(cls, memory_X: Any, rows: int, held: int, num_views: int) -> "RowParts":
         """As `advance` writes them, each with room for all rows."""
         tokens, positions, slots, limits, starts, extents = (memory_X[place * rows :] for place in range(6))
         parts = tokens[:rows], positions[:held], slots[:held], limits[:held], starts[: held + 1]
-        return cls(*parts, extents[1 : 1 + 2 * held].reshape(held, 2))
+        starts_of_views = (cls.size(rows, view) for view in range(num_views))
+        firsts = tuple(memory_X[start : start + held] for start in starts_of_views)
+        return cls(*parts, extents[1 : 1 + 2 * held].reshape(held, 2), firsts)
 
     @staticmethod
-    def size(rows: int) -> int:
+    def size(rows: int, num_views: int) -> int:
         """How many integers there are."""
-        return 7 * rows + 1
+        return (7 + num_views) * rows + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +60,33 @@ class RowMemory:
     """Lets sequences go on by a token, all at once, and keeps what their rows are made of. The next step writes over
     it.
 
-    numbers: of the sequences. num_pairs: R of the rotation.
+    Args:
+        numbers: those of the sequences.
+        arena: their blocks here.
+        kvp_rank: this rank.
+        block_tokens: tokens of a KV block.
+        num_pairs: R of the rotation.
+        views: what rows see in layers with a limit.
     """
 
-    def __init__(self, numbers: Lines, arena: BlockArena, kvp_rank: int, block_tokens: int, num_pairs: int) -> None:
-        self._numbers, self._arena = numbers, arena
+    def __init__(
+        self,
+        numbers: Lines,
+        arena: BlockArena,
+        kvp_rank: int,
+        block_tokens: int,
+        num_pairs: int,
+        views: Sequence[Visibility] = (),
+    ) -> None:
+        self._numbers, self._arena, self._views = numbers, arena, views
+        self._limits_V2 = np.array([[view.window_tokens or 0, view.chunk_tokens or 0] for view in views], np.int64)
         self._kvp_rank, self._block_tokens, self._num_pairs = kvp_rank, block_tokens, num_pairs
         self._take(8)
 
     @torch.inference_mode()  # as what else a step has is made: compiled graphs are for tensors of one kind
     def _take(self, most_rows: int) -> None:
         self._most_rows, device = most_rows, self._arena.blocks_X.device
-        self._host_X = torch.zeros(RowParts.size(most_rows), dtype=torch.int64)
+        self._host_X = torch.zeros(RowParts.size(most_rows, len(self._views)), dtype=torch.int64)
         self._device_X = self._host_X.to(device)
         self._turns_2X = torch.zeros(2, most_rows * self._num_pairs, device=device)
         self._tensors = lru_cache(64)(self._new_tensors)
@@ -89,25 +109,28 @@ class RowMemory:
             len(decoding),
             self._arena.extents.address,
             self._arena.ids_address,
+            self._arena.places_address,
             self._block_tokens,
             self._kvp_rank,
+            self._limits_V2.ctypes.data,
+            len(self._views),
             self._host_X.data_ptr(),
         )
 
     def arrays(self, rows: int, held: int) -> RowParts:
         """Of the last step, on the host."""
-        return RowParts.of(self._host_X.numpy(), rows, held)
+        return RowParts.of(self._host_X.numpy(), rows, held, len(self._views))
 
     def tensors(self, rows: int, held: int) -> RowTensors:
         """Of the last step, where it runs; cosines and sines are not written yet."""
         if self._device_X is not self._host_X:
-            size = RowParts.size(rows)
+            size = RowParts.size(rows, len(self._views))
             self._device_X[:size] = self._host_X[:size]
         return self._tensors(rows, held)
 
     def _new_tensors(self, rows: int, held: int) -> RowTensors:
         turns_2bR = self._turns_2X[:, : held * self._num_pairs].unflatten(1, (held, self._num_pairs))
-        return RowTensors(RowParts.of(self._device_X, rows, held), *turns_2bR)
+        return RowTensors(RowParts.of(self._device_X, rows, held, len(self._views)), *turns_2bR)
 
     def _advance(self, lines_B: NDArray[np.int64]) -> tuple[int, bool]:
         """As csrc/advance.hpp, where that was not built."""
@@ -128,4 +151,25 @@ class RowMemory:
         # Of rows whose KV goes elsewhere the place may be anything.
         ids_b = self._arena.ids_at(parts.extents_b2[:, 0] + block_b)
         parts.slots_b[:] = np.where(mine_b, ids_b * self._block_tokens + offset_b, -1)
+        for view, firsts_b in zip(self._views, parts.firsts, strict=True):
+            seen_b = first_seen(view, now_bC[:, LENGTH])
+            for row, (begin, end) in enumerate(parts.extents_b2.tolist()):
+                places = self._arena.places_between(begin, end)
+                firsts_b[row] = first_local(places, seen_b[row : row + 1], self._block_tokens)[0]
         return len(now_bC), bool(held_BN.all())
+
+
+def first_seen(view: Visibility, positions_T: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first positions that rows at these positions see, in a layer with a limit."""
+    if view.window_tokens is not None:
+        return np.maximum(positions_T + 1 - view.window_tokens, 0)
+    assert view.chunk_tokens is not None
+    return positions_T // view.chunk_tokens * view.chunk_tokens
+
+
+def first_local(places: NDArray[np.int64], positions_T: NDArray[np.int64], block_tokens: int) -> NDArray[np.int64]:
+    """How many of a sequence's tokens before each position lie here, in blocks at these places."""
+    block_T, offset_T = np.divmod(positions_T, block_tokens)
+    before_T = places.searchsorted(block_T)
+    is_here_T = np.append(places, -1)[before_T] == block_T
+    return before_T * block_tokens + np.where(is_here_T, offset_T, 0)

@@ -84,6 +84,7 @@ class SequenceState:
         self.last_owner, self.last_token = -1, new.last_token or 0
         numbers.values[self.line, SHIFT] = shift(new.images)
         self._arena = arena
+        self._num_blocks = 0  # on all KVP ranks
 
     @property
     def holders(self) -> set[int]:
@@ -105,6 +106,8 @@ class SequenceState:
         blocks = self.new.cached_blocks
         self.add_blocks(blocks, kvp_rank)
         self.length = self.new.cached_tokens
+        # An instance that takes part from now on hears of the last block alone.
+        self._num_blocks = -(-self.length // block_tokens)
         missing = len(blocks) * block_tokens - self.length if self.last_owner == kvp_rank else 0
         self.local_length = len(self._arena.ids(self.extent)) * block_tokens - missing
 
@@ -116,14 +119,15 @@ class SequenceState:
         """Blocks that move leave this rank or come to it. They are full, and local order follows position as before."""
         left = [move.source.id for move in widened.moves if move.source.owner == kvp_rank]
         come = [move for move in widened.moves if move.target.owner == kvp_rank]
-        ids = self._arena.ids(self.extent)
-        ids = ids[~np.isin(ids, left)]
-        # Each goes before what will lie behind it, counted without those that have come.
-        before = [move.place - earlier for earlier, move in enumerate(come)]
+        ids, places = self._arena.ids(self.extent), self._arena.places(self.extent)
+        stays = ~np.isin(ids, left)
+        ids, places, new_places = ids[stays], places[stays], [move.place for move in come]
+        before = places.searchsorted(new_places)
         ids = np.insert(ids, before, [move.target.id for move in come])
+        places = np.insert(places, before, new_places)
         self._arena.close(self.extent)
         self._open(widened.blocks_per_rank[kvp_rank])
-        self._arena.append(self.extent, ids)
+        self._arena.append(self.extent, ids, places)
         self._hold(move.target.owner for move in widened.moves)
         self.local_length += (len(come) - len(left)) * block_tokens
 
@@ -131,7 +135,9 @@ class SequenceState:
         if blocks:
             self.last_owner = blocks[-1].owner
         self._hold(block.owner for block in blocks)
-        self._arena.append(self.extent, [block.id for block in blocks if block.owner == kvp_rank])
+        own = [(block.id, place) for place, block in enumerate(blocks, self._num_blocks) if block.owner == kvp_rank]
+        self._arena.append(self.extent, [id for id, _ in own], [place for _, place in own])
+        self._num_blocks += len(blocks)
 
     def _open(self, room: int) -> None:
         self.extent: Extent = self._arena.open(room)

@@ -87,14 +87,15 @@ _VARYING = ("cos_tR", "sin_tR", "slots_t", "limits_t", "row_starts_b", "extents_
 
 
 def _inputs(batch: Batch) -> list[Tensor]:
-    return [getattr(batch, name) for name in _VARYING]
+    return [*(getattr(batch, name) for name in _VARYING), *batch.firsts]
 
 
 def _own(batch: Batch) -> Batch:
     """The same batch in memory that stays."""
     own = batch
     if not batch.stays:
-        own = replace(batch, **{name: getattr(batch, name).clone() for name in _VARYING})
+        firsts = tuple(firsts_t.clone() for firsts_t in batch.firsts)
+        own = replace(batch, firsts=firsts, **{name: getattr(batch, name).clone() for name in _VARYING})
     if batch.holders is None:
         return own
     rows_t, places_NT = batch.holders.rows_t.clone(), batch.holders.places_NT.clone()

@@ -45,7 +45,7 @@ class Arena(RuleBasedStateMachine):
         count = data.draw(st.integers(0, extent.room - len(self.expected[extent])))
         ids = list(range(self.next_id, self.next_id + count))
         self.next_id += count
-        self.arena.append(extent, ids)
+        self.arena.append(extent, ids, [2 * id for id in ids])
         self.expected[extent] += ids
 
     @rule(extent=consumes(extents))
@@ -58,6 +58,7 @@ class Arena(RuleBasedStateMachine):
         assert self.arena.blocks_X.data_ptr() == self.address
         for extent, ids in self.expected.items():
             assert listed(self.arena, extent) == self.arena.ids(extent).tolist() == ids
+            assert self.arena.places(extent).tolist() == [2 * id for id in ids]
 
 
 TestArena = Arena.TestCase
@@ -68,11 +69,11 @@ def test_a_copy_on_another_device_follows():
     arena = BlockArena(8, CPU)
     arena.blocks_X = arena.blocks_X.clone()  # as a GPU's
     first, second = arena.open(3), arena.open(5)
-    arena.append(first, [1, 2])
-    arena.append(second, [3, 4, 5])
+    arena.append(first, [1, 2], [0, 1])
+    arena.append(second, [3, 4, 5], [0, 1, 2])
     arena.close(first)
     for _ in range(5):  # at the third the memory is full
-        arena.append(opened := arena.open(3), [6, 7, 8])
+        arena.append(opened := arena.open(3), [6, 7, 8], [0, 1, 2])
         for extent, ids in ((second, [3, 4, 5]), (opened, [6, 7, 8])):
             assert listed(arena, extent) == ids
         arena.close(opened)
@@ -96,7 +97,7 @@ def test_no_more_ids_are_moved_than_there_was_room_opened_for(num_blocks, monkey
         while sum(extent.room for extent in live) + room > num_blocks:
             arena.close(live.pop(chance.randrange(len(live))))
         live.append(arena.open(room))
-        arena.append(live[-1], np.arange(room))
+        arena.append(live[-1], np.arange(room), np.arange(room))
         opened += room
     assert 0 < moved <= opened
 
@@ -104,13 +105,13 @@ def test_no_more_ids_are_moved_than_there_was_room_opened_for(num_blocks, monkey
 def test_a_short_sequence_beside_a_long_one_costs_its_own_blocks_alone(monkeypatch):
     """Neither memory nor what is written grows with the widest sequence times the number of sequences."""
     arena = BlockArena(700_000, CPU)
-    arena.append(arena.open(625_000), np.arange(625_000))
+    arena.append(arena.open(625_000), np.arange(625_000), np.arange(625_000))
     written = []
     monkeypatch.setattr(BlockArena, "_publish", lambda arena, start, stop: written.append(stop - start))
     rows = [arena.open(10) for _ in range(63)]
     for extent in reversed(rows):
-        arena.append(extent, [1])
-        arena.append(extent, [2])
+        arena.append(extent, [1], [0])
+        arena.append(extent, [2], [1])
     for extent in rows:
         arena.close(extent)
     assert written == [1] * 126

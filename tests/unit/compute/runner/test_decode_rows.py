@@ -15,12 +15,15 @@ from longhelix.compute.runner.sequence_state import SequenceState, sequence_numb
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import ImageSpan, SamplingParams
 from longhelix.scheduler.step import Move, NewSequence, Widened
+from longhelix.spec.attention import Visibility
 
 pytestmark = pytest.mark.unit
 
 needs_native = pytest.mark.skipif(native.module is None, reason="the native kernels were not built")
 
 BLOCK_TOKENS, RANKS, ROOM = 4, 3, 12
+WINDOW_TOKENS, CHUNK_TOKENS = 10, 7
+VIEWS = (Visibility(window_tokens=WINDOW_TOKENS), Visibility(chunk_tokens=CHUNK_TOKENS))
 
 
 @dataclass
@@ -42,6 +45,14 @@ class Plain:
             slot = block.id * BLOCK_TOKENS + self.length % BLOCK_TOKENS
         return self.length + self.shift, slot, owners.count(rank)
 
+    def firsts(self, rank):
+        """The first local token that the next row sees, by view: how many of those before it lie here."""
+        seen = self.length + 1 - WINDOW_TOKENS, self.length // CHUNK_TOKENS * CHUNK_TOKENS
+        return [
+            sum(self.blocks[position // BLOCK_TOKENS].owner == rank for position in range(max(first, 0)))
+            for first in seen
+        ]
+
     def ids(self, rank):
         return [block.id for block in self.blocks if block.owner == rank]
 
@@ -51,7 +62,7 @@ class Rank:
         self.rank = rank
         self.arena = BlockArena(8 * ROOM, torch.device("cpu"))  # so little that extents move
         self.numbers = sequence_numbers(RANKS)
-        self.memory = RowMemory(self.numbers, self.arena, rank, BLOCK_TOKENS, num_pairs=2)
+        self.memory = RowMemory(self.numbers, self.arena, rank, BLOCK_TOKENS, num_pairs=2, views=VIEWS)
         self.decoding = [DecodeRows(), DecodeRows()]  # of two microbatches
         self.sequences = {}
 
@@ -73,10 +84,12 @@ class Rank:
         found = rows.positions_b, rows.slots_b, rows.limits_b
         assert list(zip(*(some.tolist() for some in found), strict=True)) == expected
         assert rows.row_starts_b.tolist() == list(range(num_held + 1))
+        firsts = [[each.firsts(self.rank)[view] for each in held] for view in range(len(VIEWS))]
+        assert [firsts_b.tolist() for firsts_b in rows.firsts] == firsts
         for one, (begin, end) in zip(held, rows.extents_b2.tolist(), strict=True):
             assert self.arena.blocks_X[begin:end].tolist() == one.ids(self.rank)
         tensors = self.memory.tensors(len(plain), num_held)
-        for array, tensor in zip(rows, tensors.rows, strict=True):
+        for array, tensor in zip((*rows[:-1], *rows.firsts), (*tensors.rows[:-1], *tensors.rows.firsts), strict=True):
             assert np.array_equal(array, tensor)
         assert tensors.cos_bR.shape == tensors.sin_bR.shape == (num_held, 2)
         for one, (_, _, limit) in zip(held, expected, strict=True):
@@ -135,10 +148,7 @@ class Schedule:
             if self.chance.random() < 0.5:
                 after[index] = self.new_block((before[index].owner + self.chance.randint(1, 2)) % RANKS)
         changed = [index for index, block in enumerate(after) if block is not before[index]]
-        moves = tuple(
-            Move(before[index], after[index], sum(b.owner == after[index].owner for b in after[:index]))
-            for index in changed
-        )
+        moves = tuple(Move(before[index], after[index], index) for index in changed)
         one.blocks = after
         one.held |= {move.target.owner for move in moves}
         for rank in self.ranks:

@@ -37,7 +37,9 @@ pytestmark = pytest.mark.unit
 VOCAB, EOS, CPU = 11, (4,), torch.device("cpu")
 FOUND = Found("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
 OP_BY_OP = Execution.resolve(compile=False, replay=False, whole=False, found=FOUND)
-SPEC = SimpleNamespace(rope=RopeSpec(theta=10_000.0), rotated_size=8, vocab_size=VOCAB, vision=None, eos_token_ids=EOS)
+SPEC = SimpleNamespace(
+    rope=RopeSpec(theta=10_000.0), rotated_size=8, views=(), vocab_size=VOCAB, vision=None, eos_token_ids=EOS
+)
 
 
 class Model:

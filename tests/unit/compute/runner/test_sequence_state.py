@@ -31,8 +31,7 @@ def test_blocks_come_and_go_in_the_middle(owners, source, targets, missing):
             after[index] = Block((source + targets[index]) % 3, 200 + index)
     for index, block in enumerate(after):
         if block is not before[index]:
-            place = sum(earlier.owner == block.owner for earlier in after[:index])
-            moves.append(Move(before[index], block, place))
+            moves.append(Move(before[index], block, index))
     room = tuple(sum(block.owner == rank for block in after) for rank in range(3))
     length = len(owners) * BLOCK_TOKENS - missing
     for rank in range(3):
@@ -42,6 +41,7 @@ def test_blocks_come_and_go_in_the_middle(owners, source, targets, missing):
         seq.begin(rank, BLOCK_TOKENS)
         seq.widen(Widened(7, tuple(moves), room), rank, BLOCK_TOKENS)
         assert arena.ids(seq.extent).tolist() == [block.id for block in after if block.owner == rank]
+        assert arena.places(seq.extent).tolist() == [at for at, block in enumerate(after) if block.owner == rank]
         assert seq.extent.room == room[rank]
         assert seq.holders >= {block.owner for block in after}
         last = after[-1].owner == rank

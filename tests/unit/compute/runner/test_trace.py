@@ -86,7 +86,7 @@ def layer_of(parts):
     tracer, rank = Tracer(torch.device("cpu")), SlowRank(parts)
     group = RankGroup((0, 1), 0, rank, tracer)
     q_TqC = torch.arange(ROWS * HEADS * SIZE, dtype=torch.float32).view(ROWS, HEADS, SIZE)
-    out_TnC = attend_and_exchange(q_TqC, None, batch, 1.0, group, [2, 2], rank.attend, tracer)
+    out_TnC = attend_and_exchange(q_TqC, None, batch, 1.0, group, [2, 2], rank.attend, spans=tracer)
     return out_TnC, tracer.take(), group.waited_s
 
 
