@@ -25,7 +25,7 @@ class Attention(nn.Module):
         mesh: Mesh,
         weights: Weights,
         prefix: str,
-        view: int | None,
+        view: int | None = None,
         spans: Spans = UNTRACED,
     ) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         mesh: Mesh,
         weights: Weights,
         prefix: str,
-        view: int | None,
+        view: int | None = None,
         spans: Spans = UNTRACED,
     ) -> None:
         super().__init__()
