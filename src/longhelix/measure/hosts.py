@@ -194,15 +194,17 @@ class MeasuringHosts:
                 time.sleep(_POLL_S)
 
     def check_others(self) -> None:
-        """Raise EngineError or UserError if another host is gone, or has ended with an error."""
+        """Raise EngineError or UserError if another host is gone, or has ended with an error.
+
+        Asks the store every two seconds at most, because ranks measure meanwhile.
+        """
         if self._is_alone:
             raise EngineError("the connection to host 0 is lost: see what it has printed")
-        if self._store.has([_FAILED]):
-            raise self._failure()
         now_s = time.monotonic()
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + _BEAT_S
+        self._check_failure()
         for node in range(self.nnodes):
             signs = self._store.add(_signs_of(node), 0)
             if signs != self._signs[node]:
@@ -297,6 +299,7 @@ class MeasuringHosts:
         deadline_s = time.monotonic() + limit_s
         while not self._store.has(list(keys)):
             try:
+                self._check_failure()
                 self.check_others()
             except (EngineError, UserError):
                 if self._store.has(list(keys)):  # a host sets its last keys before it ends
@@ -306,6 +309,10 @@ class MeasuringHosts:
                 missing = dict.fromkeys(who for key, who in keys.items() if not self._store.has([key]))
                 raise UserError(f"{', '.join(missing)} {late} within {limit_s:.0f} s: {remedy}", "invalid_cluster")
             time.sleep(_POLL_S)
+
+    def _check_failure(self) -> None:
+        if self._store.has([_FAILED]):
+            raise self._failure()
 
     def _failure(self) -> EngineError | UserError:
         """Return the error with which another host has ended."""

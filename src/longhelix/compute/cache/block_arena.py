@@ -20,8 +20,8 @@ class Extent:
 
 class BlockArena:
     """One run of memory that never moves, `blocks_X`, with an extent of ids for each sequence, in position order;
-    `extents` says where each begins and ends. Beside each id lies the block's *place*: which of the sequence's blocks
-    it is, counted over all KVP ranks.
+    `extents` says where each begins and ends. The arena also keeps each block's *place*: its index among all blocks of
+    the sequence, those of other KVP ranks included.
 
     Extents are opened one behind the other, with room for all that their sequences may ever need; at the end of the
     memory those that live move together. Together they have at most `num_ids` ids, and the memory has room for twice

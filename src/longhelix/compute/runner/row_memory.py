@@ -170,6 +170,8 @@ def first_seen(view: Visibility, positions_T: NDArray[np.int64]) -> NDArray[np.i
 def first_local(places: NDArray[np.int64], positions_T: NDArray[np.int64], block_tokens: int) -> NDArray[np.int64]:
     """How many of a sequence's tokens before each position lie here, in blocks at these places."""
     block_T, offset_T = np.divmod(positions_T, block_tokens)
+    if not len(places):
+        return np.zeros_like(positions_T)
     before_T = places.searchsorted(block_T)
-    is_here_T = np.append(places, -1)[before_T] == block_T
+    is_here_T = places.take(before_T, mode="clip") == block_T  # beyond the last place, the block is a later one
     return before_T * block_tokens + np.where(is_here_T, offset_T, 0)

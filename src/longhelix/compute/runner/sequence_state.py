@@ -106,7 +106,7 @@ class SequenceState:
         blocks = self.new.cached_blocks
         self.add_blocks(blocks, kvp_rank)
         self.length = self.new.cached_tokens
-        # An instance that takes part from now on hears of the last block alone.
+        # Not the number of cached blocks: an instance that joins a running sequence gets only the last one of them.
         self._num_blocks = -(-self.length // block_tokens)
         missing = len(blocks) * block_tokens - self.length if self.last_owner == kvp_rank else 0
         self.local_length = len(self._arena.ids(self.extent)) * block_tokens - missing
