@@ -13,7 +13,9 @@ struct Advance {
     const std::int64_t* lines;  // of the B sequences
     std::int64_t num_rows;      // B
     const std::int64_t* bounds;  // by extent: where a sequence's blocks begin and end
-    const std::int64_t* blocks;  // ids of the blocks here
+    const std::int64_t* blocks;  // (G, group_stride): ids of the blocks here, by KV group
+    std::int64_t num_groups;     // G
+    std::int64_t group_stride;
     const std::int64_t* places;  // which of its sequence's blocks each of them is, counted over all KVP ranks
     std::int64_t block_tokens;
     std::int64_t kvp_rank;
@@ -26,12 +28,13 @@ struct Advance {
 
     // Every sequence goes on by a token. Writes B last tokens; then, of the b sequences that keep KV here, the position,
     // the slot and the limit of the next row, each with room for B; b + 1 first rows, with room for B + 1; and where
-    // their blocks begin and end; and for each view the first local token that the next row sees, with room for B.
+    // their blocks begin and end; and for each view the first local token that the next row sees, with room for B; and
+    // the slots in each group but the first one, with room for B.
     // Returns b, and whether all KVP ranks keep KV of all of them.
     std::pair<std::int64_t, bool> run() const {
         std::int64_t *tokens = rows, *positions = tokens + num_rows, *slots = positions + num_rows,
                      *limits = slots + num_rows, *starts = limits + num_rows, *extents = starts + num_rows + 1,
-                     *firsts = extents + 2 * num_rows;
+                     *firsts = extents + 2 * num_rows, *window_slots = firsts + num_views * num_rows;
         std::int64_t held = 0;
         bool everywhere = true;
         for (std::int64_t row = 0; row < num_rows; ++row) {
@@ -44,7 +47,10 @@ struct Advance {
             std::int64_t local = line[kLocalLength];
             bool mine = line[kLastOwner] == kvp_rank;
             positions[held] = position + line[kShift];
-            slots[held] = mine ? blocks[bound[0] + local / block_tokens] * block_tokens + local % block_tokens : -1;
+            slots[held] = mine ? slot(0, bound, local) : -1;
+            for (std::int64_t group = 1; group < num_groups; ++group) {
+                window_slots[(group - 1) * num_rows + held] = mine ? slot(group, bound, local) : -1;
+            }
             limits[held] = line[kLocalLength] = local + mine;
             starts[held] = held;
             extents[2 * held] = bound[0];
@@ -56,6 +62,12 @@ struct Advance {
         }
         starts[held] = held;
         return {held, everywhere};
+    }
+
+    // Where a sequence's local token is in the pool of a group.
+    std::int64_t slot(std::int64_t group, const std::int64_t* bound, std::int64_t local) const {
+        std::int64_t block = blocks[group * group_stride + bound[0] + local / block_tokens];
+        return block * block_tokens + local % block_tokens;
     }
 
     // The first position that a row sees.

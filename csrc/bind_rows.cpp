@@ -9,14 +9,17 @@ namespace longhelix {
 
 void bind_rows(nb::module_& module) {
     module.def("advance", [](Address numbers, std::int64_t columns, Address lines, std::int64_t num_rows, Address bounds,
-                             Address blocks, Address places, std::int64_t block_tokens, std::int64_t kvp_rank,
-                             Address limits_of_views, std::int64_t num_views, Address rows) {
+                             Address blocks, std::int64_t num_groups, std::int64_t group_stride, Address places,
+                             std::int64_t block_tokens, std::int64_t kvp_rank, Address limits_of_views,
+                             std::int64_t num_views, Address rows) {
         return Advance{at<std::int64_t>(numbers),
                        columns,
                        at<const std::int64_t>(lines),
                        num_rows,
                        at<const std::int64_t>(bounds),
                        at<const std::int64_t>(blocks),
+                       num_groups,
+                       group_stride,
                        at<const std::int64_t>(places),
                        block_tokens,
                        kvp_rank,

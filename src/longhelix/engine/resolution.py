@@ -93,8 +93,10 @@ def resolve(
         longest_tokens=longest_tokens,
         taken_bytes=2 * image_bytes,
     )
+    # What is swapped is swapped in all layers.
+    views = () if scheduler.swap_blocks else spec.views
     affordable = min(
-        affordable_blocks(spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler.block_tokens, *memory)
+        affordable_blocks(spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler, views, *memory)
         for memory in memories
     )
     sizes = affordable, scheduler.block_tokens, layout.kvp
@@ -115,7 +117,7 @@ def resolve(
         threads_per_rank=tuple(
             max(cores // len(ranks), 1) for cores, ranks in zip(places.cores, places.hosts.ranks, strict=True)
         ),
-        scheduler=scheduler.with_pools(held),
+        scheduler=scheduler.with_pools(held, scheduler.windows_of(views, held)),
         device=device,
         system=system,
         compile=compile,

@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from operator import attrgetter
 
@@ -75,7 +75,8 @@ class Admission:
                 "context_length_exceeded",
             )
         self._limits.check(request)
-        needed = blocks_needed(self.place(request), request.num_rows)
+        placement = self.place(request)
+        needed = blocks_needed(placement, request.num_rows)
         if max(needed) > self._config.num_blocks:
             block_tokens = self._config.block_tokens
             raise UserError(
@@ -84,6 +85,14 @@ class Admission:
                 f"at least {max(needed) * block_tokens * self._config.kvp}, or lower --max-new-tokens",
                 "kv_cache_exceeded",
             )
+        for window in self._pool.windows:
+            most = max(window.quota(needed, spread=placement.spread))
+            if most > window.num_blocks:
+                raise UserError(
+                    f"a request needs {most} KV blocks of a window on one rank, but a rank has {window.num_blocks}: "
+                    "raise --kv-cache-tokens",
+                    "kv_cache_exceeded",
+                )
 
     def push(self, job: Job, now_s: float, hashes: Items[bytes] = ()) -> None:
         """Queue a request. hashes: those of its first blocks, if they are known."""
@@ -184,6 +193,8 @@ class Admission:
         # Whichever ranks have them, it takes at least these blocks: mostly this is answer enough.
         if -(-len(request.prompt_token_ids) // block_tokens) - match.num_held > self._pool.available:
             return False
+        if self._pool.windows:  # it may begin with less
+            return True
         if not match.num_blocks:
             return self._fits_by_number(job, self._placement(request), Counter(), Counter(), alone=alone)
         owners, kept, unheld = match.counts()
@@ -227,15 +238,16 @@ class Admission:
         There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
         """
         request = job.request
-        placement, prefix = self._placed(job)
-        room, promised = self._room(job, placement, self._shared(prefix))
-        if not self._pool.fits(room, promised, self._pool.unheld(prefix.kept), alone=alone):
-            # A block that is copied takes the room of two, which a request that fills the pool does not have.
-            prefix = self._whole(prefix)
-            placement = self._placement_behind(prefix, request)
-            room, promised = self._room(job, placement, self._shared(prefix))
-            if not self._pool.fits(room, promised, self._pool.unheld(prefix.kept), alone=alone):
-                return None
+        for placement, prefix in self._beginnings(job):
+            shared = self._shared(prefix)
+            room, promised = self._room(job, placement, shared)
+            needed = [count + shared[rank] for rank, count in enumerate(promised)]
+            if self._pool.fits(room, promised, self._pool.unheld(prefix.kept), alone=alone) and self._pool.fits_windows(
+                needed, prefix, alone=alone, spread=placement.spread
+            ):
+                break
+        else:
+            return None
         clock = placement.start if self._config.own_clocks else 0  # of the ranks that sample its tokens
         if not self._guides.may_begin(request, clock):
             return None
@@ -250,7 +262,7 @@ class Admission:
         job.swapped_tokens += prefix.swapped_tokens(self._config.block_tokens)
         if self._cache is not None:
             self._cache.begin(seq, len(full_blocks))
-        blocks, copies = self._take_over(prefix, seq)
+        blocks, copies = self._take_over(prefix, seq, needed)
         new = NewSequence(
             request.id,
             request.sampling,
@@ -265,6 +277,18 @@ class Admission:
             images=request.images,
         )
         return Begun(seq, new, copies)
+
+    def _beginnings(self, job: Job) -> Iterator[tuple[Placement, Prefix]]:
+        """What a request may begin with, the best first."""
+        request, (placement, prefix) = job.request, self._placed(job)
+        yield placement, prefix
+        # A block that is copied takes the room of two, which a request that fills the pool does not have.
+        whole = self._whole(prefix, request)
+        if whole.num_tokens != prefix.num_tokens:
+            yield self._placement_behind(whole, request), whole
+        # Blocks of a window that it begins with take room beside those that it is promised.
+        if self._pool.windows and whole.num_tokens:
+            yield self._placement(request), NO_PREFIX
 
     def _shared(self, prefix: Prefix) -> Counter[int]:
         """How many full blocks of a prefix each rank has in its pool."""
@@ -282,10 +306,15 @@ class Admission:
         room = [most if rank in later else count for rank, count in enumerate(whole)]
         return room, [count - shared[rank] for rank, count in enumerate(wanted)]
 
-    def _whole(self, prefix: Prefix) -> Prefix:
+    def _whole(self, prefix: Prefix, request: Request) -> Prefix:
         """The prefix without a block that it does not fill."""
-        block_tokens = self._config.block_tokens
-        return prefix.cut(prefix.num_tokens // block_tokens * block_tokens, block_tokens)
+        num_tokens = prefix.num_tokens // self._config.block_tokens * self._config.block_tokens
+        return prefix if num_tokens == prefix.num_tokens else self._cut(prefix, request, num_tokens)
+
+    def _cut(self, prefix: Prefix, request: Request, most_tokens: int) -> Prefix:
+        """The longest part of a request's prefix that is there in all groups."""
+        prefix = prefix.cut(most_tokens, self._config.block_tokens)
+        return prefix if self._cache is None else self._cache.within_windows(request, prefix)
 
     def _placement_behind(self, prefix: Prefix, request: Request) -> Placement:
         """The request's own placement, which goes on after the blocks of a prefix."""
@@ -304,7 +333,7 @@ class Admission:
         placement = self._placement(request)
         if self._prefixes is None:
             return placement, NO_PREFIX
-        prefix = self._prefixes.find(request).cut(self._most_cached_tokens(job), self._config.block_tokens)
+        prefix = self._cut(self._prefixes.find(request), request, self._most_cached_tokens(job))
         if not prefix.blocks:
             return placement, NO_PREFIX
         continued = self._placement_behind(prefix, request)
@@ -325,20 +354,24 @@ class Admission:
         # One token is left, because its logits are wanted.
         return len(request.prompt_token_ids) - 1
 
-    def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[tuple[Block, ...], tuple[tuple[Block, Block], ...]]:
+    def _take_over(
+        self, prefix: Prefix, seq: Sequence, needed: Items[int]
+    ) -> tuple[tuple[Block, ...], tuple[tuple[Block, Block], ...]]:
         """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
-        copied, and what is swapped is swapped in. Returns its blocks and the copies."""
+        copied, and what is swapped is swapped in. needed: blocks that it is to have of each rank. Returns its blocks
+        and the copies."""
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         rest = prefix.blocks[len(full_blocks) :]
-        copied = [block for block in rest if isinstance(block, Block)]
+        copied = prefix.copied if any(isinstance(block, Block) for block in rest) else ()
         swapped = [block for block in rest if isinstance(block, Slot)]
-        for block in copied:
-            self._pool.borrow(block)
+        if copied:
+            self._pool.borrow(copied)
         blocks = self._pool.begin(seq, full_blocks)
+        self._pool.begin_windows(seq, needed, prefix)
         seq.length = prefix.num_tokens
         own = self._pool.take_needed(seq)
         self._pool.swaps.swap_in(swapped, own[: len(swapped)])
-        return blocks + own, tuple(zip(copied, own, strict=False))
+        return self._pool.as_sent(seq, blocks + own), tuple(zip(copied, self._pool.as_sent(seq, own), strict=False))
 
     def place(self, request: Request, start: int = 0, later: tuple[int, ...] = ()) -> Placement:
         """A request's own placement from a KVP rank on. later: see `Growing`."""

@@ -9,7 +9,9 @@ from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, by_rank, kept, set_hashes
+from longhelix.scheduler.kv.windows import WindowGroup, as_sent, passed
 from longhelix.scheduler.matches import Matches
+from longhelix.scheduler.prefix import Prefix
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.swaps import Swaps
 from longhelix.scheduler.turns import Turn
@@ -18,7 +20,8 @@ _UNKNOWN = Block(0, 0)
 
 
 class BlockPool:
-    """An allocator for each KVP rank, over one index of what is cached, and what is swapped of it.
+    """An allocator for each KVP rank, over one index of what is cached, and what is swapped of it. They are for layers
+    whose rows see everything; `windows` are the groups of others.
 
     swap_pays: whether a block whose first token is at that position is worth to be swapped. record: None: nobody
     records what can be found.
@@ -37,7 +40,7 @@ class BlockPool:
         self._chooses = not config.batch_invariant and not config.own_clocks
         self._spare = config.num_blocks // 100  # which admission leaves to requests that run, to grow into
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
-        self._borrowed: list[Block] = []
+        self._borrowed: list[tuple[Block, ...]] = []
         self.index: dict[bytes, Block] = {}
         self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays, record)
         evicted = self.swaps.evicted if config.swap_blocks else None
@@ -46,6 +49,9 @@ class BlockPool:
             for rank in range(config.kvp)
         ]
         self.matches = Matches(self.allocators, self.index, self.swaps.index)
+        self.windows = tuple(
+            WindowGroup(window, config.kvp, config.block_tokens, config.most_chunk_blocks) for window in config.windows
+        )
         self.swaps.watcher = self.matches
         for allocator in self.allocators:
             allocator.watcher = self.matches
@@ -100,6 +106,22 @@ class BlockPool:
             count + revived[rank] + spare <= self.allocators[rank].available for rank, count in enumerate(promised)
         )
 
+    def fits_windows(self, needed: Items[int], prefix: Prefix, *, alone: bool, spread: bool) -> bool:
+        """Whether there is room for a sequence in the groups with a limit. needed: the blocks of each rank that it is
+        to have in a group without one."""
+        return all(
+            window.fits(window.quota(needed, spread=spread), of_prefix, alone=alone)
+            for window, of_prefix in zip(self.windows, prefix.of_windows(len(self.windows)), strict=True)
+        )
+
+    def begin_windows(self, seq: Sequence, needed: Items[int], prefix: Prefix) -> None:
+        """A sequence has a prefix in the groups with a limit from now on, and promises."""
+        full, spread = prefix.num_tokens // self.block_tokens, seq.placement.spread
+        seq.windows = tuple(
+            window.begin(window.quota(needed, spread=spread), of_prefix, full)
+            for window, of_prefix in zip(self.windows, prefix.of_windows(len(self.windows)), strict=True)
+        )
+
     def make_room(self, seq: Sequence, room: list[int]) -> bool:
         """Let a sequence that runs come to have other numbers of blocks. False: the ranks cannot list so many."""
         listed = [count + more - less for count, more, less in zip(self._listed, room, seq.room, strict=True)]
@@ -142,16 +164,39 @@ class BlockPool:
         """See `growth.choose_ranks`. Where bits may not depend on the load, a sequence takes its ranks in turn; where
         ranks have clocks of their own, they are chosen before (`Instances`)."""
         if self._chooses:
-            choose_ranks(seq, num_blocks, self.allocators)
+            choose_ranks(seq, num_blocks, self.allocators, self.windows)
 
     def next_owner(self, seq: Sequence) -> int:
         """The KVP rank of the sequence's next block."""
         return seq.placement.next_owner(seq.last_owner, seq.num_blocks)
 
-    def take(self, seq: Sequence) -> Block | None:
-        """The sequence's next KV block. None: there is none for it."""
+    def pass_by(self, seq: Sequence) -> None:
+        """Take back the blocks that no coming row of the sequence sees."""
+        for window, held in zip(self.windows, seq.windows, strict=True):
+            window.pass_by(held, seq.known_length, spread=seq.placement.spread)
+
+    def tokens_within(self, seq: Sequence, num_tokens: int) -> int:
+        """Of a prompt's next tokens, at least one, those for which there are blocks in all groups with a limit."""
+        if not self.windows:
+            return num_tokens
+        num = -(-(seq.length + num_tokens) // self.block_tokens) - seq.num_blocks
+        shares = seq.placement.shares(seq.last_owner, seq.num_blocks, num) if num > 0 else ()
+        for window, held in zip(self.windows, seq.windows, strict=True):
+            room = window.room(held)
+            for rank, count, places in shares:
+                if count > room[rank]:
+                    num = min(num, places.start + room[rank] * (places.step or 1))
+                room[rank] = max(room[rank] - count, 0)
+        return min(num_tokens, (seq.num_blocks + max(num, 0)) * self.block_tokens - seq.length)
+
+    def take(self, seq: Sequence) -> tuple[Block, ...] | None:
+        """The sequence's next KV block, in each group. None: there is none for it."""
         owner = self.next_owner(seq)
         allocator = self.allocators[owner]
+        if self.windows:
+            self.pass_by(seq)
+            if not all(map(WindowGroup.has_room, self.windows, seq.windows, repeat(owner))):
+                return None
         if seq.promised[owner]:
             seq.promised[owner] -= 1
             block_id = allocator.take_reserved()
@@ -168,7 +213,7 @@ class BlockPool:
         block = Block(owner, block_id)
         if self._names:
             seq.unnamed.append(block)
-        return block
+        return block, *map(WindowGroup.take, self.windows, seq.windows, repeat(owner))
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
         """Those that the sequence needs at its length and does not have yet, which may be many."""
@@ -189,14 +234,30 @@ class BlockPool:
         seq.num_blocks += num
         if self._names:
             seq.unnamed.extend(blocks)
+        for window, held in zip(self.windows, seq.windows, strict=True):
+            for block in blocks:
+                window.take(held, block.owner)
         return tuple(blocks)
+
+    def as_sent(self, seq: Sequence, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+        """The last blocks of a sequence as steps have them, see `Step`."""
+        held = (tuple(held.blocks)[-len(blocks) :] if blocks else () for held in seq.windows)
+        return as_sent(blocks, [passed(blocks, each) for each in held])
 
     def release(self, seq: Sequence) -> None:
         """Take back all that a sequence has and was promised."""
         for rank, allocator in enumerate(self.allocators):
             self._listed[rank] -= seq.room[rank]
             allocator.release(seq.block_ids[rank], seq.promised[rank])
+        for window, held in zip(self.windows, seq.windows, strict=True):
+            window.release(held)
         seq.unnamed.clear()
+
+    def name_of(self, seq: Sequence, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
+        """Let a sequence's blocks that follow each other be found, in all groups. start: see `name`."""
+        self.name(blocks, hashes, start)
+        for window, held in zip(self.windows, seq.windows, strict=True):
+            window.name(held, start // self.block_tokens, hashes)
 
     def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
         """Let blocks that follow each other be found by their hashes. start: the position of their first token."""
@@ -217,19 +278,26 @@ class BlockPool:
         for allocator, ids in zip(self.allocators, by_rank(blocks, len(self.allocators)), strict=True):
             allocator.release(ids, 0)
 
-    def borrow(self, block: Block) -> None:
-        """Keep a block, which is copied in the next step, until that is made."""
-        self.share([block])
-        self._borrowed.append(block)
+    def borrow(self, blocks: tuple[Block, ...]) -> None:
+        """Keep a block, of all groups, which is copied in the next step, until that is made."""
+        self._share_each(blocks)
+        self._borrowed.append(blocks)
+
+    def _share_each(self, blocks: tuple[Block, ...]) -> None:
+        self.share(blocks[:1])
+        for window, block in zip(self.windows, blocks[1:], strict=True):
+            window.share([block])
 
     def give_back(self, turn: Turn) -> None:
         """What was borrowed of those who take the turn's step."""
         borrowed, self._borrowed = self._borrowed, []
-        for block in borrowed:  # one may have been borrowed more than once
-            if turn.has((block.owner,)):
-                self.unshare([block])
+        for blocks in borrowed:  # one may have been borrowed more than once
+            if turn.has((blocks[0].owner,)):
+                self.unshare(blocks[:1])
+                for window, block in zip(self.windows, blocks[1:], strict=True):
+                    window.unshare([block])
             else:
-                self._borrowed.append(block)
+                self._borrowed.append(blocks)
 
     def changes(self) -> CacheChanges:
         """What can be found, or no longer, since the last call. Somebody records it."""
@@ -242,3 +310,5 @@ class BlockPool:
         """Let all cached blocks be free."""
         for allocator in self.allocators:
             allocator.forget()
+        for window in self.windows:
+            window.forget()

@@ -1,13 +1,15 @@
 """The settings of the scheduler."""
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from longhelix.errors import UserError
 from longhelix.scheduler.kv.placement import Placement, make_placement, placement_by_length
+from longhelix.scheduler.kv.windows import KVWindow, span_blocks
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.request import MOST_TOKENS
+from longhelix.spec.attention import Visibility
 from longhelix.values import above_zero, flag, one_of, seconds, weight, whole
 
 DEFAULT_TBT_S = 0.08  # between tokens, where nobody asked for a time
@@ -16,6 +18,8 @@ DEFAULT_TBT_S = 0.08  # between tokens, where nobody asked for a time
 @dataclass(frozen=True)
 class SchedulerConfig:
     """`num_blocks` is each KVP rank's pool, `chunk_tokens` the most prompt tokens of one step over all requests.
+    windows: the groups of layers whose rows see only some tokens, each with pools of its own; `num_blocks` is then that
+    of the other layers.
 
     policy: which request goes first. adaptive: a step has as many prompt tokens as it can compute within
     `tbt_target_s`, or, where that is None, within 80 ms or twice what its decodes take alone. slo_scale: the deadline
@@ -50,6 +54,7 @@ class SchedulerConfig:
     swap_blocks: int = 0
     pp: int = 1
     own_clocks: bool = False
+    windows: tuple[KVWindow, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running", "pp"):
@@ -66,6 +71,8 @@ class SchedulerConfig:
                 "swap_tokens needs the prefix cache, which finds swapped KV: set prefix_cache to True, or leave "
                 "swap_tokens out"
             )
+        if self.swap_blocks and self.windows:
+            raise UserError("swap_tokens does not work with KV windows: leave swap_tokens out")
         if self.own_clocks and self.pp > 1:
             raise UserError(f"own_clocks needs a single pipeline stage, but pp is {self.pp}: set pp to 1")
         one_of("policy", self.policy, POLICIES)
@@ -81,7 +88,7 @@ class SchedulerConfig:
         """Into how many parts the ranks fall that may be in different steps."""
         return self.kvp if self.own_clocks else 1
 
-    def with_pools(self, num_blocks: int) -> "SchedulerConfig":
+    def with_pools(self, num_blocks: int, windows: tuple[KVWindow, ...] = ()) -> "SchedulerConfig":
         """The same with pools of so many KV blocks. No rank is meant to have more of a request than its pool holds, so
         that whoever fits into all pools together is not refused."""
         tokens, limit = num_blocks * self.block_tokens, self.growth_limit_tokens
@@ -90,6 +97,7 @@ class SchedulerConfig:
             num_blocks=num_blocks,
             growth_limit_tokens=None if limit is None else min(limit, tokens),
             kvp_threshold_tokens=min(self.kvp_threshold_tokens, tokens),
+            windows=windows,
         )
 
     def placement_of(self, prompt_tokens: int, capacity_tokens: int, limit_tokens: int | None = None) -> str:
@@ -118,6 +126,29 @@ class SchedulerConfig:
             elif limit_tokens is None:
                 limit_tokens = self.share_tokens
         return make_placement(name, self.kvp, self.block_tokens, limit_tokens, start, later)
+
+    def windows_of(self, visibilities: Iterable[Visibility], num_blocks: int) -> tuple[KVWindow, ...]:
+        """Groups for layers whose rows see only some tokens, beside `num_blocks` KV blocks of the other layers.
+
+        Each holds what all running requests need, the tokens of a step's chunks, and with the prefix cache as many ends
+        of others again; and never more than the other layers hold.
+        """
+        ends = self.max_running * (2 if self.prefix_cache else 1)
+        return tuple(
+            KVWindow(one, min(ends * self._span_blocks(one) + self.most_chunk_blocks, num_blocks))
+            for one in visibilities
+        )
+
+    def _span_blocks(self, visibility: Visibility) -> int:
+        """The most blocks of a rank that a request needs at once in a group."""
+        blocks = span_blocks(visibility, self.block_tokens)
+        return -(-blocks // self.kvp) if self.placement == "striped" else blocks
+
+    @property
+    def most_chunk_blocks(self) -> int:
+        """The most new KV blocks of one rank that the chunks of a step may need, but for those that are begun."""
+        blocks = -(-self.chunk_tokens // self.block_tokens)
+        return -(-blocks // self.kvp) if self.placement == "striped" else blocks
 
     @property
     def share_tokens(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from longhelix.scheduler.kv.blocks import BlockAllocator
 from longhelix.scheduler.kv.placement import Behind, Continued, Growing, Placement
+from longhelix.scheduler.kv.windows import WindowGroup
 from longhelix.scheduler.sequence import Sequence
 
 
@@ -16,9 +17,12 @@ def later_ranks(placement: Placement | Behind) -> tuple[int, ...]:
     return tuple(rank for rank in placement.order[1:] if rank not in held)
 
 
-def choose_ranks(seq: Sequence, num_blocks: int, allocators: Items[BlockAllocator]) -> None:
+def choose_ranks(
+    seq: Sequence, num_blocks: int, allocators: Items[BlockAllocator], windows: Items[WindowGroup] = ()
+) -> None:
     """Where a sequence that grows to `num_blocks` takes another KVP rank, let it be the one with the most blocks for it
-    of those that it does not have yet. What it was promised of the rank whose turn it was, it is promised of that one.
+    of those that it does not have yet. What it was promised of the rank whose turn it was, it is promised of that one,
+    in groups with a limit as well.
     """
     growing = _growing(seq.placement)
     if growing is None:
@@ -26,19 +30,25 @@ def choose_ranks(seq: Sequence, num_blocks: int, allocators: Items[BlockAllocato
     last = seq.last_owner if seq.num_blocks else seq.placement.start
     held = {last, *(rank for rank, block_ids in enumerate(seq.block_ids) if block_ids)}
     for index in growing.openings(seq.num_blocks, num_blocks):
-        others = [rank for rank in range(growing.kvp) if rank not in held]
+        in_turn = seq.placement.next_owner(last, index)
+        others = [
+            rank
+            for rank in range(growing.kvp)
+            if rank not in held
+            and all(group.can_swap(blocks, in_turn, rank) for group, blocks in zip(windows, seq.windows, strict=True))
+        ]
         if not others:
             return
-        in_turn = seq.placement.next_owner(last, index)
         last = max(others, key=lambda rank: (allocators[rank].available + seq.promised[rank], -rank))
         held.add(last)
-        _swap(seq, in_turn, last, allocators)
+        if last != in_turn:
+            _swap(seq, in_turn, last, allocators)
+            for group, blocks in zip(windows, seq.windows, strict=True):
+                group.swap(blocks, in_turn, last)
 
 
 def _swap(seq: Sequence, one: int, other: int, allocators: Items[BlockAllocator]) -> None:
     """Two ranks of which a sequence has no block change places in its order."""
-    if one == other:
-        return
     placement, promised = seq.placement, seq.promised
     if isinstance(placement, Continued):
         assert isinstance(placement.base, Growing)

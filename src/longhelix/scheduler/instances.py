@@ -68,7 +68,7 @@ class Instances:
         if self._pool.next_owner(seq) in seq.instances:
             return
         if self._chooses:
-            choose_ranks(seq, seq.num_blocks + 1, self._pool.allocators)
+            choose_ranks(seq, seq.num_blocks + 1, self._pool.allocators, self._pool.windows)
         owner = self._pool.next_owner(seq)
         decodes = seq in self
         if decodes:

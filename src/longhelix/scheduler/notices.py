@@ -113,7 +113,7 @@ def _as_it_is(seq: Sequence) -> NewSequence:
         tuple(seq.room),
         seq.placement.spread,
         seq.known_length,
-        (Block(seq.last_owner, 0),) if seq.num_blocks else (),
+        (Block(seq.last_owner, 0),) * (1 + len(seq.windows)) if seq.num_blocks else (),
         instances=seq.instances,
         last_token=seq.output[-1] if seq.output else None,
         images=request.images,

@@ -12,6 +12,7 @@ from typing import Protocol
 from longhelix.scheduler.cache_record import CacheRecord
 from longhelix.scheduler.chain import Chain, block_hashes
 from longhelix.scheduler.kv.blocks import Block, Slot, kept
+from longhelix.scheduler.kv.windows import WindowGroup, WindowPrefix
 from longhelix.scheduler.matches import Match, Matches
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Sequence
@@ -23,11 +24,12 @@ class Prefix:
 
     blocks: their KV blocks, in position order, or where these are swapped, their slots. Each has a holder, or keeps its
     content, at least until the next step is made. The last block need not be full, and tokens in it beyond `num_tokens`
-    need not be those of the request.
+    need not be those of the request. windows: the same of each group with a limit.
     """
 
     num_tokens: int = 0
     blocks: tuple[Block | Slot, ...] = ()
+    windows: tuple[WindowPrefix, ...] = ()
 
     def full_blocks(self, block_tokens: int) -> tuple[Block | Slot, ...]:
         """The blocks that the prefix fills: all of them, or all but the last."""
@@ -54,6 +56,16 @@ class Prefix:
             return b""
         return array("i", sorted(set(request.prompt_token_ids[: self.num_tokens]))).tobytes()
 
+    def of_windows(self, num_windows: int) -> tuple[WindowPrefix, ...]:
+        """Its blocks of each group with a limit; without a prefix there are none."""
+        return self.windows if self.num_tokens else (WindowPrefix(),) * num_windows
+
+    @property
+    def copied(self) -> tuple[Block, ...]:
+        """The block that it does not fill, in each group. It is not swapped."""
+        (last,) = self.kept[-1:]
+        return last, *(window.blocks[-1] for window in self.windows)
+
     def cut(self, num_tokens: int, block_tokens: int) -> "Prefix":
         """The prefix, shortened to at most `num_tokens`."""
         num_tokens = min(self.num_tokens, num_tokens)
@@ -78,6 +90,7 @@ class PrefixCache:
     index: blocks by hash, as the allocators have them.
     swapped: slots by hash.
     matches: cached prefixes of waiting requests.
+    windows: the groups with a limit.
     root: gives everything but the tokens that a request's KV depends on. The hash before a prompt's first block is that
         of it and of the request's salt.
     record: learns what blocks contain before they are named; None: nobody records it.
@@ -91,7 +104,9 @@ class PrefixCache:
         block_tokens: int,
         root: Callable[[Request], bytes] = lambda request: b"",
         record: CacheRecord | None = None,
+        windows: Items[WindowGroup] = (),
     ) -> None:
+        self._windows = windows
         self._record = record
         self._index = index
         self._swapped = swapped
@@ -110,6 +125,18 @@ class PrefixCache:
                 break
             blocks.append(block)
         return Prefix(len(blocks) * self._block_tokens, tuple(blocks))
+
+    def within_windows(self, request: Request, prefix: Prefix) -> Prefix:
+        """The longest part of a prefix for which all groups with a limit have what the next row sees."""
+        chain, block_tokens, num_tokens = self._chain(request), self._block_tokens, prefix.num_tokens
+        while self._windows and num_tokens:
+            blocks = prefix.blocks[: -(-num_tokens // block_tokens)]
+            found = [each.find(each.first_place(num_tokens), blocks, chain.__getitem__) for each in self._windows]
+            there = tuple(one for one in found if isinstance(one, WindowPrefix))
+            if len(there) == len(found):
+                return Prefix(num_tokens, blocks, there)
+            num_tokens = block_tokens * max(one for one in found if isinstance(one, int))
+        return prefix if num_tokens else NO_PREFIX
 
     def hash_ahead(self, request: Request, most_blocks: int) -> tuple[int, bool]:
         """Hash a prompt as far as it is cached, about `most_blocks` further than before.

@@ -85,6 +85,7 @@ class Scheduler:
                 config.block_tokens,
                 _root(config, root),
                 record,
+                self.pool.windows,
             )
         limits = GrowthLimits(config, cost)
         self._guides = CompiledGuides(config.clocks)
@@ -252,18 +253,18 @@ class Scheduler:
 
     def _grow(self, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
         """KV blocks for decodes whose next rows need one. Where there is none at all, a request is preempted."""
-        grown: list[tuple[Sequence, Block]] = []
+        grown: list[tuple[Sequence, tuple[Block, ...]]] = []
         for seq in growing:
             self.pool.choose_ranks(seq, seq.num_blocks + 1)
-            block = None
-            while block is None and seq in self._turns:
-                block = self.pool.take(seq)
-                if block is None:
+            blocks = None
+            while blocks is None and seq in self._turns:
+                blocks = self.pool.take(seq)
+                if blocks is None:
                     self._free_some(self.pool.next_owner(seq), seq)
                 else:
                     self._turns.grew(seq)
-                    grown.append((seq, block))
-        return tuple((seq.id, block) for seq, block in grown if seq in self._turns)
+                    grown.append((seq, blocks))
+        return tuple((seq.id, block) for seq, blocks in grown if seq in self._turns for block in blocks)
 
     def _free_some(self, rank: int, growing: Sequence) -> None:
         """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
@@ -346,7 +347,9 @@ class Scheduler:
         for seq, num_tokens in zip(prompts, sizes, strict=False):
             if num_tokens:
                 num_tokens = tokens_within(seq, num_tokens)
+                self.pool.pass_by(seq)
                 self.pool.choose_ranks(seq, -(-(seq.length + num_tokens) // self.config.block_tokens))
+                num_tokens = self.pool.tokens_within(seq, num_tokens)
                 load.add_chunk(seq, num_tokens)
                 chunks.append(self._chunk(seq, num_tokens))
         return tuple(chunks)
@@ -381,9 +384,9 @@ class Scheduler:
             self._shares.remove(client)
             if seq.length < seq.num_rows:
                 self._turns.prompt_done(seq, self._next_step_id + 1)
-        new_blocks = self.pool.take_needed(seq)
+        new_blocks = self.pool.as_sent(seq, self.pool.take_needed(seq))
         if self._cache is not None:
-            self.pool.name(*self._cache.named(seq))
+            self.pool.name_of(seq, *self._cache.named(seq))
         return Chunk(seq.id, token_ids, new_blocks, sample=ends, scored=scored)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
@@ -432,7 +435,7 @@ class Scheduler:
         if self._cache is not None:
             unfilled = -(seq.num_prompt + num_output - 1) % self.config.block_tokens
             if not unfilled:
-                self.pool.name(*self._cache.named(seq))
+                self.pool.name_of(seq, *self._cache.named(seq))
             seq.next_look = min(num_output + (unfilled or self.config.block_tokens), seq.max_output)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", self.end(seq.id))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import Placement
+from longhelix.scheduler.kv.windows import WindowBlocks
 from longhelix.scheduler.request import Request
 
 
@@ -45,7 +46,7 @@ class Sequence:
     does not have yet. block_ids: those that it has on each rank, in position order. unnamed: of its last blocks those
     without a content hash, in order; digest: the hash of the block before them. output: tokens that have come back.
     num_rows: of its prompt and its answer; the last token has none. is_scored: whether log-probabilities of its prompt
-    are asked for. max_output: the most tokens that may come back.
+    are asked for. max_output: the most tokens that may come back. windows: its blocks of each group with a limit.
     next_look: after so many of them there is more to do than to pass one on.
     microbatch: its microbatch, once its prompt is done. looked_at, due: rounds of `Decodes`, and counted_on: the KVP
     rank for which it counts the sequence's next tokens; it alone uses them.
@@ -80,6 +81,7 @@ class Sequence:
     joins_after: int = 0
     last_step: int = 0
     instances: tuple[int, ...] = ()
+    windows: tuple[WindowBlocks, ...] = ()
 
     def __post_init__(self) -> None:
         self.request = self.job.request

@@ -99,6 +99,9 @@ class Widened(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     """One iteration of the engine over a mixed batch: a row for each sequence that decodes, then prefill chunks.
 
+    Where the model has KV groups with a limit, each place of a sequence has one block for each group, all on one KVP
+    rank: first that of the layers without a limit, then those of the others, with the id -1 where no row sees the place
+    any longer. Blocks and copies of a sequence then come so many at a time.
     Which sequences decode is said by changes alone. Each has a row, after which is sampled, in every step from the one
     that names it in `joining` until one names it in `leaving` or `ended`; workers know its last token. `grown`: the
     KV blocks that their new rows need. With pipeline stages the sequences that decode are dealt to as many

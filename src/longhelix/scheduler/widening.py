@@ -45,7 +45,7 @@ class Widening:
         self._pool = pool
         self._allocators = pool.allocators
         # What moved from one clock to another would tie the two.
-        self._widens = config.kvp > 1 and not (config.batch_invariant or config.own_clocks)
+        self._widens = config.kvp > 1 and not (config.batch_invariant or config.own_clocks or config.windows)
         self._most_blocks = config.most_blocks if self._widens else 0
         # Ranks that are all but full would give each other a block or two in every step.
         self._least_level = config.num_blocks // 100 + 1

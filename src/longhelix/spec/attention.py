@@ -27,6 +27,14 @@ class Visibility(msgspec.Struct, frozen=True):
         """The most tokens that a row sees. None if there is no limit."""
         return self.chunk_tokens if self.window_tokens is None else self.window_tokens
 
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a row at `position` sees. An indexer chooses from there on."""
+        if self.window_tokens is not None:
+            return max(position + 1 - self.window_tokens, 0)
+        if self.chunk_tokens is not None:
+            return position // self.chunk_tokens * self.chunk_tokens
+        return 0
+
     @property
     def mean_tokens(self) -> float:
         """The tokens that a row sees on average, far into a prompt. For layers with a limit."""

@@ -116,6 +116,11 @@ class ModelSpec:
             return None
         return self.views.index(attention.visibility)
 
+    def group_of(self, layer: int) -> int:
+        """Which KV group a layer's keys and values are in: 0 if its rows see everything, then those of `views`."""
+        view = self.view_of(layer)
+        return 0 if view is None else 1 + view
+
     # Layers with attention are alike but for what their rows see, and so are FFNs of one kind: what follows asks the
     # first of them.
 

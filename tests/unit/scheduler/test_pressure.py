@@ -14,11 +14,13 @@ from longhelix.scheduler import admission, chain
 from longhelix.scheduler.admission import MOST_PREEMPTIONS
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.placement import PLACEMENTS
+from longhelix.scheduler.kv.windows import KVWindow, span_blocks
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.work import Work
+from longhelix.spec.attention import Visibility
 
 pytestmark = pytest.mark.unit
 
@@ -93,10 +95,34 @@ def check_blocks(scheduler):
     assert sorted(scheduler.pool.index.values(), key=lambda block: (block.owner, block.id)) == sorted(
         scheduler.pool.allocators[0].index.values(), key=lambda block: (block.owner, block.id)
     )
+    for at, window in enumerate(scheduler.pool.windows):
+        check_window(scheduler, at, window)
     named = sum(len(allocator._hashes) for allocator in scheduler.pool.allocators)
     assert len(scheduler.pool.index) == named
     check_slots(scheduler)
     check_placements(scheduler)
+
+
+def check_window(scheduler, at, window):
+    """Of a KV group with a limit on every rank: free, held and cached ones are all there are, and holders are counted;
+    a sequence has the blocks from the first one that it keeps to its last one, where the others have them too."""
+    block_tokens = scheduler.config.block_tokens
+    running = list(scheduler._running.values())
+    for rank, allocator in enumerate(window.allocators):
+        held = Counter(block.id for seq in running for block in seq.windows[at].blocks if block.owner == rank)
+        assert allocator._num_free + len(held) + allocator.num_cached == allocator.num_blocks
+        assert held.keys().isdisjoint(allocator._cached)
+        assert allocator._more_holders == {block: count - 1 for block, count in held.items() if count > 1}
+        assert allocator.reserved == sum(seq.windows[at].promised[rank] for seq in running)
+        assert allocator.available >= 0
+        assert len(allocator.index) == len(allocator._hashes)
+    for seq in running:
+        held = seq.windows[at]
+        assert held.first + len(held.blocks) == seq.num_blocks
+        assert [block.owner for block in held.blocks] == [
+            seq.placement.owner(place * block_tokens) for place in range(held.first, seq.num_blocks)
+        ]
+        assert held.first * block_tokens <= window.visibility.first_seen(seq.length)
 
 
 def check_placements(scheduler):
@@ -140,11 +166,12 @@ class Traffic(RuleBasedStateMachine):
     placements = st.sampled_from((*PLACEMENTS, "auto"))
     batch_invariant = st.booleans()
     more_blocks = st.integers(0, 8)
+    windowed = st.just(False)
 
     @initialize(data=st.data())
     def begin(self, data):
         draw = data.draw
-        block_tokens, kvp = draw(st.integers(1, 5)), draw(self.kvps)
+        block_tokens, kvp, windowed = draw(st.integers(1, 5)), draw(self.kvps), draw(self.windowed)
         made = SchedulerConfig(
             kvp=kvp,
             num_blocks=1,
@@ -160,16 +187,35 @@ class Traffic(RuleBasedStateMachine):
             adaptive=draw(st.booleans()),
             tbt_target_s=draw(st.sampled_from([None, 0.001, 0.004])),
             prefix_cache=(prefix_cache := draw(st.booleans())),
-            swap_blocks=draw(st.integers(0, 20)) if prefix_cache else 0,
+            swap_blocks=draw(st.integers(0, 20)) if prefix_cache and not windowed else 0,
             pp=(pp := draw(st.sampled_from([1, 1, 2, 3]))),
         )
         least = -(-made.longest_local_tokens // block_tokens)
-        made = SchedulerConfig(**vars(made) | {"num_blocks": least + draw(self.more_blocks)})
+        num_blocks = least + draw(self.more_blocks)
+        windows = self.draw_windows(draw, made, num_blocks) if windowed else ()
+        made = SchedulerConfig(**vars(made) | {"num_blocks": num_blocks, "windows": windows})
         self.hash_no_more_than(draw(st.booleans()))
         # A token takes 100 us, after others up to a few more.
         swap_s = draw(st.sampled_from([0.0, 1.02e-4 * block_tokens, 1.0]))
         self.engine = Pressed(made, draw(st.integers(1, max(3, pp + 1))), swap_s)
         self.asked = []
+
+    @staticmethod
+    def draw_windows(draw, made, num_blocks):
+        """One or two groups, each with no more blocks than one request needs, or some more."""
+        sizes = st.integers(1, 30)
+        visibilities = draw(
+            st.lists(
+                st.builds(Visibility, window_tokens=sizes) | st.builds(Visibility, chunk_tokens=sizes),
+                min_size=1,
+                max_size=2,
+            )
+        )
+        least = [span_blocks(one, made.block_tokens) for one in visibilities]
+        return tuple(
+            KVWindow(one, min(count, num_blocks) + draw(st.integers(0, 12)))
+            for one, count in zip(visibilities, least, strict=True)
+        )
 
     @staticmethod
     def hash_no_more_than(few):
@@ -212,7 +258,7 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(count):
             self.engine.step()
 
-    @precondition(lambda self: self.engine.scheduler.config.prefix_cache)
+    @precondition(lambda self: self.engine.scheduler.config.prefix_cache and not self.engine.scheduler.config.windows)
     @rule(num_tokens=st.integers(1, 40))
     def load(self, num_tokens):
         """Fill blocks from elsewhere between two steps, as a saved context does."""
@@ -255,7 +301,14 @@ class Traffic(RuleBasedStateMachine):
             assert usage.moved_tokens == block_tokens * moved.get(id, 0)
         self.engine.scheduler.pool.forget()
         assert not self.engine.scheduler.pool.index
+        assert not any(each.index for window in self.engine.scheduler.pool.windows for each in window.allocators)
         assert all(not allocator._more_holders for allocator in self.engine.scheduler.pool.allocators)
+
+
+class WindowedTraffic(Traffic):
+    """Beside layers that see everything there are some with windows and chunks, in small pools of their own."""
+
+    windowed = st.just(True)
 
 
 class UnevenTraffic(Traffic):
@@ -269,7 +322,8 @@ class UnevenTraffic(Traffic):
 
 TestTraffic = Traffic.TestCase
 TestUnevenTraffic = UnevenTraffic.TestCase
-TestTraffic.settings = TestUnevenTraffic.settings = settings(stateful_step_count=25)
+TestWindowedTraffic = WindowedTraffic.TestCase
+TestTraffic.settings = TestUnevenTraffic.settings = TestWindowedTraffic.settings = settings(stateful_step_count=25)
 
 
 def test_more_run_at_once_than_could_with_their_whole_answers_set_aside():

@@ -64,6 +64,7 @@ class Replica:
     token_ids: list[int]
     length: int = 0
     blocks: list[Block] = field(default_factory=list)
+    windows: list[list[Block]] = field(default_factory=list)  # by KV group with a limit, all places
     striped: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +106,11 @@ class FakeRunner:
         self.decoding = self.microbatches[0]
         self.held_before: set[Block] = set()
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
+        self.groups = 1 + len(config.windows)
+        # By KV group with a limit, rank and slot.
+        self.window_pools: list[list[dict[int, tuple[int, int]]]] = [
+            [{} for _ in range(config.kvp)] for _ in config.windows
+        ]
         self.slots: dict[tuple[int, int], list] = {}  # by owner and slot, what a swapped block had
         self.kept: set[Block] = set()  # blocks that something beside the sequences holds
         self.steps = []
@@ -147,6 +153,7 @@ class FakeRunner:
             self.decoding[sequence_id] = self.replicas[sequence_id]
         self.check_plan(step)
         ran = [*self.decoding, *(chunk.id for chunk in step.chunks)]
+        starts = {sequence_id: self.replicas[sequence_id].length for sequence_id in ran}
         for sequence_id, seq in self.decoding.items():
             self.write(seq, 1, [block for grown_id, block in step.grown if grown_id == sequence_id])
         assert {sequence_id for sequence_id, _ in step.grown} <= self.decoding.keys()
@@ -155,6 +162,7 @@ class FakeRunner:
             seq.token_ids += array("i", chunk.token_ids)
             self.write(seq, chunk.num_tokens, chunk.new_blocks)
         self.check_work(step)
+        self.check_windows(starts)
         held = [self.blocks_of(self.replicas[sequence_id]) for sequence_id in ran]
         assert step.most_tokens == max((max(counts) for counts in held), default=0) * self.config.block_tokens
         sampled = []
@@ -202,14 +210,16 @@ class FakeRunner:
         """Before anything else: from blocks that somebody has to blocks that nobody has. All are read before one is
         written, as what moves away may make room for what moves in."""
         block_tokens, held = self.config.block_tokens, self.held()
-        copies = step.copies + step.moved
-        sources, targets = [source for source, _ in step.copies], [target for _, target in copies]
+        self.copy_in_windows(step.copies)
+        own = step.copies[:: self.groups]
+        copies = own + step.moved
+        sources, targets = [source for source, _ in own], [target for _, target in copies]
         assert self.config.prefix_cache or self.held_before.issuperset(sources)
         assert held.issuperset(source for source, _ in step.moved)
         assert (held - {source for source, _ in step.moved}).isdisjoint(targets)
         assert len(set(targets)) == len(targets)
         assert set(targets).isdisjoint(sources)
-        assert all(source.owner == target.owner for source, target in step.copies)
+        assert all(source.owner == target.owner for source, target in own)
         assert all(source.owner != target.owner for source, target in step.moved)
         first = [source.id * block_tokens for source, _ in copies]
         read = [
@@ -218,6 +228,37 @@ class FakeRunner:
         ]
         for (_, target), found in zip(copies, read, strict=True):
             self.pools[target.owner] |= dict(enumerate(found, target.id * block_tokens))
+
+    def copy_in_windows(self, copies) -> None:
+        block_tokens = self.config.block_tokens
+        for window, pools in enumerate(self.window_pools):
+            for source, target in copies[1 + window :: self.groups]:
+                assert source.owner == target.owner
+                assert target not in self.seen_in(window)
+                for offset in range(block_tokens):
+                    found = pools[source.owner][source.id * block_tokens + offset]
+                    pools[target.owner][target.id * block_tokens + offset] = found
+
+    def seen_in(self, window: int) -> set[Block]:
+        """The blocks of a KV group with a limit that coming rows see."""
+        visibility, block_tokens = self.config.windows[window].visibility, self.config.block_tokens
+        return {
+            block
+            for seq in self.replicas.values()
+            for block in seq.windows[window][visibility.first_seen(seq.length) // block_tokens :]
+        }
+
+    def check_windows(self, starts: dict[int, int]) -> None:
+        """All that the rows of the step see, those from `starts` on, is where it was written."""
+        block_tokens = self.config.block_tokens
+        for window, (pools, group) in enumerate(zip(self.window_pools, self.config.windows, strict=True)):
+            for sequence_id, start in starts.items():
+                seq = self.replicas[sequence_id]
+                for position in range(group.visibility.first_seen(start), seq.length):
+                    block = seq.windows[window][position // block_tokens]
+                    assert 0 <= block.id < group.num_blocks
+                    slot = block.id * block_tokens + position % block_tokens
+                    assert pools[block.owner][slot] == (position, tuple(seq.token_ids[: position + 1]))
 
     def widen(self, widened) -> None:
         """Blocks in the middle of a sequence become others."""
@@ -247,8 +288,10 @@ class FakeRunner:
         """A new one, which reads the tokens that it begins with from the pool."""
         if not new.cached_blocks:
             assert not new.cached_tokens
-            return Replica(new, [])
-        block_tokens, blocks = self.config.block_tokens, list(new.cached_blocks)
+            return Replica(new, [], windows=[[] for _ in self.config.windows])
+        block_tokens, blocks = self.config.block_tokens, list(new.cached_blocks[:: self.groups])
+        windows = [list(new.cached_blocks[1 + at :: self.groups]) for at in range(len(self.config.windows))]
+        assert all([block.owner for block in window] == [block.owner for block in blocks] for window in windows)
         full = new.cached_tokens // block_tokens
         assert self.config.prefix_cache or self.held_before.issuperset(blocks[:full])
         assert self.held().isdisjoint(blocks[full:])
@@ -261,7 +304,7 @@ class FakeRunner:
             for position in range(new.cached_tokens)
         ]
         assert [position for _, position, _ in entries] == list(range(new.cached_tokens))
-        return Replica(new, [token for *_, token in entries], new.cached_tokens, blocks)
+        return Replica(new, [token for *_, token in entries], new.cached_tokens, blocks, windows)
 
     def check_work(self, step) -> None:
         """What the step has computed, counted again key by key: what is striped over all ranks alike, and KVP times
@@ -325,7 +368,16 @@ class FakeRunner:
     def write(self, seq, num_tokens, new_blocks) -> None:
         sequence_id, block_tokens = seq.new.id, self.config.block_tokens
         taken = self.held()
-        for block in new_blocks:
+        seen = [self.seen_in(window) for window in range(len(self.config.windows))]
+        own = list(new_blocks[:: self.groups])
+        for at, (window, group) in enumerate(zip(seq.windows, self.config.windows, strict=True)):
+            more = new_blocks[1 + at :: self.groups]
+            assert [block.owner for block in more] == [block.owner for block in own]
+            assert len({*more}) == len(more)
+            assert seen[at].isdisjoint(more)
+            assert all(0 <= block.id < group.num_blocks for block in more)
+            window += more
+        for block in own:
             assert 0 <= block.id < self.config.num_blocks
             assert block not in taken
             taken.add(block)
@@ -334,6 +386,10 @@ class FakeRunner:
             block = seq.blocks[position // block_tokens]
             slot = block.id * block_tokens + position % block_tokens
             self.pools[block.owner][slot] = (sequence_id, position, seq.token_ids[position])
+            for window, pools in zip(seq.windows, self.window_pools, strict=True):
+                block = window[position // block_tokens]
+                slot = block.id * block_tokens + position % block_tokens
+                pools[block.owner][slot] = position, tuple(seq.token_ids[: position + 1])
         seq.length += num_tokens
         assert len(seq.blocks) == -(-seq.length // block_tokens)
         self.first_blocks.setdefault(sequence_id, seq.blocks[0].owner)
@@ -429,6 +485,8 @@ class Engine:
     def assert_nothing_is_left(self) -> None:
         assert self.free_blocks() == [self.scheduler.config.num_blocks] * self.scheduler.config.kvp
         assert all(allocator.reserved == 0 for allocator in self.scheduler.pool.allocators)
+        for window in self.scheduler.pool.windows:
+            assert all(allocator.available == window.num_blocks for allocator in window.allocators)
         assert not self.runner.replicas
         assert not self.runner.results
 

@@ -13,56 +13,75 @@ class KVPool:
     start undefined.
 
     `formats`: of each entry of a layer, by name, all with KV blocks of as many tokens; a KV block has one id in all
-    entries and layers.
+    entries and layers of a KV group. groups: that of each layer; all layers are in the first one if there are none.
+    window_blocks: KV blocks of the other groups.
     """
 
-    def __init__(self, formats: Mapping[str, KVFormat], num_layers: int, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        formats: Mapping[str, KVFormat],
+        num_layers: int,
+        num_blocks: int,
+        device: torch.device,
+        groups: Sequence[int] = (),
+        window_blocks: Sequence[int] = (),
+    ) -> None:
         self.formats = dict(formats)
         (self.block_tokens,) = {format.block_tokens for format in formats.values()}
         self.num_blocks = num_blocks
         self.device = device
+        self._groups = groups or (0,) * num_layers
+        self._blocks = num_blocks, *window_blocks
         self.layers: list[dict[str, KVLayer]] = [
-            {name: format.new_layer(num_blocks, device) for name, format in formats.items()} for _ in range(num_layers)
+            {name: format.new_layer(self._blocks[group], device) for name, format in formats.items()}
+            for group in self._groups
         ]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._blocks)
 
     def entries(self) -> Iterator[KVLayer]:
         """Those of all layers."""
         return (entry for layer in self.layers for entry in layer.values())
+
+    def _entries_of(self, group: int) -> Iterator[KVLayer]:
+        layers = (layer for layer, own in zip(self.layers, self._groups, strict=True) if own == group)
+        return (entry for layer in layers for entry in layer.values())
 
     @property
     def packed(self) -> bool:
         """Whether the native CPU kernels read all of it."""
         return all(format.arrangement is TILES for format in self.formats.values())
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one KV block in all layers."""
-        return len(self.layers) * sum(format.block_bytes for format in self.formats.values())
+    def block_bytes(self, group: int = 0) -> int:
+        """Bytes of one KV block in all layers of a group."""
+        return self._groups.count(group) * sum(format.block_bytes for format in self.formats.values())
 
-    def copy(self, source: int, target: int) -> None:
-        """Make the KV block `target` equal to `source`, in all layers."""
-        for entry in self.entries():
+    def copy(self, source: int, target: int, group: int = 0) -> None:
+        """Make the KV block `target` equal to `source`, in all layers of a group."""
+        for entry in self._entries_of(group):
             for bytes_PX in entry.by_block:
                 bytes_PX[target] = bytes_PX[source]
 
-    def read(self, blocks: Sequence[int]) -> Tensor:
-        """The bytes of KV blocks, of all layers, one block after the other: flat, uint8, on the pool's device. Ranks of
-        one KVP group can write what another one of them has read."""
-        bytes_JX = torch.empty(len(blocks), self.block_bytes, dtype=torch.uint8, device=self.device)
+    def read(self, blocks: Sequence[int], group: int = 0) -> Tensor:
+        """The bytes of KV blocks, of all layers of a group, one block after the other: flat, uint8, on the pool's
+        device. Ranks of one KVP group can write what another one of them has read."""
+        bytes_JX = torch.empty(len(blocks), self.block_bytes(group), dtype=torch.uint8, device=self.device)
         for block, bytes_X in zip(blocks, bytes_JX, strict=True):
-            for own, given in self._pieces(block, bytes_X):
+            for own, given in self._pieces(block, group, bytes_X):
                 given.copy_(own)
         return bytes_JX.view(-1)
 
-    def write(self, blocks: Sequence[int], bytes_X: Tensor) -> None:
+    def write(self, blocks: Sequence[int], bytes_X: Tensor, group: int = 0) -> None:
         """Fill KV blocks with what `read` gave."""
-        for block, block_X in zip(blocks, bytes_X.view(len(blocks), self.block_bytes), strict=True):
-            for own, given in self._pieces(block, block_X):
+        for block, block_X in zip(blocks, bytes_X.view(len(blocks), self.block_bytes(group)), strict=True):
+            for own, given in self._pieces(block, group, block_X):
                 own.copy_(given)
 
-    def _pieces(self, block: int, bytes_X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """A KV block's tensors, in all layers, each beside its place in the block's bytes."""
-        entries_X = [bytes_PX[block] for entry in self.entries() for bytes_PX in entry.by_block]
+    def _pieces(self, block: int, group: int, bytes_X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A KV block's tensors, in all layers of a group, each beside its place in the block's bytes."""
+        entries_X = [bytes_PX[block] for entry in self._entries_of(group) for bytes_PX in entry.by_block]
         places = bytes_X.split([entry_X.numel() for entry_X in entries_X])
         return ((entry_X, place.view(entry_X.shape)) for entry_X, place in zip(entries_X, places, strict=True))
 

@@ -107,7 +107,7 @@ class Snapshot:
         in_pool = slice(heads.start - self.heads.start, heads.stop - self.heads.start)
         bits = {name: torch.from_numpy(array.view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))
                 for name, array in file.parts.items()}  # fmt: skip
-        most = max(_TURN_BYTES // max(self.pool.block_bytes, 1), 1)
+        most = max(_TURN_BYTES // max(self.pool.block_bytes(), 1), 1)
 
         def turn(of_file: slice, of_pool: slice) -> None:
             file.verify(range(of_file.start, of_file.stop, of_file.step), in_file)

@@ -21,7 +21,7 @@ class SwapSpace:
     def __init__(self, pool: KVPool, num_slots: int) -> None:
         self._pool = pool
         self.swapped_blocks = 0
-        size = num_slots * pool.block_bytes
+        size = num_slots * pool.block_bytes()
         try:
             bytes_X = _pinned(size) if pool.device.type == "cuda" else _mapped(size)
         except (OSError, RuntimeError) as error:
@@ -30,7 +30,7 @@ class SwapSpace:
                 f"swapped KV blocks need {size} bytes of {place} on a rank, which cannot be allocated: {error}; lower "
                 "--swap-tokens" + ("" if pool.device.type == "cuda" else ", or set TMPDIR to a folder on a larger disk")
             ) from error
-        self._slots_SX = bytes_X.view(num_slots, pool.block_bytes)
+        self._slots_SX = bytes_X.view(num_slots, pool.block_bytes())
 
     def swap_out(self, block: int, slot: int) -> None:
         """Keep a KV block's content in a slot."""

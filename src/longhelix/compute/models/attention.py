@@ -57,7 +57,7 @@ class Attention(nn.Module):
             x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
             qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **more)
         q_tqC = rotate_and_write(
-            qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_t
+            qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_of(self.view)
         )
         self.spans.end(span)
         if batch.shared is not None:

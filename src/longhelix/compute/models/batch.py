@@ -1,6 +1,7 @@
 """The packed rows of one step, as the model sees them on this rank."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,20 @@ class ImageRows:
         return hidden_TH + (added_TH if shards is None else shards.own(added_TH))
 
 
+class RowView(NamedTuple):
+    """What differs in layers whose rows see only some tokens.
+
+    Attributes:
+        firsts_t: the first local token that each row sees.
+        slots_t: as `Batch.slots_t`, in the pool of these layers.
+        blocks_X: as `Batch.blocks_X`, in the pool of these layers.
+    """
+
+    firsts_t: Tensor
+    slots_t: Tensor
+    blocks_X: Tensor
+
+
 @dataclass(frozen=True)
 class Batch:
     """T rows, one sequence after the other. Attention takes t of them: those of the b sequences that keep KV on this
@@ -48,7 +63,7 @@ class Batch:
     none. stays: later steps with as many rows have the same tensors, and write over what is in them. shards: hidden
     states are token shards between products; None: all ranks have all rows of them. pass_shards: a compiler pass makes
     them such shards: layers have what it needs to see, norms as ops of their own, and experts with token shards.
-    firsts: by view of the model (`ModelSpec.views`), the first local token that each row sees.
+    views: what differs in layers whose rows see only some tokens, by view of the model (`ModelSpec.views`).
     """
 
     token_ids_T: Tensor
@@ -70,7 +85,7 @@ class Batch:
     stays: bool = False
     shards: TokenShards | None = None
     pass_shards: TokenShards | None = None
-    firsts: tuple[Tensor, ...] = ()
+    views: tuple[RowView, ...] = ()
 
     @property
     def alone(self) -> bool:
@@ -89,7 +104,15 @@ class Batch:
 
     def firsts_of(self, view: int | None) -> Tensor | None:
         """The first local token that each row sees in layers of a view. None: token 0."""
-        return None if view is None else self.firsts[view]
+        return None if view is None else self.views[view].firsts_t
+
+    def slots_of(self, view: int | None) -> Tensor:
+        """Where the KV of a row goes in layers of a view."""
+        return self.slots_t if view is None else self.views[view].slots_t
+
+    def blocks_of(self, view: int | None) -> Tensor:
+        """Local KV blocks of all live sequences in layers of a view."""
+        return self.blocks_X if view is None else self.views[view].blocks_X
 
     def cut(self) -> "list[Attended]":
         """The parts that attend one after the other: `parts` ranges of all T rows, as even as can be, the same on every

@@ -29,18 +29,18 @@ def attend_and_exchange(
 
     If the batch has several parts, their exchanges run one after the other while later parts attend. attend:
     `partial_attention`, or another function of the same arguments that gives other channels to exchange. view: what
-    rows see, see `Batch.firsts_of`.
+    rows see, see `Batch.views`.
     """
     firsts_t = batch.firsts_of(view)
     if batch.parts == 1:
-        table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+        table = batch.blocks_of(view), batch.extents_b2, batch.row_starts_b, batch.limits_t
         span = spans.begin("attention", part=0)
         out_tqC, lse_tq = attend(q_tqC, layer, *table, scale, batch.max_rows, batch.most_tokens, firsts_t)
         spans.end(span)
         return exchange(out_tqC, lse_tq, group, heads_per_rank, batch.holders)
     under_way = []
     for index, part in enumerate(batch.cut()):
-        table = batch.blocks_X, part.extents_b2, part.row_starts_b, part.limits_t
+        table = batch.blocks_of(view), part.extents_b2, part.row_starts_b, part.limits_t
         span = spans.begin("attention", part=index)
         firsts = None if firsts_t is None else firsts_t[part.rows]
         out_tqC, lse_tq = attend(q_tqC[part.rows], layer, *table, scale, part.max_rows, batch.most_tokens, firsts)
@@ -62,7 +62,7 @@ def attend_and_meet(
     """Attention of all query heads of a KVP instance with a clock of its own, out_TqC. Rows that other instances have
     as well are merged with theirs, each head by one of them, and gathered."""
     span = spans.begin("attention", part=0)
-    table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+    table = batch.blocks_of(view), batch.extents_b2, batch.row_starts_b, batch.limits_t
     firsts_T = batch.firsts_of(view)
     out_TqC, lse_Tq = attend(q_TqC, layer, *table, scale, batch.max_rows, batch.most_tokens, firsts_T)
     spans.end(span)

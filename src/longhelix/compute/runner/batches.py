@@ -14,7 +14,7 @@ from torch import Tensor
 from longhelix.compute.cache.block_arena import BlockArena
 from longhelix.compute.cache.lines import Lines
 from longhelix.compute.kernels.angles import rotation, rotation_by_axes
-from longhelix.compute.models.batch import Batch, ImageRows
+from longhelix.compute.models.batch import Batch, ImageRows, RowView
 from longhelix.compute.models.image_positions import positions as image_positions
 from longhelix.compute.parallel.holders import Holders
 from longhelix.compute.parallel.meetings import Shared
@@ -32,12 +32,13 @@ _MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from th
 
 class _ChunkRows(NamedTuple):
     """Rows of a prompt that attend here. int64. positions_3T: by axis, or without images in the prompt those of one.
-    firsts: by view."""
+    firsts: by view. window_slots: by KV group with a limit."""
 
     positions_3T: NDArray[np.int64]
     slots: NDArray[np.int64]
     limits: NDArray[np.int64]
     firsts: tuple[NDArray[np.int64], ...]
+    window_slots: tuple[NDArray[np.int64], ...]
 
 
 class Batches:
@@ -62,7 +63,7 @@ class Batches:
         self._kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self._block_tokens = block_tokens
         self._sequences, self._numbers, self._arena, self._given_rows = sequences, numbers, arena, image_rows
-        self._device = arena.blocks_X.device
+        self._device = arena.device
         self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
         self._views = spec.views
         self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, spec.rotated_size // 2, self._views)
@@ -71,8 +72,10 @@ class Batches:
 
     def of(self, step: Step, decoding: DecodeRows) -> Batch:
         """The rows of a step: those of the sequences that decode in it, then its chunks."""
-        for sequence_id, block in step.grown:
-            self._sequences[sequence_id].add_blocks((block,), self._kvp_rank)
+        groups = self._arena.num_groups
+        for at in range(0, len(step.grown), groups):
+            blocks = tuple(block for _, block in step.grown[at : at + groups])
+            self._sequences[step.grown[at][0]].add_blocks(blocks, self._kvp_rank)
         for seq, record in decoding.records:
             record.add_one(seq.last_token)
         num_held, everywhere = self._rows.advance(decoding)
@@ -87,7 +90,7 @@ class Batches:
 
     def _new_decode_batch(self, tensors: RowTensors, held: bytes, most_tokens: int, parts: int) -> Batch:
         """held: which KVP ranks hold KV for which row; empty if all do for all rows."""
-        token_ids_B, _, slots_b, limits_b, row_starts_b, extents_b2, firsts = tensors.rows
+        token_ids_B, _, slots_b, limits_b, row_starts_b, extents_b2, firsts, window_slots = tensors.rows
         return Batch(
             token_ids_T=token_ids_B,
             holders=self._holders(np.frombuffer(held, np.bool_)) if held else None,
@@ -96,15 +99,23 @@ class Batches:
             slots_t=slots_b,
             limits_t=limits_b,
             row_starts_b=row_starts_b,
-            blocks_X=self._arena.blocks_X,
+            blocks_X=self._arena.blocks[0],
             extents_b2=extents_b2,
             max_rows=min(len(slots_b), 1),
             num_sequences=len(token_ids_B),
             most_tokens=most_tokens,
             parts=parts,
             stays=True,
-            firsts=firsts,
+            views=self._views_of(slots_b, firsts, window_slots),
         )
+
+    def _views_of(
+        self, slots_t: Tensor, firsts: Sequence[Tensor], window_slots: Sequence[Tensor]
+    ) -> tuple[RowView, ...]:
+        """What differs by view. Without groups of their own, layers with a limit have the blocks of the others."""
+        slots = window_slots or (slots_t,) * len(firsts)
+        blocks = self._arena.blocks[1:] or self._arena.blocks * len(firsts)
+        return tuple(map(RowView, firsts, slots, blocks))
 
     def _mixed_batch(self, step: Step, decoding: DecodeRows, decodes: RowParts) -> Batch:
         prompts = [self._sequences[chunk.id] for chunk in step.chunks]
@@ -113,14 +124,15 @@ class Batches:
         lengths = [len(some.limits) for some in chunks if len(some.limits)]
         ends = len(decodes.limits_b) + np.cumsum(lengths, dtype=np.int64)
         extents = [self._arena.extents.values[seq.extent.line] for seq in prompts if self._kvp_rank in seq.holders]
-        token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X, *firsts = self._on_device(
+        token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X, *more = self._on_device(
             tokens,
             [decodes.positions_b, *(some.positions_3T[0] for some in chunks)],
             [decodes.slots_b, *(some.slots for some in chunks)],
             [decodes.limits_b, *(some.limits for some in chunks)],
             [decodes.row_starts_b, ends],
             [decodes.extents_b2.reshape(-1), *extents],
-            *([decodes.firsts[view], *(some.firsts[view] for some in chunks)] for view in range(len(self._views))),
+            *map(list, zip(decodes.firsts, *(some.firsts for some in chunks), strict=True)),
+            *map(list, zip(decodes.window_slots, *(some.window_slots for some in chunks), strict=True)),
         )
         frequencies = self._frequencies_of(decoding, prompts, lengths)
         turns = rotation(positions_t, frequencies, self._spec.rope.attention_factor)
@@ -135,7 +147,7 @@ class Batches:
             slots_t=slots_t,
             limits_t=limits_t,
             row_starts_b=row_starts_b,
-            blocks_X=self._arena.blocks_X,
+            blocks_X=self._arena.blocks[0],
             extents_b2=bounds_X.view(-1, 2),
             max_rows=max(lengths, default=min(len(decodes.limits_b), 1)),
             num_sequences=len(decoding) + len(prompts),
@@ -143,7 +155,7 @@ class Batches:
             parts=step.work.parts,
             shared=self._shared(step, decoding) if step.instances else None,
             images=self._image_rows(step, len(decoding)),
-            firsts=tuple(firsts),
+            views=self._views_of(slots_t, more[: len(self._views)], more[len(self._views) :]),
         )
 
     def _turn_by_axes(
@@ -241,28 +253,33 @@ class Batches:
         seq.length = stop
         if self._kvp_rank not in seq.holders:
             empty = np.zeros(0, np.int64)
-            return _ChunkRows(empty[None], empty, empty, (empty,) * len(self._views))
+            num_windows = self._arena.num_groups - 1
+            return _ChunkRows(empty[None], empty, empty, (empty,) * len(self._views), (empty,) * num_windows)
         positions = np.arange(start, stop)
         mine = np.array(owners)[positions // self._block_tokens - start // self._block_tokens] == self._kvp_rank
         limits = seq.local_length + mine.cumsum()
         # Local order follows position, so the i-th local token lies in the sequence's local block i // D. A row that
         # writes nothing here may find no block, and takes any.
         local_index = np.maximum(limits - 1, 0)
-        blocks = self._arena.ids(seq.extent)
-        block = blocks.take(local_index // self._block_tokens, mode="clip") if len(blocks) else 0
-        slots = np.where(mine, block * self._block_tokens + local_index % self._block_tokens, -1)
+        ids_GJ = self._arena.ids(seq.extent)
+        if not ids_GJ.size:
+            ids_GJ = np.zeros((self._arena.num_groups, 1), np.int64)
+        ids_Gt = ids_GJ.take(local_index // self._block_tokens, axis=1, mode="clip")
+        places_Gt = ids_Gt * self._block_tokens + local_index % self._block_tokens
+        slots, *window_slots = np.where(mine, places_Gt, -1)
         seq.local_length = int(limits[-1])
         by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
         places = self._arena.places(seq.extent)
         firsts = [first_local(places, first_seen(view, positions), self._block_tokens) for view in self._views]
-        return _ChunkRows(by_axes, slots, limits, tuple(firsts))
+        return _ChunkRows(by_axes, slots, limits, tuple(firsts), tuple(window_slots))
 
     def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
         """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the
         last old one."""
         stop_block = -(-(seq.length + chunk.num_tokens) // self._block_tokens)
-        num_old = stop_block - seq.length // self._block_tokens - len(chunk.new_blocks)
-        return [seq.last_owner] * num_old + [block.owner for block in chunk.new_blocks]
+        new_blocks = chunk.new_blocks[:: self._arena.num_groups]
+        num_old = stop_block - seq.length // self._block_tokens - len(new_blocks)
+        return [seq.last_owner] * num_old + [block.owner for block in new_blocks]
 
 
 def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:

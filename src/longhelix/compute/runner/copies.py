@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from longhelix.compute.cache.pool import KVPool
 from longhelix.compute.cache.swap_space import SwapSpace
 from longhelix.compute.parallel.collectives import RankGroup
@@ -10,34 +12,42 @@ from longhelix.scheduler.step import Step
 
 
 def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: RankGroup) -> None:
-    """Copy KV blocks, given as (source, target), in all layers. Every rank of the KVP group gets the same `copies`.
+    """Copy KV blocks, given as (source, target), in all layers. Every rank of the KVP group gets the same `copies`, as
+    steps have them: where there are several KV groups, one for each of these at a time.
 
     Copies between ranks go in one all-to-all, which all ranks join if there is any such copy. They all read before one
     of them writes, so that one's source may be another one's target. No block is a target twice, and none is both
     source and target where a copy stays on its rank.
     """
-    own = group.index
-    for source, target in copies:
-        if source.owner == target.owner == own:
-            pool.copy(source.id, target.id)
-    between = [(source, target) for source, target in copies if source.owner != target.owner]
+    own, between = group.index, False
+    # By KV group, then by the other rank, and then in the order of `copies`: the same at both ends.
+    sent: list[list[list[int]]] = [[[] for _ in range(pool.num_groups)] for _ in range(group.size)]
+    received: list[list[list[int]]] = [[[] for _ in range(pool.num_groups)] for _ in range(group.size)]
+    for index, (source, target) in enumerate(copies):
+        kv_group = index % pool.num_groups
+        if source.owner != target.owner:
+            between = True
+            if source.owner == own:
+                sent[target.owner][kv_group].append(source.id)
+            if target.owner == own:
+                received[source.owner][kv_group].append(target.id)
+        elif source.owner == own:
+            pool.copy(source.id, target.id, kv_group)
     if not between:
         return
-    # By the other rank, and then in the order of `copies`: the same at both ends.
-    sent = [
-        [source.id for source, target in between if (source.owner, target.owner) == (own, rank)]
-        for rank in range(group.size)
-    ]
-    received = [
-        [target.id for source, target in between if (source.owner, target.owner) == (rank, own)]
-        for rank in range(group.size)
-    ]
-    bytes_X = group.all_to_all(
-        pool.read([block for blocks in sent for block in blocks]),
-        send_sizes=[len(blocks) * pool.block_bytes for blocks in sent],
-        receive_sizes=[len(blocks) * pool.block_bytes for blocks in received],
-    )
-    pool.write([block for blocks in received for block in blocks], bytes_X)
+    pieces = [pool.read(ids, kv_group) for by_group in sent for kv_group, ids in enumerate(by_group)]
+    sizes = [[_num_bytes(pool, by_group) for by_group in of_ranks] for of_ranks in (sent, received)]
+    bytes_X = group.all_to_all(torch.cat(pieces), send_sizes=sizes[0], receive_sizes=sizes[1])
+    start = 0
+    for by_group in received:
+        for kv_group, ids in enumerate(by_group):
+            stop = start + len(ids) * pool.block_bytes(kv_group)
+            pool.write(ids, bytes_X[start:stop], kv_group)
+            start = stop
+
+
+def _num_bytes(pool: KVPool, ids_by_group: Sequence[Sequence[int]]) -> int:
+    return sum(len(ids) * pool.block_bytes(kv_group) for kv_group, ids in enumerate(ids_by_group))
 
 
 def swap_blocks(step: Step, space: SwapSpace, kvp_rank: int) -> None:

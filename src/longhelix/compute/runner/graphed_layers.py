@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels.flashinfer import PageLists
-from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.batch import Batch, RowView
 from longhelix.compute.parallel.holders import PaddedHolders
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.parallel.traffic import Traffic
@@ -103,7 +103,10 @@ class _Inputs:
             parts=bucket.parts,
             padding_T=torch.ones(rows, dtype=torch.bool, device=hidden_TH.device),
             shared=batch.shared,
-            firsts=tuple(firsts_t.new_empty(own_rows) for firsts_t in batch.firsts),
+            views=tuple(
+                RowView(view.firsts_t.new_empty(own_rows), view.slots_t.new_empty(own_rows), view.blocks_X)
+                for view in batch.views
+            ),
         )
         return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
 
@@ -120,8 +123,9 @@ class _Inputs:
         own.sin_tR[at_t] = batch.sin_tR
         own.slots_t.fill_(-1)[at_t] = batch.slots_t
         own.limits_t.zero_()[at_t] = batch.limits_t
-        for own_t, firsts_t in zip(own.firsts, batch.firsts, strict=True):
-            own_t.zero_()[at_t] = firsts_t
+        for own_view, view in zip(own.views, batch.views, strict=True):
+            own_view.firsts_t.zero_()[at_t] = view.firsts_t
+            own_view.slots_t.fill_(-1)[at_t] = view.slots_t
         own.extents_b2.zero_()
         if own.max_rows == 1:
             own.extents_b2[at_t] = batch.extents_b2

@@ -1,22 +1,29 @@
 """How many KV blocks a rank's pool holds: as many as were asked for, or as many as memory allows."""
 
+import bisect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from longhelix.compute.models.parameters import stored_bytes
 from longhelix.errors import UserError
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.splits import most_state_bytes
 from longhelix.spec import ModelSpec
+from longhelix.spec.attention import Visibility
 from longhelix.spec.layout import HeadShape, Layout
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
 
 
-def kv_bytes_per_token(spec: ModelSpec, layout: Layout, kv_dtype: str, device: str, rank: int) -> int:
-    """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
+def kv_bytes_per_token(
+    spec: ModelSpec, layout: Layout, kv_dtype: str, device: str, rank: int, groups: Collection[int] | None = None
+) -> int:
+    """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage. groups: only those
+    of these KV groups."""
     heads, layers = HeadShape(spec.num_query_heads, spec.num_kv_heads), layout.layers(spec.num_layers, rank)
-    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)), len(layers), device)
+    num_layers = sum(groups is None or spec.group_of(layer) in groups for layer in layers)
+    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)), num_layers, device)
 
 
 def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:
@@ -33,14 +40,37 @@ def affordable_blocks(
     weight_dtype: str,
     kv_dtype: str,
     device: str,
-    block_tokens: int,
+    scheduler: SchedulerConfig,
+    views: Sequence[Visibility],
     memory_bytes: int,
     ranks: Sequence[int],
 ) -> int:
-    """KV blocks that each of `ranks` can have in the memory that they share, beside their weights."""
+    """KV blocks that each of `ranks` can have in the memory that they share, beside their weights, and beside the
+    blocks of KV groups with a limit, which are for `views`."""
+    block_tokens = scheduler.block_tokens
     held_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
-    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank) for rank in ranks)
-    affordable_tokens = int((memory_bytes - held_bytes) * _POOL_SHARE) // token_bytes
+    own = [0] if views else None
+    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank, own) for rank in ranks)
+    window_bytes = [
+        sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank, [1 + view]) for rank in ranks)
+        for view in range(len(views))
+    ]
+    free_bytes = int((memory_bytes - held_bytes) * _POOL_SHARE)
+
+    def exceeds(num_blocks: int) -> bool:
+        windows = scheduler.windows_of(views, num_blocks)
+        more = sum(window.num_blocks * size for window, size in zip(windows, window_bytes, strict=True))
+        return (num_blocks * token_bytes + more) * block_tokens > free_bytes
+
+    if views:
+        # Without layers that see everything, blocks of those take no memory; no more requests run than these.
+        most = scheduler.max_running * -(-scheduler.max_model_len // block_tokens)
+        most = min(most, free_bytes // (block_tokens * token_bytes)) if token_bytes else most
+        blocks = bisect.bisect_left(range(1, max(most, 0) + 1), True, key=exceeds)
+        token_bytes += sum(window_bytes)
+        affordable_tokens = blocks * block_tokens if blocks else free_bytes // token_bytes
+    else:
+        affordable_tokens = free_bytes // token_bytes
     if affordable_tokens < 1:
         raise UserError(
             f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: free some memory, or use a "

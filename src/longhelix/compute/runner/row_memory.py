@@ -31,20 +31,21 @@ class RowParts(NamedTuple):
     row_starts_b: Any
     extents_b2: Any
     firsts: tuple[Any, ...]
+    window_slots: tuple[Any, ...]
 
     @classmethod
-    def of(cls, memory_X: Any, rows: int, held: int, num_views: int) -> "RowParts":
+    def of(cls, memory_X: Any, rows: int, held: int, num_views: int, num_windows: int) -> "RowParts":
         """As `advance` writes them, each with room for all rows."""
         tokens, positions, slots, limits, starts, extents = (memory_X[place * rows :] for place in range(6))
         parts = tokens[:rows], positions[:held], slots[:held], limits[:held], starts[: held + 1]
-        starts_of_views = (cls.size(rows, view) for view in range(num_views))
-        firsts = tuple(memory_X[start : start + held] for start in starts_of_views)
-        return cls(*parts, extents[1 : 1 + 2 * held].reshape(held, 2), firsts)
+        starts = (cls.size(rows, before) for before in range(num_views + num_windows))
+        more = tuple(memory_X[start : start + held] for start in starts)
+        return cls(*parts, extents[1 : 1 + 2 * held].reshape(held, 2), more[:num_views], more[num_views:])
 
     @staticmethod
-    def size(rows: int, num_views: int) -> int:
-        """How many integers there are."""
-        return (7 + num_views) * rows + 1
+    def size(rows: int, more: int) -> int:
+        """How many integers there are. more: firsts of views, and slots of groups with a limit."""
+        return (7 + more) * rows + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +86,17 @@ class RowMemory:
 
     @torch.inference_mode()  # as what else a step has is made: compiled graphs are for tensors of one kind
     def _take(self, most_rows: int) -> None:
-        self._most_rows, device = most_rows, self._arena.blocks_X.device
-        self._host_X = torch.zeros(RowParts.size(most_rows, len(self._views)), dtype=torch.int64)
+        self._most_rows, device = most_rows, self._arena.device
+        self._host_X = torch.zeros(self._size(most_rows), dtype=torch.int64)
         self._device_X = self._host_X.to(device)
         self._turns_2X = torch.zeros(2, most_rows * self._num_pairs, device=device)
         self._tensors = lru_cache(64)(self._new_tensors)
+
+    def _size(self, rows: int) -> int:
+        return RowParts.size(rows, len(self._views) + self._arena.num_groups - 1)
+
+    def _parts(self, memory_X: Any, rows: int, held: int) -> RowParts:
+        return RowParts.of(memory_X, rows, held, len(self._views), self._arena.num_groups - 1)
 
     def advance(self, decoding: DecodeRows) -> tuple[int, bool]:
         """Every sequence goes on by a token. Returns how many of them keep KV here, and whether all KVP ranks keep KV
@@ -109,6 +116,8 @@ class RowMemory:
             len(decoding),
             self._arena.extents.address,
             self._arena.ids_address,
+            self._arena.num_groups,
+            self._arena.group_stride,
             self._arena.places_address,
             self._block_tokens,
             self._kvp_rank,
@@ -119,18 +128,18 @@ class RowMemory:
 
     def arrays(self, rows: int, held: int) -> RowParts:
         """Of the last step, on the host."""
-        return RowParts.of(self._host_X.numpy(), rows, held, len(self._views))
+        return self._parts(self._host_X.numpy(), rows, held)
 
     def tensors(self, rows: int, held: int) -> RowTensors:
         """Of the last step, where it runs; cosines and sines are not written yet."""
         if self._device_X is not self._host_X:
-            size = RowParts.size(rows, len(self._views))
+            size = self._size(rows)
             self._device_X[:size] = self._host_X[:size]
         return self._tensors(rows, held)
 
     def _new_tensors(self, rows: int, held: int) -> RowTensors:
         turns_2bR = self._turns_2X[:, : held * self._num_pairs].unflatten(1, (held, self._num_pairs))
-        return RowTensors(RowParts.of(self._device_X, rows, held, len(self._views)), *turns_2bR)
+        return RowTensors(self._parts(self._device_X, rows, held), *turns_2bR)
 
     def _advance(self, lines_B: NDArray[np.int64]) -> tuple[int, bool]:
         """As csrc/advance.hpp, where that was not built."""
@@ -149,8 +158,9 @@ class RowMemory:
         parts.row_starts_b[:] = np.arange(len(now_bC) + 1)
         parts.extents_b2[:] = self._arena.extents.values[now_bC[:, EXTENT]]
         # Of rows whose KV goes elsewhere the place may be anything.
-        ids_b = self._arena.ids_at(parts.extents_b2[:, 0] + block_b)
-        parts.slots_b[:] = np.where(mine_b, ids_b * self._block_tokens + offset_b, -1)
+        ids_Gb = self._arena.ids_at(parts.extents_b2[:, 0] + block_b)
+        for slots_b, ids_b in zip((parts.slots_b, *parts.window_slots), ids_Gb, strict=True):
+            slots_b[:] = np.where(mine_b, ids_b * self._block_tokens + offset_b, -1)
         for view, firsts_b in zip(self._views, parts.firsts, strict=True):
             seen_b = first_seen(view, now_bC[:, LENGTH])
             for row, (begin, end) in enumerate(parts.extents_b2.tolist()):

@@ -78,7 +78,7 @@ class ModelRunner:
         )
         self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
         self._step_id = 0
-        self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device)
+        self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device, pool.num_groups)
         self._numbers = sequence_numbers(mesh.layout.kvp)
         # One tensor for all sequences that turn alike.
         self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64, device=self.device))

@@ -108,8 +108,9 @@ class SequenceState:
         self.length = self.new.cached_tokens
         # Not the number of cached blocks: an instance that joins a running sequence gets only the last one of them.
         self._num_blocks = -(-self.length // block_tokens)
-        missing = len(blocks) * block_tokens - self.length if self.last_owner == kvp_rank else 0
-        self.local_length = len(self._arena.ids(self.extent)) * block_tokens - missing
+        num_cached = len(blocks) // self._arena.num_groups
+        missing = num_cached * block_tokens - self.length if self.last_owner == kvp_rank else 0
+        self.local_length = self._arena.num_blocks(self.extent) * block_tokens - missing
 
     def end(self) -> None:
         self._arena.close(self.extent)
@@ -117,27 +118,31 @@ class SequenceState:
 
     def widen(self, widened: Widened, kvp_rank: int, block_tokens: int) -> None:
         """Blocks that move leave this rank or come to it. They are full, and local order follows position as before."""
-        left = [move.source.id for move in widened.moves if move.source.owner == kvp_rank]
+        left = [move.place for move in widened.moves if move.source.owner == kvp_rank]
         come = [move for move in widened.moves if move.target.owner == kvp_rank]
-        ids, places = self._arena.ids(self.extent), self._arena.places(self.extent)
-        stays = ~np.isin(ids, left)
-        ids, places, new_places = ids[stays], places[stays], [move.place for move in come]
+        ids_GJ, places = self._arena.ids(self.extent), self._arena.places(self.extent)
+        stays = ~np.isin(places, left)
+        ids_GJ, places, new_places = ids_GJ[:, stays], places[stays], [move.place for move in come]
         before = places.searchsorted(new_places)
-        ids = np.insert(ids, before, [move.target.id for move in come])
+        ids_GJ = np.insert(ids_GJ, before, [move.target.id for move in come], axis=1)
         places = np.insert(places, before, new_places)
         self._arena.close(self.extent)
         self._open(widened.blocks_per_rank[kvp_rank])
-        self._arena.append(self.extent, ids, places)
+        self._arena.append(self.extent, ids_GJ, places)
         self._hold(move.target.owner for move in widened.moves)
         self.local_length += (len(come) - len(left)) * block_tokens
 
     def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int) -> None:
+        """Add blocks, as steps have them: at each place one of each KV group."""
         if blocks:
             self.last_owner = blocks[-1].owner
-        self._hold(block.owner for block in blocks)
-        own = [(block.id, place) for place, block in enumerate(blocks, self._num_blocks) if block.owner == kvp_rank]
-        self._arena.append(self.extent, [id for id, _ in own], [place for _, place in own])
-        self._num_blocks += len(blocks)
+        groups = self._arena.num_groups
+        firsts = blocks[::groups]
+        self._hold(block.owner for block in firsts)
+        own = [at for at, block in enumerate(firsts) if block.owner == kvp_rank]
+        ids_GJ = [[max(blocks[at * groups + group].id, 0) for at in own] for group in range(groups)]
+        self._arena.append(self.extent, ids_GJ, [self._num_blocks + at for at in own])
+        self._num_blocks += len(firsts)
 
     def _open(self, room: int) -> None:
         self.extent: Extent = self._arena.open(room)

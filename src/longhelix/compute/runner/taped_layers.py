@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from longhelix.compute.kernels.tape import Tape
-from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.batch import Batch, RowView
 from longhelix.compute.parallel.holders import Holders
 from longhelix.spans import UNTRACED, Spans
 
@@ -87,15 +87,16 @@ _VARYING = ("cos_tR", "sin_tR", "slots_t", "limits_t", "row_starts_b", "extents_
 
 
 def _inputs(batch: Batch) -> list[Tensor]:
-    return [*(getattr(batch, name) for name in _VARYING), *batch.firsts]
+    of_views = (tensor for view in batch.views for tensor in (view.firsts_t, view.slots_t))
+    return [*(getattr(batch, name) for name in _VARYING), *of_views]
 
 
 def _own(batch: Batch) -> Batch:
     """The same batch in memory that stays."""
     own = batch
     if not batch.stays:
-        firsts = tuple(firsts_t.clone() for firsts_t in batch.firsts)
-        own = replace(batch, firsts=firsts, **{name: getattr(batch, name).clone() for name in _VARYING})
+        views = tuple(RowView(view.firsts_t.clone(), view.slots_t.clone(), view.blocks_X) for view in batch.views)
+        own = replace(batch, views=views, **{name: getattr(batch, name).clone() for name in _VARYING})
     if batch.holders is None:
         return own
     rows_t, places_NT = batch.holders.rows_t.clone(), batch.holders.places_NT.clone()

@@ -197,6 +197,12 @@ class BlockAllocator:
         """The content hash under which it is found."""
         return self._hashes.get(block_id)
 
+    def name(self, block_id: int, content_hash: bytes) -> None:
+        """Let a full block that somebody holds be found by its content, if no other one is."""
+        block = Block(self.rank, block_id)
+        if self.index.setdefault(content_hash, block) == block:
+            self._hashes[block_id] = content_hash
+
     def share(self, ids: Iterable[int]) -> None:
         """Add a holder to blocks that have one or are cached, who promises to `release` each of them once."""
         cached, more_holders, taken_up = self._cached, self._more_holders, list[int]()

@@ -1,0 +1,178 @@
+"""KV groups with a limit: a request has blocks for what its next rows see, and the others are free or cached."""
+
+import random
+from array import array
+
+import pytest
+from test_pressure import LONG, ByWork, Pressed, check_blocks, config, request
+from test_scheduler import VOCAB, expected_output
+
+from longhelix.errors import UserError
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.kv.placement import PLACEMENTS
+from longhelix.scheduler.kv.windows import PASSED_ID, KVWindow, span_blocks
+from longhelix.scheduler.policy import POLICIES
+from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.step import SampledToken, StepResult
+from longhelix.spec.attention import Visibility
+
+pytestmark = pytest.mark.unit
+
+WINDOW, CHUNK = Visibility(window_tokens=6), Visibility(chunk_tokens=8)
+
+
+def windowed(visibility=WINDOW, blocks=30, **more):
+    return config(**{"num_blocks": 40, "windows": (KVWindow(visibility, blocks),)} | more)
+
+
+def held_in(engine, at=0):
+    return [seq.windows[at] for seq in engine.scheduler._running.values()]
+
+
+@pytest.mark.parametrize("visibility", [WINDOW, CHUNK, Visibility(window_tokens=1), Visibility(window_tokens=4)])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_what_is_behind_a_window_is_given_back(visibility, placement, depth):
+    """After each step a request has the blocks that its next row sees, one more, and one to write to."""
+    engine = Pressed(windowed(visibility, placement=placement, chunk_tokens=4, growth_limit_tokens=12), depth)
+    asked = request(0, LONG[:50], 30)
+    engine.add(asked)
+    most = 0
+    while engine.loop.has_work:
+        engine.step()
+        check_blocks(engine.scheduler)
+        for held in held_in(engine):
+            most = max(most, len(held.blocks))
+    assert engine.outcomes[0].token_ids == expected_output(asked)
+    assert 0 < most <= span_blocks(visibility, 4)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_schedule_gives_each_request_its_own_tokens(seed):
+    """Requests that share prefixes come and end early, in pools that are short. The ranks of the test check that all
+    that a row sees is where it was written."""
+    draw = random.Random(seed)
+    block_tokens, kvp = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
+    visibilities = draw.sample([WINDOW, CHUNK, Visibility(window_tokens=1), Visibility(window_tokens=17)], 2)
+    num_blocks = 64 // block_tokens + draw.randrange(12)
+    made = SchedulerConfig(
+        kvp=kvp,
+        num_blocks=num_blocks,
+        max_model_len=64,
+        block_tokens=block_tokens,
+        chunk_tokens=draw.choice([3, 16, 1000]),
+        max_running=draw.choice([2, 5]),
+        placement=draw.choice([*PLACEMENTS, "auto"]),
+        growth_limit_tokens=4 * block_tokens,
+        kvp_threshold_tokens=24,
+        policy=draw.choice(POLICIES),
+        prefix_cache=draw.random() < 0.8,
+        pp=draw.choice([1, 1, 2]),
+        windows=tuple(
+            KVWindow(each, min(span_blocks(each, block_tokens) + draw.randrange(16), num_blocks))
+            for each in visibilities
+        ),
+    )
+    engine, asked = Pressed(made, depth=draw.choice([1, 2, 3])), []
+    for id in range(30):
+        start = draw.choice([0, 0, 30])
+        prompt = LONG[start : start + draw.randrange(1, 40)] + [draw.randrange(3)] * draw.randrange(3)
+        stop = {draw.randrange(VOCAB)} if draw.random() < 0.3 else ()
+        asked.append(request(id, prompt, draw.randrange(1, 64 - len(prompt)), stop, engine.now_s))
+        engine.add(asked[-1])
+        for _ in range(draw.randrange(12)):
+            engine.step()
+            check_blocks(engine.scheduler)
+        if draw.random() < 0.1:
+            engine.abort(draw.randrange(len(asked)))
+    outcomes = engine.drain()
+    for one in asked:
+        outcome, expected = outcomes[one.id], expected_output(one)
+        ended_early = outcome.finish_reason == "abort"
+        assert outcome.token_ids == (expected[: len(outcome.token_ids)] if ended_early else expected)
+
+
+def test_a_million_tokens_take_the_blocks_of_a_window():
+    """The rank with most of them never has more than its share of a window and of the tokens of a step."""
+    made = SchedulerConfig(
+        kvp=4,
+        num_blocks=16_000,
+        max_model_len=1_000_100,
+        block_tokens=16,
+        chunk_tokens=8192,
+        windows=(KVWindow(Visibility(window_tokens=128), 140),),
+    )
+    scheduler = Scheduler(made, ByWork())
+    scheduler.add(request(0, array("i", range(1_000_000)), 40))
+    most, ended = 0, False
+    while not ended:
+        step = scheduler.schedule(0.0)
+        most = max(most, *(allocator.num_held for allocator in scheduler.pool.windows[0].allocators))
+        done = any(chunk.sample for chunk in step.chunks) or not step.chunks
+        events = scheduler.complete(StepResult(step.id, (SampledToken(0, 1),) if done else (), 1, 0))
+        ended = any(event.finish_reason for event in events)
+    assert 8192 / 16 / 4 < most <= 8192 / 16 / 4 + span_blocks(Visibility(window_tokens=128), 16) / 4 + 1
+
+
+def test_a_chunk_is_cut_to_the_blocks_that_are_free():
+    """The pool of the window holds 10 blocks of 4 tokens; of these two chunks of 1,000 tokens get what there is."""
+    engine = Pressed(windowed(blocks=10, kvp=1, num_blocks=100, chunk_tokens=1000))
+    asked = [request(id, LONG[id : id + 60], 3) for id in range(2)]
+    engine.add(*asked)
+    outcomes = engine.drain()
+    assert [outcomes[one.id].token_ids for one in asked] == list(map(expected_output, asked))
+    assert max(chunk.num_tokens for step in engine.runner.steps for chunk in step.chunks) <= 40
+
+
+def test_a_hit_is_what_all_groups_have():
+    """The window's blocks of the end are there, with one before it; those in the middle are not once others needed
+    room, and then a prompt that leaves the cached one there has nothing of it."""
+    engine = Pressed(windowed(kvp=1, blocks=8, chunk_tokens=8))
+    engine.add(request(0, LONG[:40], 1))
+    engine.drain()
+    same, longer, leaves = LONG[:40], LONG[:44], [*LONG[:12], 1, 1]
+    for id, prompt in enumerate([same, longer, leaves], start=1):
+        engine.add(request(id, prompt, 1))
+        engine.step()
+        check_blocks(engine.scheduler)
+        engine.drain()
+    cached = [engine.runner.new[id].cached_tokens for id in (1, 2, 3)]
+    assert cached == [39, 40, 0]
+    blocks = engine.runner.new[2].cached_blocks[1::2]
+    passed = [block.id == PASSED_ID for block in blocks]
+    assert passed == [True] * 8 + [False] * 2, "rows behind token 40 see tokens from 35 on"
+
+
+def test_a_prompt_goes_on_where_its_window_is_still_there():
+    """With more room, the blocks in the middle stay cached until others need theirs."""
+    engine = Pressed(windowed(kvp=1, blocks=40, chunk_tokens=8))
+    engine.add(request(0, LONG[:40], 1))
+    engine.drain()
+    engine.add(request(1, [*LONG[:20], 1, 1], 1))
+    engine.drain()
+    assert engine.runner.new[1].cached_tokens == 20
+
+
+def test_a_request_whose_window_has_no_room_is_refused():
+    engine = Pressed(windowed(kvp=1, blocks=3))
+    engine.add(request(0, LONG[:8], 1))
+    with pytest.raises(UserError, match="needs 5 KV blocks of a window on one rank, but a rank has 3"):
+        engine.add(request(1, LONG[:30], 1))
+
+
+def test_swapped_blocks_are_of_all_layers():
+    with pytest.raises(UserError, match="leave swap_tokens out"):
+        windowed(swap_blocks=3)
+
+
+def test_groups_are_sized_for_all_that_run():
+    """Of the shape of gpt-oss-20b: 256 requests, windows of 128 tokens over 4 ranks. Each request needs 11 blocks, 3 of
+    a rank; with as many cached ends again and the chunks of a step."""
+    made = SchedulerConfig(kvp=4, num_blocks=10**6, max_model_len=131_072, chunk_tokens=2048, max_running=256)
+    ((_, blocks),) = made.windows_of([Visibility(window_tokens=128)], 10**6)
+    assert blocks == 256 * 3 + 2048 // 16 // 4
+    cached = SchedulerConfig(**vars(made) | {"prefix_cache": True})
+    assert cached.windows_of([Visibility(window_tokens=128)], 10**6)[0].num_blocks == 2 * 256 * 3 + 32
+    local = SchedulerConfig(**vars(made) | {"placement": "local"})
+    assert local.windows_of([Visibility(window_tokens=128)], 10**6)[0].num_blocks == 256 * 11 + 128
+    assert made.windows_of([Visibility(window_tokens=128)], 50)[0].num_blocks == 50, "never more than other layers have"
