@@ -79,8 +79,8 @@ class Chunk:
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A full KV block of a sequence goes from one KVP rank to another. place: how many blocks of the sequence come
-    before it, on all ranks together."""
+    """A full KV block of a sequence goes from one KVP rank to another, in layers without a limit; no row sees it any
+    longer in others. place: how many blocks of the sequence come before it, on all ranks together."""
 
     source: Block
     target: Block

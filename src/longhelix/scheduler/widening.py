@@ -4,6 +4,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from itertools import repeat
 from typing import NamedTuple
 
 from msgspec import structs
@@ -13,6 +14,7 @@ from longhelix.scheduler.cache_record import BlockContent
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import Continued, Striped, blocks_needed
+from longhelix.scheduler.kv.windows import WindowGroup
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.step import Move, Widened
 
@@ -37,15 +39,15 @@ class Widening:
     striped.
 
     Its last block stays, so that ranks go on writing where they are, and so do blocks that others share, which would
-    leave no room behind, and those that have yet to get their hashes. A block that moves is free, or cached, at once:
-    steps are executed in order, and copy before they compute.
+    leave no room behind, those that have yet to get their hashes, and those that rows see in KV groups with a limit.
+    A block that moves is free, or cached, at once: steps are executed in order, and copy before they compute.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self._pool = pool
         self._allocators = pool.allocators
         # What moved from one clock to another would tie the two.
-        self._widens = config.kvp > 1 and not (config.batch_invariant or config.own_clocks or config.windows)
+        self._widens = config.kvp > 1 and not (config.batch_invariant or config.own_clocks)
         self._most_blocks = config.most_blocks if self._widens else 0
         # Ranks that are all but full would give each other a block or two in every step.
         self._least_level = config.num_blocks // 100 + 1
@@ -55,7 +57,10 @@ class Widening:
     def widen(self, rank: int, growing: Sequence, sequences: Iterable[Sequence]) -> bool:
         """Make room for a sequence whose next block would go to a KVP rank that has none, if others have some.
         sequences: those that decode. False: nothing can be done."""
-        return self._widens and (self._relieve(rank, sequences) or self._go_elsewhere(growing))
+        if not self._widens:
+            return False
+        is_full = not self._allocators[rank].available  # or else a KV group with a limit is
+        return (is_full and self._relieve(rank, sequences)) or self._go_elsewhere(growing)
 
     def _relieve(self, rank: int, sequences: Iterable[Sequence]) -> bool:
         """Move blocks away from a rank."""
@@ -68,7 +73,10 @@ class Widening:
 
     def _go_elsewhere(self, seq: Sequence) -> bool:
         """Let a sequence's next block go to the rank with the most room."""
-        room = [allocator.available for allocator in self._allocators]
+        room = [
+            allocator.available * all(map(WindowGroup.has_room, self._pool.windows, seq.windows, repeat(rank)))
+            for rank, allocator in enumerate(self._allocators)
+        ]
         if not any(room):
             return False
         owners = [block.owner for block in _blocks(seq)]
@@ -139,9 +147,10 @@ class Widening:
     def _movable(self, seq: Sequence, blocks: list[Block], rank: int) -> list[int]:
         """The indices of its blocks that may move."""
         allocator, stay = self._allocators[rank], max(len(seq.unnamed), 1)
+        stop = min([len(blocks) - stay, *(held.first for held in seq.windows)])
         return [
             index
-            for index, block in enumerate(blocks[:-stay])
+            for index, block in enumerate(blocks[: max(stop, 0)])
             if block.owner == rank and not allocator.is_shared(block.id)
         ]
 

@@ -267,6 +267,10 @@ class FakeRunner:
         assert len(moved) == len(widened.moves)
         assert moved.keys() <= set(seq.blocks[: seq.length // self.config.block_tokens])  # which are full
         seq.blocks = [moved.get(block, block) for block in seq.blocks]
+        for at, group in enumerate(self.config.windows):
+            passed = group.visibility.first_seen(seq.length) // self.config.block_tokens
+            assert all(move.place < passed for move in widened.moves)
+            seq.windows[at] = [Block(block.owner, -1) for block in seq.blocks[:passed]] + seq.windows[at][passed:]
         seq.new, seq.striped = structs.replace(seq.new, blocks_per_rank=widened.blocks_per_rank), True
         for move in widened.moves:
             assert seq.blocks[move.place] == move.target

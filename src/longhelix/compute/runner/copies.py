@@ -1,6 +1,7 @@
 """Copies of KV blocks, within a rank and between the ranks of a KVP group, and out of the pool and back."""
 
 from collections.abc import Sequence
+from itertools import chain, cycle, repeat
 
 import torch
 
@@ -11,20 +12,23 @@ from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.step import Step
 
 
-def copy_blocks(copies: Sequence[tuple[Block, Block]], pool: KVPool, group: RankGroup) -> None:
-    """Copy KV blocks, given as (source, target), in all layers. Every rank of the KVP group gets the same `copies`, as
-    steps have them: where there are several KV groups, one for each of these at a time.
+def copy_blocks(
+    copies: Sequence[tuple[Block, Block]], moved: Sequence[tuple[Block, Block]], pool: KVPool, group: RankGroup
+) -> None:
+    """Copy KV blocks, given as (source, target), as steps have them: `copies` in all layers, where there are several KV
+    groups one for each of these at a time; what `moved` in layers of the first group. Every rank of the KVP group gets
+    the same.
 
     Copies between ranks go in one all-to-all, which all ranks join if there is any such copy. They all read before one
     of them writes, so that one's source may be another one's target. No block is a target twice, and none is both
     source and target where a copy stays on its rank.
     """
     own, between = group.index, False
-    # By KV group, then by the other rank, and then in the order of `copies`: the same at both ends.
+    # By the other rank, then by KV group, and then in the order of `copies`: the same at both ends.
     sent: list[list[list[int]]] = [[[] for _ in range(pool.num_groups)] for _ in range(group.size)]
     received: list[list[list[int]]] = [[[] for _ in range(pool.num_groups)] for _ in range(group.size)]
-    for index, (source, target) in enumerate(copies):
-        kv_group = index % pool.num_groups
+    of_groups = zip(cycle(range(pool.num_groups)), copies, strict=False)
+    for kv_group, (source, target) in chain(of_groups, zip(repeat(0), moved, strict=False)):
         if source.owner != target.owner:
             between = True
             if source.owner == own:

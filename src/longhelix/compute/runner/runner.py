@@ -159,7 +159,7 @@ class ModelRunner:
         begun_s = time.perf_counter()
         moved = step.moved
         if step.copies or moved:
-            copy_blocks(step.copies + moved, self.pool, self.mesh.kvp)
+            copy_blocks(step.copies, moved, self.pool, self.mesh.kvp)
         if not moved:
             return 0.0
         if self.device.type == "cuda":

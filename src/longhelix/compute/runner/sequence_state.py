@@ -124,7 +124,10 @@ class SequenceState:
         stays = ~np.isin(places, left)
         ids_GJ, places, new_places = ids_GJ[:, stays], places[stays], [move.place for move in come]
         before = places.searchsorted(new_places)
-        ids_GJ = np.insert(ids_GJ, before, [move.target.id for move in come], axis=1)
+        # In groups with a limit the places that moved have passed.
+        come_GJ = np.zeros((len(ids_GJ), len(come)), np.int64)
+        come_GJ[0] = [move.target.id for move in come]
+        ids_GJ = np.insert(ids_GJ, before, come_GJ, axis=1)
         places = np.insert(places, before, new_places)
         self._arena.close(self.extent)
         self._open(widened.blocks_per_rank[kvp_rank])

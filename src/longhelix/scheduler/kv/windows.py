@@ -1,5 +1,5 @@
-"""KV groups with a limit: layers whose rows see only a window of the tokens, or their chunk. A request has blocks of such
-a group for what its next rows see, and gives back those behind.
+"""KV groups with a limit: layers whose rows see only a window of the tokens, or their chunk. A request has blocks of
+such a group for what its next rows see, and gives back those behind.
 
 All groups of a request have the same owners: the block at a place of its tokens lies on one KVP rank in all of them.
 """
@@ -60,8 +60,8 @@ class WindowPrefix(NamedTuple):
 
 
 class WindowGroup:
-    """The KV blocks of one group on all KVP ranks. Each rank has an index of its own, because a request that begins with
-    cached blocks needs those that lie with its other blocks.
+    """The KV blocks of one group on all KVP ranks. Each rank has an index of its own, because a request that begins
+    with cached blocks needs those that lie with its other blocks.
 
     A request is promised as many blocks as it ever needs at once, so that hardly any loses its blocks for a window. The
     blocks of a chunk come beside that from what is free, and chunks are cut to it.

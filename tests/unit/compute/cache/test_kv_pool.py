@@ -226,8 +226,8 @@ def test_what_one_pool_reads_another_writes(dtype, shared_values, arrangement):
     source, target = (pool_of_random_bytes(dtype, shared_values, arrangement, num_blocks=number) for number in (6, 4))
     before, given = contents(target), contents(source)
     bytes_X = source.read([5, 0])
-    assert bytes_X.shape == (2 * source.block_bytes,)
-    assert source.block_bytes == 2 * source.formats["kv"].block_bytes
+    assert bytes_X.shape == (2 * source.block_bytes(),)
+    assert source.block_bytes() == 2 * source.formats["kv"].block_bytes
     target.write([1, 3], bytes_X)
     assert contents(target) == [before[0], given[5], before[2], given[0]]
     assert contents(source) == given

@@ -20,7 +20,7 @@ def filled_pool(format):
     pool = KVPool({"kv": format}, 2, 6, CPU)
     generator = torch.Generator().manual_seed(0)
     for block in range(6):
-        pool.write([block], torch.randint(0, 256, (pool.block_bytes,), dtype=torch.uint8, generator=generator))
+        pool.write([block], torch.randint(0, 256, (pool.block_bytes(),), dtype=torch.uint8, generator=generator))
     return pool
 
 
@@ -36,7 +36,7 @@ def test_a_block_comes_back_into_another_one(format):
     space.swap_out(1, 2)
     space.swap_out(4, 0)
     for block in (1, 4):
-        pool.write([block], torch.zeros(pool.block_bytes, dtype=torch.uint8))
+        pool.write([block], torch.zeros(pool.block_bytes(), dtype=torch.uint8))
     space.swap_in(0, 1)
     space.swap_in(2, 5)
     space.swap_in(2, 3)

@@ -66,7 +66,7 @@ def copy(format, kvp, copies):
     groups = [CountingGroup(rank, kvp, meeting) for rank in range(kvp)]
     pools = [make_pool(format, rank) for rank in range(kvp)]
     with ThreadPoolExecutor(kvp) as threads:
-        list(threads.map(lambda pool, group: copy_blocks(copies, pool, group), pools, groups))
+        list(threads.map(lambda pool, group: copy_blocks(copies, (), pool, group), pools, groups))
     return [held(pool) for pool in pools], [group.sent for group in groups]
 
 
@@ -99,7 +99,39 @@ def test_targets_hold_what_sources_held_and_others_what_they_had(plan, format):
 def test_a_copy_within_a_rank_waits_for_no_other():
     group = CountingGroup(0, 2, ([None] * 2, threading.Barrier(2)))
     pool = make_pool(FORMATS[0], 0)
-    copy_blocks(((Block(0, 1), Block(0, 3)), (Block(1, 1), Block(1, 2))), pool, group)
+    copy_blocks(((Block(0, 1), Block(0, 3)), (Block(1, 1), Block(1, 2))), (), pool, group)
     assert held(pool) == [0, 1, 2, 1, 4]
     assert group.sent == []
     assert torch.equal(pool.read([1]), pool.read([3]))
+
+
+def test_each_kv_group_has_copies_of_its_own_and_only_the_first_one_moves():
+    """On two ranks, layers 0 and 2 of one group and layer 1 of another one."""
+    format, meeting = FORMATS[0], ([None] * 2, threading.Barrier(2))
+    pools = [KVPool({"kv": format}, 3, NUM_BLOCKS, CPU, (0, 1, 0), (NUM_BLOCKS + 1,)) for _ in range(2)]
+    for rank, pool in enumerate(pools):
+        for layer, entries in enumerate(pool.layers):
+            for bytes_PX in entries["kv"].by_block:
+                bytes_PX[:] = torch.arange(len(bytes_PX)).view(-1, *[1] * (bytes_PX.dim() - 1)) + 16 * rank + 64 * layer
+    copies = (
+        (Block(0, 1), Block(0, 3)),
+        (Block(0, 5), Block(0, 0)),
+        (Block(1, 2), Block(0, 4)),
+        (Block(1, 3), Block(0, 1)),
+    )
+    moved = ((Block(1, 0), Block(0, 2)),)
+    groups = [CountingGroup(rank, 2, meeting) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda pool, group: copy_blocks(copies, moved, pool, group), pools, groups))
+
+    def held_in(rank, layer):
+        return [int(block[0].flatten()[0]) for block in pools[rank].layers[layer]["kv"].by_block[0].unsqueeze(1)]
+
+    for layer, more in ((0, 0), (2, 128)):
+        assert held_in(0, layer) == [more + each for each in (0, 1, 16, 1, 18)]
+    assert held_in(0, 1) == [64 + each for each in (5, 19, 2, 3, 4, 5)]
+    assert [held_in(1, layer)[:5] for layer in range(3)] == [
+        [16 + more + at for at in range(5)] for more in (0, 64, 128)
+    ]
+    sizes = [each.block_bytes() * count for each, count in ((pools[0], 2),)]
+    assert groups[1].sent == [[sizes[0] + pools[0].block_bytes(1), 0]]

@@ -26,6 +26,19 @@ WINDOW_TOKENS, CHUNK_TOKENS = 10, 7
 VIEWS = (Visibility(window_tokens=WINDOW_TOKENS), Visibility(chunk_tokens=CHUNK_TOKENS))
 
 
+GROUPS = 1 + len(VIEWS)
+
+
+def ids_of(block):
+    """Its ids in the KV groups."""
+    return block.id, block.id + 10_000, block.id + 20_000
+
+
+def sent(blocks):
+    """As steps have them."""
+    return tuple(Block(block.owner, id) for block in blocks for id in ids_of(block))
+
+
 @dataclass
 class Plain:
     """A sequence as nothing but its blocks in the order of positions."""
@@ -36,14 +49,15 @@ class Plain:
     token: int = 0
     held: set[int] = field(default_factory=set)
     shift: int = 0
+    moved: set[Block] = field(default_factory=set)
 
     def row(self, rank):
         """The position, the slot and the limit of the next row."""
         owners = [self.blocks[position // BLOCK_TOKENS].owner for position in range(self.length + 1)]
-        block, slot = self.blocks[self.length // BLOCK_TOKENS], -1
+        block, slots = self.blocks[self.length // BLOCK_TOKENS], [-1] * GROUPS
         if block.owner == rank:
-            slot = block.id * BLOCK_TOKENS + self.length % BLOCK_TOKENS
-        return self.length + self.shift, slot, owners.count(rank)
+            slots = [id * BLOCK_TOKENS + self.length % BLOCK_TOKENS for id in ids_of(block)]
+        return self.length + self.shift, *slots, owners.count(rank)
 
     def firsts(self, rank):
         """The first local token that the next row sees, by view: how many of those before it lie here."""
@@ -53,14 +67,16 @@ class Plain:
             for first in seen
         ]
 
-    def ids(self, rank):
-        return [block.id for block in self.blocks if block.owner == rank]
+    def ids(self, rank, group):
+        """None: those that have moved, which no row sees in groups with a limit."""
+        own = [block for block in self.blocks if block.owner == rank]
+        return [None if group and block in self.moved else ids_of(block)[group] for block in own]
 
 
 class Rank:
     def __init__(self, rank):
         self.rank = rank
-        self.arena = BlockArena(8 * ROOM, torch.device("cpu"))  # so little that extents move
+        self.arena = BlockArena(8 * ROOM, torch.device("cpu"), num_groups=3)  # so little that extents move
         self.numbers = sequence_numbers(RANKS)
         self.memory = RowMemory(self.numbers, self.arena, rank, BLOCK_TOKENS, num_pairs=2, views=VIEWS)
         self.decoding = [DecodeRows(), DecodeRows()]  # of two microbatches
@@ -81,18 +97,25 @@ class Rank:
         rows = self.memory.arrays(len(plain), num_held)
         assert rows.token_ids_B.tolist() == [one.token for one in plain]
         expected = [one.row(self.rank) for one in held]
-        found = rows.positions_b, rows.slots_b, rows.limits_b
+        found = rows.positions_b, rows.slots_b, *rows.window_slots, rows.limits_b
         assert list(zip(*(some.tolist() for some in found), strict=True)) == expected
         assert rows.row_starts_b.tolist() == list(range(num_held + 1))
         firsts = [[each.firsts(self.rank)[view] for each in held] for view in range(len(VIEWS))]
         assert [firsts_b.tolist() for firsts_b in rows.firsts] == firsts
         for one, (begin, end) in zip(held, rows.extents_b2.tolist(), strict=True):
-            assert self.arena.blocks_X[begin:end].tolist() == one.ids(self.rank)
+            for group, blocks_X in enumerate(self.arena.blocks):
+                expected_ids = one.ids(self.rank, group)
+                found_ids = [
+                    None if given is None else id
+                    for id, given in zip(blocks_X[begin:end].tolist(), expected_ids, strict=True)
+                ]
+                assert found_ids == expected_ids
         tensors = self.memory.tensors(len(plain), num_held)
-        for array, tensor in zip((*rows[:-1], *rows.firsts), (*tensors.rows[:-1], *tensors.rows.firsts), strict=True):
+        flat = [(*each[:-2], *each.firsts, *each.window_slots) for each in (rows, tensors.rows)]
+        for array, tensor in zip(*flat, strict=True):
             assert np.array_equal(array, tensor)
         assert tensors.cos_bR.shape == tensors.sin_bR.shape == (num_held, 2)
-        for one, (_, _, limit) in zip(held, expected, strict=True):
+        for one, (*_, limit) in zip(held, expected, strict=True):
             seq = self.sequences[one.id]
             assert (seq.length, seq.local_length, seq.holders) == (one.length + 1, limit, one.held)
 
@@ -118,7 +141,7 @@ class Schedule:
         held = set(range(RANKS)) if spread else {block.owner for block in blocks}
         images = (ImageSpan(0, 2, 3, b""),) if self.chance.random() < 0.5 else ()
         self.plain[id] = Plain(id, blocks, length, held=held, shift=-3 if images else 0)
-        new = NewSequence(id, SamplingParams(), 0, 99, (ROOM,) * RANKS, spread, length, tuple(blocks), images=images)
+        new = NewSequence(id, SamplingParams(), 0, 99, (ROOM,) * RANKS, spread, length, sent(blocks), images=images)
         for rank in self.ranks:
             rank.begin(new)
         self.counts["begun"] += 1
@@ -151,6 +174,7 @@ class Schedule:
         moves = tuple(Move(before[index], after[index], index) for index in changed)
         one.blocks = after
         one.held |= {move.target.owner for move in moves}
+        one.moved |= {move.target for move in moves}
         for rank in self.ranks:
             rank.sequences[one.id].widen(Widened(one.id, moves, (ROOM,) * RANKS), rank.rank, BLOCK_TOKENS)
         self.counts["widened"] += bool(moves)
@@ -163,7 +187,7 @@ class Schedule:
         one.blocks.append(block)
         one.held.add(block.owner)
         for rank in self.ranks:
-            rank.sequences[one.id].add_blocks((block,), rank.rank)
+            rank.sequences[one.id].add_blocks(sent([block]), rank.rank)
         self.counts["grown"] += 1
 
     def step(self):

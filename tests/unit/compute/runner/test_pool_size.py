@@ -11,6 +11,7 @@ from longhelix.compute.runner.pool_size import (
     split_state_bytes,
 )
 from longhelix.errors import UserError
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.splits import most_state_bytes
 from longhelix.spec import RopeSpec
 from longhelix.spec.layout import Layout
@@ -40,7 +41,10 @@ def weights_bytes(layout, ranks):
 
 
 def affordable(layout, memory_bytes, ranks, block_tokens=16):
-    return affordable_blocks(SPEC, layout, "bfloat16", "bfloat16", "bfloat16", "cpu", block_tokens, memory_bytes, ranks)
+    scheduler = SchedulerConfig(layout.kvp, 1, 4096, block_tokens=block_tokens)
+    return affordable_blocks(
+        SPEC, layout, "bfloat16", "bfloat16", "bfloat16", "cpu", scheduler, (), memory_bytes, ranks
+    )
 
 
 def test_a_token_takes_the_keys_and_values_of_the_ranks_own_heads():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from longhelix.compute.cache.block_arena import BlockArena
 from longhelix.compute.runner.sequence_state import SequenceState, sequence_numbers
 from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.kv.windows import as_sent
 from longhelix.scheduler.request import SamplingParams
 from longhelix.scheduler.step import Move, NewSequence, Widened
 
@@ -35,12 +36,19 @@ def test_blocks_come_and_go_in_the_middle(owners, source, targets, missing):
     room = tuple(sum(block.owner == rank for block in after) for rank in range(3))
     length = len(owners) * BLOCK_TOKENS - missing
     for rank in range(3):
-        arena = BlockArena(60, torch.device("cpu"))
-        new = NewSequence(7, SamplingParams(), 0, 100, (20, 20, 20), False, length, tuple(before))
+        arena = BlockArena(60, torch.device("cpu"), num_groups=2)
+        # In the second group those that move have passed.
+        windows = [Block(block.owner, 300 + index if block in after else -1) for index, block in enumerate(before)]
+        sent = as_sent(tuple(before), [windows])
+        new = NewSequence(7, SamplingParams(), 0, 100, (20, 20, 20), False, length, sent)
         seq = SequenceState(new, torch.zeros(2), sequence_numbers(3), arena)
         seq.begin(rank, BLOCK_TOKENS)
         seq.widen(Widened(7, tuple(moves), room), rank, BLOCK_TOKENS)
-        assert arena.ids(seq.extent).tolist() == [block.id for block in after if block.owner == rank]
+        own = [index for index, block in enumerate(after) if block.owner == rank]
+        assert arena.ids(seq.extent).tolist() == [
+            [after[index].id for index in own],
+            [300 + index if after[index] is before[index] else 0 for index in own],
+        ]
         assert arena.places(seq.extent).tolist() == [at for at, block in enumerate(after) if block.owner == rank]
         assert seq.extent.room == room[rank]
         assert seq.holders >= {block.owner for block in after}
