@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import add
 from pathlib import Path
 
 import msgspec
@@ -111,10 +112,10 @@ class Contexts:
         if held is None:
             return None
         with self._core.releasing(held):
-            if held.num_cached < len(held.blocks):
+            if not held.is_cached:
                 return None
             with self._folder.new(new.name, new.replace) as folder:
-                yield from self._write(held.blocks, folder)
+                yield from self._write(held.sent, folder)
                 context = SavedContext(
                     name=new.name,
                     origin=self._origin(new.capacity_tokens - 1),
@@ -123,7 +124,7 @@ class Contexts:
                     num_tokens=len(new.token_ids),
                     capacity_tokens=new.capacity_tokens,
                     tokens_checksum=tokens_checksum(new.token_ids),
-                    files=self._written(held.blocks, folder),
+                    files=self._written(held.sent, folder),
                 )
                 self._folder.finish(folder, context, new.token_ids, new.replace)
         return context
@@ -185,33 +186,54 @@ class Contexts:
         if held is None:
             return None
         with self._core.releasing(held):
-            for first, part in _parts(held.blocks, held.num_cached, self._config):
+            for first, part in _parts(held.missing, self._config):
                 self._core.carry(LoadBlocks(str(self._folder.at(saved.name)), saved.files, first, part))
             self._core.publish(held)
         return len(held.blocks) - held.num_cached
 
     def _check_cache(self) -> None:
-        if not self._config.scheduler.prefix_cache:
+        scheduler = self._config.scheduler
+        if not scheduler.prefix_cache:
             raise UserError("saved contexts need the prefix cache, but prefix_cache is False: set it to True")
+        if self._config.spec.views and not scheduler.windows:
+            raise UserError(
+                "contexts of a model with sliding windows cannot be saved or loaded while KV is swapped: leave "
+                "swap_tokens out"
+            )
 
     def _write(self, blocks: tuple[Block, ...], folder: Path) -> Iterator[None]:
         """Have the ranks write KV blocks to files in a folder, part by part."""
         config = self._config
-        totals, before = _counts(blocks), Counter[int]()
-        for first, part in _parts(blocks, 0, config):
-            counts = (tuple(count[rank] for rank in range(config.layout.kvp)) for count in (before, totals))
-            self._core.carry(SaveBlocks(str(folder), first, part, *counts))
-            before += _counts(part)
+        totals, before = self._counts(blocks), self._counts(())
+        for first, part in _parts(blocks, config):
+            self._core.carry(SaveBlocks(str(folder), first, part, before, totals))
+            both = zip(before, self._counts(part), strict=True)
+            before = tuple(tuple(map(add, *of_group)) for of_group in both)
             yield
 
     def _written(self, blocks: tuple[Block, ...], folder: Path) -> tuple[SavedFile, ...]:
         """Describe the files that hold these blocks."""
-        config, totals = self._config, _counts(blocks)
+        config, totals = self._config, self._counts(blocks)
         return tuple(
-            _described(folder, rank, config)
+            _described(folder, rank, group, config)
             for rank in range(config.layout.world_size)
-            if config.layout.keeps_kv_first(config.heads, rank) and totals[config.layout.kvp_rank(rank)]
+            for group, of_group in enumerate(totals)
+            if config.layout.keeps_kv_first(config.heads, rank)
+            and of_group[config.layout.kvp_rank(rank)]
+            and self._has_layers(rank, group)
         )
+
+    def _has_layers(self, rank: int, group: int) -> bool:
+        """Whether any layer of a rank's stage is in a KV group."""
+        config = self._config
+        layers = config.layout.layers(config.spec.num_layers, rank)
+        return not config.scheduler.windows or any(config.spec.groups[layer] == group for layer in layers)
+
+    def _counts(self, blocks: tuple[Block, ...]) -> tuple[tuple[int, ...], ...]:
+        """Count the blocks that have not passed, by KV group and KVP rank."""
+        groups, kvp = 1 + len(self._config.scheduler.windows), self._config.layout.kvp
+        found = [Counter(block.owner for block in blocks[group::groups] if block.id >= 0) for group in range(groups)]
+        return tuple(tuple(count[rank] for rank in range(kvp)) for count in found)
 
     def _origin(self, num_rows: int) -> Origin:
         """Return everything that the KV of a request depends on.
@@ -235,21 +257,21 @@ class Contexts:
         )
 
 
-def _counts(blocks: tuple[Block, ...]) -> Counter[int]:
-    """Count the blocks of each KVP rank."""
-    return Counter(block.owner for block in blocks)
-
-
-def _described(folder: Path, rank: int, config: EngineConfig) -> SavedFile:
-    """Describe the file that a rank has written."""
+def _described(folder: Path, rank: int, group: int, config: EngineConfig) -> SavedFile:
+    """Describe the file that a rank has written for a KV group."""
     layers, heads = config.layout.layers(config.spec.num_layers, rank), config.layout.kv_heads(config.heads, rank)
-    file = RankFile(folder / file_name(rank))
+    file = RankFile(folder / file_name(rank, group))
     bounds = (layers.start, layers.stop), (heads.start, heads.stop)
-    return SavedFile(file_name(rank), *bounds, file.num_bytes, file.checksum)
+    of_group = group if config.scheduler.windows else None
+    return SavedFile(file_name(rank, group), *bounds, file.num_bytes, file.checksum, of_group)
 
 
-def _parts(blocks: tuple[Block, ...], start: int, config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:
-    """Split the KV blocks from index `start` into parts. Each part comes with the index of its first block."""
+def _parts(blocks: tuple[Block, ...], config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:
+    """Split KV blocks into parts, without those at the start that have passed in all KV groups. Each part comes with
+    the index of its first block."""
+    groups = 1 + len(config.scheduler.windows)
+    start = next((at for at, block in enumerate(blocks) if block.id >= 0), len(blocks)) // groups
     block_bytes = config.kv_bytes_per_token(0) * config.scheduler.block_tokens
     count = max(_PART_BYTES // max(block_bytes, 1), 1) * config.layout.kvp
-    return ((first, blocks[first : first + count]) for first in range(start, len(blocks), count))
+    for first in range(start, len(blocks) // groups, count):
+        yield first, blocks[first * groups : (first + count) * groups]

@@ -352,12 +352,7 @@ class TokenCore:
 
     def has_cached(self, hashes: Sequence[bytes]) -> bool:
         """Return whether all blocks of a prompt are cached. If so, they become the last blocks to be evicted."""
-        pool = self._scheduler.pool
-        blocks = pool.cached(hashes)
-        if len(blocks) < len(hashes):
-            return False
-        pool.refresh(blocks)
-        return True
+        return self._scheduler.pool.has_cached(hashes)
 
     def hold(
         self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str, hashes: Sequence[bytes]

@@ -9,7 +9,7 @@ from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, by_rank, kept, set_hashes
-from longhelix.scheduler.kv.windows import WindowGroup, as_sent, passed
+from longhelix.scheduler.kv.windows import HeldWindow, WindowGroup, as_sent, passed
 from longhelix.scheduler.matches import Matches
 from longhelix.scheduler.prefix import Prefix
 from longhelix.scheduler.sequence import Sequence
@@ -85,10 +85,26 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def refresh(self, blocks: Iterable[Block]) -> None:
-        """Let cached blocks, in position order, be the last ones to be evicted."""
+    def has_cached(self, hashes: Items[bytes]) -> bool:
+        """Whether all blocks of a prompt are cached, in all groups. If so, they become the last ones to be evicted."""
+        blocks = self.cached(hashes)
+        if len(blocks) < len(hashes) or not all([window.has(blocks, hashes) for window in self.windows]):
+            return False
         for allocator, ids in zip(self.allocators, by_rank(blocks, len(self.allocators)), strict=True):
             allocator.refresh(ids)
+        return True
+
+    def hold_windows(self, owners: Items[int], hashes: Items[bytes]) -> tuple[HeldWindow, ...] | None:
+        """Hold the blocks of a prompt in the groups with a limit, see `WindowGroup.hold`. None: not all are free."""
+        held = list[HeldWindow]()
+        for window in self.windows:
+            found = window.hold(owners, hashes)
+            if found is None:
+                for other, one in zip(self.windows, held, strict=False):
+                    other.unshare(one.blocks)
+                return None
+            held.append(found)
+        return tuple(held)
 
     def fits(self, room: list[int], promised: list[int], revived: Mapping[int, int], *, alone: bool) -> bool:
         """Whether a sequence can begin now.

@@ -121,6 +121,11 @@ class ModelSpec:
         view = self.view_of(layer)
         return 0 if view is None else 1 + view
 
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """The KV group of each layer."""
+        return tuple(map(self.group_of, range(self.num_layers)))
+
     # Layers with attention are alike but for what their rows see, and so are FFNs of one kind: what follows asks the
     # first of them.
 

@@ -23,10 +23,10 @@ class Core:
     """Has room for a context, or none. carried: the first blocks that ranks were to read."""
 
     def __init__(self, has_room):
-        scheduler = types.SimpleNamespace(prefix_cache=True, max_model_len=128, block_tokens=16)
+        scheduler = types.SimpleNamespace(prefix_cache=True, max_model_len=128, block_tokens=16, windows=())
         self.config = types.SimpleNamespace(
             scheduler=scheduler,
-            spec=types.SimpleNamespace(vocab_size=100),
+            spec=types.SimpleNamespace(vocab_size=100, views=()),
             layout=types.SimpleNamespace(kvp=1),
             kv_bytes_per_token=lambda rank: 2**20,  # so that ranks read a part at a time
         )

@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 import msgspec
 
 from longhelix.compute.cache.rank_file import damaged
-from longhelix.compute.cache.saved_context import VERSION, SavedContext
+from longhelix.compute.cache.saved_context import READ_VERSIONS, VERSION, SavedContext
 from longhelix.errors import UserError
 from longhelix.values import refused, text
 
@@ -141,10 +141,10 @@ class ContextFolder:
             version = msgspec.json.decode(found, type=_Version).version
         except (msgspec.MsgspecError, RecursionError) as error:
             raise damaged(path, "it is not a valid manifest") from error
-        if version != VERSION:
+        if version not in READ_VERSIONS:
             raise UserError(
                 f"context {name!r} has version {version} of the format, but this version of longhelix reads "
-                f"{VERSION}: save it again",
+                f"{' and '.join(map(str, READ_VERSIONS))}: save it again",
                 "invalid_context",
             )
         try:

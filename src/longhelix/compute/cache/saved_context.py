@@ -4,17 +4,20 @@ import msgspec
 
 from longhelix.errors import UserError
 
-VERSION = 2  # of the manifest and of the files
+VERSION = 3  # of the manifest and of the files
+READ_VERSIONS = 2, 3  # in version 2, files have all layers
 
 
-def file_name(rank: int) -> str:
-    """The file that a rank saves to."""
-    return f"rank-{rank}.safetensors"
+def file_name(rank: int, group: int = 0) -> str:
+    """The file that a rank saves the layers of a KV group to."""
+    return f"rank-{rank}-window-{group}.safetensors" if group else f"rank-{rank}.safetensors"
 
 
 class SavedFile(msgspec.Struct, frozen=True):
     """What one rank has written: some of the model's layers and KV heads, from the first to before the last.
 
+    group: only layers of this KV group (`ModelSpec.group_of`), of which one with a limit has only the last KV blocks;
+    None: all layers.
     checksum: SHA-256 of its index, which has a checksum of everything else.
     """
 
@@ -23,6 +26,7 @@ class SavedFile(msgspec.Struct, frozen=True):
     heads: tuple[int, int]
     num_bytes: int
     checksum: str
+    group: int | None = None
 
 
 class Origin(msgspec.Struct, frozen=True):

@@ -28,11 +28,18 @@ _TURN_BYTES = 2**24
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's pool, as saved contexts see it. `heads` and `layers`: which of the model's the pool has."""
+    """A rank's pool, as saved contexts see it.
+
+    Attributes:
+        heads: which of the model's the pool has.
+        layers: likewise.
+        groups: the KV group of each of the model's layers.
+    """
 
     pool: KVPool
     heads: range
     layers: range
+    groups: Sequence[int]
 
     @cached_property
     def _parts(self) -> list[dict[str, StoredPart]]:
@@ -42,41 +49,56 @@ class Snapshot:
             for layer in self.pool.layers
         ]
 
+    def has_layers(self, group: int) -> bool:
+        """Whether any layer of the pool is in a KV group."""
+        return bool(self._layers_of(group, self.layers))
+
+    def _layers_of(self, group: int | None, layers: range) -> list[int]:
+        """Those of the layers that are in a KV group. None: all."""
+        return [layer for layer in layers if group is None or self.groups[layer] == group]
+
     @cached_property
     def _kept(self) -> dict[str, StoredTensor]:
-        """What is kept of one block and head."""
+        """What is kept of one block, head and layer."""
         dtypes = {entry: _NUMBERS[format.dtype] for entry, format in self.pool.formats.items()}
         kept = {}
         for name, part in self._parts[0].items():
             entry, vectors = name.split(".")
             dtype = _SCALES[part.view.dtype] if vectors.endswith("_scales") else dtypes[entry]
-            kept[name] = StoredTensor(dtype, (len(self.layers), *part.shape))
+            kept[name] = StoredTensor(dtype, part.shape)
         return kept
 
-    def save(self, path: Path, num_blocks: int, first_row: int, indices: Sequence[int], ids: Sequence[int]) -> None:
-        """Write KV blocks of the pool to a file that will have `num_blocks` of them: those with `ids`, which are the
-        context's blocks `indices`, after `first_row` others. Raises OSError."""
+    def save(
+        self, path: Path, num_blocks: int, first_row: int, indices: Sequence[int], ids: Sequence[int], group: int = 0
+    ) -> None:
+        """Write KV blocks of the pool to a file that will have `num_blocks` of them, of the layers of a KV group: those
+        with `ids`, which are the context's blocks `indices`, after `first_row` others. Raises OSError."""
         ids_J = torch.tensor(ids, device=self.pool.device)
-        bits = {
-            name: torch.stack([layer[name].read(ids_J) for layer in self._parts], 2).cpu().numpy()
-            for name in self._kept
-        }
-        header = header_of(num_blocks, len(self.heads), self._kept)
+        parts = [self._parts[layer - self.layers.start] for layer in self._layers_of(group, self.layers)]
+        bits = {name: torch.stack([layer[name].read(ids_J) for layer in parts], 2).cpu().numpy() for name in self._kept}
+        kept = {name: StoredTensor(one.dtype, (len(parts), *one.shape)) for name, one in self._kept.items()}
+        header = header_of(num_blocks, len(self.heads), kept)
         write_rows(path, header, num_blocks, first_row, np.array(indices, np.int64), bits)
 
-    def load(self, folder: Path, files: Sequence[SavedFile], ids: Mapping[int, int]) -> None:
-        """Fill KV blocks of the pool, the context's blocks by index, for this rank's heads and layers.
+    def load(self, folder: Path, files: Sequence[SavedFile], ids: Sequence[Mapping[int, int]]) -> None:
+        """Fill KV blocks of the pool, the context's blocks by KV group and index, for this rank's heads and layers.
 
         Raises UserError, perhaps after some were filled, if a file is not as it was saved, or something is missing.
         """
-        found = 0
+        found = wanted = 0
         for saved in files:
-            heads, layers = _both(self.heads, saved.heads), _both(self.layers, saved.layers)
+            heads = _both(self.heads, saved.heads)
+            layers = self._layers_of(saved.group, _both(self.layers, saved.layers))
             if heads and layers:
                 file = RankFile(folder / saved.name, saved.num_bytes, saved.checksum)
                 self._check(file, saved)
-                found += self._load(file, saved, heads, layers, ids) * len(heads) * len(layers)
-        if found != len(ids) * len(self.heads) * len(self.layers):
+                for group, own in enumerate(ids):
+                    of_group = [layer for layer in layers if self.groups[layer] == group]
+                    if own and of_group:
+                        found += self._load(file, saved, heads, of_group, own) * len(heads) * len(of_group)
+        for group, own in enumerate(ids):
+            wanted += len(own) * len(self.heads) * len(self._layers_of(group, self.layers))
+        if found != wanted:
             raise UserError(
                 f"context {folder.name!r} is damaged: its files do not contain each of its KV blocks exactly once; "
                 "save it again",
@@ -85,8 +107,9 @@ class Snapshot:
 
     def _check(self, file: RankFile, saved: SavedFile) -> None:
         """Refuse a file whose tensors are not those of this pool, of as many heads and layers as it is said to have."""
-        sizes = len(file.blocks), saved.heads[1] - saved.heads[0], saved.layers[1] - saved.layers[0]
-        wanted = {name: (*sizes, *kept.shape[1:]) for name, kept in self._kept.items()}
+        num_layers = len(self._layers_of(saved.group, range(*saved.layers)))
+        sizes = len(file.blocks), saved.heads[1] - saved.heads[0], num_layers
+        wanted = {name: (*sizes, *kept.shape) for name, kept in self._kept.items()}
         if {name: array.shape for name, array in file.parts.items()} != wanted:
             raise damaged(file.path, "the tensors do not have the sizes of this model's KV")
         for name, kept in self._kept.items():
@@ -100,8 +123,11 @@ class Snapshot:
             if dtypes[0] != dtypes[1] and not (dtypes == ("BF16", "F32") and name.endswith("_scales")):
                 raise damaged(file.path, f"{name} is {dtypes[0]} instead of {dtypes[1]}")
 
-    def _load(self, file: RankFile, saved: SavedFile, heads: range, layers: range, ids: Mapping[int, int]) -> int:
-        """Fill the blocks that a file has. Returns how many."""
+    def _load(
+        self, file: RankFile, saved: SavedFile, heads: range, layers: Sequence[int], ids: Mapping[int, int]
+    ) -> int:
+        """Fill the blocks that a file has, in some of its layers. Returns how many."""
+        in_file_of = self._layers_of(saved.group, range(*saved.layers)).index
         rows = [row for row, index in enumerate(file.blocks.tolist()) if index in ids]
         in_file = range(heads.start - saved.heads[0], heads.stop - saved.heads[0])
         in_pool = slice(heads.start - self.heads.start, heads.stop - self.heads.start)
@@ -113,7 +139,7 @@ class Snapshot:
             file.verify(range(of_file.start, of_file.stop, of_file.step), in_file)
             for layer in layers:
                 for name, part in self._parts[layer - self.layers.start].items():
-                    given = bits[name][of_file, in_file.start : in_file.stop, layer - saved.layers[0]]
+                    given = bits[name][of_file, in_file.start : in_file.stop, in_file_of(layer)]
                     part.write(of_pool, in_pool, _widened(given, part.view.dtype))
 
         turns = list(even_turns(rows, [ids[int(file.blocks[row])] for row in rows], most))

@@ -22,7 +22,7 @@ def kv_bytes_per_token(
     """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage. groups: only those
     of these KV groups."""
     heads, layers = HeadShape(spec.num_query_heads, spec.num_kv_heads), layout.layers(spec.num_layers, rank)
-    num_layers = sum(groups is None or spec.group_of(layer) in groups for layer in layers)
+    num_layers = sum(groups is None or spec.groups[layer] in groups for layer in layers)
     return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)), num_layers, device)
 
 

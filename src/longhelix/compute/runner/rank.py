@@ -110,7 +110,7 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
         for entry in spec.cache_entries
     }
     windows = config.scheduler.windows
-    groups = [spec.group_of(layer) for layer in config.layout.layers(spec.num_layers, rank)] if windows else ()
+    groups = [spec.groups[layer] for layer in config.layout.layers(spec.num_layers, rank)] if windows else ()
     window_blocks = [window.num_blocks for window in windows]
     pool = KVPool(formats, num_layers, num_blocks, device, groups, window_blocks)
     if device.type == "cpu":

@@ -14,31 +14,52 @@ from longhelix.scheduler.kv.blocks import Block
 
 @dataclass(frozen=True)
 class SavedBlocks:
-    """saves: whether this rank is the one that saves its heads."""
+    """files: by KV group. saves: whether this rank is the one that saves its heads."""
 
     snapshot: Snapshot
     kvp_rank: int
-    file: str
+    files: tuple[str, ...]
     saves: bool
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int, pool: KVPool) -> Self:
         layout = config.layout
         layers = layout.layers(config.spec.num_layers, rank)
-        snapshot = Snapshot(pool, layout.kv_heads(config.heads, rank), layers)
-        return cls(snapshot, layout.kvp_rank(rank), file_name(rank), layout.keeps_kv_first(config.heads, rank))
+        groups = config.spec.groups if config.scheduler.windows else (0,) * config.spec.num_layers
+        snapshot = Snapshot(pool, layout.kv_heads(config.heads, rank), layers, groups)
+        files = tuple(file_name(rank, group) for group in range(pool.num_groups))
+        return cls(snapshot, layout.kvp_rank(rank), files, layout.keeps_kv_first(config.heads, rank))
 
     def save(
-        self, folder: Path, first: int, blocks: Sequence[Block], before: Sequence[int], totals: Sequence[int]
+        self,
+        folder: Path,
+        first: int,
+        blocks: Sequence[Block],
+        before: Sequence[Sequence[int]],
+        totals: Sequence[Sequence[int]],
     ) -> None:
         """Write this rank's KV blocks of a context, as `SaveBlocks` has them. Raises OSError."""
-        own = {index: block.id for index, block in enumerate(blocks, first) if block.owner == self.kvp_rank}
-        if own and self.saves:
-            rank = self.kvp_rank
-            self.snapshot.save(folder / self.file, totals[rank], before[rank], list(own), list(own.values()))
+        if not self.saves:
+            return
+        for group, own in enumerate(self._own(first, blocks)):
+            if own and self.snapshot.has_layers(group):
+                counts = totals[group][self.kvp_rank], before[group][self.kvp_rank]
+                self.snapshot.save(folder / self.files[group], *counts, list(own), list(own.values()), group)
 
     def load(self, folder: Path, files: Sequence[SavedFile], first: int, blocks: Sequence[Block]) -> None:
         """Fill this rank's KV blocks of a context, as `LoadBlocks` has them. Raises UserError."""
-        own = {index: block.id for index, block in enumerate(blocks, first) if block.owner == self.kvp_rank}
-        if own and self.snapshot.heads:
+        own = self._own(first, blocks)
+        if any(own) and self.snapshot.heads:
             self.snapshot.load(folder, files, own)
+
+    def _own(self, first: int, blocks: Sequence[Block]) -> list[dict[int, int]]:
+        """This rank's blocks by KV group: their ids by index."""
+        groups = len(self.files)
+        return [
+            {
+                index: block.id
+                for index, block in enumerate(blocks[group::groups], first)
+                if block.owner == self.kvp_rank and block.id >= 0
+            }
+            for group in range(groups)
+        ]

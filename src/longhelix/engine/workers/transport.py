@@ -56,9 +56,9 @@ class SaveBlocks(msgspec.Struct, tag=True, frozen=True):
 
     folder: str  # folder of the file
     first: int  # index of the first of `blocks` in the context
-    blocks: tuple[Block, ...]  # blocks of this part on all ranks
-    before: tuple[int, ...]  # number of blocks of each KVP rank before this part
-    totals: tuple[int, ...]  # number of blocks of each KVP rank in the whole context
+    blocks: tuple[Block, ...]  # blocks of this part on all ranks, in the form of `Step`
+    before: tuple[tuple[int, ...], ...]  # number of blocks before this part, by KV group and KVP rank
+    totals: tuple[tuple[int, ...], ...]  # number of blocks in the whole context, by KV group and KVP rank
 
 
 class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
@@ -67,7 +67,7 @@ class LoadBlocks(msgspec.Struct, tag=True, frozen=True):
     folder: str  # folder of the files
     files: tuple[SavedFile, ...]
     first: int  # index of the first of `blocks` in the context
-    blocks: tuple[Block, ...]  # blocks to fill on all ranks of this engine
+    blocks: tuple[Block, ...]  # blocks to fill on all ranks of this engine, in the form of `Step`
 
 
 class TakeImageRows(msgspec.Struct, tag=True, frozen=True):

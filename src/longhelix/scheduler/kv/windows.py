@@ -4,7 +4,7 @@ such a group for what its next rows see, and gives back those behind.
 All groups of a request have the same owners: the block at a place of its tokens lies on one KVP rank in all of them.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -59,6 +59,23 @@ class WindowPrefix(NamedTuple):
     blocks: tuple[Block, ...] = ()
 
 
+class HeldWindow(NamedTuple):
+    """The blocks of a group that somebody holds who is no request, from the place `first` of a prompt on. new: the
+    places of those that have yet to get their KV."""
+
+    first: int
+    blocks: tuple[Block, ...]
+    new: frozenset[int]
+
+    @property
+    def missing(self) -> list[Block]:
+        """The blocks, where those that have their KV count as passed."""
+        return [
+            block if place in self.new else Block(block.owner, PASSED_ID)
+            for place, block in enumerate(self.blocks, self.first)
+        ]
+
+
 class WindowGroup:
     """The KV blocks of one group on all KVP ranks. Each rank has an index of its own, because a request that begins
     with cached blocks needs those that lie with its other blocks.
@@ -105,6 +122,43 @@ class WindowGroup:
                 return place
             blocks.append(block)
         return WindowPrefix(first, tuple(reversed(blocks)))
+
+    def hold(self, owners: Items[int], hashes: Items[bytes]) -> HeldWindow | None:
+        """Hold what a request needs that goes on behind a prompt's full blocks or at their last token: what is cached,
+        and new blocks. None if these are not free. owners: those of all blocks."""
+        first = self.first_place(max((len(hashes) - 1) * self._block_tokens, 0))
+        found = [self.allocators[owners[place]].index.get(hashes[place]) for place in range(first, len(hashes))]
+        new = [place for place, block in enumerate(found, first) if block is None]
+        cached = [block for block in found if block is not None]
+        ids, counts = by_rank(cached, self._kvp), Counter(owners[place] for place in new)
+        if any(
+            counts[rank] + allocator.num_cached_of(ids[rank]) > allocator.available
+            for rank, allocator in enumerate(self.allocators)
+        ):
+            return None
+        self.share(cached)
+        blocks = tuple(
+            Block(owners[place], self.allocators[owners[place]].take()) if block is None else block
+            for place, block in enumerate(found, first)
+        )
+        return HeldWindow(first, blocks, frozenset(new))
+
+    def publish(self, held: HeldWindow, hashes: Items[bytes]) -> None:
+        """All blocks have their KV: let them be found."""
+        for place in held.new:
+            block = held.blocks[place - held.first]
+            self.allocators[block.owner].name(block.id, hashes[place])
+
+    def has(self, blocks: Items[Block | Slot], hashes: Items[bytes]) -> bool:
+        """Whether all that `hold` would hold is cached; then it is the last to be evicted. blocks: those of the layers
+        without a limit."""
+        first = self.first_place(max((len(hashes) - 1) * self._block_tokens, 0))
+        found = self.find(first, blocks, hashes.__getitem__)
+        if not isinstance(found, WindowPrefix):
+            return False
+        for allocator, ids in zip(self.allocators, by_rank(found.blocks, self._kvp), strict=True):
+            allocator.refresh(ids)
+        return True
 
     def begin(self, quota: list[int], prefix: WindowPrefix, full: int) -> WindowBlocks:
         """A request holds the first blocks of its prefix from now on, those before the place `full`, and is promised

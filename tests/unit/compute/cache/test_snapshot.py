@@ -32,7 +32,7 @@ def make_snapshot(heads, dtype="float32", arrangement=ROWS, shared=False, num_bl
     for entry in pool.entries():
         for tensor in entry.tensors:
             tensor.view(torch.uint8).random_(0, 256)
-    return Snapshot(pool, heads, layers)
+    return Snapshot(pool, heads, layers, (0,) * layers.stop)
 
 
 def share(snapshot, heads, num_blocks=12):
@@ -82,7 +82,7 @@ def test_any_split_of_blocks_and_heads_comes_back_under_another_one(tmp_path, dt
             target = make_snapshot(heads, dtype, arrangement, shared, num_blocks=7)
             before = [contents(target, block, heads) for block in range(7)]
             ids = dict(zip(range(kvp_rank, BLOCKS, 3), (1, 3, 2), strict=True))
-            target.load(tmp_path, files, ids)
+            target.load(tmp_path, files, [ids])
             for index, block in ids.items():
                 assert torch.equal(contents(target, block, heads), contents(whole, 11 - index, heads))
             for block in {0, 4, 5, 6}:
@@ -96,12 +96,12 @@ def test_tiles_and_rows_hold_the_same_numbers(tmp_path, dtype):
     tiles = make_snapshot(range(2), dtype, TILES)
     file = saved_by(tmp_path, tiles, "tiles", {0: 4, 1: 7})
     rows = make_snapshot(range(2), dtype, ROWS)
-    rows.load(tmp_path, [file], {0: 3, 1: 1})
+    rows.load(tmp_path, [file], [{0: 3, 1: 1}])
     back = saved_by(tmp_path, rows, "rows", {0: 3, 1: 1})
     again = make_snapshot(range(2), dtype, TILES)
     if dtype in ("fp8", "int8"):
         with pytest.raises(UserError, match="saved on GPUs with float32 scales") as refused:
-            again.load(tmp_path, [back], {0: 0, 1: 1})
+            again.load(tmp_path, [back], [{0: 0, 1: 1}])
         assert refused.value.code == "context_mismatch"
         for name in ("kv.keys", "kv.values"):
             with safe_open(tmp_path / "tiles", "pt") as one, safe_open(tmp_path / "rows", "pt") as other:
@@ -109,7 +109,7 @@ def test_tiles_and_rows_hold_the_same_numbers(tmp_path, dtype):
                 scales = one.get_tensor(f"{name}_scales").float(), other.get_tensor(f"{name}_scales")
                 assert torch.equal(*(found.nan_to_num(1.0) for found in scales))
     else:
-        again.load(tmp_path, [back], {0: 0, 1: 1})
+        again.load(tmp_path, [back], [{0: 0, 1: 1}])
         for block, of_tiles in ((0, 4), (1, 7)):
             assert torch.equal(contents(again, block, range(2)), contents(tiles, of_tiles, range(2)))
 
@@ -134,7 +134,7 @@ def test_layers_of_other_stages_are_left_where_they_are(tmp_path):
     whole = make_snapshot(range(2))
     file = saved_by(tmp_path, whole, "file", {0: 5, 1: 1})
     second = make_snapshot(range(2), layers=range(1, 2))
-    second.load(tmp_path, [file], {0: 2, 1: 4})
+    second.load(tmp_path, [file], [{0: 2, 1: 4}])
     for block, of_whole in ((2, 5), (4, 1)):
         found, kept = contents(second, block, range(2)), contents(whole, of_whole, range(2))
         assert torch.equal(found, kept[len(kept) // LAYERS :])
@@ -149,7 +149,7 @@ class Damaged:
         self.files = [saved_by(folder, self.source, f"rank-{rank}", {rank: 3, rank + 2: 4}) for rank in range(2)]
 
     def load(self):
-        self.target.load(self.folder, self.files, {0: 0, 1: 1, 2: 2, 3: 3})
+        self.target.load(self.folder, self.files, [{0: 0, 1: 1, 2: 2, 3: 3}])
 
     def words(self):
         with pytest.raises(UserError) as refused:
@@ -196,7 +196,7 @@ def test_what_is_not_read_is_not_checked_and_what_is_read_is(damaged):
     content = bytearray(path.read_bytes())
     content[-1] ^= 1  # of the last block, which is the context's fourth
     path.write_bytes(content)
-    damaged.target.load(damaged.folder, damaged.files, {0: 0, 1: 1, 2: 2})
+    damaged.target.load(damaged.folder, damaged.files, [{0: 0, 1: 1, 2: 2}])
     assert "KV block 3 has changed" in damaged.words()
 
 
