@@ -37,6 +37,7 @@ from longhelix.spec import (
     read_hf_config,
     unread_fields,
 )
+from longhelix.spec.attention import Visibility
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.values import one_of, refused
@@ -117,7 +118,7 @@ def resolve(
         threads_per_rank=tuple(
             max(cores // len(ranks), 1) for cores, ranks in zip(places.cores, places.hosts.ranks, strict=True)
         ),
-        scheduler=scheduler.with_pools(held, scheduler.windows_of(views, held)),
+        scheduler=_with_pools(scheduler, spec, views, held),
         device=device,
         system=system,
         compile=compile,
@@ -128,6 +129,15 @@ def resolve(
         trace=options.trace is not None,
         image_bytes=image_bytes,
     )
+
+
+def _with_pools(
+    scheduler: SchedulerConfig, spec: ModelSpec, views: Sequence[Visibility], held: int
+) -> SchedulerConfig:
+    """Return the scheduler's settings with pools of `held` KV blocks on each KVP rank, and pools of each of `views`."""
+    windows = scheduler.windows_of(views, held)
+    is_free = bool(views) and all(spec.groups)  # no layer needs the KV blocks of those that see everything
+    return scheduler.with_pools(max(held, scheduler.most_listed_blocks) if is_free else held, windows)
 
 
 def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:

@@ -88,7 +88,7 @@ class BlockPool:
     def has_cached(self, hashes: Items[bytes]) -> bool:
         """Whether all blocks of a prompt are cached, in all groups. If so, they become the last ones to be evicted."""
         blocks = self.cached(hashes)
-        if len(blocks) < len(hashes) or not all([window.has(blocks, hashes) for window in self.windows]):
+        if len(blocks) < len(hashes) or not all(window.has(blocks, hashes) for window in self.windows):
             return False
         for allocator, ids in zip(self.allocators, by_rank(blocks, len(self.allocators)), strict=True):
             allocator.refresh(ids)

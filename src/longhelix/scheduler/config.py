@@ -145,6 +145,12 @@ class SchedulerConfig:
         return -(-blocks // self.kvp) if self.placement == "striped" else blocks
 
     @property
+    def most_listed_blocks(self) -> int:
+        """KV blocks on each KVP rank that are enough for all running requests and as many ended ones of the longest
+        length. For models all of whose layers have limits: the blocks of others then take no memory."""
+        return 2 * self.max_running * -(-self.longest_local_tokens // self.block_tokens)
+
+    @property
     def most_chunk_blocks(self) -> int:
         """The most new KV blocks of one rank that the chunks of a step may need, but for those that are begun."""
         blocks = -(-self.chunk_tokens // self.block_tokens)

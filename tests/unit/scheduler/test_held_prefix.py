@@ -139,15 +139,13 @@ def test_blocks_that_are_refreshed_are_evicted_last():
         engine.add(request(len(engine.outcomes), tokens, 1))
         engine.drain()
     pool = engine.scheduler.pool
-    first = pool.cached(engine.scheduler.hashes(request(-1, LONG[:40], 1)))
-    assert len(first) == 10
-    pool.refresh(first)
+    assert pool.has_cached(engine.scheduler.hashes(request(-1, LONG[:40], 1)))
     engine.add(request(2, [1, 2, 3] * 10, 1))
     engine.drain()
     assert len(pool.cached(engine.scheduler.hashes(request(-1, LONG[:40], 1)))) == 10
     assert len(pool.cached(engine.scheduler.hashes(request(-1, LONG[::-1][:40], 1)))) < 10
     engine.add(request(3, LONG[:41], 3))
     engine.step()
-    pool.refresh(first)
+    assert pool.has_cached(engine.scheduler.hashes(request(-1, LONG[:40], 1)))
     assert engine.drain()[3].token_ids == expected_output(request(3, LONG[:41], 3))
     assert cached(engine) <= 26

@@ -63,9 +63,8 @@ def affordable_blocks(
         return (num_blocks * token_bytes + more) * block_tokens > free_bytes
 
     if views:
-        # Without layers that see everything, blocks of those take no memory; no more requests run than these.
-        most = scheduler.max_running * -(-scheduler.max_model_len // block_tokens)
-        most = min(most, free_bytes // (block_tokens * token_bytes)) if token_bytes else most
+        # Without layers that see everything, their blocks take no memory.
+        most = free_bytes // (block_tokens * token_bytes) if token_bytes else scheduler.most_listed_blocks
         blocks = bisect.bisect_left(range(1, max(most, 0) + 1), True, key=exceeds)
         token_bytes += sum(window_bytes)
         affordable_tokens = blocks * block_tokens if blocks else free_bytes // token_bytes

@@ -188,8 +188,8 @@ def test_manifests_that_are_none_are_refused(folder):
         (b"[]", "it is not a valid manifest"),
         (b'{"version": 2}', "it is not a valid manifest"),
         (
-            sound.replace(b'"version":2', b'"version":7'),
-            "has version 7 of the format, but this version of longhelix reads 2",
+            sound.replace(b'"version":3', b'"version":7'),
+            "has version 7 of the format, but this version of longhelix reads 2 and 3",
         ),
         (sound.replace(b"builtin", b"another"), "it has changed since it was saved"),
         (sound.replace(b'"num_tokens":5', b'"num_tokens":"x"'), "it is not a valid manifest"),
