@@ -33,6 +33,7 @@ from longhelix.engine.options import (
 )
 from longhelix.errors import UserError
 from longhelix.scheduler.guide import Guide
+from longhelix.scheduler.kv.windows import KVWindow
 from longhelix.scheduler.request import MOST_TOKENS, SamplingParams
 from longhelix.spec.layout import Layout, widest_ep
 from longhelix.spec.presets import load_model
@@ -376,7 +377,7 @@ def _print_described(config: EngineConfig) -> None:
 
 
 def describe(config: EngineConfig) -> list[str]:
-    """Describe the resolved configuration in two lines, with terms that operators can search for in logs."""
+    """Describe the resolved configuration in a few lines, with terms that operators can search for in logs."""
     layout, scheduler = config.layout, config.scheduler
     tokens = held_tokens(config)
     where = "1 GPU" if config.device == "cuda" else f"{min(config.threads_per_rank)} threads"
@@ -397,7 +398,17 @@ def describe(config: EngineConfig) -> list[str]:
         f"max_model_len {count(scheduler.max_model_len)}; chunks of {'up to ' if scheduler.adaptive else ''}"
         f"{count(scheduler.chunk_tokens)} tokens; "
         f"maximum concurrency at {count(scheduler.max_model_len)} tokens: {digits(tokens / scheduler.max_model_len)}",
+        *map(_window, scheduler.windows),
     ]
+
+
+def _window(window: KVWindow) -> str:
+    """Describe the KV blocks of layers with a limit."""
+    seen = window.visibility
+    what = (
+        f"chunks of {count(seen.chunk_tokens)}" if seen.chunk_tokens else f"windows of {count(seen.limit_tokens or 0)}"
+    )
+    return f"layers with {what} tokens: {count(window.num_blocks)} KV blocks on each rank of their own"
 
 
 def held_tokens(config: EngineConfig) -> int:

@@ -29,7 +29,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.simulate.arrival import Arrival, ScaledWorkload, Workload, rate_per_s
 from longhelix.simulate.capacity import Capacity, find_capacity
 from longhelix.simulate.chrome_trace import ChromeTrace
-from longhelix.simulate.pool import num_blocks
+from longhelix.simulate.pool import with_pools
 from longhelix.simulate.report import Variant, VariantResult, as_json, headline, table
 from longhelix.simulate.simulation import Observer, Outcome, Server
 from longhelix.simulate.simulation import simulate as simulate_workload
@@ -179,15 +179,8 @@ def _server(setting: Setting, layout: Layout, options: EngineOptions, variant: V
         kvp_threshold_tokens=options.kvp_threshold_tokens if variant.placement == "auto" else None,
     )
     config = scheduler_config(options, layout, MOST_TOKENS, setting)
-    held = num_blocks(
-        setting,
-        layout,
-        block_tokens=config.block_tokens,
-        rows=config.max_running + config.chunk_tokens,
-        requests=config.max_running,
-        asked_tokens=options.kv_cache_tokens,
-    )
-    return Server(setting, layout, config.with_pools(held), hop_b)
+    config = with_pools(setting, layout, config, asked_tokens=options.kv_cache_tokens)
+    return Server(setting, layout, config, hop_b)
 
 
 @dataclass(frozen=True)

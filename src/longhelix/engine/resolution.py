@@ -27,6 +27,7 @@ from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.kv.windows import KVWindow
 from longhelix.spec import (
     DTYPES,
     FORMATS,
@@ -37,7 +38,6 @@ from longhelix.spec import (
     read_hf_config,
     unread_fields,
 )
-from longhelix.spec.attention import Visibility
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.values import one_of, refused
@@ -96,15 +96,17 @@ def resolve(
     )
     # What is swapped is swapped in all layers.
     views = () if scheduler.swap_blocks else spec.views
-    affordable = min(
-        affordable_blocks(spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler, views, *memory)
-        for memory in memories
+    kinds = spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler, views
+    with_ends, least = (
+        min(affordable_blocks(*kinds, *memory, with_ends=ends) for memory in memories) for ends in (True, False)
     )
-    sizes = affordable, scheduler.block_tokens, layout.kvp
+    sizes = scheduler.block_tokens, layout.kvp
     if isinstance(options.kv_cache_tokens, str):
-        held = num_blocks_of_many(scheduler.max_running * max_model_len, *sizes, shares_memory=device == "cpu")
+        many = scheduler.max_running * max_model_len
+        held = num_blocks_of_many(many, with_ends, *sizes, shares_memory=device == "cpu")
     else:
-        held = num_blocks(options.kv_cache_tokens, longest_tokens, *sizes)
+        held = num_blocks(options.kv_cache_tokens, longest_tokens, least, *sizes)
+    windows = scheduler.windows_of(views, held, with_ends=held <= with_ends)
     return EngineConfig(
         model_path=str(checkpoint.path),
         spec=spec,
@@ -118,7 +120,7 @@ def resolve(
         threads_per_rank=tuple(
             max(cores // len(ranks), 1) for cores, ranks in zip(places.cores, places.hosts.ranks, strict=True)
         ),
-        scheduler=_with_pools(scheduler, spec, views, held),
+        scheduler=_with_pools(scheduler, spec, windows, held),
         device=device,
         system=system,
         compile=compile,
@@ -132,11 +134,10 @@ def resolve(
 
 
 def _with_pools(
-    scheduler: SchedulerConfig, spec: ModelSpec, views: Sequence[Visibility], held: int
+    scheduler: SchedulerConfig, spec: ModelSpec, windows: tuple[KVWindow, ...], held: int
 ) -> SchedulerConfig:
-    """Return the scheduler's settings with pools of `held` KV blocks on each KVP rank, and pools of each of `views`."""
-    windows = scheduler.windows_of(views, held)
-    is_free = bool(views) and all(spec.groups)  # no layer needs the KV blocks of those that see everything
+    """Return the scheduler's settings with pools of `held` KV blocks on each KVP rank, and those of windows."""
+    is_free = bool(windows) and all(spec.groups)  # no layer needs the KV blocks of those that see everything
     return scheduler.with_pools(max(held, scheduler.most_listed_blocks) if is_free else held, windows)
 
 

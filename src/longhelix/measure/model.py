@@ -17,6 +17,7 @@ from longhelix.compute.runner.runner import ModelRunner
 from longhelix.measure.hosts import meet
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import Placement
+from longhelix.scheduler.kv.windows import with_any
 from longhelix.scheduler.request import SamplingParams
 from longhelix.scheduler.step import Chunk, NewSequence, Step
 from longhelix.scheduler.work import Work
@@ -67,7 +68,8 @@ class RankModel:
         return new_runner(self.config, self.mesh, self.decoder, pool)
 
     def blocks(self, *contexts: int) -> list[tuple[Block, ...]]:
-        """KV blocks of requests of `contexts` tokens. The block numbers of each rank start at 0."""
+        """KV blocks of requests of `contexts` tokens, in the form of `Step`. The block numbers of each rank start at 0.
+        In KV groups with a limit, requests share blocks."""
         used = [0] * self.config.layout.kvp
         requests = []
         for index, context in enumerate(contexts):
@@ -76,7 +78,7 @@ class RankModel:
                 owner = place.owner(position)
                 blocks.append(Block(owner, used[owner]))
                 used[owner] += 1
-            requests.append(tuple(blocks))
+            requests.append(with_any(tuple(blocks), self.config.scheduler.windows))
         return requests
 
 
@@ -141,7 +143,9 @@ class LongRequests:
 def fill(pool: KVPool) -> None:
     """Fill a pool with random keys and values in its dtype. The values repeat after _FILL_BLOCKS blocks."""
     for name, first in pool.layers[0].items():
-        _fill([layer[name] for layer in pool.layers], first.format, min(pool.num_blocks, _FILL_BLOCKS))
+        entries = [layer[name] for layer in pool.layers]
+        least = min(len(blocks) for entry in entries for blocks in entry.by_block)
+        _fill(entries, first.format, min(least, _FILL_BLOCKS))
 
 
 def _fill(entries: list[KVLayer], format: KVFormat, num_blocks: int) -> None:
@@ -163,6 +167,7 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
     The first step ends the previous request. The last step samples a token.
     """
     chunk_tokens, block_tokens = model.config.scheduler.chunk_tokens, model.config.scheduler.block_tokens
+    groups = 1 + len(model.config.scheduler.windows)
     length = len(prompt)
     new: tuple[NewSequence, ...] = (
         NewSequence(
@@ -178,7 +183,7 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
     (blocks,) = model.blocks(length)
     for start in range(0, length, chunk_tokens):
         stop = min(start + chunk_tokens, length)
-        new_blocks = blocks[-(-start // block_tokens) : -(-stop // block_tokens)]
+        new_blocks = blocks[-(-start // block_tokens) * groups : -(-stop // block_tokens) * groups]
         chunk = Chunk(request_id, array("i", prompt[start:stop]).tobytes(), new_blocks, sample=stop == length)
         work = Work.chunk(stop - start, start)
         yield Step(start // chunk_tokens, new, chunks=(chunk,), ended=ended, most_tokens=stop, work=work)

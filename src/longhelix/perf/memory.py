@@ -8,6 +8,8 @@ from longhelix.perf import weights
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.linear import held_heads, request_bytes
 from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
+from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.kv.windows import span_blocks
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,23 @@ def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: 
 
 def token_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
     """KV of a stage's layers: a share of the tokens of every request of the rank's group; of a layer with a window no
-    more tokens than that, of one with linear attention none."""
-    one_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes + setting.index_bytes
+    more tokens than the engine promises a request, of one with linear attention none."""
     requests = np.ceil(batch / layouts.dp) / layouts.kvp
-    layers, window = layouts.stage_layers(setting.model.num_layers), setting.model.sliding_window
-    if setting.model.linear is not None:
-        layers = setting.most_full_layers[layers.astype(np.intp)]
-    kept = np.asarray(requests * context * one_bytes * layers)
-    if window is None:
-        return kept
-    windowed = layers - setting.most_full_layers[layers.astype(np.intp)]
-    return np.asarray(kept - requests * np.maximum(context - window, 0.0) * one_bytes * windowed)
+    full_bytes, window_bytes = layer_bytes(setting, layouts)
+    kept = requests * context * full_bytes
+    if not setting.model.views:
+        return np.asarray(kept)
+    window_tokens = span_blocks(setting.model.views[0], SchedulerConfig.block_tokens) * SchedulerConfig.block_tokens
+    return np.asarray(kept + requests * np.minimum(context, window_tokens) * window_bytes)
+
+
+def layer_bytes(setting: Setting, layouts: Layouts) -> tuple[Array, Array]:
+    """KV of one token in a stage's layers that see everything, and in those with a window."""
+    one_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes + setting.index_bytes
+    layers = layouts.stage_layers(setting.model.num_layers)
+    full = setting.most_full_layers[layers.astype(np.intp)]
+    windowed = layers - full if setting.model.views else np.zeros_like(layers)
+    return np.asarray(one_bytes * full), np.asarray(one_bytes * windowed)
 
 
 def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:

@@ -7,7 +7,7 @@ from longhelix.perf import collectives
 from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import kernels
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.memory import token_bytes
+from longhelix.perf.memory import layer_bytes
 from longhelix.perf.scalar import scalar
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import step_seconds
@@ -77,7 +77,8 @@ class StepCost:
     @cached_property
     def _token_bytes(self) -> float:
         """Of a token's KV on a rank that keeps it, in all layers of a stage."""
-        return float(token_bytes(self._setting, Layouts.of([self._layout]), 1.0, float(self._layout.kvp))[0])
+        full_bytes, window_bytes = layer_bytes(self._setting, Layouts.of([self._layout]))
+        return float((full_bytes + window_bytes)[0])
 
 
 def _of_parts(setting: Setting, layouts: Layouts) -> Callable[..., Callable[[float], float]]:

@@ -227,11 +227,6 @@ def _limits(deployment: Deployment) -> Iterable[str]:
             f"longhelix can plan for this {deployment.model.architecture} model, but cannot run it, because these "
             f"parts are not implemented: {', '.join(missing)}"
         )
-    elif deployment.model.views:
-        yield (
-            "layers with a window keep the KV of all tokens in longhelix, so the KV cache holds fewer requests than "
-            "planned"
-        )
     if deployment.device == "cpu" and ranks > _FEW_RANKS:
         yield f"all {ranks} ranks are processes on one host: it needs {-(-ranks // 4)} cores or more"
 

@@ -127,13 +127,15 @@ class SchedulerConfig:
                 limit_tokens = self.share_tokens
         return make_placement(name, self.kvp, self.block_tokens, limit_tokens, start, later)
 
-    def windows_of(self, visibilities: Iterable[Visibility], num_blocks: int) -> tuple[KVWindow, ...]:
+    def windows_of(
+        self, visibilities: Iterable[Visibility], num_blocks: int, *, with_ends: bool = True
+    ) -> tuple[KVWindow, ...]:
         """Groups for layers whose rows see only some tokens, beside `num_blocks` KV blocks of the other layers.
 
-        Each holds what all running requests need, the tokens of a step's chunks, and with the prefix cache as many ends
-        of others again; and never more than the other layers hold.
+        Each holds what all running requests need, the tokens of a step's chunks, and `with_ends` for the prefix cache
+        the ends of as many others; and never more than the other layers hold.
         """
-        ends = self.max_running * (2 if self.prefix_cache else 1)
+        ends = self.max_running * (2 if self.prefix_cache and with_ends else 1)
         return tuple(
             KVWindow(one, min(ends * self._span_blocks(one) + self.most_chunk_blocks, num_blocks))
             for one in visibilities

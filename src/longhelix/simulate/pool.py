@@ -1,34 +1,42 @@
-"""Compute the number of KV blocks in the pool of a KVP rank on the simulated system."""
+"""Compute the sizes of the pools of KV blocks on the simulated system."""
+
+import bisect
 
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.memory import kv_bytes, memory, token_bytes
+from longhelix.perf.memory import kv_bytes, layer_bytes, memory
 from longhelix.perf.setting import Setting
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec.layout import Layout
 
 
-def num_blocks(
-    setting: Setting, layout: Layout, *, block_tokens: int, rows: int, requests: int, asked_tokens: int | None = None
-) -> int:
-    """Return the number of KV blocks in the pool of each KVP rank.
+def with_pools(
+    setting: Setting, layout: Layout, config: SchedulerConfig, *, asked_tokens: int | None = None
+) -> SchedulerConfig:
+    """Return the settings of a scheduler with the pools of each KVP rank.
 
     Args:
-        block_tokens: tokens per block.
-        rows: number of rows in the largest step.
-        requests: number of requests with linear attention states.
+        config: the settings, except for the pools.
         asked_tokens: capacity in tokens over all KVP ranks. With None, the pool uses all memory that the weights, the
             states and one step leave free on the fullest rank, as in `longhelix estimate`.
 
     Raises:
         UserError: the weights leave no memory for a single block, or `asked_tokens` tokens do not fit.
     """
-    layouts = Layouts.of([layout])
+    layouts, block_tokens, views = Layouts.of([layout]), config.block_tokens, setting.model.views
+    rows = config.max_running + config.chunk_tokens
     held = memory(setting, layouts=layouts, batch=0.0, context=0.0, chunk=float(rows)).total_bytes
-    held = held + kv_bytes(setting, layouts, float(requests), 0.0)
+    held = held + kv_bytes(setting, layouts, float(config.max_running), 0.0)
     free_bytes = float((setting.capacity_bytes(layouts) - held)[0])
-    # A request with one token per KVP rank stores one token on each rank.
-    one_bytes = float(token_bytes(setting, layouts, 1.0, float(layout.kvp))[0])
-    affordable = int(free_bytes / one_bytes) // block_tokens
+    full_bytes, window_bytes = (block_tokens * float(each[0]) for each in layer_bytes(setting, layouts))
+
+    def exceeds(num_blocks: int) -> bool:
+        windows = config.windows_of(views[:1], num_blocks)
+        return num_blocks * full_bytes + sum(window.num_blocks for window in windows) * window_bytes > free_bytes
+
+    # Without layers that see everything, their blocks take no memory.
+    most = int(free_bytes / full_bytes) if full_bytes else config.most_listed_blocks
+    affordable = bisect.bisect_left(range(1, max(most, 0) + 1), True, key=exceeds)
     if affordable < 1:
         raise UserError(
             f"the weights and one step need all {float(setting.capacity_bytes(layouts)[0]) / 1e9:.1f} GB of a GPU, "
@@ -36,7 +44,7 @@ def num_blocks(
             "out_of_memory",
         )
     if asked_tokens is None:
-        return affordable
+        return config.with_pools(affordable, config.windows_of(views, affordable))
     most_tokens = affordable * block_tokens * layout.kvp
     if asked_tokens > most_tokens:
         raise UserError(
@@ -44,4 +52,5 @@ def num_blocks(
             f"--kv-cache-tokens to at most {most_tokens}",
             "out_of_memory",
         )
-    return -(-asked_tokens // (block_tokens * layout.kvp))
+    asked = -(-asked_tokens // (block_tokens * layout.kvp))
+    return config.with_pools(asked, config.windows_of(views, asked))

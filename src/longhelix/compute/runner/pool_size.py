@@ -44,9 +44,11 @@ def affordable_blocks(
     views: Sequence[Visibility],
     memory_bytes: int,
     ranks: Sequence[int],
+    *,
+    with_ends: bool = True,
 ) -> int:
     """KV blocks that each of `ranks` can have in the memory that they share, beside their weights, and beside the
-    blocks of KV groups with a limit, which are for `views`."""
+    blocks of KV groups with a limit, which are for `views`. with_ends: see `SchedulerConfig.windows_of`."""
     block_tokens = scheduler.block_tokens
     held_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
     own = [0] if views else None
@@ -58,7 +60,7 @@ def affordable_blocks(
     free_bytes = int((memory_bytes - held_bytes) * _POOL_SHARE)
 
     def exceeds(num_blocks: int) -> bool:
-        windows = scheduler.windows_of(views, num_blocks)
+        windows = scheduler.windows_of(views, num_blocks, with_ends=with_ends)
         more = sum(window.num_blocks * size for window, size in zip(windows, window_bytes, strict=True))
         return (num_blocks * token_bytes + more) * block_tokens > free_bytes
 

@@ -12,7 +12,7 @@ from longhelix.compute.runner.token_ranges import ONE_RANGE, TokenRanges
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.splits import length_buckets
-from longhelix.scheduler.kv.windows import as_sent
+from longhelix.scheduler.kv.windows import with_any
 from longhelix.scheduler.request import ImageSpan, SamplingParams
 from longhelix.scheduler.step import TOKEN_BYTES, Chunk, NewSequence, Step
 from longhelix.scheduler.work import NO_WORK, Work
@@ -69,19 +69,13 @@ def warm_up_steps(
                     _new(config, *sequence, spread, shown if at == 0 else ()) for at, sequence in enumerate(sequences)
                 )
                 chunks = tuple(
-                    Chunk(id, bytes(TOKEN_BYTES * count), _as_sent(config, own), sample=True)
+                    Chunk(id, bytes(TOKEN_BYTES * count), with_any(own, config.windows), sample=True)
                     for id, count, own in sequences
                 )
                 work = sum((Work.chunk(count, 0) for count in rows), NO_WORK)
                 steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens, work=work))
                 first, ended = ids.stop, tuple(ids)
     return [*steps, Step(len(steps), ended=ended)]
-
-
-def _as_sent(config: SchedulerConfig, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """Blocks with others in groups with a limit, which several sequences, and places of one, may share."""
-    windows = [[Block(block.owner, block.id % window.num_blocks) for block in blocks] for window in config.windows]
-    return as_sent(blocks, windows)
 
 
 def _of_instance(step: Step, instance: int, kvp: int) -> Step:

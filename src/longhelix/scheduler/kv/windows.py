@@ -261,3 +261,9 @@ def as_sent(blocks: tuple[Block, ...], windows: Items[Items[Block]]) -> tuple[Bl
 def passed(blocks: Items[Block], held: Items[Block]) -> Items[Block]:
     """Blocks of a group, for as many places as `blocks` has: those at the end are `held`, the others have passed."""
     return [*(Block(block.owner, PASSED_ID) for block in blocks[: len(blocks) - len(held)]), *held]
+
+
+def with_any(blocks: tuple[Block, ...], windows: Items[KVWindow]) -> tuple[Block, ...]:
+    """Blocks as steps have them, where sequences, and places of one, may share blocks of groups with a limit. For
+    steps whose answers nobody reads."""
+    return as_sent(blocks, [[Block(block.owner, block.id % each.num_blocks) for block in blocks] for each in windows])
