@@ -12,7 +12,7 @@ import argparse
 import itertools
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from longhelix.engine.options import EngineOptions
@@ -26,7 +26,7 @@ from longhelix.plan.demand import Demand
 from longhelix.plan.question import Question
 from longhelix.plan.space import OVERLAPPED
 from longhelix.scheduler.request import ANY_SERVICE, MOST_TOKENS
-from longhelix.simulate.pool import num_blocks
+from longhelix.simulate.pool import with_pools
 from longhelix.simulate.simulation import Server, simulate
 from longhelix.simulate.synthetic import Component, Lengths, Synthetic
 from longhelix.spec.layout import Layout
@@ -67,14 +67,7 @@ def simulated(question: Question, best: Choice, requests: int) -> Simulated:
         prefix_cache=False,
     )
     config = scheduler_config(options, layout, MOST_TOKENS, setting)
-    held = num_blocks(
-        setting,
-        layout,
-        block_tokens=config.block_tokens,
-        rows=config.max_running + config.chunk_tokens,
-        requests=config.max_running,
-    )
-    server = Server(setting, layout, replace(config, num_blocks=held), hop_b=best.strategy in OVERLAPPED)
+    server = Server(setting, layout, with_pools(setting, layout, config), hop_b=best.strategy in OVERLAPPED)
     (kind,) = demand.kinds
     lengths = Component(1.0, *(Lengths(tokens, tokens) for tokens in (kind.input_tokens, kind.output_tokens)))
     outcome = simulate(server, Synthetic(requests, best.rate_per_s / best.replicas, (lengths,), ANY_SERVICE))

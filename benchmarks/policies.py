@@ -24,7 +24,7 @@ from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.capacity import find_capacity
 from longhelix.simulate.histogram import Histogram
-from longhelix.simulate.pool import num_blocks
+from longhelix.simulate.pool import with_pools
 from longhelix.simulate.request_tracker import RequestRecord
 from longhelix.simulate.simulation import Observer, Server, simulate
 from longhelix.simulate.synthetic import Synthetic, parse_mix
@@ -68,15 +68,13 @@ class Study:
         setting = Setting(load_model(MODEL), load_system(SYSTEM), "bfloat16", "bfloat16")
         config = SchedulerConfig(
             kvp=LAYOUT.kvp,
-            num_blocks=num_blocks(
-                setting, LAYOUT, block_tokens=16, rows=MOST_CHUNK_TOKENS + MAX_RUNNING, requests=MAX_RUNNING
-            ),
+            num_blocks=1,
             max_model_len=MOST_TOKENS,
             chunk_tokens=MOST_CHUNK_TOKENS,
             adaptive=True,
             max_running=MAX_RUNNING,
         )
-        self.server = Server(setting, LAYOUT, config)
+        self.server = Server(setting, LAYOUT, with_pools(setting, LAYOUT, config))
         self._times = PrefillTimes(self.server.cost, LAYOUT.kvp)
 
     @cached_property

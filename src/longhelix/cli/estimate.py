@@ -113,12 +113,13 @@ def show(found: Estimate, console: Console) -> None:
     """Print a summary line, and a table of the cost items of a step."""
     fits = "fits" if found.fits else "DOES NOT FIT"
     drafts = f" ({drafts_in_words(found.draft_tokens, found.accepted_tokens)})" if found.draft_tokens else ""
+    windows = f", of which windows {size(found.windows_bytes_per_gpu)}" if found.windows_bytes_per_gpu else ""
     console.print(
         f"TPOT {duration(found.ttl_s)}{drafts}, {duration(found.ttl_p95_s)} during a prefill, "
         f"{digits(found.tokens_per_s_per_user)} tokens/s/user, {digits(found.tokens_per_s_per_gpu)} tokens/s/GPU; TTFT "
         f"{duration(found.ttft_s)} in chunks of {count(found.chunk_tokens)}; MFU {found.mfu:.1%}, "
         f"MBU {found.mbu:.1%}; {size(found.memory_bytes_per_gpu)} on the fullest GPU (weights "
-        f"{size(found.weights_bytes_per_gpu)}, KV {size(found.kv_bytes_per_gpu)}): {fits}",
+        f"{size(found.weights_bytes_per_gpu)}, KV {size(found.kv_bytes_per_gpu)}{windows}): {fits}",
         highlight=False,
         style="bold",
         soft_wrap=True,

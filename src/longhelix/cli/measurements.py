@@ -53,7 +53,7 @@ def measurements(result: Result, config: EngineConfig) -> Table:
         row("decode", f"{digits(1 / ttl_s)} tokens/s")
     ranks = range(config.layout.world_size)
     kv_tokens = [result.kv_tokens_per_rank[config.layout.kvp_rank(rank)] for rank in ranks]
-    kv_bytes = [tokens * config.kv_bytes_per_token(rank) for rank, tokens in zip(ranks, kv_tokens, strict=True)]
+    kv_bytes = list(map(config.kv_bytes, ranks, kv_tokens))
     for rank in ranks:
         row(f"KV on rank {rank}", f"{count(kv_tokens[rank])} tokens, {size(kv_bytes[rank])}")
     sent = size(result.exchanged_bytes_per_token)

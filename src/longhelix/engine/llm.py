@@ -734,7 +734,7 @@ class LLM:
             recomputed_tokens=usage.recomputed_tokens,
             swapped_tokens=usage.swapped_tokens,
             moved_tokens=usage.moved_tokens,
-            moved_bytes=usage.moved_tokens * self.config.instance_kv_bytes_per_token,
+            moved_bytes=usage.moved_tokens * self.config.moved_bytes_per_token,
             moved_s=usage.moved_s,
             exchanged_bytes_per_token=counters.exchanged_bytes / max(counters.rows, 1),
             hop_b=counters.exchanges.since(live.arrival),

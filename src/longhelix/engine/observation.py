@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from longhelix.scheduler.kv.blocks import BlockAllocator
 from longhelix.scheduler.recording import Completed, Event, Scheduled
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.sequence import Sequence
@@ -63,13 +64,23 @@ class RankBlocks:
 
 
 @dataclass(frozen=True)
+class WindowPools:
+    """How the KV blocks of layers with a limit are used, which have pools of their own."""
+
+    window_tokens: int | None  # a row sees so many tokens; None if it sees those of its chunk
+    chunk_tokens: int | None
+    ranks: tuple[RankBlocks, ...]  # one entry for each KVP rank
+
+
+@dataclass(frozen=True)
 class Observation:
     """The state of the engine between two steps."""
 
     running: tuple[RunningRequest, ...]
     num_waiting: int
     block_tokens: int
-    ranks: tuple[RankBlocks, ...]  # one entry for each KVP rank
+    ranks: tuple[RankBlocks, ...]  # one entry for each KVP rank, of layers without a limit
+    windows: tuple[WindowPools, ...] = ()  # one entry for each kind of layers with a limit
 
 
 def observe(scheduler: Scheduler) -> Observation:
@@ -78,11 +89,20 @@ def observe(scheduler: Scheduler) -> Observation:
         running=tuple(map(_running, scheduler.running)),
         num_waiting=scheduler.num_waiting,
         block_tokens=scheduler.config.block_tokens,
-        ranks=tuple(
-            RankBlocks(each.num_blocks, each.num_held, each.num_cached, each.reserved)
-            for each in scheduler.pool.allocators
+        ranks=tuple(map(_blocks, scheduler.pool.allocators)),
+        windows=tuple(
+            WindowPools(
+                window_tokens=window.visibility.window_tokens,
+                chunk_tokens=window.visibility.chunk_tokens,
+                ranks=tuple(map(_blocks, window.allocators)),
+            )
+            for window in scheduler.pool.windows
         ),
     )
+
+
+def _blocks(allocator: BlockAllocator) -> RankBlocks:
+    return RankBlocks(allocator.num_blocks, allocator.num_held, allocator.num_cached, allocator.reserved)
 
 
 def _running(seq: Sequence) -> RunningRequest:

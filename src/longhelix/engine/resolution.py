@@ -71,6 +71,8 @@ def resolve(
     spec = _spec(checkpoint, options.rope_scaling)
     dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
     max_model_len = _max_model_len(spec, options.max_model_len)
+    if options.attention == "flashinfer":  # which takes no limits
+        spec = spec.within(max_model_len)
     _check_rope(spec, max_model_len)
     _check_layout(spec, layout)
     places = Places.here(layout, with_gpus=options.device != "cpu") if places is None else places
@@ -97,15 +99,14 @@ def resolve(
     # What is swapped is swapped in all layers.
     views = () if scheduler.swap_blocks else spec.views
     kinds = spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler, views
-    with_ends, least = (
-        min(affordable_blocks(*kinds, *memory, with_ends=ends) for memory in memories) for ends in (True, False)
-    )
+    with_ends = min(affordable_blocks(*kinds, *memory) for memory in memories)
+    most = min(affordable_blocks(*kinds, *memory, with_ends=False) for memory in memories) if views else with_ends
     sizes = scheduler.block_tokens, layout.kvp
     if isinstance(options.kv_cache_tokens, str):
         many = scheduler.max_running * max_model_len
         held = num_blocks_of_many(many, with_ends, *sizes, shares_memory=device == "cpu")
     else:
-        held = num_blocks(options.kv_cache_tokens, longest_tokens, least, *sizes)
+        held = num_blocks(options.kv_cache_tokens, longest_tokens, most, *sizes)
     windows = scheduler.windows_of(views, held, with_ends=held <= with_ends)
     return EngineConfig(
         model_path=str(checkpoint.path),

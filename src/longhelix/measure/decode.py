@@ -38,7 +38,7 @@ class DecodeJob(msgspec.Struct, frozen=True):
         with Clock() as clock:
             total_s = sum(seconds(request.step) for _ in range(self.repeats))
         kinds = clock.mean(total_s, self.repeats)
-        kv_bytes = model.local_length(context) * config.kv_bytes_per_token(rank)
+        kv_bytes = config.kv_bytes(rank, model.local_length(context))
         return {
             "context": context,
             **timings["step"].row("step_s"),

@@ -76,6 +76,13 @@ def token_bytes(setting: Setting, layouts: Layouts, batch: float | Array, contex
     return np.asarray(kept + requests * np.minimum(context, window_tokens) * window_bytes)
 
 
+def windows_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
+    """Of `token_bytes` those of layers with a window."""
+    full_bytes, _ = layer_bytes(setting, layouts)
+    requests = np.ceil(batch / layouts.dp) / layouts.kvp
+    return np.asarray(token_bytes(setting, layouts, batch, context) - requests * context * full_bytes)
+
+
 def layer_bytes(setting: Setting, layouts: Layouts) -> tuple[Array, Array]:
     """KV of one token in a stage's layers that see everything, and in those with a window."""
     one_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes + setting.index_bytes

@@ -7,6 +7,7 @@ import numpy as np
 from longhelix.perf.cost_item import CostItem
 from longhelix.perf.flops import model_flops
 from longhelix.perf.layouts import Layouts
+from longhelix.perf.memory import windows_bytes
 from longhelix.perf.setting import ACTIVATION_DTYPE, Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan.candidate import degrees
@@ -49,6 +50,7 @@ class Estimate:
     memory_bytes_per_gpu: int  # fields in bytes refer to the GPU with the highest memory use
     weights_bytes_per_gpu: int
     kv_bytes_per_gpu: int
+    windows_bytes_per_gpu: int  # of these bytes, the KV of layers with a window
     headroom_bytes: int
     fits: bool
     items: tuple[EstimatedItem, ...]
@@ -108,6 +110,7 @@ def estimate(
         memory_bytes_per_gpu=int(needed.total_bytes[0]),
         weights_bytes_per_gpu=int(needed.weights_bytes[0]),
         kv_bytes_per_gpu=int(needed.kv_bytes[0]),
+        windows_bytes_per_gpu=int(windows_bytes(setting, layouts, float(batch), float(context))[0]),
         headroom_bytes=int(free_bytes),
         fits=free_bytes >= 0,
         items=tuple(_estimated(setting, item) for item in items if float(item.seconds[0]) > 0),

@@ -141,6 +141,11 @@ class SchedulerConfig:
             for one in visibilities
         )
 
+    @property
+    def window_tokens(self) -> list[int]:
+        """The most tokens of a request that decodes which a rank keeps in each group with a limit, in whole blocks."""
+        return [self.block_tokens * self._span_blocks(window.visibility) for window in self.windows]
+
     def _span_blocks(self, visibility: Visibility) -> int:
         """The most blocks of a rank that a request needs at once in a group."""
         blocks = span_blocks(visibility, self.block_tokens)

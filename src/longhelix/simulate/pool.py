@@ -35,7 +35,8 @@ def with_pools(
         return num_blocks * full_bytes + sum(window.num_blocks for window in windows) * window_bytes > free_bytes
 
     # Without layers that see everything, their blocks take no memory.
-    most = int(free_bytes / full_bytes) if full_bytes else config.most_listed_blocks
+    many = max(config.most_listed_blocks, int(free_bytes / (full_bytes + window_bytes)))
+    most = int(free_bytes / full_bytes) if full_bytes else many
     affordable = bisect.bisect_left(range(1, max(most, 0) + 1), True, key=exceeds)
     if affordable < 1:
         raise UserError(

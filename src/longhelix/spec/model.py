@@ -232,6 +232,12 @@ class ModelSpec:
         """Return the model with layers whose rows see all earlier tokens."""
         return self.with_layers(_without_window)
 
+    def within(self, max_tokens: int) -> "ModelSpec":
+        """Return the model without the limits that hide nothing in requests of up to `max_tokens` tokens."""
+        return self.with_layers(
+            lambda layer: _without_window(layer) if (_limit_tokens(layer) or 0) >= max_tokens else layer
+        )
+
     @property
     def scaled_positions(self) -> int:
         """The positions that the model was made for, or those that its rope scaling takes it to, if these are more:

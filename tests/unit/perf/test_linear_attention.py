@@ -10,8 +10,9 @@ from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
+from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.work import Work
-from longhelix.simulate.pool import num_blocks
+from longhelix.simulate.pool import with_pools
 from longhelix.spec import LinearAttention, ModelSpec, MoE
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
@@ -179,6 +180,9 @@ def test_an_array_of_layouts_and_batches_costs_what_each_costs_alone():
 def test_a_simulated_pool_is_what_states_leave():
     """Blocks of 16 tokens; states count once for each request, however many tokens a pool holds."""
     how, layout = setting(system="h100"), Layout(tpa=2)
-    blocks = [num_blocks(how, layout, block_tokens=16, rows=64, requests=requests) for requests in (0, 100_000)]
+    # As many rows in the largest step.
+    sizes = ({"max_running": 1, "chunk_tokens": 100_064}, {"max_running": 100_001, "chunk_tokens": 64})
+    configs = [SchedulerConfig(1, 1, 10**6, **size) for size in sizes]
+    blocks = [with_pools(how, layout, config).num_blocks for config in configs]
     states = 100_000 * 3 * request_bytes(1, 2)
     assert (blocks[0] - blocks[1]) * 16 * TOKEN_BYTES / 2 == pytest.approx(states, abs=16 * TOKEN_BYTES)

@@ -100,8 +100,20 @@ class EngineConfig:
         """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
         return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, self.device, rank)
 
+    def kv_bytes(self, rank: int, tokens: int) -> int:
+        """Bytes that `rank` keeps of a request with so many tokens on it: in layers with a limit not more than a
+        request needs at once."""
+        held = [tokens, *(min(tokens, most) for most in self.scheduler.window_tokens)]
+        return sum(self._kv_bytes_per_token(rank, group) * count for group, count in enumerate(held))
+
+    def _kv_bytes_per_token(self, rank: int, group: int) -> int:
+        """Bytes of one token's K and V in the layers of a KV group."""
+        groups = [group] if self.scheduler.windows else None
+        return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, self.device, rank, groups)
+
     @property
-    def instance_kv_bytes_per_token(self) -> int:
-        """Bytes of one token's K and V over all ranks that keep some of it, those of one KVP rank."""
+    def moved_bytes_per_token(self) -> int:
+        """Bytes of a token whose KV moves to another KVP rank, on all ranks that keep some of it. In layers with a
+        limit nothing moves."""
         ranks = range(self.layout.world_size)
-        return sum(self.kv_bytes_per_token(rank) for rank in ranks if self.layout.kvp_rank(rank) == 0)
+        return sum(self._kv_bytes_per_token(rank, 0) for rank in ranks if self.layout.kvp_rank(rank) == 0)

@@ -64,14 +64,13 @@ def affordable_blocks(
         more = sum(window.num_blocks * size for window, size in zip(windows, window_bytes, strict=True))
         return (num_blocks * token_bytes + more) * block_tokens > free_bytes
 
+    affordable_tokens = free_bytes // (token_bytes + sum(window_bytes))
     if views:
         # Without layers that see everything, their blocks take no memory.
-        most = free_bytes // (block_tokens * token_bytes) if token_bytes else scheduler.most_listed_blocks
+        many = max(scheduler.most_listed_blocks, affordable_tokens // block_tokens)
+        most = free_bytes // (block_tokens * token_bytes) if token_bytes else many
         blocks = bisect.bisect_left(range(1, max(most, 0) + 1), True, key=exceeds)
-        token_bytes += sum(window_bytes)
-        affordable_tokens = blocks * block_tokens if blocks else free_bytes // token_bytes
-    else:
-        affordable_tokens = free_bytes // token_bytes
+        affordable_tokens = max(affordable_tokens, blocks * block_tokens)
     if affordable_tokens < 1:
         raise UserError(
             f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: free some memory, or use a "

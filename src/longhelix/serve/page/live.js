@@ -11,7 +11,9 @@ import { Problem, call, events, sentence } from "./api.js";
  * @typedef {{id: number, client: string, prompt_tokens: number, prefilled_tokens: number, new_tokens: number,
  *   cached_tokens: number, preemptions: number, placement: string, kv_blocks_per_rank: number[]}} Running
  * @typedef {{total: number, held: number, cached: number, promised: number}} Blocks
- * @typedef {{running: Running[], num_waiting: number, block_tokens: number, ranks: Blocks[]}} Observation
+ * @typedef {{window_tokens: number | null, chunk_tokens: number | null, ranks: Blocks[]}} WindowBlocks
+ * @typedef {{running: Running[], num_waiting: number, block_tokens: number, ranks: Blocks[],
+ *   windows: WindowBlocks[]}} Observation
  * @typedef {{id: number, microbatch: number, decode_rows: number, chunks: {request_id: number, num_tokens: number}[],
  *   parts: number, predicted_s: number | null, taken_s: number, exposed_s: number | null,
  *   exchanged_bytes: number}} Step

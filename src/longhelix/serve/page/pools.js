@@ -41,6 +41,18 @@ export class Palette {
   }
 }
 
+/** @param {import("./live.js").Blocks} blocks */
+function inWords({ total, held, cached, promised }) {
+  const counts = `${whole(held)} held · ${whole(cached)} cached · ${whole(total - held - cached - promised)} free`;
+  return promised ? `${counts} · ${whole(promised)} promised` : counts;
+}
+
+/** @param {import("./live.js").WindowBlocks} window @param {number} rank */
+function windowInWords({ window_tokens, chunk_tokens, ranks }, rank) {
+  const kind = window_tokens === null ? `Chunks of ${whole(chunk_tokens ?? 0)}` : `Windows of ${whole(window_tokens)}`;
+  return `${kind} tokens: ${inWords(ranks[rank])}`;
+}
+
 export class Pools {
   /** @param {Palette} palette */
   constructor(palette) {
@@ -74,9 +86,8 @@ export class Pools {
       const blocks = observation.ranks[rank];
       pool.total = blocks.total;
       pool.spans = spans(observation, rank, this.palette);
-      const free = blocks.total - blocks.held - blocks.cached - blocks.promised;
-      const counts = `${whole(blocks.held)} held · ${whole(blocks.cached)} cached · ${whole(free)} free`;
-      write(pool.counts, blocks.promised ? `${counts} · ${whole(blocks.promised)} promised` : counts);
+      const counts = inWords(blocks);
+      write(pool.counts, [counts, ...observation.windows.map((each) => windowInWords(each, rank))].join("\n"));
       pool.canvas.setAttribute("aria-label", `KVP ${rank}: ${counts} of ${plural(blocks.total, "block")}`);
     }
     this.redraw();

@@ -1,5 +1,7 @@
 """How many KV blocks a pool holds: bytes against hand-made numbers, shares of memory, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from longhelix.compute.models.parameters import declare
@@ -14,6 +16,7 @@ from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.splits import most_state_bytes
 from longhelix.spec import RopeSpec
+from longhelix.spec.attention import Visibility
 from longhelix.spec.layout import Layout
 from toy_model import toy_model
 
@@ -112,3 +115,41 @@ def test_states_of_splits_are_those_of_the_ranks_query_heads():
     layout = Layout(tpa=2)
     for rank, heads in enumerate((4, 2)):
         assert split_state_bytes(SPEC, layout, 100_000, rank) == most_state_bytes(100_000, heads, 16)
+
+
+def windowed(limits):
+    """The model with windows of so many tokens in its layers. None: a layer that sees everything."""
+    layers = tuple(
+        layer if limit is None else layer.with_attention(visibility=Visibility(window_tokens=limit))
+        for layer, limit in zip(SPEC.layers, limits, strict=True)
+    )
+    return replace(SPEC, layers=layers)
+
+
+@pytest.mark.parametrize("limits", [(None, 40, 40), (40, None, 40), (40, 40, 40), (None, 40, 100)])
+@pytest.mark.parametrize("with_ends", [True, False])
+@pytest.mark.parametrize("blocks", [20, 100, 1000])
+def test_pools_and_those_of_windows_share_the_memory(limits, with_ends, blocks):
+    """As many KV blocks as fit beside what their number gives windows, and not one more."""
+    spec, layout = windowed(limits), Layout(kvp=2)
+    scheduler = SchedulerConfig(2, 1, 4096, max_running=4, chunk_tokens=64, prefix_cache=True)
+    block_bytes = [
+        16 * kv_bytes_per_token(spec, layout, "bfloat16", "cpu", 0, [group]) for group in range(1 + len(spec.views))
+    ]
+    assert sum(block_bytes) == 16 * TOKEN_BYTES
+    sizes = 5, 10
+    memory_bytes = weights_bytes(layout, [0]) + blocks * 16 * TOKEN_BYTES * sizes[1] // sizes[0]
+    kinds = spec, layout, "bfloat16", "bfloat16", "bfloat16", "cpu", scheduler, spec.views
+    found = affordable_blocks(*kinds, memory_bytes, [0], with_ends=with_ends)
+    free_bytes = (memory_bytes - weights_bytes(layout, [0])) * 0.8
+
+    def taken(count):
+        windows = scheduler.windows_of(spec.views, count, with_ends=with_ends)
+        counts = (count, *(window.num_blocks for window in windows))
+        return sum(each * size for each, size in zip(counts, block_bytes, strict=True))
+
+    assert taken(found) <= free_bytes
+    plain = affordable_blocks(SPEC, *kinds[1:-1], (), memory_bytes, [0])
+    most_without = max(scheduler.most_listed_blocks, plain)  # where all layers have windows
+    assert taken(found + 1) > free_bytes or (not block_bytes[0] and found == most_without)
+    assert found > plain or blocks == 20 or found == most_without
