@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from longhelix.errors import EngineError, UserError
 from longhelix.scheduler.guide import Guide
+from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.request import SamplingParams, ServiceLevel
 from longhelix.spec.layout import Layout
 
@@ -38,6 +39,7 @@ __all__ = [
     "Guide",
     "ImagePrompt",
     "Layout",
+    "Policy",
     "SamplingParams",
     "ServiceLevel",
     "UserError",

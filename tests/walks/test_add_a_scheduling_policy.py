@@ -7,7 +7,7 @@ import pytest
 
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
-from longhelix.scheduler.policy import FirstComeFirstServed
+from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, StepResult
@@ -20,19 +20,13 @@ CONFIG = SchedulerConfig(
 )
 
 
-class ShortestFirst:
+class ShortestFirst(Policy):
     """The request with the least left of its prefill."""
 
     overtakes = True
 
-    def urgency(self, job, left_s, now_s):
+    def sort_key(self, job, left_s, now_s):
         return left_s
-
-    def spared(self, job, left_s, now_s):
-        return 0.0
-
-    def gives_way(self, job, left_s, other, other_left_s, now_s):
-        return False
 
 
 class OneTokenEach:
@@ -62,5 +56,5 @@ def finished(policy):
 
 
 def test_a_policy_says_who_goes_next():
-    assert finished(FirstComeFirstServed()) == [0, 1, 2]
+    assert finished(Policy()) == [0, 1, 2]
     assert finished(ShortestFirst()) == [1, 2, 0]

@@ -28,6 +28,7 @@ from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
 from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
+from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.recording import Event
 from longhelix.scheduler.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
@@ -78,6 +79,7 @@ class TokenCore:
         guides: Guides | None = None,
         cluster: Cluster | None = None,
         on_cache_changes: Callable[[CacheChanges], None] | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """Start the ranks.
 
@@ -91,6 +93,7 @@ class TokenCore:
             cluster: the other hosts that run ranks. None if there are none.
             on_cache_changes: called with what the prefix cache has stored and removed, after each change. If None,
                 changes are not recorded.
+            policy: which request goes first. If None, the policy that the configuration names.
         """
         self.config = config
         self._on_cache_changes = on_cache_changes
@@ -108,6 +111,7 @@ class TokenCore:
         self._scheduler = Scheduler(
             config.scheduler,
             self._pool.cost,
+            policy,
             cut=self._pool.cut,
             root=_root(config),
             swap_s=self._pool.cost.swap_seconds(config.scheduler.block_tokens),

@@ -43,6 +43,7 @@ from longhelix.engine.text.tokenizer import Tokenizer
 from longhelix.engine.workers import ranks, torchrun
 from longhelix.errors import EngineError, UserError
 from longhelix.scheduler.guide import Guide, ReasoningTags
+from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.request import ANY_SERVICE, MOST_TOKENS, SamplingParams, ServiceLevel
 from longhelix.scheduler.token_event import FinishReason, TokenEvent, Usage
 from longhelix.spec.layout import Layout
@@ -63,7 +64,8 @@ class LLM:
         revision: branch, tag or commit of a hub ID; "main" by default.
         on_load: called with the fraction of the weights that has been loaded, from 0 to 1.
         on_warm_up: called with the fraction of the warm-up that has been completed, from 0 to 1.
-        settings: engine settings. Each one is a field of `EngineOptions`.
+        policy: which request goes first. By default, the one that arrived first.
+        settings: other engine settings. Each one is a field of `EngineOptions`.
 
     Raises:
         UserError: the model, the layout or a setting is invalid, or they cannot be used together.
@@ -78,13 +80,15 @@ class LLM:
         revision: str | None = None,
         on_load: Callable[[float], None] = lambda share: None,
         on_warm_up: Callable[[float], None] = lambda share: None,
+        policy: str | Policy = "fcfs",
         **settings: Any,
     ) -> None:
         layout = Layout() if layout is None else layout
         if not isinstance(model, str | os.PathLike):
             raise refused("model", model, '"builtin", the path of a folder or a GGUF file, or a hub ID')
         _check_callbacks(on_load=on_load, on_warm_up=on_warm_up)
-        options = EngineOptions.of(settings)
+        self._policy = policy if isinstance(policy, Policy) else None
+        options = EngineOptions.of(settings | ({} if isinstance(policy, Policy) else {"policy": policy}))
         path = hub.find(str(model), revision)  # first, because ranks under torchrun wait for each other only so long
         if isinstance(layout, Layout):  # `resolve` rejects anything else
             torchrun.join(layout.world_size)
@@ -140,6 +144,7 @@ class LLM:
                 guides=self._guides,
                 cluster=self._cluster,
                 on_cache_changes=None if self._kv_events is None else self._kv_events.publish,
+                policy=self._policy,
             )
             self._core = self._new_core(on_load, on_warm_up)
         except BaseException:

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterable, Mapping
 
+from longhelix.errors import UserError
 from longhelix.scheduler.pace import Pace
 from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.prefill_times import PrefillTimes
@@ -29,7 +30,7 @@ class Order:
 
     def prompts(self, sequences: Iterable[Sequence], now_s: float) -> list[Sequence]:
         """Those whose prompts are being computed. Of those that share a KVP rank's part of a step, one that is sooner
-        done than the first goes before it where all between them give way; not before higher priorities, or clients
+        done than the first goes before it where all between them yield to it; not before higher priorities, or clients
         that have had less."""
         left_s = {seq: self.left_s(seq) for seq in sequences}
         ordered = sorted((self._key(seq.job, left_s[seq], now_s), seq) for seq in left_s)
@@ -47,23 +48,36 @@ class Order:
         peers = [seq for key, seq in ordered if key[:_POLICY] == ordered[0][0][:_POLICY]]
         sooner = [place for place, seq in enumerate(peers) if left_s[seq] < left_s[peers[0]]]
         for place in heapq.nsmallest(_MOST_TRIED, sooner, key=lambda place: (left_s[peers[place]], place)):
-            if all(self._gives_way(seq, peers[place], left_s, now_s) for seq in peers[:place]):
+            if all(self._yields(seq, peers[place], left_s, now_s) for seq in peers[:place]):
                 return peers[place]
         return peers[0]
 
-    def _gives_way(self, seq: Sequence, other: Sequence, left_s: Mapping[Sequence, float], now_s: float) -> bool:
+    def _yields(self, seq: Sequence, other: Sequence, left_s: Mapping[Sequence, float], now_s: float) -> bool:
         left, other_left = self.pace.factor * left_s[seq], self.pace.factor * left_s[other]
-        return self.policy.gives_way(seq.job, left, other.job, other_left, now_s)
+        return bool(self.policy.yields_to(seq.job, left, other.job, other_left, now_s))
 
     def left_s(self, seq: Sequence) -> float:
         """What is left of its prefill."""
         return self.times.between(seq.length, seq.num_prompt, seq.placement.alone_tokens)
 
-    def spared(self, seq: Sequence, now_s: float) -> float:
-        """The share of a step's time target that need not be used, where this prompt goes first."""
-        return self.policy.spared(seq.job, self.left_s(seq), now_s)
+    def headroom_s(self, seq: Sequence, now_s: float, spare_s: float) -> float:
+        """How much of a step's time is left unused where this prompt goes first. spare_s: what decodes leave of it."""
+        found_s = _number("headroom_s", self.policy.headroom_s(seq.job, self.left_s(seq), now_s, spare_s))
+        return min(max(found_s, 0.0), spare_s)
+
+    def preemption(self, seq: Sequence, lost_s: float, now_s: float) -> Key:
+        """The key of one that runs: the one with the least is preempted first."""
+        request, key = seq.request, self.policy.preemption_key(seq.job, lost_s, now_s)
+        return request.service.priority, _number("preemption_key", key), -request.arrival_s
 
     def _key(self, job: Job, left_s: float, now_s: float) -> Key:
         request = job.request
-        had, urgency = self.shares.had(request.service.client), self.policy.urgency(job, left_s, now_s)
-        return (-request.service.priority, had, urgency, request.arrival_s, request.id)
+        key = _number("sort_key", self.policy.sort_key(job, left_s, now_s))
+        return (-request.service.priority, self.shares.had(request.service.client), key, request.arrival_s, request.id)
+
+
+def _number(name: str, value: object) -> float:
+    """What a policy returned. Raises UserError unless it can be compared with all other numbers."""
+    if not isinstance(value, int | float) or value != value:
+        raise UserError(f"the policy's {name} returned {value!r}: return a number that is not NaN")
+    return value

@@ -1,91 +1,82 @@
 """Policies: which request goes next."""
 
-from typing import Protocol
-
 from longhelix.errors import UserError
 from longhelix.scheduler.sequence import Job
 
 # Of a request's time to its deadline: after so many of them it no longer waits for shorter ones.
 _PATIENCE = 10.0
-_MOST_SPARED = 0.4
+_MOST_HEADROOM = 0.4
 # Of a request's prefill: so much later than another one it may be, to let that be done first. A bit above 1: of two
 # equal ones the second is later by a whole prefill when the first is done.
 _LATER = 1.1
 
 
-class Policy(Protocol):
-    """Decides which request is served first. It has no state, and is asked anew for each step.
+class Policy:
+    """Decides which request is served first: the one that arrived first. A subclass changes what it wants to.
 
-    overtakes: whether a request that fits may be admitted before an earlier one that does not.
+    A policy has no state of its own, reads no clock, and is asked again for each step. Times are in seconds on the
+    scheduler's clock. Priorities and clients' shares come before any policy.
+
+    Attributes:
+        overtakes: A request that fits may be admitted before an earlier one that does not.
     """
 
-    @property
-    def overtakes(self) -> bool: ...
+    overtakes: bool = False
 
-    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
-        """The request with the least goes first, of equal ones that which arrived first. left_s: what is left of its
-        prefill, predicted."""
-        ...
+    def sort_key(self, job: Job, left_s: float, now_s: float) -> float:
+        """Return a number for a request. The one with the smallest goes first, of equal ones that which arrived first.
 
-    def spared(self, job: Job, left_s: float, now_s: float) -> float:
-        """The share of a step's time target that need not be used, where this request goes first; below 1."""
-        ...
-
-    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
-        """Whether a request lets another one be done before it that is less urgent, and sooner done."""
-        ...
-
-
-class FirstComeFirstServed:
-    """In the order of arrival."""
-
-    overtakes = False
-
-    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+        Args:
+            left_s: what is left of its prefill, as predicted.
+        """
         return job.request.arrival_s
 
-    def spared(self, job: Job, left_s: float, now_s: float) -> float:
+    def headroom_s(self, job: Job, left_s: float, now_s: float, spare_s: float) -> float:
+        """Return how much of a step's time is left unused where this request goes first, for the decodes in the step.
+
+        Args:
+            left_s: what is left of its prefill, as predicted.
+            spare_s: what decodes leave of the step's target.
+        """
         return 0.0
 
-    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
+    def yields_to(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
+        """Return whether a request lets another one be done before it, which comes later in the order and has less left
+        of its prefill."""
         return False
 
+    def preemption_key(self, job: Job, lost_s: float, now_s: float) -> float:
+        """Return a number for a request that runs. Where KV blocks run out, the one with the smallest loses its own.
 
-class EarliestDeadlineFirst:
+        Args:
+            lost_s: what it takes to compute its KV again, as predicted.
+        """
+        return lost_s
+
+
+class EarliestDeadlineFirst(Policy):
     """The request whose first token is due first."""
 
     overtakes = True
 
-    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+    def sort_key(self, job: Job, left_s: float, now_s: float) -> float:
         return job.deadline_s
 
-    def spared(self, job: Job, left_s: float, now_s: float) -> float:
-        return 0.0
 
-    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
-        return False
-
-
-class ShortestRemainingFirst:
+class ShortestRemainingFirst(Policy):
     """The request with the least left of its prefill. One that has waited ten times as long as its deadline allows goes
     before those that have not, so that none waits forever."""
 
     overtakes = True
 
-    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+    def sort_key(self, job: Job, left_s: float, now_s: float) -> float:
         arrival_s = job.request.arrival_s
         if now_s - arrival_s > _PATIENCE * (job.deadline_s - arrival_s):
             return arrival_s - now_s  # below 0, as nothing else is
         return left_s
 
-    def spared(self, job: Job, left_s: float, now_s: float) -> float:
-        return 0.0
 
-    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
-        return False
-
-
-class LeastRelativeSlackFirst:
+class LeastRelativeSlackFirst(Policy):
     """LARS (Medha, arXiv 2409.17264v4): the time that a request has to spare until its deadline, beside what is left of
     its prefill, counted in its prefills.
 
@@ -100,22 +91,22 @@ class LeastRelativeSlackFirst:
 
     overtakes = True
 
-    def urgency(self, job: Job, left_s: float, now_s: float) -> float:
+    def sort_key(self, job: Job, left_s: float, now_s: float) -> float:
         return (job.deadline_s - now_s - left_s) / job.prefill_s
 
-    def spared(self, job: Job, left_s: float, now_s: float) -> float:
-        return min(max(self.urgency(job, left_s, now_s), 0.0), _MOST_SPARED)
+    def headroom_s(self, job: Job, left_s: float, now_s: float, spare_s: float) -> float:
+        return spare_s * min(max(self.sort_key(job, left_s, now_s), 0.0), _MOST_HEADROOM)
 
-    def gives_way(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
-        afterwards = self.urgency(job, left_s, now_s + other_left_s)
-        other_is_late = self.urgency(other, other_left_s, now_s + left_s) < 0
+    def yields_to(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
+        afterwards = self.sort_key(job, left_s, now_s + other_left_s)
+        other_is_late = self.sort_key(other, other_left_s, now_s + left_s) < 0
         # Prefills may take longer now than when they came.
         later = _LATER * max(left_s / job.prefill_s, 1.0)
-        return afterwards >= 0 or (other_is_late and afterwards >= self.urgency(other, other_left_s, now_s) - later)
+        return afterwards >= 0 or (other_is_late and afterwards >= self.sort_key(other, other_left_s, now_s) - later)
 
 
 _POLICIES: dict[str, type[Policy]] = {
-    "fcfs": FirstComeFirstServed,
+    "fcfs": Policy,
     "edf": EarliestDeadlineFirst,
     "srpt": ShortestRemainingFirst,
     "lars": LeastRelativeSlackFirst,

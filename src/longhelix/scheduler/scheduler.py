@@ -170,7 +170,7 @@ class Scheduler:
         if turn is None:
             return None
         enlisted = self._notices.enlisted_in(turn)
-        grown = self._grow(growing)
+        grown = self._grow(growing, now_s)
         load = self._turns.load(turn)
         chunks = self._chunks(turn, load, now_s)
         self.pool.give_back(turn)
@@ -251,7 +251,7 @@ class Scheduler:
         """Of the steps in flight, or if there is none, of the next one."""
         return next(iter(self._in_flight), self._next_step_id + 1)
 
-    def _grow(self, growing: list[Sequence]) -> tuple[tuple[int, Block], ...]:
+    def _grow(self, growing: list[Sequence], now_s: float) -> tuple[tuple[int, Block], ...]:
         """KV blocks for decodes whose next rows need one. Where there is none at all, a request is preempted."""
         grown: list[tuple[Sequence, tuple[Block, ...]]] = []
         for seq in growing:
@@ -260,27 +260,27 @@ class Scheduler:
             while blocks is None and seq in self._turns:
                 blocks = self.pool.take(seq)
                 if blocks is None:
-                    self._free_some(self.pool.next_owner(seq), seq)
+                    self._free_some(self.pool.next_owner(seq), seq, now_s)
                 else:
                     self._turns.grew(seq)
                     grown.append((seq, blocks))
         return tuple((seq.id, block) for seq, blocks in grown if seq in self._turns for block in blocks)
 
-    def _free_some(self, rank: int, growing: Sequence) -> None:
+    def _free_some(self, rank: int, growing: Sequence, now_s: float) -> None:
         """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
         its own."""
         if self._widening.widen(rank, growing, (seq for seq in self._running.values() if seq in self._turns)):
             self._turns.recount()
         else:
-            self._preempt(self._cheapest(rank, growing))
+            self._preempt(self._victim(rank, growing, now_s))
 
-    def _cheapest(self, rank: int, growing: Sequence) -> Sequence:
-        """Of `growing` and the sequences that have blocks on a KVP rank or are promised some, the one whose preemption
-        loses least, of the lowest priority."""
+    def _victim(self, rank: int, growing: Sequence, now_s: float) -> Sequence:
+        """The sequence that is preempted, of `growing` and those that have blocks on a KVP rank or are promised some: one
+        of the lowest priority, and then as the policy says."""
         others = (seq for seq in self._running.values() if seq.block_ids[rank] or seq.promised[rank])
         return min(
             (seq for seq in (growing, *others) if self._may_be_preempted(seq)),
-            key=lambda seq: (seq.request.service.priority, self._lost_s(seq), -seq.request.arrival_s),
+            key=lambda seq: self._order.preemption(seq, self._lost_s(seq), now_s),
         )
 
     def _lost_s(self, seq: Sequence) -> float:
@@ -359,8 +359,8 @@ class Scheduler:
 
         What a request asks for has a floor: one that asks for next to nothing would have its tokens hardly sooner, and
         hold up the prompts of all others.
-        A policy spares of what decodes leave, not of the whole target (Medha's packer): decodes that take half of it
-        would otherwise leave nothing to prompts that have slack.
+        A policy's headroom is of what decodes leave, not of the whole target (Medha's packer): decodes that take half
+        of it would otherwise leave nothing to prompts that have slack.
         """
         decodes_s = beside.seconds(self.cost) if self.cost is not None and beside.decode_rows else 0.0
         least_s = max(_LEAST_TBT_S, _TBT_FACTOR * decodes_s)
@@ -368,7 +368,7 @@ class Scheduler:
         if target_s is None:
             target_s = max(DEFAULT_TBT_S, least_s)
         target_s = _MARGIN * min(target_s, max(self._turns.tbt_slo_s(turn), least_s))
-        return target_s - self._order.spared(first, now_s) * max(target_s - decodes_s, 0.0)
+        return target_s - self._order.headroom_s(first, now_s, max(target_s - decodes_s, 0.0))
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
         start, client = seq.length, seq.request.service.client

@@ -6,13 +6,19 @@ from collections import deque
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_scheduler import Engine, expected_output
+from test_scheduler import config as engine_config
+from test_scheduler import request as engine_request
 
 from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
-from longhelix.scheduler.policy import POLICIES, make_policy
+from longhelix.scheduler.order import Order
+from longhelix.scheduler.policy import POLICIES, Policy, make_policy
+from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.scheduler.shares import Shares
 from longhelix.scheduler.step import SampledToken, StepResult
 from longhelix.scheduler.work import Work
 
@@ -323,7 +329,7 @@ class BesideDecodes(ByRow):
 
 
 @pytest.mark.parametrize(("long_slo_s", "other_tokens"), [(40, 9000), (30, 5000), (26, 1000)])
-def test_a_prompt_gives_way_by_what_prefills_take_beside_decodes(long_slo_s, other_tokens):
+def test_a_prompt_yields_by_what_prefills_take_beside_decodes(long_slo_s, other_tokens):
     """10 s alone take longer in steps of 50 ms with decodes, and both are in time if the long one goes first."""
     decode = request(0, 10, new_tokens=90_000, ttft_slo_s=1)
     long = request(1, 10_000, arrival_s=0.1, ttft_slo_s=long_slo_s)
@@ -338,3 +344,46 @@ def test_a_prompt_gives_way_by_what_prefills_take_beside_decodes(long_slo_s, oth
         for event in () if stepped is None else stepped[1]:
             first_s.setdefault(event.request_id, clock.now_s)
     assert all(first_s[one.id] <= one.arrival_s + one.service.ttft_slo_s for one in (long, other))
+
+
+class MostTokensFirst(Policy):
+    """The longest prompt runs first, and is preempted first."""
+
+    def sort_key(self, job, left_s, now_s):
+        return -len(job.request.prompt_token_ids)
+
+    def preemption_key(self, job, lost_s, now_s):
+        return -lost_s
+
+
+@pytest.mark.parametrize(("policy", "preempted"), [(MostTokensFirst(), 0), (Policy(), 1)])
+def test_a_policy_chooses_who_is_preempted(policy, preempted):
+    """Of two requests that outgrow a pool the one with more tokens, or by default the one with less to lose."""
+    asked = [Request(id, array("i", [id] * tokens), SamplingParams(max_new_tokens=30), frozenset(), 0, 0.0)
+             for id, tokens in enumerate((40, 20))]  # fmt: skip
+    settings = SchedulerConfig(kvp=1, num_blocks=20, max_model_len=80, block_tokens=4)
+    engine = Engine(settings)
+    engine.scheduler._order.policy = policy
+    engine.add(*asked)
+    engine.drain()
+    again = {new.id for step in engine.runner.steps for new in step.new if step.id > 1}
+    assert again == {preempted}
+    assert [engine.outcomes[one.id].token_ids for one in asked] == list(map(expected_output, asked))
+
+
+@pytest.mark.parametrize("name", ["sort_key", "headroom_s", "preemption_key"])
+@pytest.mark.parametrize("wrong", [float("nan"), None, "1"])
+def test_what_a_policy_returns_is_a_number(name, wrong):
+    policy = type("Wrong", (Policy,), {name: lambda self, *arguments: wrong})()
+    order = Order(policy, Shares({}), PrefillTimes(None, 1))
+    engine = Engine(engine_config())
+    engine.add(engine_request(0, 40))
+    engine.step()
+    (seq,) = engine.scheduler.running
+    asked = {
+        "sort_key": lambda: order.waiting(seq.job, 0.0),
+        "headroom_s": lambda: order.headroom_s(seq, 0.0, 1.0),
+        "preemption_key": lambda: order.preemption(seq, 1.0, 0.0),
+    }
+    with pytest.raises(UserError, match=f"the policy's {name} returned {wrong!r}: return a number that is not NaN"):
+        asked[name]()
