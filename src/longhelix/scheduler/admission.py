@@ -86,7 +86,7 @@ class Admission:
                 "kv_cache_exceeded",
             )
         for window in self._pool.windows:
-            most = max(window.quota(needed, spread=placement.spread))
+            most = max(min(count, window.most_at_once(placement)) for count in needed)
             if most > window.num_blocks:
                 raise UserError(
                     f"a request needs {most} KV blocks of a window on one rank, but a rank has {window.num_blocks}: "
@@ -179,7 +179,10 @@ class Admission:
         job.was_tried = True
         if is_known and self._cache is not None and not self._may_fit(job, alone=alone):
             return None
-        return self._begin(job, alone=alone)
+        begun = self._begin(job, alone=alone)
+        if begun is None:
+            job.room_seen = self._pool.available_in_windows
+        return begun
 
     def _may_fit(self, job: Job, *, alone: bool) -> bool:
         """Whether there may be room for a request now, by the numbers of its prefix's blocks alone. Says no only where
@@ -193,8 +196,12 @@ class Admission:
         # Whichever ranks have them, it takes at least these blocks: mostly this is answer enough.
         if -(-len(request.prompt_token_ids) // block_tokens) - match.num_held > self._pool.available:
             return False
-        if self._pool.windows:  # it may begin with less
-            return True
+        if self._pool.windows:
+            # It may begin with less of its prefix than the numbers say, and does so at the latest when it is alone.
+            if alone:
+                return True
+            if self._pool.available_in_windows <= job.room_seen:
+                return False
         if not match.num_blocks:
             return self._fits_by_number(job, self._placement(request), Counter(), Counter(), alone=alone)
         owners, kept, unheld = match.counts()
@@ -238,12 +245,11 @@ class Admission:
         There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
         """
         request = job.request
-        for placement, prefix in self._beginnings(job):
-            shared = self._shared(prefix)
-            room, promised = self._room(job, placement, shared)
-            needed = [count + shared[rank] for rank, count in enumerate(promised)]
-            if self._pool.fits(room, promised, self._pool.unheld(prefix.kept), alone=alone) and self._pool.fits_windows(
-                needed, prefix, alone=alone, spread=placement.spread
+        for placement, prefix in self._beginnings(job, alone=alone):
+            room, promised = self._room(job, placement, self._shared(prefix))
+            unheld = self._pool.unheld(prefix.kept)
+            if self._pool.fits(room, promised, unheld, alone=alone) and self._pool.fits_windows(
+                promised, prefix, placement, alone=alone
             ):
                 break
         else:
@@ -262,7 +268,7 @@ class Admission:
         job.swapped_tokens += prefix.swapped_tokens(self._config.block_tokens)
         if self._cache is not None:
             self._cache.begin(seq, len(full_blocks))
-        blocks, copies = self._take_over(prefix, seq, needed)
+        blocks, copies = self._take_over(prefix, seq)
         new = NewSequence(
             request.id,
             request.sampling,
@@ -278,7 +284,7 @@ class Admission:
         )
         return Begun(seq, new, copies)
 
-    def _beginnings(self, job: Job) -> Iterator[tuple[Placement, Prefix]]:
+    def _beginnings(self, job: Job, *, alone: bool) -> Iterator[tuple[Placement, Prefix]]:
         """What a request may begin with, the best first."""
         request, (placement, prefix) = job.request, self._placed(job)
         yield placement, prefix
@@ -286,8 +292,8 @@ class Admission:
         whole = self._whole(prefix, request)
         if whole.num_tokens != prefix.num_tokens:
             yield self._placement_behind(whole, request), whole
-        # Blocks of a window that it begins with take room beside those that it is promised.
-        if self._pool.windows and whole.num_tokens:
+        # Blocks of a window that it begins with take room beside those that it is promised. Nobody gives it any.
+        if self._pool.windows and whole.num_tokens and alone:
             yield self._placement(request), NO_PREFIX
 
     def _shared(self, prefix: Prefix) -> Counter[int]:
@@ -354,20 +360,18 @@ class Admission:
         # One token is left, because its logits are wanted.
         return len(request.prompt_token_ids) - 1
 
-    def _take_over(
-        self, prefix: Prefix, seq: Sequence, needed: Items[int]
-    ) -> tuple[tuple[Block, ...], tuple[tuple[Block, Block], ...]]:
+    def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[tuple[Block, ...], tuple[tuple[Block, Block], ...]]:
         """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
-        copied, and what is swapped is swapped in. needed: blocks that it is to have of each rank. Returns its blocks
-        and the copies."""
+        copied, and what is swapped is swapped in. Returns its blocks and the copies."""
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         rest = prefix.blocks[len(full_blocks) :]
         copied = prefix.copied if any(isinstance(block, Block) for block in rest) else ()
         swapped = [block for block in rest if isinstance(block, Slot)]
         if copied:
             self._pool.borrow(copied)
+        new = list(seq.promised)
         blocks = self._pool.begin(seq, full_blocks)
-        self._pool.begin_windows(seq, needed, prefix)
+        self._pool.begin_windows(seq, new, prefix)
         seq.length = prefix.num_tokens
         own = self._pool.take_needed(seq)
         self._pool.swaps.swap_in(swapped, own[: len(swapped)])

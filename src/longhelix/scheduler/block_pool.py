@@ -9,6 +9,7 @@ from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, by_rank, kept, set_hashes
+from longhelix.scheduler.kv.placement import Placement
 from longhelix.scheduler.kv.windows import HeldWindow, WindowGroup, as_sent, passed
 from longhelix.scheduler.matches import Matches
 from longhelix.scheduler.prefix import Prefix
@@ -122,21 +123,27 @@ class BlockPool:
             count + revived[rank] + spare <= self.allocators[rank].available for rank, count in enumerate(promised)
         )
 
-    def fits_windows(self, needed: Items[int], prefix: Prefix, *, alone: bool, spread: bool) -> bool:
-        """Whether there is room for a sequence in the groups with a limit. needed: the blocks of each rank that it is
-        to have in a group without one."""
+    def fits_windows(self, new: Items[int], prefix: Prefix, placement: Placement, *, alone: bool) -> bool:
+        """Whether there is room for a sequence in the groups with a limit. new: the blocks of each rank that it is
+        promised in the group without one."""
+        full = prefix.num_tokens // self.block_tokens
         return all(
-            window.fits(window.quota(needed, spread=spread), of_prefix, alone=alone)
+            window.fits(window.promises(new, of_prefix, full, placement), of_prefix, alone=alone)
             for window, of_prefix in zip(self.windows, prefix.of_windows(len(self.windows)), strict=True)
         )
 
-    def begin_windows(self, seq: Sequence, needed: Items[int], prefix: Prefix) -> None:
-        """A sequence has a prefix in the groups with a limit from now on, and promises."""
-        full, spread = prefix.num_tokens // self.block_tokens, seq.placement.spread
+    def begin_windows(self, seq: Sequence, new: Items[int], prefix: Prefix) -> None:
+        """A sequence has a prefix in the groups with a limit from now on, and promises. new: see `fits_windows`."""
+        full, placement = prefix.num_tokens // self.block_tokens, seq.placement
         seq.windows = tuple(
-            window.begin(window.quota(needed, spread=spread), of_prefix, full)
+            window.begin(window.promises(new, of_prefix, full, placement), of_prefix, full, placement)
             for window, of_prefix in zip(self.windows, prefix.of_windows(len(self.windows)), strict=True)
         )
+
+    @property
+    def available_in_windows(self) -> int:
+        """Blocks of the groups with a limit that are neither held nor promised."""
+        return sum(window.available for window in self.windows)
 
     def make_room(self, seq: Sequence, room: list[int]) -> bool:
         """Let a sequence that runs come to have other numbers of blocks. False: the ranks cannot list so many."""
@@ -189,7 +196,7 @@ class BlockPool:
     def pass_by(self, seq: Sequence) -> None:
         """Take back the blocks that no coming row of the sequence sees."""
         for window, held in zip(self.windows, seq.windows, strict=True):
-            window.pass_by(held, seq.known_length, spread=seq.placement.spread)
+            window.pass_by(held, seq.known_length, lambda rank: seq.room[rank] - len(seq.block_ids[rank]))
 
     def tokens_within(self, seq: Sequence, num_tokens: int) -> int:
         """Of a prompt's next tokens, at least one, those for which there are blocks in all groups with a limit."""

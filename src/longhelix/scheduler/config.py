@@ -12,6 +12,7 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec.attention import Visibility
 from longhelix.values import above_zero, flag, one_of, seconds, weight, whole
 
+_MANY_BLOCKS = 2**18  # their ids take some 50 MB
 DEFAULT_TBT_S = 0.08  # between tokens, where nobody asked for a time
 
 
@@ -154,8 +155,10 @@ class SchedulerConfig:
     @property
     def most_listed_blocks(self) -> int:
         """KV blocks on each KVP rank that are enough for all running requests and as many ended ones of the longest
-        length. For models all of whose layers have limits: the blocks of others then take no memory."""
-        return 2 * self.max_running * -(-self.longest_local_tokens // self.block_tokens)
+        length, or for two of these, or for some million tokens. For models all of whose layers have limits: the blocks
+        of others then take no memory but that of their ids."""
+        longest = -(-self.longest_local_tokens // self.block_tokens)
+        return min(2 * self.max_running * longest, max(_MANY_BLOCKS, 2 * longest))
 
     @property
     def most_chunk_blocks(self) -> int:

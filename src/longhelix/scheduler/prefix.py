@@ -128,15 +128,27 @@ class PrefixCache:
 
     def within_windows(self, request: Request, prefix: Prefix) -> Prefix:
         """The longest part of a prefix for which all groups with a limit have what the next row sees."""
-        chain, block_tokens, num_tokens = self._chain(request), self._block_tokens, prefix.num_tokens
-        while self._windows and num_tokens:
-            blocks = prefix.blocks[: -(-num_tokens // block_tokens)]
-            found = [each.find(each.first_place(num_tokens), blocks, chain.__getitem__) for each in self._windows]
-            there = tuple(one for one in found if isinstance(one, WindowPrefix))
-            if len(there) == len(found):
-                return Prefix(num_tokens, blocks, there)
-            num_tokens = block_tokens * max(one for one in found if isinstance(one, int))
-        return prefix if num_tokens else NO_PREFIX
+        if not self._windows:
+            return prefix
+        hash_at, num_tokens = self._chain(request).__getitem__, prefix.num_tokens
+        # By group the place from which on all are there up to the end of what is left: each is looked at once.
+        known_from = [len(prefix.blocks)] * len(self._windows)
+        while num_tokens:
+            stop = -(-num_tokens // self._block_tokens)
+            firsts = [window.first_place(num_tokens) for window in self._windows]
+            for at, (window, first) in enumerate(zip(self._windows, firsts, strict=True)):
+                missing = window.last_missing(first, min(known_from[at], stop), prefix.blocks, hash_at)
+                if missing is not None:
+                    known_from[at], num_tokens = missing, missing * self._block_tokens
+                    break
+                known_from[at] = min(known_from[at], first)
+            else:
+                blocks = prefix.blocks[:stop]
+                there = (
+                    window.cached(first, blocks, hash_at) for window, first in zip(self._windows, firsts, strict=True)
+                )
+                return Prefix(num_tokens, blocks, tuple(there))
+        return NO_PREFIX
 
     def hash_ahead(self, request: Request, most_blocks: int) -> tuple[int, bool]:
         """Hash a prompt as far as it is cached, about `most_blocks` further than before.

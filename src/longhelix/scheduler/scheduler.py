@@ -275,8 +275,8 @@ class Scheduler:
             self._preempt(self._victim(rank, growing, now_s))
 
     def _victim(self, rank: int, growing: Sequence, now_s: float) -> Sequence:
-        """The sequence that is preempted, of `growing` and those that have blocks on a KVP rank or are promised some: one
-        of the lowest priority, and then as the policy says."""
+        """The sequence that is preempted, of `growing` and those that have blocks on a KVP rank or are promised some:
+        one of the lowest priority, and then as the policy says."""
         others = (seq for seq in self._running.values() if seq.block_ids[rank] or seq.promised[rank])
         return min(
             (seq for seq in (growing, *others) if self._may_be_preempted(seq)),
@@ -337,6 +337,8 @@ class Scheduler:
         prompts = [seq for seq in self._prompts.values() if turn.has(seq.instances)]
         if not prompts:
             return ()
+        for seq in prompts:
+            self.pool.pass_by(seq)
         if len(prompts) > 1:
             # Who is not in this step is in the next one, and has its token when that ends.
             later_s = now_s + 2 * self._step_s
@@ -347,9 +349,9 @@ class Scheduler:
         for seq, num_tokens in zip(prompts, sizes, strict=False):
             if num_tokens:
                 num_tokens = tokens_within(seq, num_tokens)
-                self.pool.pass_by(seq)
                 self.pool.choose_ranks(seq, -(-(seq.length + num_tokens) // self.config.block_tokens))
                 num_tokens = self.pool.tokens_within(seq, num_tokens)
+                assert num_tokens, "it is promised a block"
                 load.add_chunk(seq, num_tokens)
                 chunks.append(self._chunk(seq, num_tokens))
         return tuple(chunks)

@@ -111,9 +111,10 @@ def check_window(scheduler, at, window):
     for rank, allocator in enumerate(window.allocators):
         held = Counter(block.id for seq in running for block in seq.windows[at].blocks if block.owner == rank)
         assert allocator._num_free + len(held) + allocator.num_cached == allocator.num_blocks
-        assert held.keys().isdisjoint(allocator._cached)
+        assert held.keys().isdisjoint([*allocator._cached, *allocator._passed])
         assert allocator._more_holders == {block: count - 1 for block, count in held.items() if count > 1}
-        assert allocator.reserved == sum(seq.windows[at].promised[rank] for seq in running)
+        promised = sum(seq.windows[at].promised[rank] for seq in running)
+        assert allocator.reserved == promised + sum(allocator._more_holders.values())
         assert allocator.available >= 0
         assert len(allocator.index) == len(allocator._hashes)
     for seq in running:

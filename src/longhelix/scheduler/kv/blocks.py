@@ -67,7 +67,7 @@ class BlockAllocator:
     A block that is handed out has one holder. It may get more, and nobody holds it once the last of them has released
     it. A block with a content hash is *cached* from then on: it keeps its content, to be shared again, until all free
     blocks are handed out and it is the one released the longest ago. Only blocks that are shared or have a hash take
-    memory of their own here.
+    memory of their own here. Cached blocks that have `passed` are handed out before others.
 
     index: blocks by content hash, of all ranks whose allocators have the same one. evicted: where cached blocks are
     noted when they are handed out, with their hashes; None: nobody wants to know. watcher, record: None: nobody
@@ -86,6 +86,7 @@ class BlockAllocator:
     _more_holders: dict[int, int] = field(default_factory=dict, init=False)  # than one, by block
     _hashes: dict[int, bytes] = field(default_factory=dict, init=False)  # by block
     _cached: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # the next to be handed out first
+    _passed: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # likewise, and before those
 
     def __post_init__(self) -> None:
         self._num_free = self.num_blocks
@@ -94,17 +95,17 @@ class BlockAllocator:
     @property
     def available(self) -> int:
         """Blocks neither held nor promised."""
-        return self._num_free + len(self._cached) - self.reserved
+        return self._num_free + self.num_cached - self.reserved
 
     @property
     def num_held(self) -> int:
         """Blocks that somebody holds."""
-        return self.num_blocks - self._num_free - len(self._cached)
+        return self.num_blocks - self._num_free - self.num_cached
 
     @property
     def num_cached(self) -> int:
         """Blocks that nobody holds and that keep their content."""
-        return len(self._cached)
+        return len(self._cached) + len(self._passed)
 
     def reserve(self, count: int) -> None:
         """Promise `count` blocks to a request, so that it cannot fail to get them."""
@@ -166,10 +167,11 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         """The cached block that is the next to be handed out."""
-        block_id = next(iter(self._cached))
+        cached = self._passed or self._cached
+        block_id = next(iter(cached))
         if self.watcher is not None:
             self.watcher.lost(Block(self.rank, block_id))
-        del self._cached[block_id]
+        del cached[block_id]
         content_hash = self._forget_hash(block_id)
         if self.evicted is not None:
             self.evicted.append((Block(self.rank, block_id), content_hash))
@@ -177,17 +179,20 @@ class BlockAllocator:
 
     def is_cached(self, block_id: int) -> bool:
         """Whether nobody holds it, and it keeps its content."""
-        return block_id in self._cached
+        return block_id in self._cached or block_id in self._passed
 
     def refresh(self, ids: Sequence[int]) -> None:
         """Let those of these blocks that nobody holds be the last to be evicted, as if they were released now."""
         for block_id in reversed(ids):
-            if block_id in self._cached:
+            if block_id in self._passed:
+                del self._passed[block_id]
+                self._cached[block_id] = None
+            elif block_id in self._cached:
                 self._cached.move_to_end(block_id)
 
     def num_cached_of(self, ids: Iterable[int]) -> int:
         """How many of these blocks nobody holds, and keep their content."""
-        return sum(map(self._cached.__contains__, ids))
+        return sum(map(self.is_cached if self._passed else self._cached.__contains__, ids))
 
     def is_shared(self, block_id: int) -> bool:
         """Whether it has more than one holder."""
@@ -205,10 +210,13 @@ class BlockAllocator:
 
     def share(self, ids: Iterable[int]) -> None:
         """Add a holder to blocks that have one or are cached, who promises to `release` each of them once."""
-        cached, more_holders, taken_up = self._cached, self._more_holders, list[int]()
+        cached, passed, more_holders, taken_up = self._cached, self._passed, self._more_holders, list[int]()
         for block_id in ids:
             if block_id in cached:
                 del cached[block_id]
+                taken_up.append(block_id)
+            elif block_id in passed:
+                del passed[block_id]
                 taken_up.append(block_id)
             else:
                 more_holders[block_id] = more_holders.get(block_id, 0) + 1
@@ -216,31 +224,31 @@ class BlockAllocator:
             self.watcher.taken_up(self.rank, taken_up)
         assert self.available >= 0
 
-    def release(self, ids: "array[int]", unused_reservation: int) -> None:
+    def release(self, ids: "array[int]", unused_reservation: int, *, passed: bool = False) -> None:
         """Take back the blocks of one holder, each once, in the order of its sequence, and what it was promised but
-        never used. The allocator keeps `ids`."""
+        never used. The allocator keeps `ids`. passed: the holder goes on without them."""
         if self._more_holders:
             ids = self._unshared(ids)
         if self._hashes:
-            ids = self._uncached(ids)
+            ids = self._uncached(ids, self._passed if passed else self._cached)
         if ids:
             self._forget_taken()
             self._free.append(_FreeIds(ids))
         self._num_free += len(ids)
         self.reserved -= unused_reservation
         assert self.reserved >= 0
-        assert self._num_free + len(self._cached) <= self.num_blocks
+        assert self._num_free + self.num_cached <= self.num_blocks
 
     def forget(self) -> None:
         """Let all cached blocks be free."""
-        self.uncache(array("q", self._cached))
+        self.uncache(array("q", [*self._passed, *self._cached]))
 
     def uncache(self, ids: "array[int]") -> None:
         """Let cached blocks be free. The allocator keeps `ids`."""
         for block_id in ids:
             if self.watcher is not None:
                 self.watcher.lost(Block(self.rank, block_id))
-            del self._cached[block_id]
+            del (self._cached if block_id in self._cached else self._passed)[block_id]
             self._forget_hash(block_id)
         self.release(ids, 0)
 
@@ -261,13 +269,13 @@ class BlockAllocator:
                 del self._more_holders[block_id]
         return array("q", [block_id for block_id in ids if block_id not in shared]) if shared else ids
 
-    def _uncached(self, ids: "array[int]") -> "array[int]":
+    def _uncached(self, ids: "array[int]", cached_in: OrderedDict[int, None]) -> "array[int]":
         """Those of `ids` without a hash, in their order. The others are cached: a sequence's last ones go first,
         because a block is found only where all before it are."""
         if self._hashes.keys().isdisjoint(ids):
             return ids
         cached = [block_id for block_id in reversed(ids) if block_id in self._hashes]
-        self._cached.update(dict.fromkeys(cached))
+        cached_in.update(dict.fromkeys(cached))
         if self.watcher is not None:
             self.watcher.let_go(self.rank, cached)
         if len(cached) == len(ids):

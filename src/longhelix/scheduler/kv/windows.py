@@ -8,9 +8,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from longhelix.scheduler.kv.blocks import Block, BlockAllocator, Slot, by_rank
+from longhelix.scheduler.kv.placement import Behind, Placement
 from longhelix.spec.attention import Visibility
 
 PASSED_ID = -1  # of a block that no row sees any longer, or that the request never had
@@ -35,16 +37,19 @@ class WindowBlocks:
     """What a request has of a group.
 
     Attributes:
+        most: how many it needs at once of a KVP rank at the most, but for chunks.
+        promised: by KVP rank, how many it is promised and does not have.
         blocks: those that it still has, in position order.
         first: how many blocks of the request come before these.
-        num_shared: how many of its first blocks came from others, `first` ones included.
-        promised: by KVP rank, how many it is promised and does not have.
+        num_apart: how many of its first blocks, `first` ones included, do not count among those that it needs at once,
+            because others have placed them in another way.
     """
 
+    most: int
     promised: list[int]
     blocks: deque[Block] = field(default_factory=deque)
     first: int = 0
-    num_shared: int = 0
+    num_apart: int = 0
 
     def at(self, place: int) -> Block | None:
         """The block at a place of the request. None: it has passed."""
@@ -81,7 +86,8 @@ class WindowGroup:
     with cached blocks needs those that lie with its other blocks.
 
     A request is promised as many blocks as it ever needs at once, so that hardly any loses its blocks for a window. The
-    blocks of a chunk come beside that from what is free, and chunks are cut to it.
+    blocks of a chunk come beside that from what is free, and chunks are cut to it. A block that several hold takes as
+    much room as one for each, so that whoever gives it back can be promised another one.
 
     spare: blocks of each rank that admission leaves to the chunks of a step.
     """
@@ -98,30 +104,46 @@ class WindowGroup:
         """The place of the first block that a row at `position` sees."""
         return self.visibility.first_seen(position) // self._block_tokens
 
-    def quota(self, needed: Items[int], *, spread: bool) -> list[int]:
-        """Blocks of each rank that a request is promised, which is to have `needed` ones in all. spread: they go round
-        the ranks."""
-        most = -(-self._span // self._kvp) if spread else self._span
-        return [min(count, most) for count in needed]
+    @property
+    def available(self) -> int:
+        """Blocks of all ranks that are neither held nor promised."""
+        return sum(allocator.available for allocator in self.allocators)
 
-    def fits(self, quota: Items[int], prefix: WindowPrefix, *, alone: bool) -> bool:
+    def most_at_once(self, placement: Placement | Behind) -> int:
+        """The most blocks of a rank that a request needs at once."""
+        return -(-self._span // self._kvp) if placement.spread else self._span
+
+    def promises(self, new: Items[int], prefix: WindowPrefix, full: int, placement: Placement) -> list[int]:
+        """Blocks of each rank that a request is promised which is to have `new` ones behind a prefix, of which those
+        before the place `full` are full."""
+        most, have = self.most_at_once(placement), Counter[int]()
+        if placement.even:
+            have = Counter(block.owner for block in prefix.blocks[: max(full - prefix.first, 0)])
+        return [min(count, max(most - have[rank], 0)) for rank, count in enumerate(new)]
+
+    def fits(self, promises: Items[int], prefix: WindowPrefix, *, alone: bool) -> bool:
         """Whether a request with these promises and this prefix can begin now. alone: no other one runs."""
         ids, spare = by_rank(prefix.blocks, self._kvp), 0 if alone else self._spare
         return all(
-            quota[rank] + allocator.num_cached_of(ids[rank]) + spare <= allocator.available
+            promises[rank] + len(ids[rank]) + spare <= allocator.available
             for rank, allocator in enumerate(self.allocators)
         )
 
-    def find(self, first: int, others: Items[Block | Slot], hash_at: Callable[[int], bytes]) -> int | WindowPrefix:
-        """The cached blocks of a prompt from the place `first` on, or the last place without one. others: its blocks of
-        the layers without a limit."""
-        blocks = list[Block]()
-        for place in range(len(others) - 1, first - 1, -1):
-            block = self.allocators[others[place].owner].index.get(hash_at(place))
-            if block is None:
+    def last_missing(
+        self, first: int, stop: int, others: Items[Block | Slot], hash_at: Callable[[int], bytes]
+    ) -> int | None:
+        """The last place from `first` to `stop` at which no block of a prompt is cached. None: all are. others: the
+        prompt's blocks of the layers without a limit."""
+        for place in range(stop - 1, first - 1, -1):
+            if hash_at(place) not in self.allocators[others[place].owner].index:
                 return place
-            blocks.append(block)
-        return WindowPrefix(first, tuple(reversed(blocks)))
+        return None
+
+    def cached(self, first: int, others: Items[Block | Slot], hash_at: Callable[[int], bytes]) -> WindowPrefix:
+        """The blocks of a prompt from the place `first` on, all of which are cached. others: see `last_missing`."""
+        places = range(first, len(others))
+        blocks = (self.allocators[others[place].owner].index[hash_at(place)] for place in places)
+        return WindowPrefix(first, tuple(blocks))
 
     def hold(self, owners: Items[int], hashes: Items[bytes]) -> HeldWindow | None:
         """Hold what a request needs that goes on behind a prompt's full blocks or at their last token: what is cached,
@@ -131,10 +153,7 @@ class WindowGroup:
         new = [place for place, block in enumerate(found, first) if block is None]
         cached = [block for block in found if block is not None]
         ids, counts = by_rank(cached, self._kvp), Counter(owners[place] for place in new)
-        if any(
-            counts[rank] + allocator.num_cached_of(ids[rank]) > allocator.available
-            for rank, allocator in enumerate(self.allocators)
-        ):
+        if any(counts[rank] + len(ids[rank]) > allocator.available for rank, allocator in enumerate(self.allocators)):
             return None
         self.share(cached)
         blocks = tuple(
@@ -153,21 +172,22 @@ class WindowGroup:
         """Whether all that `hold` would hold is cached; then it is the last to be evicted. blocks: those of the layers
         without a limit."""
         first = self.first_place(max((len(hashes) - 1) * self._block_tokens, 0))
-        found = self.find(first, blocks, hashes.__getitem__)
-        if not isinstance(found, WindowPrefix):
+        if self.last_missing(first, len(hashes), blocks, hashes.__getitem__) is not None:
             return False
+        found = self.cached(first, blocks, hashes.__getitem__)
         for allocator, ids in zip(self.allocators, by_rank(found.blocks, self._kvp), strict=True):
             allocator.refresh(ids)
         return True
 
-    def begin(self, quota: list[int], prefix: WindowPrefix, full: int) -> WindowBlocks:
-        """A request holds the first blocks of its prefix from now on, those before the place `full`, and is promised
-        others."""
+    def begin(self, promises: list[int], prefix: WindowPrefix, full: int, placement: Placement) -> WindowBlocks:
+        """A request holds the blocks of its prefix from now on that are full, those before the place `full`, and is
+        promised others."""
         shared = prefix.blocks[: max(full - prefix.first, 0)]
         self.share(shared)
-        for allocator, count in zip(self.allocators, quota, strict=True):
+        for allocator, count in zip(self.allocators, promises, strict=True):
             allocator.reserve(count)
-        return WindowBlocks(quota, deque(shared), min(prefix.first, full), full)
+        num_apart = 0 if placement.even else full
+        return WindowBlocks(self.most_at_once(placement), promises, deque(shared), min(prefix.first, full), num_apart)
 
     def has_room(self, held: WindowBlocks, rank: int) -> bool:
         """Whether a request can have one more block of a rank."""
@@ -203,10 +223,13 @@ class WindowGroup:
                 self.allocators[rank].reserve(more)
         promised[one], promised[other] = promised[other], promised[one]
 
-    def pass_by(self, held: WindowBlocks, length: int, *, spread: bool) -> None:
+    def pass_by(self, held: WindowBlocks, length: int, coming: Callable[[int], int]) -> None:
         """Take back the blocks that no row sees any longer which comes after `length` known tokens. One block more
-        stays, so that others can begin before the last one. What was its own is promised to the request again, where
-        it goes on. spread: see `quota`."""
+        stays, so that others can begin before the last one. The request is promised again what it needs at once.
+
+        Args:
+            coming: how many more blocks of a rank it may come to have.
+        """
         first = self.first_place(max(length - self._block_tokens, 0))
         blocks, passed = held.blocks, list[Block]()
         while held.first < first and blocks:
@@ -214,14 +237,18 @@ class WindowGroup:
             held.first += 1
         if not passed:
             return
-        own_from = max(held.num_shared - (held.first - len(passed)), 0)
-        self.unshare(passed)
-        last_owner = blocks[-1].owner if blocks else passed[-1].owner
-        for block in passed[own_from:]:
-            allocator = self.allocators[block.owner]
-            if allocator.available and (spread or block.owner == last_owner):
-                allocator.reserve(1)
-                held.promised[block.owner] += 1
+        self.unshare(passed, passed=True)
+        left = Counter(block.owner for block in passed)
+        have = Counter(block.owner for block in islice(blocks, max(held.num_apart - held.first, 0), None))
+        for rank, allocator in enumerate(self.allocators):
+            promised = held.promised[rank]
+            # Of a rank that it has nothing of by now, it may need something again, or never.
+            wanted = held.most if have[rank] else promised + left[rank]
+            more = max(min(wanted, held.most - have[rank], coming(rank)), 0) - promised
+            more = min(more, allocator.available)
+            allocator.reserve(max(more, 0))
+            allocator.unreserve(max(-more, 0))
+            held.promised[rank] += more
 
     def release(self, held: WindowBlocks) -> None:
         """Take back all that a request has and was promised."""
@@ -238,12 +265,14 @@ class WindowGroup:
     def share(self, blocks: Iterable[Block]) -> None:
         """Add a holder to blocks that have one or are cached."""
         for allocator, ids in zip(self.allocators, by_rank(blocks, self._kvp), strict=True):
+            num_held = len(ids) - allocator.num_cached_of(ids)
             allocator.share(ids)
+            allocator.reserve(num_held)
 
-    def unshare(self, blocks: Iterable[Block]) -> None:
-        """Take a holder from blocks."""
+    def unshare(self, blocks: Iterable[Block], *, passed: bool = False) -> None:
+        """Take a holder from blocks. passed: see `BlockAllocator.release`."""
         for allocator, ids in zip(self.allocators, by_rank(blocks, self._kvp), strict=True):
-            allocator.release(ids, 0)
+            allocator.release(ids, sum(map(allocator.is_shared, ids)), passed=passed)
 
     def forget(self) -> None:
         """Let all cached blocks be free."""
