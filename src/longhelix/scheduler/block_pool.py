@@ -273,7 +273,7 @@ class BlockPool:
             self._listed[rank] -= seq.room[rank]
             allocator.release(seq.block_ids[rank], seq.promised[rank])
         for window, held in zip(self.windows, seq.windows, strict=True):
-            window.release(held)
+            window.release(held, seq.known_length)
         seq.unnamed.clear()
 
     def name_of(self, seq: Sequence, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:

@@ -101,6 +101,7 @@ class Scheduler:
         )
         self._widening = Widening(config, self.pool)
         self._leaving: list[Sequence] = []  # as their next step says
+        self._chunked: list[Sequence] = []  # which the last step has a chunk of
         self._next_step_id = 0
         self._step_s = 0.0  # what the last step with chunks took
         self._in_flight: dict[int, Step] = {}
@@ -164,6 +165,7 @@ class Scheduler:
         if not self._turns.may_begin(busy):
             return None
         self._widening.name()
+        self._pass_by()
         self._resume(now_s)
         self._admit(now_s)
         turn, decoding, joined, growing = self._turn(busy)
@@ -210,6 +212,13 @@ class Scheduler:
         self._in_flight[step.id] = step
         self._turns.began(turn, step.id)
         return step
+
+    def _pass_by(self) -> None:
+        """Take back the blocks of windows that chunks which have been given to the ranks have left behind."""
+        for seq in self._chunked:
+            if self._running.get(seq.id) is seq:
+                self.pool.pass_by(seq)
+        self._chunked.clear()
 
     def _swap_pays(self, start: int) -> bool:
         """Whether the KV block whose first token is at `start` is swapped rather than computed again."""
@@ -337,8 +346,6 @@ class Scheduler:
         prompts = [seq for seq in self._prompts.values() if turn.has(seq.instances)]
         if not prompts:
             return ()
-        for seq in prompts:
-            self.pool.pass_by(seq)
         if len(prompts) > 1:
             # Who is not in this step is in the next one, and has its token when that ends.
             later_s = now_s + 2 * self._step_s
@@ -377,6 +384,8 @@ class Scheduler:
         token_ids = seq.request.prompt_token_ids[start : start + num_tokens].tobytes()
         scored = _scored_rows(seq, num_tokens) if seq.is_scored else None
         seq.length += num_tokens
+        if self.pool.windows:
+            self._chunked.append(seq)
         alone_s = self._times.between(start, seq.length, seq.placement.alone_tokens)
         self._shares.charge(client, alone_s)
         self._order.pace.add(self._next_step_id + 1, alone_s)

@@ -10,7 +10,7 @@ from test_scheduler import VOCAB, expected_output
 from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.placement import PLACEMENTS
-from longhelix.scheduler.kv.windows import PASSED_ID, KVWindow, span_blocks
+from longhelix.scheduler.kv.windows import PASSED_ID, KVWindow, WindowGroup, span_blocks
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, StepResult
@@ -176,3 +176,75 @@ def test_groups_are_sized_for_all_that_run():
     local = SchedulerConfig(**vars(made) | {"placement": "local"})
     assert local.windows_of([Visibility(window_tokens=128)], 10**6)[0].num_blocks == 256 * 11 + 128
     assert made.windows_of([Visibility(window_tokens=128)], 50)[0].num_blocks == 50, "never more than other layers have"
+
+
+def test_a_prompt_keeps_no_more_room_than_its_window_once_its_chunk_is_behind():
+    """Many long prompts end after as many steps as without windows: none holds the blocks of its last chunk."""
+
+    def steps_of(windows):
+        made = SchedulerConfig(
+            kvp=4, num_blocks=8000, max_model_len=2048, chunk_tokens=512, max_running=32, windows=windows
+        )
+        scheduler = Scheduler(made, ByWork())
+        for id in range(32):
+            scheduler.add(request(id, array("i", [id] * 1500), 2))
+        count = 0
+        while (step := scheduler.schedule(0.0)) is not None:
+            count += 1
+            sampled = [chunk.id for chunk in step.chunks if chunk.sample] + [
+                seq.id for seq in scheduler.running if seq in scheduler._turns and seq.id not in step.joining
+            ]
+            scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in dict.fromkeys(sampled)), 1, 0))
+        return count
+
+    visibility = Visibility(window_tokens=128)
+    sized = SchedulerConfig(kvp=4, num_blocks=1, max_model_len=2048, chunk_tokens=512, max_running=32)
+    assert steps_of(sized.windows_of([visibility], 8000)) == steps_of(())
+
+
+def test_a_long_prompt_leaves_the_ends_of_others_cached():
+    """What it has passed is written over first."""
+    engine = Pressed(windowed(kvp=1, blocks=30, num_blocks=80, max_model_len=300, chunk_tokens=8))
+    chats = [request(id, LONG[id * 9 : id * 9 + 20], 1) for id in range(3)]
+    long = request(3, [VOCAB - 1 - token for token in LONG] * 2, 1)
+    for one in [*chats, long]:
+        engine.add(one)
+        engine.drain()
+    for id, one in enumerate(chats, start=10):
+        engine.add(request(id, [*one.prompt_token_ids, 1, 2], 1))
+        engine.drain()
+    assert [engine.runner.new[id].cached_tokens for id in (10, 11, 12)] == [20, 20, 20]
+
+
+def test_a_prefix_is_looked_through_once(monkeypatch):
+    """Where the window's blocks of the middle are gone, and only the first ones of the prompt are left."""
+    engine = Pressed(windowed(kvp=1, blocks=10, num_blocks=200, max_model_len=700, chunk_tokens=8))
+    engine.add(request(0, LONG * 6, 1))
+    engine.drain()
+    looked, missing = 0, WindowGroup.last_missing
+
+    def counted(window, first, stop, *others):
+        nonlocal looked
+        found = missing(window, first, stop, *others)
+        looked += max(stop - (first if found is None else found), 0)
+        return found
+
+    monkeypatch.setattr(WindowGroup, "last_missing", counted)
+    engine.add(request(1, [*(LONG * 6)[:500], 1], 1))
+    engine.drain()
+    assert engine.runner.new[1].cached_tokens == 0
+    assert looked <= 500 / 4 + 1
+
+
+def test_a_prefix_waits_for_room_in_the_window_beside_others():
+    """It is not computed again: only a request that is alone begins without what it could have."""
+    engine = Pressed(windowed(kvp=1, blocks=18, num_blocks=100, max_model_len=200, chunk_tokens=100, max_running=4))
+    engine.add(request(0, LONG[:60], 1))
+    engine.drain()
+    others = [request(id, LONG[80:88], 90) for id in (1, 2)]
+    engine.add(*others)
+    for _ in range(30):
+        engine.step()
+    engine.add(request(3, [*LONG[:60], 1], 1))
+    engine.drain()
+    assert engine.runner.new[3].cached_tokens == 60

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from longhelix.scheduler.kv.blocks import Block, BlockAllocator, Slot, by_rank
-from longhelix.scheduler.kv.placement import Behind, Placement
+from longhelix.scheduler.kv.placement import Placement
 from longhelix.spec.attention import Visibility
 
 PASSED_ID = -1  # of a block that no row sees any longer, or that the request never had
@@ -109,7 +109,7 @@ class WindowGroup:
         """Blocks of all ranks that are neither held nor promised."""
         return sum(allocator.available for allocator in self.allocators)
 
-    def most_at_once(self, placement: Placement | Behind) -> int:
+    def most_at_once(self, placement: Placement) -> int:
         """The most blocks of a rank that a request needs at once."""
         return -(-self._span // self._kvp) if placement.spread else self._span
 
@@ -230,14 +230,9 @@ class WindowGroup:
         Args:
             coming: how many more blocks of a rank it may come to have.
         """
-        first = self.first_place(max(length - self._block_tokens, 0))
-        blocks, passed = held.blocks, list[Block]()
-        while held.first < first and blocks:
-            passed.append(blocks.popleft())
-            held.first += 1
+        blocks, passed = held.blocks, self._leave_behind(held, length)
         if not passed:
             return
-        self.unshare(passed, passed=True)
         left = Counter(block.owner for block in passed)
         have = Counter(block.owner for block in islice(blocks, max(held.num_apart - held.first, 0), None))
         for rank, allocator in enumerate(self.allocators):
@@ -250,8 +245,20 @@ class WindowGroup:
             allocator.unreserve(max(-more, 0))
             held.promised[rank] += more
 
-    def release(self, held: WindowBlocks) -> None:
-        """Take back all that a request has and was promised."""
+    def _leave_behind(self, held: WindowBlocks, length: int) -> list[Block]:
+        """Take back the blocks that no row sees any longer which comes after `length` known tokens, but for one."""
+        first = self.first_place(max(length - self._block_tokens, 0))
+        passed = list[Block]()
+        while held.first < first and held.blocks:
+            passed.append(held.blocks.popleft())
+            held.first += 1
+        if passed:
+            self.unshare(passed, passed=True)
+        return passed
+
+    def release(self, held: WindowBlocks, length: int) -> None:
+        """Take back all that a request with `length` known tokens has and was promised."""
+        self._leave_behind(held, length)
         self.unshare(held.blocks)
         for allocator, count in zip(self.allocators, held.promised, strict=True):
             allocator.unreserve(count)
