@@ -111,7 +111,7 @@ def has_room(admission, job, alone):
         room, promised = admission._room(job, placement, shared)
         if admission._pool.fits(room, promised, admission._pool.unheld(prefix.kept), alone=alone):
             return True
-        prefix = admission._whole(prefix)
+        prefix = admission._whole(prefix, job.request)
         placement = admission._placement_behind(prefix, job.request)
     return False
 
