@@ -408,7 +408,7 @@ def _window(window: KVWindow) -> str:
     what = (
         f"chunks of {count(seen.chunk_tokens)}" if seen.chunk_tokens else f"windows of {count(seen.limit_tokens or 0)}"
     )
-    return f"layers with {what} tokens: {count(window.num_blocks)} KV blocks on each rank of their own"
+    return f"layers with {what} tokens: {count(window.num_blocks)} KV blocks of their own on each rank"
 
 
 def held_tokens(config: EngineConfig) -> int:

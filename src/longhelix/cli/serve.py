@@ -206,7 +206,7 @@ def _log_layout(log: ServerLog, config: EngineConfig) -> None:
     """Log the resolved layout and the size of the KV cache."""
     layout, tokens, most = config.layout, held_tokens(config), config.scheduler.max_model_len
     degrees = {name: getattr(layout, name) for name in ("kvp", "tpa", "tpf", "ep", "pp")}
-    about_layout, about_cache = describe(config)
+    about_layout, about_cache, *about_windows = describe(config)
     log.write("layout", about_layout, **degrees)
     log.write(
         "kv_cache",
@@ -215,3 +215,12 @@ def _log_layout(log: ServerLog, config: EngineConfig) -> None:
         max_model_len=most,
         max_concurrency=tokens / most,
     )
+    for about, window in zip(about_windows, config.scheduler.windows, strict=True):
+        seen = window.visibility
+        log.write(
+            "kv_window",
+            about,
+            window_tokens=seen.window_tokens,
+            chunk_tokens=seen.chunk_tokens,
+            blocks_per_rank=window.num_blocks,
+        )

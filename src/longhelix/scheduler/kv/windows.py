@@ -51,10 +51,6 @@ class WindowBlocks:
     first: int = 0
     num_apart: int = 0
 
-    def at(self, place: int) -> Block | None:
-        """The block at a place of the request. None: it has passed."""
-        return self.blocks[place - self.first] if place >= self.first else None
-
 
 class WindowPrefix(NamedTuple):
     """The cached blocks of a group that a request begins with: those that its next row sees, from the place `first`
