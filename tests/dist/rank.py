@@ -196,8 +196,11 @@ def build(case, rank, meshes):
     if case["placement"] != "auto":
         settings.pop("kvp_threshold_tokens", None)
     config = resolve(checkpoint, layout, EngineOptions(**{"hop_b": 1} | settings, device="cpu"))
-    # All ranks run all steps here; instances with clocks of their own have tests of theirs.
-    config = replace(config, scheduler=replace(config.scheduler, own_clocks=False))
+    # All ranks run all steps here; instances with clocks of their own have tests of theirs. Windows too have room for
+    # all requests at once.
+    count = len(case["prompts"])
+    windows = tuple(window._replace(num_blocks=window.num_blocks * count) for window in config.scheduler.windows)
+    config = replace(config, scheduler=replace(config.scheduler, own_clocks=False, windows=windows))
     layout = config.layout
     if (layout, backend) not in meshes:
         meshes[layout, backend] = Mesh.build(layout, rank, backend)
