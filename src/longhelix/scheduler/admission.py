@@ -96,6 +96,7 @@ class Admission:
 
     def push(self, job: Job, now_s: float, hashes: Items[bytes] = ()) -> None:
         """Queue a request. hashes: those of its first blocks, if they are known."""
+        self._order.waiting(job, now_s)  # a policy may refuse it
         if hashes and self._cache is not None:
             self._cache.know(job.request, hashes)
         self._order.shares.add(job.request.service.client)
@@ -179,10 +180,7 @@ class Admission:
         job.was_tried = True
         if is_known and self._cache is not None and not self._may_fit(job, alone=alone):
             return None
-        begun = self._begin(job, alone=alone)
-        if begun is None:
-            job.room_seen = self._pool.available_in_windows
-        return begun
+        return self._begin(job, alone=alone)
 
     def _may_fit(self, job: Job, *, alone: bool) -> bool:
         """Whether there may be room for a request now, by the numbers of its prefix's blocks alone. Says no only where
@@ -196,12 +194,10 @@ class Admission:
         # Whichever ranks have them, it takes at least these blocks: mostly this is answer enough.
         if -(-len(request.prompt_token_ids) // block_tokens) - match.num_held > self._pool.available:
             return False
-        if self._pool.windows:
-            # It may begin with less of its prefix than the numbers say, and does so at the latest when it is alone.
-            if alone:
-                return True
-            if self._pool.available_in_windows <= job.room_seen:
-                return False
+        if self._pool.windows:  # it may begin with less of its prefix than has been matched
+            anywhere = self.place(request)
+            needed = blocks_needed(anywhere, len(request.prompt_token_ids))
+            return all(window.may_fit(needed, anywhere) for window in self._pool.windows)
         if not match.num_blocks:
             return self._fits_by_number(job, self._placement(request), Counter(), Counter(), alone=alone)
         owners, kept, unheld = match.counts()

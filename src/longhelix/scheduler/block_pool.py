@@ -140,11 +140,6 @@ class BlockPool:
             for window, of_prefix in zip(self.windows, prefix.of_windows(len(self.windows)), strict=True)
         )
 
-    @property
-    def available_in_windows(self) -> int:
-        """Blocks of the groups with a limit that are neither held nor promised."""
-        return sum(window.available for window in self.windows)
-
     def make_room(self, seq: Sequence, room: list[int]) -> bool:
         """Let a sequence that runs come to have other numbers of blocks. False: the ranks cannot list so many."""
         listed = [count + more - less for count, more, less in zip(self._listed, room, seq.room, strict=True)]
@@ -306,6 +301,16 @@ class BlockPool:
         self._share_each(blocks)
         self._borrowed.append(blocks)
 
+    def give_back_unused(self, blocks: tuple[Block, ...]) -> None:
+        """A block that was borrowed is not copied."""
+        self._borrowed.remove(blocks)
+        self._unshare_each(blocks)
+
+    def _unshare_each(self, blocks: tuple[Block, ...]) -> None:
+        self.unshare(blocks[:1])
+        for window, block in zip(self.windows, blocks[1:], strict=True):
+            window.unshare([block])
+
     def _share_each(self, blocks: tuple[Block, ...]) -> None:
         self.share(blocks[:1])
         for window, block in zip(self.windows, blocks[1:], strict=True):
@@ -316,9 +321,7 @@ class BlockPool:
         borrowed, self._borrowed = self._borrowed, []
         for blocks in borrowed:  # one may have been borrowed more than once
             if turn.has((blocks[0].owner,)):
-                self.unshare(blocks[:1])
-                for window, block in zip(self.windows, blocks[1:], strict=True):
-                    window.unshare([block])
+                self._unshare_each(blocks)
             else:
                 self._borrowed.append(blocks)
 

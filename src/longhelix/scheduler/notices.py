@@ -49,11 +49,13 @@ class Notices:
         """The sequences that an instance which takes part in them has yet to hear of."""
         return self._enlisted.values()
 
-    def end(self, seq: Sequence) -> None:
-        """A sequence runs no longer."""
+    def end(self, seq: Sequence) -> Copies:
+        """A sequence runs no longer. Returns the copies for it that nobody has heard of."""
         self._enlisted.pop(seq.id, None)
-        if self._begun.pop(seq.id, None) is None:
+        begun = self._begun.pop(seq.id, None)
+        if begun is None:
             self._ended.append((seq.id, seq.instances))
+        return () if begun is None else begun.copies
 
     def has_for(self, turn: Turn) -> bool:
         """Whether somebody hears with the turn's step that a sequence has ended."""

@@ -2,6 +2,8 @@
 
 import heapq
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from numbers import Real
 
 from longhelix.errors import UserError
 from longhelix.scheduler.pace import Pace
@@ -78,6 +80,9 @@ class Order:
 
 def _number(name: str, value: object) -> float:
     """What a policy returned. Raises UserError unless it can be compared with all other numbers."""
-    if not isinstance(value, int | float) or value != value:
-        raise UserError(f"the policy's {name} returned {value!r}: return a number that is not NaN")
-    return value
+    if isinstance(value, float) and value == value:
+        return value
+    if isinstance(value, Real) and value == value:  # such as numpy's
+        with suppress(OverflowError):
+            return float(value)
+    raise UserError(f"the policy's {name} returned {value!r}: return a number that is not NaN")

@@ -316,7 +316,9 @@ class Scheduler:
         self._widening.forget(seq)
         self._guides.end(seq.id)
         self.pool.release(seq)
-        self._notices.end(seq)
+        unused = self._notices.end(seq)
+        if unused:
+            self.pool.give_back_unused(tuple(source for source, _ in unused))
 
     def _resume(self, now_s: float) -> None:
         """Let preempted requests wait to be admitted, once all of their tokens have come back, and all ranks know."""

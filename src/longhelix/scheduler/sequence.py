@@ -17,8 +17,7 @@ class Job:
     cached_tokens: of its prompt, those whose KV was there when it began. preemptions: how often it was preempted;
     lost_tokens: with KV, the last time; recomputed_tokens: those that were computed again, all times. swapped_tokens:
     those whose KV was swapped and came back when it began, all times. overtaken: requests that were admitted before it,
-    although it came first, because they fit and it did not. was_tried: it has not fitted before; room_seen: how many
-    blocks of KV groups with a limit were available then. moved_tokens: those
+    although it came first, because they fit and it did not. was_tried: it has not fitted before. moved_tokens: those
     whose KV moved between KVP ranks while it ran, all times; moved_s: how long the steps that moved them were busy with
     that. scored_tokens: of its prompt's first ones, those after whose rows steps were asked for log-probabilities,
     which are not asked for again.
@@ -34,7 +33,6 @@ class Job:
     lost_tokens: int = 0
     overtaken: int = 0
     was_tried: bool = False
-    room_seen: int = -1
     moved_tokens: int = 0
     moved_s: float = 0.0
     scored_tokens: int = 0

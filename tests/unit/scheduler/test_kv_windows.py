@@ -248,3 +248,31 @@ def test_a_prefix_waits_for_room_in_the_window_beside_others():
     engine.add(request(3, [*LONG[:60], 1], 1))
     engine.drain()
     assert engine.runner.new[3].cached_tokens == 60
+
+
+def test_a_request_that_waits_for_something_else_begins_once_that_is_there():
+    """The pool of the other layers is full, and then has room while requests that run take more of the window."""
+    engine = Pressed(windowed(kvp=1, blocks=60, num_blocks=60, max_model_len=240, chunk_tokens=1000, max_running=8))
+    engine.add(request(0, LONG[:100], 60), *(request(id, [id] * 8, 40) for id in range(1, 5)))
+    engine.step()
+    waits = request(9, [*LONG[:40], 1, 2] * 2, 4)
+    engine.add(waits)
+    while 0 in {seq.id for seq in engine.scheduler.running}:
+        engine.step()
+        check_blocks(engine.scheduler)
+    engine.step()
+    engine.step()
+    assert 9 in engine.runner.new
+    engine.drain()
+
+
+def test_a_prompt_that_ends_before_anybody_heard_of_it_gives_back_what_it_was_to_copy():
+    engine = Pressed(windowed(kvp=1))
+    engine.add(request(0, LONG[:22], 1))
+    engine.drain()
+    engine.add(request(1, LONG[:20], 1))  # of the last block it copies what is before its last token
+    engine.scheduler._admit(0.0)
+    assert engine.scheduler.pool._borrowed
+    engine.scheduler.end(1)
+    assert not engine.scheduler.pool._borrowed
+    check_blocks(engine.scheduler)

@@ -2,7 +2,10 @@
 
 from array import array
 from collections import deque
+from dataclasses import replace
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -387,3 +390,20 @@ def test_what_a_policy_returns_is_a_number(name, wrong):
     }
     with pytest.raises(UserError, match=f"the policy's {name} returned {wrong!r}: return a number that is not NaN"):
         asked[name]()
+
+
+def test_a_policy_may_return_numbers_of_any_kind_and_what_it_refuses_is_not_queued():
+    class Picky(Policy):
+        def sort_key(self, job, left_s, now_s):
+            return {"": np.float32(1), "a": Fraction(1, 3)}[job.request.service.client]
+
+    engine = Engine(engine_config())
+    engine.scheduler._order.policy = Picky()
+    stranger = replace(engine_request(2, 5), service=ServiceLevel(client="b"))
+    engine.add(engine_request(0, 5), replace(engine_request(1, 5), service=ServiceLevel(client="a")))
+    with pytest.raises(KeyError):
+        engine.add(stranger)
+    assert engine.scheduler.num_waiting == 2
+    while engine.loop.has_work:
+        engine.step()
+    assert {id for id, outcome in engine.outcomes.items() if outcome.finish_reason} == {0, 1}

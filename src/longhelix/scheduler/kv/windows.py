@@ -100,11 +100,6 @@ class WindowGroup:
         """The place of the first block that a row at `position` sees."""
         return self.visibility.first_seen(position) // self._block_tokens
 
-    @property
-    def available(self) -> int:
-        """Blocks of all ranks that are neither held nor promised."""
-        return sum(allocator.available for allocator in self.allocators)
-
     def most_at_once(self, placement: Placement) -> int:
         """The most blocks of a rank that a request needs at once."""
         return -(-self._span // self._kvp) if placement.spread else self._span
@@ -123,6 +118,18 @@ class WindowGroup:
         return all(
             promises[rank] + len(ids[rank]) + spare <= allocator.available
             for rank, allocator in enumerate(self.allocators)
+        )
+
+    def may_fit(self, needed: Items[int], placement: Placement) -> bool:
+        """Whether a request may have room whose prompt needs so many blocks of each rank, a prefix that it may begin
+        with included. No only where it has none."""
+        # The blocks that the next row sees, whether they are cached or not. A chunk may begin with it.
+        seen = 1 if self.visibility.window_tokens is None else max(self._span - 4, 1)
+        if not placement.spread:
+            return min(seen, sum(needed)) <= sum(allocator.available for allocator in self.allocators)
+        return all(
+            min(seen // self._kvp, count - 1) <= allocator.available
+            for count, allocator in zip(needed, self.allocators, strict=True)
         )
 
     def last_missing(
