@@ -398,7 +398,7 @@ def test_a_policy_may_return_numbers_of_any_kind_and_what_it_refuses_is_not_queu
             return {"": np.float32(1), "a": Fraction(1, 3)}[job.request.service.client]
 
     engine = Engine(engine_config())
-    engine.scheduler._order.policy = Picky()
+    engine.scheduler._order.policy, engine.runner.in_turn = Picky(), False
     stranger = replace(engine_request(2, 5), service=ServiceLevel(client="b"))
     engine.add(engine_request(0, 5), replace(engine_request(1, 5), service=ServiceLevel(client="a")))
     with pytest.raises(KeyError):
