@@ -288,7 +288,8 @@ class Admission:
         whole = self._whole(prefix, request)
         if whole.num_tokens != prefix.num_tokens:
             yield self._placement_behind(whole, request), whole
-        # Blocks of a window that it begins with take room beside those that it is promised. Nobody gives it any.
+        # The cached blocks of a window and the promises together may exceed the pool. With nothing else running, no
+        # blocks will become free, so the request begins without the prefix.
         if self._pool.windows and whole.num_tokens and alone:
             yield self._placement(request), NO_PREFIX
 

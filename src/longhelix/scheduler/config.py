@@ -131,10 +131,15 @@ class SchedulerConfig:
     def windows_of(
         self, visibilities: Iterable[Visibility], num_blocks: int, *, with_ends: bool = True
     ) -> tuple[KVWindow, ...]:
-        """Groups for layers whose rows see only some tokens, beside `num_blocks` KV blocks of the other layers.
+        """Return the pool sizes of the layers whose rows see only some tokens.
 
-        Each holds what all running requests need, the tokens of a step's chunks, and `with_ends` for the prefix cache
-        the ends of as many others; and never more than the other layers hold.
+        A pool has room for the windows of all running requests and for the chunks of one step. It is never larger than
+        the pool of the other layers.
+
+        Args:
+            num_blocks: size of the pool of the other layers, in KV blocks of each rank.
+            with_ends: whether the pool also has room for the windows of as many finished requests, if there is a
+                prefix cache.
         """
         ends = self.max_running * (2 if self.prefix_cache and with_ends else 1)
         return tuple(

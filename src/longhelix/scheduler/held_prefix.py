@@ -13,11 +13,14 @@ from longhelix.scheduler.kv.windows import HeldWindow, as_sent, passed
 
 @dataclass(frozen=True)
 class HeldPrefix:
-    """blocks: in position order, of which the first `num_cached` have their KV, and hashes: of all of them. windows:
-    the blocks of each KV group with a limit.
+    """The KV blocks of a prompt, held while a context is saved or loaded.
 
-    Whoever has one gives it back with `release`. Then blocks that can be found keep their content until others need
-    the room, those that were released the longest ago first.
+    The holder calls `release` at the end. Cached blocks then keep their content until other requests need the room.
+
+    Attributes:
+        blocks: in position order. The first `num_cached` of them have their KV.
+        hashes: those of all blocks.
+        windows: the blocks of each KV group with a limit.
     """
 
     blocks: tuple[Block, ...]

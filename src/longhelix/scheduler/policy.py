@@ -24,7 +24,7 @@ class Policy:
     overtakes: bool = False
 
     def sort_key(self, job: Job, left_s: float, now_s: float) -> float:
-        """Return a number for a request. The one with the smallest goes first, of equal ones that which arrived first.
+        """Return a number. The request with the smallest number runs first. Ties run in the order of arrival.
 
         Args:
             left_s: what is left of its prefill, as predicted.

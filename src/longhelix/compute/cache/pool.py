@@ -80,7 +80,7 @@ class KVPool:
                 own.copy_(given)
 
     def _pieces(self, block: int, group: int, bytes_X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """A KV block's tensors, in all layers of a group, each beside its place in the block's bytes."""
+        """Yield the tensors of a KV block in all layers of a group, each with its part of the block's bytes."""
         entries_X = [bytes_PX[block] for entry in self._entries_of(group) for bytes_PX in entry.by_block]
         places = bytes_X.split([entry_X.numel() for entry_X in entries_X])
         return ((entry_X, place.view(entry_X.shape)) for entry_X, place in zip(entries_X, places, strict=True))

@@ -16,8 +16,8 @@ def file_name(rank: int, group: int = 0) -> str:
 class SavedFile(msgspec.Struct, frozen=True):
     """What one rank has written: some of the model's layers and KV heads, from the first to before the last.
 
-    group: only layers of this KV group (`ModelSpec.group_of`), of which one with a limit has only the last KV blocks;
-    None: all layers.
+    group: the file has only the layers of this KV group (`ModelSpec.group_of`). For layers with a window, it has only
+    the last KV blocks. None: the file has all layers.
     checksum: SHA-256 of its index, which has a checksum of everything else.
     """
 

@@ -47,8 +47,14 @@ def affordable_blocks(
     *,
     with_ends: bool = True,
 ) -> int:
-    """KV blocks that each of `ranks` can have in the memory that they share, beside their weights, and beside the
-    blocks of KV groups with a limit, which are for `views`. with_ends: see `SchedulerConfig.windows_of`."""
+    """Return how many KV blocks each of `ranks` can have in the memory that they share.
+
+    The weights and the pools of layers with a window use the same memory.
+
+    Args:
+        views: what rows see in the layers with a window or chunks.
+        with_ends: see `SchedulerConfig.windows_of`.
+    """
     block_tokens = scheduler.block_tokens
     held_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
     own = [0] if views else None

@@ -61,8 +61,12 @@ class WindowPrefix(NamedTuple):
 
 
 class HeldWindow(NamedTuple):
-    """The blocks of a group that somebody holds who is no request, from the place `first` of a prompt on. new: the
-    places of those that have yet to get their KV."""
+    """Blocks of a group that a saved context holds while it is written or loaded.
+
+    Attributes:
+        first: the place in the prompt of the first block.
+        new: the places of the blocks that do not have their KV yet.
+    """
 
     first: int
     blocks: tuple[Block, ...]
@@ -81,11 +85,12 @@ class WindowGroup:
     """The KV blocks of one group on all KVP ranks. Each rank has an index of its own, because a request that begins
     with cached blocks needs those that lie with its other blocks.
 
-    A request is promised as many blocks as it ever needs at once, so that hardly any loses its blocks for a window. The
-    blocks of a chunk come beside that from what is free, and chunks are cut to it. A block that several hold takes as
-    much room as one for each, so that whoever gives it back can be promised another one.
+    At admission, a request gets a promise for all blocks that it needs at the same time, so requests are rarely
+    preempted because of windows. Chunks also use free blocks, and the scheduler shortens a chunk if too few are free.
+    A block that several requests share counts once for each of them. So a request that gives back a block can always be
+    promised another one.
 
-    spare: blocks of each rank that admission leaves to the chunks of a step.
+    spare: number of blocks on each rank that admission keeps free for the chunks of a step.
     """
 
     def __init__(self, window: KVWindow, kvp: int, block_tokens: int, spare: int) -> None:
@@ -105,8 +110,13 @@ class WindowGroup:
         return -(-self._span // self._kvp) if placement.spread else self._span
 
     def promises(self, new: Items[int], prefix: WindowPrefix, full: int, placement: Placement) -> list[int]:
-        """Blocks of each rank that a request is promised which is to have `new` ones behind a prefix, of which those
-        before the place `full` are full."""
+        """Return how many blocks of each rank a request is promised at admission.
+
+        Args:
+            new: number of new blocks that the request's prompt needs on each rank.
+            prefix: the cached blocks that the request begins with.
+            full: number of full blocks in the whole prefix.
+        """
         most, have = self.most_at_once(placement), Counter[int]()
         if placement.even:
             have = Counter(block.owner for block in prefix.blocks[: max(full - prefix.first, 0)])
@@ -121,8 +131,11 @@ class WindowGroup:
         )
 
     def may_fit(self, needed: Items[int], placement: Placement) -> bool:
-        """Whether a request may have room whose prompt needs so many blocks of each rank, a prefix that it may begin
-        with included. No only where it has none."""
+        """Return False only if there is certainly no room for a request.
+
+        Args:
+            needed: number of blocks that the whole prompt needs on each rank, including cached ones.
+        """
         # The blocks that the next row sees, whether they are cached or not. A chunk may begin with it.
         seen = 1 if self.visibility.window_tokens is None else max(self._span - 4, 1)
         if not placement.spread:
@@ -135,15 +148,22 @@ class WindowGroup:
     def last_missing(
         self, first: int, stop: int, others: Items[Block | Slot], hash_at: Callable[[int], bytes]
     ) -> int | None:
-        """The last place from `first` to `stop` at which no block of a prompt is cached. None: all are. others: the
-        prompt's blocks of the layers without a limit."""
+        """Return the last place from `first` to `stop` whose block is not cached. None if all blocks are cached.
+
+        Args:
+            others: the prompt's blocks of the layers without a limit.
+        """
         for place in range(stop - 1, first - 1, -1):
             if hash_at(place) not in self.allocators[others[place].owner].index:
                 return place
         return None
 
     def cached(self, first: int, others: Items[Block | Slot], hash_at: Callable[[int], bytes]) -> WindowPrefix:
-        """The blocks of a prompt from the place `first` on, all of which are cached. others: see `last_missing`."""
+        """Return the blocks of a prompt from the place `first` on. All of them must be cached.
+
+        Args:
+            others: see `last_missing`.
+        """
         places = range(first, len(others))
         blocks = (self.allocators[others[place].owner].index[hash_at(place)] for place in places)
         return WindowPrefix(first, tuple(blocks))
@@ -227,11 +247,13 @@ class WindowGroup:
         promised[one], promised[other] = promised[other], promised[one]
 
     def pass_by(self, held: WindowBlocks, length: int, coming: Callable[[int], int]) -> None:
-        """Take back the blocks that no row sees any longer which comes after `length` known tokens. One block more
-        stays, so that others can begin before the last one. The request is promised again what it needs at once.
+        """Free the blocks that rows after the first `length` tokens do not see, and renew the request's promises.
+
+        One more block stays, so that another request can begin one block before the end of this one.
 
         Args:
-            coming: how many more blocks of a rank it may come to have.
+            length: number of tokens of the request that are known.
+            coming: returns how many more blocks of a rank the request may get.
         """
         blocks, passed = held.blocks, self._leave_behind(held, length)
         if not passed:
