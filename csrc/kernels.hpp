@@ -83,8 +83,9 @@ struct Rotate {
     const void* q_norm;  // (C) of qkv's number: weights of an RMSNorm of each head; or null
     const void* k_norm;
     float norm_eps;
-    const float* cos;  // (T, C / 2)
+    const float* cos;  // (T, R): channels up to 2 R of a head are rotated
     const float* sin;
+    int num_pairs;  // R
     Pool pool;
     int num_query_heads;
     const std::int64_t* slots;  // (T)

@@ -238,13 +238,14 @@ void bind_kernels(nb::module_& module) {
     module.def(
         "rotate",
         [](Address qkv, std::int64_t stride, Number number, Address q_norm, Address k_norm, float norm_eps, Address cos,
-           Address sin, const Pool& pool, int num_query_heads, Address slots, std::int64_t num_rows, Address q) {
+           Address sin, int num_pairs, const Pool& pool, int num_query_heads, Address slots, std::int64_t num_rows, Address q) {
             longhelix::Rotate call{rows_at(qkv, number, stride),
                                          at<const void>(q_norm),
                                          at<const void>(k_norm),
                                          norm_eps,
                                          at<const float>(cos),
                                          at<const float>(sin),
+                                         num_pairs,
                                          pool,
                                          num_query_heads,
                                          at<const std::int64_t>(slots),

@@ -133,7 +133,7 @@ struct RotateRows {
         }
     }
 
-    // One head in place: norm, then channel c is rotated with channel c + C / 2; each rounded as if stored.
+    // One head in place: norm, then channel r is rotated with channel R + r; each rounded as if stored.
     void rotate(const float* cos, const float* sin, const void* norm, float* head) const {
         if (norm) {
             f32x16 squares{};
@@ -149,11 +149,11 @@ struct RotateRows {
             }
             round_all(head);
         }
-        int half = size / 2;
-        for (int c = 0; c < half; ++c) {
-            float first = head[c], second = head[c + half];
-            head[c] = first * cos[c] - second * sin[c];
-            head[c + half] = second * cos[c] + first * sin[c];
+        int pairs = call.num_pairs;
+        for (int r = 0; r < pairs; ++r) {
+            float first = head[r], second = head[pairs + r];
+            head[r] = first * cos[r] - second * sin[r];
+            head[pairs + r] = second * cos[r] + first * sin[r];
         }
         round_all(head);
     }
@@ -162,7 +162,7 @@ struct RotateRows {
         int queries = call.num_query_heads, keys = call.pool.num_kv_heads;
         on_rows(call.num_rows, call.slots, [&](std::int64_t row) {
             float* head = static_cast<float*>(scratch(0, sizeof(float) * size));
-            const float *cos = call.cos + row * (size / 2), *sin = call.sin + row * (size / 2);
+            const float *cos = call.cos + row * call.num_pairs, *sin = call.sin + row * call.num_pairs;
             for (int h = 0; h < queries; ++h) {
                 widen(call.qkv, row, static_cast<std::int64_t>(h) * size, size, head);
                 rotate(cos, sin, call.q_norm, head);

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -105,6 +106,11 @@ WITH_EXPERTS: dict[str, PreTrainedConfig] = {
     "deepseek_v3": DeepseekV3Config(
         q_lora_rank=20, n_routed_experts=8, n_group=4, topk_group=2, routed_scaling_factor=2.5,
         rope_parameters=_YARN, **_LATENT, **_COMMON,
+    ),
+    "glm4_moe": Glm4MoeConfig(  # half of each head is rotated
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, attention_bias=True, use_qk_norm=True,
+        n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+        first_k_dense_replace=1, **_EXPERTS, **_COMMON,
     ),
 }  # fmt: skip
 _SIXTEENS = _COMMON | {"hidden_size": 144, "intermediate_size": 192}

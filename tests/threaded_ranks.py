@@ -12,14 +12,14 @@ from torch.linalg import multi_dot
 
 from longhelix.compute.kernels import KVFormat, KVLayer, write_kv
 from longhelix.compute.models.attention import Attention
-from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.batch import Batch, RowRotation
 from longhelix.compute.models.latent_attention import LatentAttention
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.scheduler.kv.placement import Striped
 from longhelix.spec import MLA, ModelSpec
 from longhelix.spec.layout import HeadShape, Layout
 from tensors import weights_of
-from toy_model import toy_model
+from toy_model import attention_of, latents_of, toy_model
 
 _TIMEOUT_S = 60
 _SHARPNESS = 3.0  # standard deviation of scores: attention that is neither uniform nor of one token
@@ -91,31 +91,43 @@ class LayerCase:
     dtype: torch.dtype
     block_tokens: int
 
+    @property
+    def heads(self) -> HeadShape:
+        return attention_of(self.spec).heads
+
+    @property
+    def head_size(self) -> int:
+        return attention_of(self.spec).head_size
+
     def __post_init__(self) -> None:
-        spec, mla, generator = self.spec, self.spec.mla, torch.Generator().manual_seed(1)
+        spec, mla, generator = self.spec, latents_of(self.spec), torch.Generator().manual_seed(1)
 
         def normal(*shape: int, std: float = 1.0) -> Tensor:
             return (torch.randn(*shape, generator=generator) * std).to(self.dtype)
 
-        hidden, queries, from_hidden = spec.hidden_size, spec.num_query_heads * spec.head_size, spec.hidden_size**-0.5
+        hidden, queries, from_hidden = (
+            spec.hidden_size,
+            self.heads.num_query_heads * self.head_size,
+            spec.hidden_size**-0.5,
+        )
         total = sum(self.rows)
         self.hidden_TH = normal(total, hidden, std=0.25)
-        angles_TR = torch.rand(total, spec.rotated_size // 2, generator=generator) * 6
+        angles_TR = torch.rand(total, attention_of(self.spec).rotated_size // 2, generator=generator) * 6
         self.cos_TR, self.sin_TR = angles_TR.cos(), angles_TR.sin()
         query_XH = normal(queries, hidden, std=from_hidden * _SHARPNESS)
         self.weights = {"attention_norm": 1 + normal(hidden, std=0.1)}
         if mla is None:
-            keys = spec.num_kv_heads * spec.head_size
+            keys = self.heads.num_kv_heads * self.head_size
             self.weights["qkv"] = torch.cat((query_XH, normal(2 * keys, hidden, std=from_hidden)))
-            self.cached = [normal(2, prefix, spec.num_kv_heads, spec.head_size) for prefix in self.prefixes]
+            self.cached = [normal(2, prefix, self.heads.num_kv_heads, self.head_size) for prefix in self.prefixes]
             outputs = queries
         else:
-            outputs, made = spec.num_query_heads * mla.value_size, mla.nope_size + mla.value_size
+            outputs, made = self.heads.num_query_heads * mla.value_size, mla.nope_size + mla.value_size
             self.weights["query_up"] = query_XH
             self.weights["latent_down"] = normal(mla.cached_size, hidden, std=from_hidden)
             self.weights["latent_norm"] = 1 + normal(mla.kv_lora_rank, std=0.1)
             self.weights["latent_up"] = normal(
-                spec.num_query_heads * made, mla.kv_lora_rank, std=mla.kv_lora_rank**-0.5
+                self.heads.num_query_heads * made, mla.kv_lora_rank, std=mla.kv_lora_rank**-0.5
             )
             self.cached = [normal(1, prefix, 1, mla.cached_size) for prefix in self.prefixes]
         self.weights["output"] = normal(hidden, outputs, std=outputs**-0.5)
@@ -134,23 +146,26 @@ class LayerCase:
     def _run_rank(self, rank: int, kvp: int, meeting) -> Tensor:
         layout, spec = Layout(kvp=kvp), self.spec
         group = ThreadGroup(rank, kvp, meeting)
-        heads = layout.output_heads(HeadShape(spec.num_query_heads, spec.num_kv_heads), rank)
-        size = spec.head_size if spec.mla is None else spec.mla.value_size
+        heads = layout.output_heads(self.heads, rank)
+        size = self.head_size if latents_of(spec) is None else latents_of(spec).value_size
         own = {"output": self.weights["output"][:, heads.start * size : heads.stop * size]}
-        attention = Attention if spec.mla is None else LatentAttention
+        attention = Attention if latents_of(spec) is None else LatentAttention
         name = str(self.dtype).removeprefix("torch.")
-        weights = weights_of(self.weights | own, name, self.dtype)
-        module = attention(spec, Mesh(layout, rank, group, group, group), weights, "")
+        of_layer = {f"layers.0.{weight}": tensor for weight, tensor in (self.weights | own).items()}
+        weights = weights_of(of_layer, name, self.dtype)
+        module = attention(spec, 0, Mesh(layout, rank, group, group, group), weights)
         layer, batch = self._shard(rank, kvp)
         return module(self.hidden_TH, batch, layer)
 
     def _shard(self, rank: int, kvp: int) -> tuple[KVLayer, Batch]:
         """The pool with this rank's part of what is cached, and the batch as this rank sees it."""
-        spec, mla, block_tokens = self.spec, self.spec.mla, self.block_tokens
+        mla, block_tokens = latents_of(self.spec), self.block_tokens
         width = -(-max(map(sum, zip(self.prefixes, self.rows, strict=True))) // block_tokens)
-        sizes = (spec.head_size, spec.head_size) if mla is None else (mla.cached_size, mla.kv_lora_rank)
+        sizes = (self.head_size, self.head_size) if mla is None else (mla.cached_size, mla.kv_lora_rank)
         name = str(self.dtype).removeprefix("torch.")
-        format = KVFormat.choose(name, block_tokens, spec.num_kv_heads, *sizes, CPU, shared_values=mla is not None)
+        format = KVFormat.choose(
+            name, block_tokens, self.heads.num_kv_heads, *sizes, CPU, shared_values=mla is not None
+        )
         layer = format.new_layer(len(self.rows) * width, CPU)
         layer.values.view(torch.uint8).fill_(0xFF)  # NaN: whoever sees what nobody wrote shows it
         slots, limits = [], []
@@ -167,8 +182,7 @@ class LayerCase:
         return layer, Batch(
             token_ids_T=torch.zeros(sum(self.rows), dtype=torch.int64),
             holders=None,
-            cos_tR=self.cos_TR,
-            sin_tR=self.sin_TR,
+            rotations=(RowRotation(self.cos_TR, self.sin_TR),),
             slots_t=torch.cat(slots),
             limits_t=torch.cat(limits),
             row_starts_b=torch.tensor([0, *self.rows]).cumsum(0),
@@ -187,7 +201,7 @@ class LayerCase:
         """What the layer adds to hidden_TH, in float64, from keys and values of all heads and tokens."""
         spec, weight = self.spec, {name: tensor.double() for name, tensor in self.weights.items()}
         x_TH = _norm(self.hidden_TH.double(), weight["attention_norm"])
-        make = self._gqa if spec.mla is None else self._mla
+        make = self._gqa if latents_of(spec) is None else self._mla
         q_TqC, new = make(x_TH, weight)
         out, start = [], 0
         for cached, rows in zip(self.cached, self.rows, strict=True):
@@ -198,16 +212,15 @@ class LayerCase:
         return torch.cat(out) @ weight["output"].T
 
     def _gqa(self, x_TH, weight):
-        spec = self.spec
-        heads_TXC = (x_TH @ weight["qkv"].T).unflatten(1, (-1, spec.head_size))
-        sizes = spec.num_query_heads, spec.num_kv_heads, spec.num_kv_heads
+        heads_TXC = (x_TH @ weight["qkv"].T).unflatten(1, (-1, self.head_size))
+        sizes = self.heads.num_query_heads, self.heads.num_kv_heads, self.heads.num_kv_heads
         q_TqC, k_TkC, v_TkC = heads_TXC.split(sizes, dim=1)
         return self._rotate(q_TqC), torch.stack((self._rotate(k_TkC), v_TkC))
 
     def _mla(self, x_TH, weight):
         """Rotated channels of weights are pairs of neighbours, those of the cache are halves."""
-        spec, mla = self.spec, self.spec.mla
-        q_TqC = (x_TH @ weight["query_up"].T).unflatten(1, (-1, spec.head_size))
+        mla = latents_of(self.spec)
+        q_TqC = (x_TH @ weight["query_up"].T).unflatten(1, (-1, self.head_size))
         latent_TZ, key_TC = (x_TH @ weight["latent_down"].T).split((mla.kv_lora_rank, mla.rope_size), dim=1)
         latent_TZ = _norm(latent_TZ, weight["latent_norm"])
         halves = torch.arange(mla.rope_size).view(-1, 2).T.flatten()
@@ -224,18 +237,18 @@ class LayerCase:
 
     def _attend(self, q_TqC, tokens, weight):
         """One sequence's rows, head by head, over all its tokens: the last ones are the rows' own."""
-        spec, mla, rows, length = self.spec, self.spec.mla, len(q_TqC), tokens.shape[1]
+        mla, rows, length = latents_of(self.spec), len(q_TqC), tokens.shape[1]
         hidden_TS = torch.arange(length) > torch.arange(length - rows, length)[:, None]
         out = []
-        for head in range(spec.num_query_heads):
-            q_TC = q_TqC[:, head] * spec.head_size**-0.5
+        for head in range(self.heads.num_query_heads):
+            q_TC = q_TqC[:, head] * self.head_size**-0.5
             if mla is None:
-                k_SC, v_SC = tokens[:, :, head * spec.num_kv_heads // spec.num_query_heads]
+                k_SC, v_SC = tokens[:, :, head * self.heads.num_kv_heads // self.heads.num_query_heads]
                 weights_TS = (q_TC @ k_SC.T).masked_fill(hidden_TS, -torch.inf).softmax(-1)
                 out.append(weights_TS @ v_SC)
                 continue
             latent_SZ, rotated_SC = tokens[0, :, 0].split((mla.kv_lora_rank, mla.rope_size), dim=1)
-            up_XZ = weight["latent_up"].unflatten(0, (spec.num_query_heads, -1))[head]
+            up_XZ = weight["latent_up"].unflatten(0, (self.heads.num_query_heads, -1))[head]
             plain_TC, rotated_TC = q_TC.split((mla.nope_size, mla.rope_size), dim=1)
             # In whichever order is cheapest: products are associative, and these are of float64.
             scores_TS = multi_dot((plain_TC, up_XZ[: mla.nope_size], latent_SZ.T)) + rotated_TC @ rotated_SC.T

@@ -104,3 +104,39 @@ def with_ffns(spec: ModelSpec, *ffns: GatedFFN | MoE) -> ModelSpec:
     """Return a model of one layer for each FFN."""
     layers = tuple(LayerSpec(spec.layers[0].mixers, (ffn,)) for ffn in ffns)
     return replace(spec, layers=layers)
+
+
+def attention_of(spec: ModelSpec) -> GroupedQueryAttention | MultiHeadLatentAttention:
+    """Return the attention of the first layer that has any."""
+    return spec.attentions[0]
+
+
+def latents_of(spec: ModelSpec) -> MLA | None:
+    """Return the sizes of latent attention. None if the first layer with attention has another kind."""
+    attention = attention_of(spec)
+    return attention.latents if isinstance(attention, MultiHeadLatentAttention) else None
+
+
+def moe_of(spec: ModelSpec) -> MoE | None:
+    """Return the experts of the first layer that has any. None if there is none."""
+    return next(iter(spec.moes), None)
+
+
+def limit_of(spec: ModelSpec) -> int | None:
+    """Return the most tokens that a row of the first layer with a window or chunks sees. None: no layer has any."""
+    return spec.views[0].limit_tokens if spec.views else None
+
+
+def num_dense(spec: ModelSpec) -> int:
+    """Return the number of layers without experts."""
+    return sum(layer.moe is None for layer in spec.layers)
+
+
+def kv_elements(spec: ModelSpec) -> int:
+    """Return how many numbers all layers keep of one token, for all KV heads; keys of an indexer among them."""
+    found = 0
+    for attention in (layer.attention for layer in spec.layers if layer.attention is not None):
+        indexer = attention.visibility.indexer
+        found += attention.heads.num_kv_heads * sum(attention.cache_entry.vector_sizes)
+        found += 0 if indexer is None else indexer.head_size
+    return found

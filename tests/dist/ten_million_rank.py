@@ -37,7 +37,7 @@ from longhelix.spec import RopeSpec
 from longhelix.spec.layout import HeadShape
 from packed_pool import LARGEST, stored
 from tensors import Tensors
-from toy_model import toy_model
+from toy_model import attention_of, toy_model
 
 TOKENS = 10_000_000
 CHUNK_TOKENS = 62_500
@@ -71,7 +71,7 @@ SPEC = toy_model(
     rope=RopeSpec(theta=500_000.0),
     dtype="float32",
 )
-FREQUENCIES_R = SPEC.rope.theta ** (-np.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
+FREQUENCIES_R = attention_of(SPEC).rope.theta ** (-np.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
 
 
 def rotated(x, positions):

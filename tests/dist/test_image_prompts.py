@@ -22,6 +22,7 @@ from longhelix.engine.vision import patches as patches_module
 from longhelix.engine.vision.tower import Tower
 from longhelix.spec import read_hf_config
 from oracle import save_tokenizer_files
+from toy_model import attention_of
 
 pytestmark = pytest.mark.dist
 
@@ -296,7 +297,10 @@ def test_models_of_text_read_no_images(oracle):
 
 def test_other_rope_settings_leave_pairs_their_axes(oracle):
     with LLM(str(oracle.path), rope_scaling={"rope_type": "linear", "factor": 2.0}, block_tokens=4) as llm:
-        assert (llm.config.spec.rope.kind, llm.config.spec.rope.sections) == ("linear", (4, 3, 1))
+        assert (attention_of(llm.config.spec).rope.kind, attention_of(llm.config.spec).rope.sections) == (
+            "linear",
+            (4, 3, 1),
+        )
         (result,) = llm.generate(prompt_of(oracle, 0), GREEDY)
     assert result.token_ids != oracle.tokens[0]
 

@@ -13,7 +13,8 @@ from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.execution import Execution
 from longhelix.compute.runner.rank import find, meet
 from longhelix.compute.runner.runner import ModelRunner
-from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.layout import Layout
+from toy_model import attention_of
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
@@ -32,9 +33,10 @@ def join(started, size):
 def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
     """What was never written to the pool is NaN, or has a scale that is."""
     weights = Weights(tensors, declare(spec, mesh.layout, mesh.rank), torch.float32, "float32", CPU)
-    heads = len(mesh.layout.kv_heads(HeadShape(spec.num_query_heads, spec.num_kv_heads), mesh.rank))
-    format = KVFormat.choose(kv_dtype, BLOCK_TOKENS, heads, spec.head_size, spec.head_size, CPU)
-    pool = KVPool({"kv": format}, spec.num_layers, num_blocks, CPU)
+    attention = attention_of(spec)
+    heads, size = len(mesh.layout.kv_heads(attention.heads, mesh.rank)), attention.head_size
+    format = KVFormat.choose(kv_dtype, BLOCK_TOKENS, heads, size, size, CPU)
+    pool = KVPool([{"kv": format}] * spec.num_layers, num_blocks, CPU)
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)
     model = Decoder(spec, mesh, weights)

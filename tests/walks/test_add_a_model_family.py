@@ -14,6 +14,7 @@ from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layout import Layout
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.spec.weights import num_parameters
+from toy_model import attention_of
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +37,7 @@ def test_a_family_with_other_names_and_norms_is_one_module(monkeypatch):
     config = {"model_type": "madeup", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"intermediate_size": 24, "vocab_size": 30}
     spec = read_hf_config(config)
-    assert (spec.attention.qkv_bias, spec.attention.qk_norm, spec.head_size) == (True, True, 4)
+    assert (attention_of(spec).qkv_bias, attention_of(spec).qk_norm, attention_of(spec).head_size) == (True, True, 4)
     assert missing_parts(spec) == []
     qwen = replace(spec, architecture="qwen3")
     shapes = {source.name: source.shape for p in declare(qwen, Layout(), 0) for source in p.sources}

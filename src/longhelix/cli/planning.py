@@ -47,7 +47,7 @@ class PlannedModel:
     def setting(self) -> Setting:
         """Load the model and the system. Raises UserError for an unknown name or an unsupported dtype."""
         model, system = load_model(hub.find_config(self.model, self.revision)), load_system(self.system)
-        if self.expert_dtype is not None and model.moe is None:
+        if self.expert_dtype is not None and not model.moes:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
         if self.weight_dtype is None and model.stored_dtype and model.stored_dtype not in FORMATS:
             raise UserError(

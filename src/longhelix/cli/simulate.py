@@ -101,7 +101,7 @@ def simulate(
     layout = (
         tied_layout(kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp) if tied else Layout(kvp=kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp)
     )
-    layout.check(setting.heads, setting.model.num_layers)
+    setting.model.check(layout)
     layout = balanced(setting, layout)
     options = EngineOptions(**given(engine), kv_cache_tokens=kv_cache_tokens)
     arrivals = workload.load()

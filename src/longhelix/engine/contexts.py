@@ -17,7 +17,7 @@ from longhelix.compute.cache.rank_file import RankFile
 from longhelix.compute.cache.saved_context import Origin, SavedContext, SavedFile, file_name
 from longhelix.compute.models.checkpoint import Checkpoint
 from longhelix.compute.models.fingerprint import fingerprint
-from longhelix.compute.models.rope import inverse_frequencies
+from longhelix.compute.models.rope import all_frequencies
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.core import TokenCore
 from longhelix.engine.prompt import token_ids
@@ -195,6 +195,17 @@ class Contexts:
         scheduler = self._config.scheduler
         if not scheduler.prefix_cache:
             raise UserError("saved contexts need the prefix cache, but prefix_cache is False: set it to True")
+        kept = {
+            (group, layer.attention.heads, layer.attention.cache_entry)
+            for group, layer in zip(self._config.spec.groups, self._config.spec.layers, strict=True)
+            if layer.attention is not None
+        }
+        if len(kept) > len({group for group, *_ in kept}):
+            raise UserError(
+                "contexts of this model cannot be saved or loaded, because layers that see the same tokens keep keys "
+                "and values of different sizes: send the whole prompt with each request",
+                "unsupported_model",
+            )
         if self._config.spec.views and not scheduler.windows:
             raise UserError(
                 "contexts of a model with sliding windows cannot be saved or loaded while KV is swapped: leave "
@@ -218,9 +229,9 @@ class Contexts:
             _described(folder, rank, group, config)
             for rank in range(config.layout.world_size)
             for group, of_group in enumerate(totals)
-            if config.layout.keeps_kv_first(config.heads, rank)
-            and of_group[config.layout.kvp_rank(rank)]
+            if of_group[config.layout.kvp_rank(rank)]
             and self._has_layers(rank, group)
+            and config.layout.keeps_kv_first(config.spec.heads_of(group) or config.heads, rank)
         )
 
     def _has_layers(self, rank: int, group: int) -> bool:
@@ -243,10 +254,11 @@ class Contexts:
         config = self._config
         if not self._fingerprint:
             self._fingerprint = fingerprint(config.spec, self._checkpoint)
-        frequencies = inverse_frequencies(config.spec.rope, config.spec.rotated_size, num_rows)
+        ropes = b"".join(msgspec.json.encode(rotation.rope) for rotation in config.spec.rotations)
+        frequencies = [each for of_rotation in all_frequencies(config.spec, num_rows) for each in of_rotation]
         return Origin(
             model=self._fingerprint,
-            rope=hashlib.sha256(msgspec.json.encode(config.spec.rope)).hexdigest(),
+            rope=hashlib.sha256(ropes).hexdigest(),
             dtype=config.dtype,
             weight_dtype=config.weight_dtype,
             kv_dtype=config.kv_dtype,
@@ -259,7 +271,8 @@ class Contexts:
 
 def _described(folder: Path, rank: int, group: int, config: EngineConfig) -> SavedFile:
     """Describe the file that a rank has written for a KV group."""
-    layers, heads = config.layout.layers(config.spec.num_layers, rank), config.layout.kv_heads(config.heads, rank)
+    layers = config.layout.layers(config.spec.num_layers, rank)
+    heads = config.layout.kv_heads(config.spec.heads_of(group) or config.heads, rank)
     file = RankFile(folder / file_name(rank, group))
     bounds = (layers.start, layers.stop), (heads.start, heads.stop)
     of_group = group if config.scheduler.windows else None

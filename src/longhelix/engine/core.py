@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from longhelix.compute.models.rope import inverse_frequencies
+from longhelix.compute.models.rope import all_frequencies
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceEvent
 from longhelix.engine.exchanges import ExchangeLog
@@ -414,7 +414,7 @@ class TokenCore:
             Number of rows by layer and expert. A layer without experts has an empty list. None for a model without
             experts.
         """
-        if self.config.spec.moe is None:
+        if not self.config.spec.moes:
             return None
         self.check_running()
         try:
@@ -477,10 +477,9 @@ def _root(config: EngineConfig) -> Callable[[Request], bytes]:
 
     For some kinds of RoPE, the KV depends on the maximum length of the request.
     """
-    rope, size = config.spec.rope, config.spec.rotated_size
-    if rope.kind not in ("dynamic", "longrope"):
+    if all(rotation.rope.kind not in ("dynamic", "longrope") for rotation in config.spec.rotations):
         return lambda request: b""
-    return lambda request: repr(inverse_frequencies(rope, size, request.num_rows)).encode()
+    return lambda request: repr(all_frequencies(config.spec, request.num_rows)).encode()
 
 
 def _prefilled(prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str) -> Request:

@@ -38,7 +38,7 @@ from longhelix.spec import (
     read_hf_config,
     unread_fields,
 )
-from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.layout import Layout
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.values import one_of, refused
 
@@ -172,7 +172,7 @@ def _attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str 
 
 
 def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, replay: bool) -> None:
-    if options.batch_invariant and spec.mla is not None:
+    if options.batch_invariant and spec.has_latents:
         raise UserError(
             "batch_invariant does not work for models with latent attention, which use torch's matrix products: leave "
             "batch_invariant out"
@@ -186,6 +186,8 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
         raise UserError(
             "attention flashinfer does not support layers whose rows see only some tokens: leave the option out"
         )
+    if options.attention == "flashinfer" and len(spec.attentions) > 1:
+        raise UserError("attention flashinfer does not support layers with different attention: leave the option out")
     if options.attention == "flashinfer" and options.hop_b not in (None, 1):
         raise UserError(
             f"hop_b is {options.hop_b}, but attention flashinfer cannot split a batch into parts: leave one of them out"
@@ -307,7 +309,7 @@ def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
             f"{', '.join(missing)}. `longhelix plan` can plan for it",
             "unsupported_model",
         )
-    if spec.moe is not None and spec.moe.shared_bias:
+    if any(moe.shared_bias for moe in spec.moes):
         raise UserError("mlp_bias with experts is not supported: set mlp_bias to false in the model's config")
     if spec.stored_dtype:
         raise UserError(
@@ -398,27 +400,26 @@ def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
     With dynamic and longrope, the frequencies depend on the length. They are always between the frequencies of the
     shortest length and those of the longest length, so checking these two lengths is enough.
     """
-    try:
-        frequencies = [
-            frequency
-            for length in (1, max_model_len)
-            for frequency in inverse_frequencies(spec.rope, spec.rotated_size, length)
-        ]
-    except (ArithmeticError, ValueError):
-        frequencies = []
-    if not frequencies or not all(0 < frequency < math.inf for frequency in frequencies):
-        raise UserError(
-            f"the rope settings give frequencies that are not finite and above 0 for heads of {spec.rotated_size} "
-            "channels: leave rope_scaling out, or set it to the values that the model was trained with"
-        )
+    for rope, size in spec.rotations:
+        try:
+            frequencies = [
+                frequency for length in (1, max_model_len) for frequency in inverse_frequencies(rope, size, length)
+            ]
+        except (ArithmeticError, ValueError):
+            frequencies = [math.nan]
+        if not all(0 < frequency < math.inf for frequency in frequencies):
+            raise UserError(
+                f"the rope settings give frequencies that are not finite and above 0 for heads of {size} channels: "
+                "leave rope_scaling out, or set it to the values that the model was trained with"
+            )
 
 
 def _check_layout(spec: ModelSpec, layout: Layout) -> None:
-    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
-    layout.check(heads, spec.num_layers)
-    num_experts = 1 if spec.moe is None else spec.moe.num_experts
+    spec.check(layout)
+    heads = min((attention.heads for attention in spec.attentions), key=lambda heads: heads.num_kv_heads)
+    num_experts = spec.num_experts
     if layout.ep > num_experts:
-        has = "no experts" if spec.moe is None else f"{num_experts} experts"
+        has = f"{num_experts} experts" if spec.moes else "no experts"
         raise UserError(
             f"ep is {layout.ep}, but the model has {has}: set ep to {num_experts} or less", "invalid_layout"
         )
@@ -430,9 +431,9 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
             "invalid_layout",
         )
     if layout.duplicates_kv(heads):
-        copies = -(-layout.tpa // spec.num_kv_heads)
+        copies = -(-layout.tpa // heads.num_kv_heads)
         warnings.warn(
-            f"tpa {layout.tpa} exceeds the model's {spec.num_kv_heads} KV heads, so up to {copies} ranks keep and read "
-            f"the same KV: set tpa to {spec.num_kv_heads} and kvp higher to avoid the copies",
+            f"tpa {layout.tpa} exceeds the model's {heads.num_kv_heads} KV heads, so up to {copies} ranks keep and "
+            f"read the same KV: set tpa to {heads.num_kv_heads} and kvp higher to avoid the copies",
             stacklevel=3,
         )

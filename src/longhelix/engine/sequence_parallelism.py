@@ -40,7 +40,7 @@ def token_ranges(spec: ModelSpec, layout: Layout, options: EngineOptions, compil
         return _with(splits, spec=spec, layout=layout, options=options, min_tokens=min_tokens)
     if enabled is None:
         enabled = min_tokens is not None
-        if enabled and spec.moe is not None:
+        if enabled and spec.moes:
             raise UserError("sp_min_token_num alone does nothing for models with experts: set enable_sp too")
     if not enabled:
         return TokenRanges(tuple(splits))
@@ -68,7 +68,7 @@ def _with(
         )
         return TokenRanges(tuple(splits))
     if min_tokens is None:
-        min_tokens = _DENSE_TOKENS if spec.moe is None else _EXPERT_TOKENS
+        min_tokens = _EXPERT_TOKENS if spec.moes else _DENSE_TOKENS
     return TokenRanges(tuple(sorted({*splits, min_tokens})), min_tokens, options.flash_comm_v1)
 
 

@@ -132,7 +132,8 @@ def _claims(models: tuple[Evaluated, ...], headlines: list[Headline]) -> list[Cl
 
 def _sizes(models: tuple[Evaluated, ...]) -> Table:
     def row(model: Evaluated, dtype: str, bits: int) -> tuple[str | float, ...]:
-        elements = model.setting.model.kv_elements_per_token
+        attentions = (layer.attention for layer in model.setting.model.layers if layer.attention is not None)
+        elements = sum(each.heads.num_kv_heads * sum(each.cache_entry.vector_sizes) for each in attentions)
         return f"{model.title}, {dtype}", elements, elements * bits / 8 * 1e6 / 1e9
 
     r1, dense = models

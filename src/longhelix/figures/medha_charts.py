@@ -64,9 +64,10 @@ def _figure_5(small: Setting) -> Chart:
 
 
 def _figure_6(small: Setting) -> Chart:
-    model = small.model
     read_tb = [M * (M + chunk) / (2 * chunk) * small.kv_token_bytes / 1e12 for chunk in CHUNKS]
-    flops, token_bytes = 4 * model.head_size * model.num_query_heads, model.num_kv_heads * small.kv_head_bytes
+    (attention,) = small.model.attentions
+    flops = 4 * attention.head_size * attention.heads.num_query_heads
+    token_bytes = attention.heads.num_kv_heads * small.kv_head_bytes(attention)
     intensity = [chunk * flops / token_bytes for chunk in CHUNKS]
     ridge = small.system.rate(small.attends_in) / small.system.memory_bytes_per_s
     return Chart("medha-figure-6", "Medha, Figure 6: KV reads and arithmetic intensity by chunk size (8B, 1M)", (

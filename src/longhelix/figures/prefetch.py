@@ -41,7 +41,7 @@ def prefetched(
     waits_s = {_NEXT[item.name]: item.seconds for item in items if item.name in _NEXT}
     num_layers, model = layouts.stage_layers(setting.model.num_layers) * layouts.pp, setting.model
     # Fraction of the layers that contain the product.
-    shares = {"QKV": 1.0, "dense FFN": model.num_dense_layers / model.num_layers}
+    shares = {"QKV": 1.0, "dense FFN": sum(layer.moe is None for layer in model.layers) / model.num_layers}
 
     def shortened(item: CostItem) -> CostItem:
         if item.name not in waits_s:

@@ -7,7 +7,7 @@ import numpy as np
 from longhelix.perf import collectives
 from longhelix.perf.attention import attention_items
 from longhelix.perf.cost_item import total_seconds
-from longhelix.perf.ffn import dense_items, moe_items
+from longhelix.perf.ffn import ffn_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.prefill import first_token_seconds
 from longhelix.perf.setting import Setting
@@ -64,12 +64,15 @@ def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: 
     alone = replace(layouts, kvp=layouts.ones, tpf=layouts.tpa, ep=layouts.ones,
                     ffn_replicas=layouts.ones, hop_b=np.zeros_like(layouts.hop_b))  # fmt: skip
     pairs = rows * rows * (0.5 if striped else 1.0)
-    own = attention_items(setting, alone, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs))
+    (layer,) = set(setting.model.layers)
+    assert layer.attention is not None
+    own = attention_items(
+        setting, alone, layer.attention, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs)
+    )
     attend_s = next(item.seconds for item in own if item.name == "attention")
-    model = setting.model
-    token_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes
+    token_bytes = layouts.kv_heads(layer.attention.heads) * setting.kv_head_bytes(layer.attention)
     passed = collectives.send(setting.system, layouts.tpa, rows * token_bytes)
     rounds_s = attend_s + (ranks - 1) * np.maximum(attend_s, passed.seconds)
-    ffn = (moe_items if model.moe else dense_items)(setting, alone, Work(chunk_rows=rows))
+    ffn = [item for each in layer.ffns for item in ffn_items(setting, alone, each, Work(chunk_rows=rows))]
     layer_s = total_seconds([*own, *ffn]) - attend_s + rounds_s
-    return model.num_layers * layer_s + first_token_seconds(setting, alone)
+    return setting.model.num_layers * layer_s + first_token_seconds(setting, alone)

@@ -6,6 +6,7 @@ from math import ceil
 from longhelix.figures.charts import Chart, Curve, Panel
 from longhelix.figures.claims import Table
 from longhelix.spec import FORMATS, ModelSpec
+from longhelix.spec.ffn import GatedFFN
 
 MEMORY_BYTES_PER_S = 8000e9
 BATCH = 8
@@ -31,12 +32,13 @@ def appendix_a(model: ModelSpec, *, tpa: int, tpf: int, kvp: int = 1, context: f
     the number of bytes that the ranks actually read.
     """
     per_us = FORMATS[DTYPE].bits / 8 / MEMORY_BYTES_PER_S * 1e6
-    hidden, head_size = model.hidden_size, model.head_size
-    kv_heads = ceil(model.num_kv_heads / tpa)
-    attention = 2 * hidden * model.num_query_heads / tpa * head_size + 2 * hidden * kv_heads * head_size
+    (attention,), (ffn,), hidden = model.attentions, model.ffns, model.hidden_size
+    assert isinstance(ffn, GatedFFN)
+    kv_heads, head_size = ceil(attention.heads.num_kv_heads / tpa), attention.head_size
+    projections = 2 * hidden * attention.heads.num_query_heads / tpa * head_size + 2 * hidden * kv_heads * head_size
     return ReadTime(
         kv_us=BATCH * 2 * kv_heads * head_size * context / kvp * per_us,
-        weights_us=(attention + 3 * hidden * model.ffn_size / tpf) * per_us,
+        weights_us=(projections + 3 * hidden * ffn.num_columns / tpf) * per_us,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.spec import FORMATS, ModelSpec
+from longhelix.spec.ffn import GatedFFN
 
 _FLOAT_BYTES = 4  # size of an LSE or a scale
 _SCALED_NUMBERS = 64  # number of 1-byte values in a row that share one scale
@@ -20,11 +21,17 @@ def causal_pairs(num_rows: int, context: int) -> int:
 
 
 def prefill_flops(spec: ModelSpec, prompt: int) -> int:
-    """FLOPs of a prefill: 2 per layer weight and token, plus causal attention and one row of the output head."""
-    queries, keys = spec.num_query_heads * spec.head_size, spec.num_kv_heads * spec.head_size
-    layer_weights = spec.hidden_size * (2 * queries + 2 * keys + 3 * spec.ffn_size)
-    attention = attention_flops(spec.num_query_heads, spec.head_size, spec.head_size, causal_pairs(prompt, prompt))
-    return spec.num_layers * (2 * prompt * layer_weights + attention) + 2 * spec.hidden_size * spec.vocab_size
+    """FLOPs of a prefill: 2 per layer weight and token, plus causal attention and one row of the output head.
+
+    For models of equal layers with grouped-query attention and a dense FFN.
+    """
+    (attention,), (ffn,) = spec.attentions, spec.ffns
+    assert isinstance(ffn, GatedFFN)
+    heads, size = attention.heads, attention.head_size
+    columns = 2 * heads.num_query_heads * size + 2 * heads.num_kv_heads * size + 3 * ffn.num_columns
+    attended = attention_flops(heads.num_query_heads, size, size, causal_pairs(prompt, prompt))
+    layer_flops = 2 * prompt * spec.hidden_size * columns + attended
+    return spec.num_layers * layer_flops + 2 * spec.hidden_size * spec.vocab_size
 
 
 def linear_flops(num_rows: int, outputs: int, depth: int) -> int:
@@ -42,7 +49,7 @@ def prefill_sent_bytes(config: EngineConfig, chunks: Iterable[int]) -> int | Non
     Returns:
         The number of bytes. None for models with MLA or experts, because their ranks also send other tensors.
     """
-    if config.spec.mla is not None or config.spec.moe is not None:
+    if config.spec.has_latents or config.spec.moes:
         return None
     shards = config.token_ranges.shards
     return sum(
@@ -82,9 +89,12 @@ def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
 
 def _exchange_bytes(config: EngineConfig, rows: int) -> int:
     """Bytes of Helix's exchange. For each row and query head, KVP - 1 ranks each send one output and its LSE."""
-    spec = config.spec
-    state_bytes = spec.head_size * _number_bytes(config) + _FLOAT_BYTES
-    return spec.num_layers * (config.layout.kvp - 1) * rows * spec.num_query_heads * state_bytes
+    attentions = (layer.attention for layer in config.spec.layers if layer.attention is not None)
+    row_bytes = sum(
+        attention.heads.num_query_heads * (attention.output_size * _number_bytes(config) + _FLOAT_BYTES)
+        for attention in attentions
+    )
+    return (config.layout.kvp - 1) * rows * row_bytes
 
 
 def _row_bytes(config: EngineConfig) -> int:

@@ -142,10 +142,10 @@ class LongRequests:
 
 def fill(pool: KVPool) -> None:
     """Fill a pool with random keys and values in its dtype. The values repeat after _FILL_BLOCKS blocks."""
-    for name, first in pool.layers[0].items():
-        entries = [layer[name] for layer in pool.layers]
+    for format in pool.formats:
+        entries = [entry for entry in pool.entries() if entry.format == format]
         least = min(len(blocks) for entry in entries for blocks in entry.by_block)
-        _fill(entries, first.format, min(least, _FILL_BLOCKS))
+        _fill(entries, format, min(least, _FILL_BLOCKS))
 
 
 def _fill(entries: list[KVLayer], format: KVFormat, num_blocks: int) -> None:

@@ -10,35 +10,38 @@ from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
 from longhelix.perf.sparse import chosen, index_items
 from longhelix.scheduler.work import Work
+from longhelix.spec.attention import MultiHeadLatentAttention, Visibility
+from longhelix.spec.layer import Attention
+from longhelix.spec.layout import HeadShape
 
 
-def attention_items(setting: Setting, layouts: Layouts, work: Work, *, windowed: bool = False) -> list[CostItem]:
-    """One layer's cost items, in order; windowed: of a layer with the model's window."""
+def attention_items(setting: Setting, layouts: Layouts, attention: Attention, work: Work) -> list[CostItem]:
+    """The cost items of one layer with this attention, in order."""
     own = layouts.of_rank(work, setting.request_rows)
-    if windowed:
-        own = _in_window(setting, layouts, own)
-    choice, indexer = list[CostItem](), setting.model.indexer
+    if attention.visibility.limit_tokens is not None:
+        own = _in_window(setting, layouts, attention.visibility, own)
+    choice, indexer = list[CostItem](), attention.visibility.indexer
     if indexer is not None:
-        choice, own = index_items(setting, layouts, indexer, own), chosen(setting, layouts, indexer, own)
-    attention = _attention(setting, layouts, own)
-    value, exchange, channels = _exchange(setting, layouts, own)
-    projected = weights.output_projection(setting, layouts)
+        choice, own = index_items(setting, layouts, attention, own), chosen(setting, layouts, indexer, own)
+    attended = _attention(setting, layouts, attention, own)
+    value, exchange, channels = _exchange(setting, layouts, attention, own)
+    projected = weights.output_projection(setting, layouts, attention)
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
     sharers = RankGroups(layouts.output_ranks, layouts.ones)
     summed = collectives.all_reduce(setting.system, sharers, hidden_bytes + layouts.zeros)
     return [
-        *_projections(setting, layouts, own),
+        *_projections(setting, layouts, attention, own),
         *choice,
-        attention,
+        attended,
         *value,
-        _exposed(setting, layouts, own, _overlap(setting, attention, exchange), exchange),
-        _merge(setting, layouts, own, channels),
+        _exposed(setting, layouts, own, _overlap(setting, attended, exchange), exchange),
+        _merge(setting, layouts, attention, own, channels),
         product("output projection", setting, layouts, projected, own.rows),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
 
 
-def _in_window(setting: Setting, layouts: Layouts, own: Work) -> Work:
+def _in_window(setting: Setting, layouts: Layouts, visibility: Visibility, own: Work) -> Work:
     """What a layer with a window attends to of a rank's work.
 
     A decode row reads min(context, window) tokens; T rows of a prompt read the window before the first of them and
@@ -46,55 +49,55 @@ def _in_window(setting: Setting, layouts: Layouts, own: Work) -> Work:
     evenly as all KV. All requests that decode are as long, each reads for all its rows at once, and the rows of chunks
     are one prompt's.
     """
-    model = setting.model
-    assert model.sliding_window is not None
+    assert visibility.limit_tokens is not None
     share = 1 / layouts.kvp
-    seen = share * model.sliding_window
+    seen = share * visibility.limit_tokens
     return own._replace(
         decode_kv_tokens=np.minimum(own.decode_kv_tokens, own.decode_rows / setting.request_rows * seen),
         chunk_kv_tokens=np.minimum(own.chunk_kv_tokens, share * (own.chunk_rows - 1) + seen),
-        chunk_pairs=np.minimum(own.chunk_pairs, own.chunk_rows * (share * model.mean_window)),
+        chunk_pairs=np.minimum(own.chunk_pairs, own.chunk_rows * (share * visibility.mean_tokens)),
     )
 
 
-def overlap(setting: Setting, layouts: Layouts, work: Work) -> Overlap:
+def overlap(setting: Setting, layouts: Layouts, attention: Attention, work: Work) -> Overlap:
     """What one layer attends and exchanges, to be cut into parts."""
     own = layouts.of_rank(work, setting.request_rows)
-    return _overlap(setting, _attention(setting, layouts, own), _exchange(setting, layouts, own)[1])
+    exchange = _exchange(setting, layouts, attention, own)[1]
+    return _overlap(setting, _attention(setting, layouts, attention, own), exchange)
 
 
-def _projections(setting: Setting, layouts: Layouts, own: Work) -> list[CostItem]:
-    model = setting.model
-    latent_queries = model.mla is not None and model.mla.q_lora_rank is not None
-    qkv = product(
-        "QKV", setting, layouts, weights.qkv(setting, layouts), own.rows, count=3.0 if latent_queries else 1.0
-    )
-    channels = model.head_size * (setting.query_heads(layouts) + 2 * setting.kv_heads(layouts))
+def _projections(setting: Setting, layouts: Layouts, attention: Attention, own: Work) -> list[CostItem]:
+    heads, latents = attention.heads, attention.latents if isinstance(attention, MultiHeadLatentAttention) else None
+    count = 3.0 if latents is not None and latents.q_lora_rank is not None else 1.0
+    qkv = product("QKV", setting, layouts, weights.qkv(setting, layouts, attention), own.rows, count=count)
+    channels = attention.head_size * (setting.query_heads(layouts, heads) + 2 * setting.kv_heads(layouts, heads))
     moved_bytes = 2 * own.rows * channels * ACTIVATION_BYTES
     write = kernels("RoPE and KV write", setting, layouts, hbm_bytes=moved_bytes)
-    if model.mla is None:
+    if not isinstance(attention, MultiHeadLatentAttention):
         return [qkv, write]
-    absorbed = weights.key_absorption(setting, layouts)
-    return [qkv, product("key absorption", setting, layouts, absorbed, _absorbed_rows(setting, own)), write]
+    absorbed = weights.key_absorption(setting, layouts, attention)
+    return [qkv, product("key absorption", setting, layouts, absorbed, _absorbed_rows(attention, own)), write]
 
 
-def _attention(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
+def _attention(setting: Setting, layouts: Layouts, attention: Attention, own: Work) -> CostItem:
     """Decode rows and chunks apart: one reads, the other computes. Two kernels: splits of the KV, and their merge.
 
     A request's KV is read once for all its rows. Beside KV they read queries, and write outputs and LSEs; what passes
     between the two counts for nothing.
     """
-    model, num_query_heads = setting.model, setting.query_heads(layouts)
-    token_bytes = setting.kv_heads(layouts) * setting.kv_head_bytes
-    channels = 2 * model.head_size if model.mla is None else model.mla.cached_size + model.mla.kv_lora_rank
+    entry, num_query_heads = attention.cache_entry, setting.query_heads(layouts, attention.heads)
+    token_bytes = setting.kv_heads(layouts, attention.heads) * setting.kv_head_bytes(attention)
+    channels = entry.key_size + entry.value_size
     pair_flops, row_bytes = 2 * channels * num_query_heads, num_query_heads * _row_head_bytes(channels)
     decode_bytes = own.decode_kv_tokens * token_bytes + own.decode_rows * row_bytes
-    reads = 1 if model.indexer is not None else setting.request_rows  # of chosen tokens each row has its own
+    reads = (
+        1 if attention.visibility.indexer is not None else setting.request_rows
+    )  # of chosen tokens each row has its own
     decode = _attend(setting, layouts, decode_bytes, own.decode_kv_tokens * reads * pair_flops)
     chunk_bytes = own.chunk_kv_tokens * token_bytes + own.chunk_rows * row_bytes
     chunk = _attend(setting, layouts, chunk_bytes, own.chunk_pairs * pair_flops)
-    if model.mla is not None:
-        chunk = _where(_is_direct(setting, own), _direct(setting, layouts, own), chunk)
+    if isinstance(attention, MultiHeadLatentAttention):
+        chunk = _where(_is_direct(attention, own), _direct(setting, layouts, attention, own), chunk)
     launched = kernels("attention", setting, layouts, count=2.0)
     return CostItem(
         "attention",
@@ -125,35 +128,34 @@ def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops:
     )
 
 
-def _direct(setting: Setting, layouts: Layouts, own: Work) -> CostItem:
+def _direct(setting: Setting, layouts: Layouts, attention: MultiHeadLatentAttention, own: Work) -> CostItem:
     """MLA of a chunk whose keys and values are made from the latents of all its context, written and read again."""
-    mla, num_query_heads = setting.model.mla, setting.query_heads(layouts)
-    assert mla is not None
+    mla, num_query_heads = attention.latents, setting.query_heads(layouts, attention.heads)
     made = num_query_heads * (mla.nope_size + mla.value_size)
     made_tokens = own.chunk_kv_tokens * own.parts  # every part makes them again
     flops = 2 * made_tokens * mla.kv_lora_rank * made
     channels = mla.nope_size + mla.rope_size + mla.value_size
     flops = flops + 2 * own.chunk_pairs * num_query_heads * channels
-    token_bytes = setting.kv_head_bytes + 2 * made * ACTIVATION_BYTES
+    token_bytes = setting.kv_head_bytes(attention) + 2 * made * ACTIVATION_BYTES
     row_bytes = num_query_heads * _row_head_bytes(channels)
     return _attend(setting, layouts, made_tokens * token_bytes + own.chunk_rows * row_bytes, flops)
 
 
-def _is_direct(setting: Setting, own: Work) -> Mask:
+def _is_direct(attention: MultiHeadLatentAttention, own: Work) -> Mask:
     """Whether the chunk attends directly; as the models decide it, part by part."""
-    mla, rows = setting.model.mla, own.chunk_rows / own.parts + np.zeros_like(own.decode_rows)
+    rows = own.chunk_rows / own.parts + np.zeros_like(own.decode_rows)
     # Of chosen tokens each row has its own (TensorRT-LLM, tech blog 15: absorbed in prefill as well).
-    if mla is None or setting.model.indexer is not None:
+    if attention.visibility.indexer is not None:
         return np.zeros_like(rows, dtype=np.bool_)
-    direct: Mask = rows >= mla.direct_rows
+    direct: Mask = rows >= attention.latents.direct_rows
     return direct
 
 
-def _absorbed_rows(setting: Setting, own: Work) -> Array:
+def _absorbed_rows(attention: MultiHeadLatentAttention, own: Work) -> Array:
     """Rows whose queries are turned into latents, and their outputs into values."""
     decode_rows: Array = own.decode_rows
     rows: Array = own.rows
-    return np.where(_is_direct(setting, own), decode_rows, rows)
+    return np.where(_is_direct(attention, own), decode_rows, rows)
 
 
 def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
@@ -168,41 +170,42 @@ def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
     )
 
 
-def _exchange(setting: Setting, layouts: Layouts, own: Work) -> tuple[list[CostItem], Sent, Array]:
+def _exchange(
+    setting: Setting, layouts: Layouts, attention: Attention, own: Work
+) -> tuple[list[CostItem], Sent, Array]:
     """MLA's value projection, the exchange, of latent outputs before it or of values after it, and how many channels a
     head of these has.
 
     Whichever is faster: values are a fraction of the bytes, but before the exchange a rank projects all heads of its
     TPA share, after it the merged ones alone. Values, where a chunk attends directly.
     """
-    held, merged = setting.query_heads(layouts), setting.merged_query_heads(layouts)
-    values = _exchanged(setting, layouts, own, setting.output_size)
-    if setting.model.mla is None:
-        return [], values, layouts.zeros + setting.output_size
+    heads, output_size = attention.heads, attention.output_size
+    values = _exchanged(setting, layouts, heads, own, output_size)
+    if not isinstance(attention, MultiHeadLatentAttention):
+        return [], values, layouts.zeros + output_size
+    latent_size, rows = attention.latents.kv_lora_rank, _absorbed_rows(attention, own)
     before, after = (
-        product(
-            "value projection", setting, layouts, weights.value_projection(setting, heads), _absorbed_rows(setting, own)
-        )
-        for heads in (held, merged)
+        product("value projection", setting, layouts, weights.value_projection(attention, num_heads), rows)
+        for num_heads in (setting.query_heads(layouts, heads), setting.merged_query_heads(layouts, heads))
     )
-    latents = _exchanged(setting, layouts, own, setting.model.mla.kv_lora_rank)
+    latents = _exchanged(setting, layouts, heads, own, latent_size)
     late = after.seconds + latents.seconds < before.seconds + values.seconds
-    late = late & ~_is_direct(setting, own)
+    late = late & ~_is_direct(attention, own)
     return (
         [before.where(~late), after.where(late)],
         latents.where(late, values),
-        np.where(late, float(setting.model.mla.kv_lora_rank), float(setting.output_size)),
+        np.where(late, float(latent_size), float(output_size)),
     )
 
 
-def _exchanged(setting: Setting, layouts: Layouts, own: Work, channels: int) -> Sent:
+def _exchanged(setting: Setting, layouts: Layouts, heads: HeadShape, own: Work, channels: int) -> Sent:
     """One all-to-all over KVP of partial outputs with `channels` a head, and LSEs.
 
     Copies of the FFN need all heads: they gather what was merged, or, where that is faster, all send all partial
     outputs at once.
     """
     groups = RankGroups(layouts.kvp, layouts.tpa)
-    rows_heads = own.rows * setting.query_heads(layouts)
+    rows_heads = own.rows * setting.query_heads(layouts, heads)
     partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
     shared = collectives.all_to_all(setting.system, groups, partial_bytes)
     gathered = collectives.all_gather(setting.system, groups, rows_heads * channels * ACTIVATION_BYTES)
@@ -225,9 +228,9 @@ def _exposed(setting: Setting, layouts: Layouts, own: Work, cut: Overlap, exchan
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 
 
-def _merge(setting: Setting, layouts: Layouts, own: Work, channels: Array) -> CostItem:
+def _merge(setting: Setting, layouts: Layouts, attention: Attention, own: Work, channels: Array) -> CostItem:
     """Reads a share of the heads from every KVP rank, in outputs of so many channels with LSEs, and writes it once."""
-    held = setting.query_heads(layouts)
+    held = setting.query_heads(layouts, attention.heads)
     read = held * (channels * ACTIVATION_BYTES + LSE_BYTES)
     written = setting.held(layouts, np.ceil(held / layouts.kvp), held / layouts.kvp) * channels * ACTIVATION_BYTES
     return kernels("merge", setting, layouts, hbm_bytes=own.rows * (read + written)).where(layouts.exchanges)

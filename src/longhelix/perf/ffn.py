@@ -8,28 +8,36 @@ from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
 from longhelix.scheduler.work import Work
+from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.layer import FFN
+from longhelix.spec.moe import MoE
 
 _BEFORE, _AFTER = "gather before FFN", "all-reduce after FFN"
 
 
-def dense_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
+def ffn_items(setting: Setting, layouts: Layouts, ffn: FFN, work: Work) -> list[CostItem]:
+    """The cost items of one layer's FFN."""
+    if isinstance(ffn, MoE):
+        return moe_items(setting, layouts, ffn, work)
+    return dense_items(setting, layouts, ffn, work)
+
+
+def dense_items(setting: Setting, layouts: Layouts, ffn: GatedFFN, work: Work) -> list[CostItem]:
     """One dense layer's cost items. Groups with requests of their own gather all rows before it, and scatter sums."""
-    elements = weights.dense_ffn(setting, layouts)
+    elements = weights.dense_ffn(setting, layouts, ffn)
     before, after = _gathered(setting, layouts, work)
     products = product("dense FFN", setting, layouts, elements, work.rows, count=2.0)
     return [_sent(_BEFORE, before), products, _sent(_AFTER, after)]
 
 
-def moe_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
+def moe_items(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> list[CostItem]:
     """The cost items of a layer with experts.
 
     Rows are gathered as above, or, where TPF = 1, each goes to its experts and back (all-to-all): of a group's rows
     every rank sends a share, and gathers the others' in the end.
     """
-    moe = setting.model.moe
-    assert moe is not None
     own = layouts.of_rank(work, setting.request_rows)
-    router = weights.router(setting, layouts)
+    router = weights.router(setting, layouts, moe)
     items = [
         kernels(
             "router",
@@ -41,15 +49,15 @@ def moe_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
         )
     ]
     before, after = _gathered(setting, layouts, work)
-    dispatched, one_way = layouts.grouped & (layouts.tpf == 1), _dispatched(setting, layouts, own)
+    dispatched, one_way = layouts.grouped & (layouts.tpf == 1), _dispatched(setting, layouts, moe, own)
     items.append(_sent(_BEFORE, one_way.where(dispatched, before)))
     if moe.shared_size:
         own_rows: Array = own.rows
         rows = np.where(layouts.grouped, own_rows, work.rows)
         items.append(
-            product("shared experts", setting, layouts, weights.shared_experts(setting, layouts), rows, count=0.0)
+            product("shared experts", setting, layouts, weights.shared_experts(setting, layouts, moe), rows, count=0.0)
         )
-    items.append(_experts(setting, layouts, work))
+    items.append(_experts(setting, layouts, moe, work))
     items.append(_sent(_AFTER, (one_way + _regathered(setting, layouts, own)).where(dispatched, after)))
     return items
 
@@ -59,14 +67,12 @@ def fullest(mean: Array, variance: Array, ranks: Array) -> Array:
     return mean + np.sqrt(2 * np.log(ranks) * variance)
 
 
-def _experts(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
+def _experts(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> CostItem:
     """Experts as grouped products: weights of those that some row takes, arithmetic of the fullest rank.
 
     With uniform routing an expert is taken by any of T rows with probability p = 1 - (1 - k/E)^T.
     """
-    moe = setting.model.moe
-    assert moe is not None
-    held, elements = weights.num_experts(setting, layouts), weights.expert(setting, layouts)
+    held, elements = weights.num_experts(setting, layouts, moe), weights.expert(setting, layouts, moe)
     taken = 1 - (1 - moe.experts_per_token / moe.num_experts) ** (work.rows + layouts.zeros)
     read = np.minimum(held, fullest(held * taken, held * taken * (1 - taken), layouts.ep))
     mean_rows = work.rows * moe.experts_per_token / layouts.ep
@@ -102,11 +108,9 @@ def _regathered(setting: Setting, layouts: Layouts, own: Work) -> Sent:
     return collectives.all_gather(setting.system, RankGroups(layouts.group_ranks, layouts.ones), hidden_bytes)
 
 
-def _dispatched(setting: Setting, layouts: Layouts, own: Work) -> Sent:
+def _dispatched(setting: Setting, layouts: Layouts, moe: MoE, own: Work) -> Sent:
     """One way between rows and experts: a row goes once to each rank that has one of its k experts, from one rank of
     its group."""
-    moe = setting.model.moe
-    assert moe is not None
     targets = layouts.ep * (1 - (1 - 1 / layouts.ep) ** moe.experts_per_token)
     row_bytes = setting.model.hidden_size * ACTIVATION_BYTES
     groups = RankGroups(layouts.ep, layouts.ones)

@@ -1,6 +1,9 @@
 """Useful work of a model, by formula: what utilisation is measured against."""
 
-from longhelix.spec import ModelSpec
+from collections import Counter
+
+from longhelix.spec import LinearAttention, ModelSpec
+from longhelix.spec.layer import Mixer
 from longhelix.spec.weights import num_active_parameters
 
 
@@ -10,21 +13,21 @@ def attention_flops(model: ModelSpec, rows: float, context: float, *, causal: bo
     n rows of n: 4 n^2 d h_q L, the convention of arXiv 2409.17264. MLA by its direct form. A layer with a window, or
     with an indexer, whose scores count as well: no more than that for each row. Linear attention: row by row.
     """
-    channels = 2 * model.head_size if model.mla is None else model.head_size + model.mla.value_size
     pairs = rows * (context - (rows - 1) / 2) if causal else rows * context
-    pair_flops = 2.0 * model.num_query_heads * channels
-    if model.indexer is not None:
-        attended = min(pairs, rows * model.indexer.chosen_tokens)
-        return model.num_layers * (pair_flops * attended + model.indexer.pair_flops * pairs)
-    if model.linear is not None:
-        row_flops = model.linear.num_value_heads * model.linear.row_flops
-        num_linear = model.num_linear_layers
-        return (model.num_layers - num_linear) * pair_flops * pairs + num_linear * row_flops * rows
-    all_flops = model.num_layers * pair_flops * pairs
-    if not model.num_windowed_layers:
-        return all_flops
-    masked_pairs = model.num_windowed_layers * max(pairs - rows * model.mean_window, 0.0)
-    return all_flops - pair_flops * masked_pairs
+    counts = Counter(mixer for layer in model.layers for mixer in layer.mixers)
+    return sum(count * _mixer_flops(mixer, rows, pairs) for mixer, count in counts.items())
+
+
+def _mixer_flops(mixer: Mixer, rows: float, pairs: float) -> float:
+    """Of one layer. pairs: of rows with the tokens before them, and themselves."""
+    if isinstance(mixer, LinearAttention):
+        return mixer.num_value_heads * mixer.row_flops * rows
+    pair_flops = 2.0 * mixer.heads.num_query_heads * (mixer.head_size + mixer.output_size)
+    indexer, visibility = mixer.visibility.indexer, mixer.visibility
+    if indexer is not None:
+        return pair_flops * min(pairs, rows * indexer.chosen_tokens) + indexer.pair_flops * pairs
+    seen = pairs if visibility.limit_tokens is None else min(pairs, rows * visibility.mean_tokens)
+    return pair_flops * seen
 
 
 def model_flops(model: ModelSpec, rows: float, context: float, *, causal: bool = False) -> float:

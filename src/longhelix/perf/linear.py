@@ -22,7 +22,8 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
     """
     own = layouts.of_rank(work, setting.request_rows)
     keys, values = held_heads(layouts, linear)
-    inputs, outputs = weights.linear_inputs(setting, layouts), weights.linear_output(setting, layouts)
+    inputs = weights.linear_inputs(setting, layouts, linear)
+    outputs = weights.linear_output(setting, layouts, linear)
     states = own.decode_rows + np.minimum(own.chunk_rows, 1.0)
     moved = keys * 2 * linear.key_size + values * 3 * linear.value_size  # queries, keys; values, gates, outputs
     hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES

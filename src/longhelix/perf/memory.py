@@ -7,9 +7,13 @@ import numpy as np
 from longhelix.perf import weights
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.linear import held_heads, request_bytes
-from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
+from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting, index_bytes
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.windows import span_blocks
+from longhelix.spec import LayerSpec, LinearAttention
+from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.layer import FFN, Attention, Mixer
+from longhelix.spec.moe import MoE
 
 
 @dataclass(frozen=True)
@@ -40,70 +44,90 @@ def memory(
 def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
     """All weights that a rank holds: its share of a stage's layers, and of the embedding or the head."""
     model = setting.model
-    stage_layers = layouts.stage_layers(model.num_layers)
-    num_moe = setting.most_expert_layers[stage_layers.astype(np.intp)]
-    experts = num_moe * weights.all_experts(setting, layouts)
-    others = num_moe * weights.expert_layer(setting, layouts) - experts
-    others = others + (stage_layers - num_moe) * weights.dense_layer(setting, layouts)
-    if model.linear is not None:
-        num_linear = stage_layers - setting.most_full_layers[stage_layers.astype(np.intp)]
-        more = weights.linear_layer(setting, layouts) - weights.expert_layer(setting, layouts)
-        others = others + num_linear * more
+    layers = {layer: _layer_weights_bytes(setting, layouts, layer) for layer in setting.layers.kinds}
     ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
-    others = others + ends * weights.vocabulary(setting, layouts)
-    return np.asarray(others * setting.weight_bytes + experts * setting.expert_bytes)
+    ends_bytes = ends * weights.vocabulary(setting, layouts) * setting.weight_bytes
+    return np.asarray(setting.layers.most_held(layers, layouts.stage_layers(model.num_layers)) + ends_bytes)
+
+
+def _layer_weights_bytes(setting: Setting, layouts: Layouts, layer: LayerSpec) -> Array:
+    """All weights that a rank holds of a layer."""
+    parts = (*layer.mixers, *layer.ffns)
+    numbers = sum((weights.all_of(setting, layouts, part) for part in parts), layouts.zeros)
+    moes = (part for part in parts if isinstance(part, MoE))
+    experts = sum((weights.all_experts(setting, layouts, moe) for moe in moes), layouts.zeros)
+    return np.asarray((numbers - experts) * setting.weight_bytes + experts * setting.expert_bytes)
 
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
     """KV of a stage's layers, and the states of those with linear attention, of every request of the rank's group."""
-    kept, linear = token_bytes(setting, layouts, batch, context), setting.model.linear
-    if linear is None:
-        return kept
-    layers = layouts.stage_layers(setting.model.num_layers)
-    num_linear = layers - setting.most_full_layers[layers.astype(np.intp)]
-    return np.asarray(kept + np.ceil(batch / layouts.dp) * request_bytes(layouts, linear) * num_linear)
+    requests = np.ceil(batch / layouts.dp)
+    states_bytes = sum(
+        (
+            requests * request_bytes(layouts, mixer) * counts
+            for mixers, counts in setting.mixers_of_stages(layouts)
+            for mixer in mixers
+            if isinstance(mixer, LinearAttention)
+        ),
+        layouts.zeros,
+    )
+    return np.asarray(token_bytes(setting, layouts, batch, context) + states_bytes)
 
 
 def token_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
     """KV of a stage's layers: a share of the tokens of every request of the rank's group; of a layer with a window no
     more tokens than the engine promises a request, of one with linear attention none."""
     requests = np.ceil(batch / layouts.dp) / layouts.kvp
-    full_bytes, window_bytes = layer_bytes(setting, layouts)
-    kept = requests * context * full_bytes
-    if not setting.model.views:
-        return np.asarray(kept)
-    window_tokens = span_blocks(setting.model.views[0], SchedulerConfig.block_tokens) * SchedulerConfig.block_tokens
-    return np.asarray(kept + requests * np.minimum(context, window_tokens) * window_bytes)
+    kept = requests * context * layer_bytes(setting, layouts)[0]
+    return np.asarray(kept + windows_bytes(setting, layouts, batch, context))
 
 
 def windows_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
     """Of `token_bytes` those of layers with a window."""
-    full_bytes, _ = layer_bytes(setting, layouts)
-    requests = np.ceil(batch / layouts.dp) / layouts.kvp
-    return np.asarray(token_bytes(setting, layouts, batch, context) - requests * context * full_bytes)
+    requests, block_tokens = np.ceil(batch / layouts.dp) / layouts.kvp, SchedulerConfig.block_tokens
+    kept = layouts.zeros
+    for view, each_bytes in zip(setting.model.views, layer_bytes(setting, layouts)[1:], strict=True):
+        tokens = np.minimum(context, span_blocks(view, block_tokens) * block_tokens)
+        kept = kept + requests * tokens * each_bytes
+    return np.asarray(kept)
 
 
-def layer_bytes(setting: Setting, layouts: Layouts) -> tuple[Array, Array]:
-    """KV of one token in a stage's layers that see everything, and in those with a window."""
-    one_bytes = layouts.kv_heads(setting.heads) * setting.kv_head_bytes + setting.index_bytes
-    layers = layouts.stage_layers(setting.model.num_layers)
-    full = setting.most_full_layers[layers.astype(np.intp)]
-    windowed = layers - full if setting.model.views else np.zeros_like(layers)
-    return np.asarray(one_bytes * full), np.asarray(one_bytes * windowed)
+def layer_bytes(setting: Setting, layouts: Layouts) -> list[Array]:
+    """KV of one token in a stage's layers, by KV group (`ModelSpec.group_of`)."""
+    groups = [layouts.zeros for _ in range(1 + len(setting.model.views))]
+    for mixers, counts in setting.mixers_of_stages(layouts):
+        for mixer in mixers:
+            if not isinstance(mixer, LinearAttention):
+                group = setting.model.group_of_view(mixer.visibility)
+                groups[group] = groups[group] + counts * _token_bytes(setting, layouts, mixer)
+    return groups
+
+
+def _token_bytes(setting: Setting, layouts: Layouts, attention: Attention) -> Array:
+    """KV of one token in one layer."""
+    return layouts.kv_heads(attention.heads) * setting.kv_head_bytes(attention) + index_bytes(attention)
 
 
 def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:
     """Hidden states twice, the widest pair of one layer's inputs and outputs, exchange buffers, logits."""
-    model, heads = setting.model, setting.heads
-    num_query_heads = layouts.query_heads(heads)
-    projected = model.head_size * (num_query_heads + 2 * layouts.kv_heads(heads))
-    exchanged = 2 * num_query_heads * (model.mla.kv_lora_rank if model.mla else model.head_size)
-    columns = 2 * np.ceil(model.ffn_size / layouts.ffn_ranks)
-    if model.moe is not None:
-        columns = np.maximum(columns, 2 * model.moe.experts_per_token * np.ceil(model.moe.expert_size / layouts.tpf))
-    widest = np.maximum(projected + exchanged, columns + model.hidden_size)
-    if model.linear is not None:
-        keys, values = held_heads(layouts, model.linear)
-        widest = np.maximum(widest, 2 * (keys * model.linear.key_size + values * model.linear.value_size))
+    model, widest = setting.model, layouts.zeros
+    for part in setting.weights:
+        widest = np.maximum(widest, _width(setting, layouts, part))
     logits_bytes = sampled_rows * np.ceil(model.vocab_size / layouts.ffn_ranks) * LOGIT_BYTES
     return np.asarray(rows * (2 * model.hidden_size + widest) * ACTIVATION_BYTES + logits_bytes)
+
+
+def _width(setting: Setting, layouts: Layouts, part: Mixer | FFN) -> Array:
+    """Numbers that a mixer or an FFN needs for a row at once."""
+    match part:
+        case GatedFFN():
+            return 2 * np.ceil(part.num_columns / layouts.ffn_ranks) + setting.model.hidden_size
+        case MoE():
+            columns = 2 * part.experts_per_token * np.ceil(part.expert_size / layouts.tpf)
+            return columns + setting.model.hidden_size
+        case LinearAttention():
+            keys, values = held_heads(layouts, part)
+            return 2 * (keys * part.key_size + values * part.value_size)
+    num_query_heads = layouts.query_heads(part.heads)
+    projected = part.head_size * (num_query_heads + 2 * layouts.kv_heads(part.heads))
+    return projected + 2 * num_query_heads * part.cache_entry.value_size

@@ -1,6 +1,6 @@
 """What is costed: a model in some dtypes on a system."""
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,10 +8,11 @@ import numpy as np
 
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.runs import most_in_runs
-from longhelix.spec import FORMATS, HardwareSpec, LayerSpec, ModelSpec, number_format
+from longhelix.perf.runs import Runs
+from longhelix.spec import FORMATS, HardwareSpec, LayerSpec, LinearAttention, ModelSpec, number_format
+from longhelix.spec.layer import FFN, Attention, Mixer
 from longhelix.spec.layout import HeadShape
-from longhelix.spec.weights import WeightSpec, layer_weights
+from longhelix.spec.weights import WeightSpec, part_weights
 
 ACTIVATION_DTYPE = "bfloat16"
 ACTIVATION_BYTES = FORMATS[ACTIVATION_DTYPE].bits / 8
@@ -91,50 +92,37 @@ class Setting:
         return "fp8" if self.system.computes_in("fp8") else "bfloat16"
 
     @cached_property
-    def heads(self) -> HeadShape:
-        return self.model.heads
+    def weights(self) -> dict[Mixer | FFN, tuple[WeightSpec, ...]]:
+        """The weights of each different mixer and FFN, with the norms before them."""
+        parts = (part for layer in dict.fromkeys(self.model.layers) for part in (*layer.mixers, *layer.ffns))
+        return {part: part_weights(self.model, part) for part in dict.fromkeys(parts)}
 
     @cached_property
-    def dense_layer(self) -> tuple[WeightSpec, ...]:
-        """The weights of a layer without experts."""
-        return self._layer(lambda layer: layer.dense is not None)
+    def _mixers_of_layers(self) -> Runs[tuple[Mixer, ...]]:
+        return Runs([layer.mixers for layer in self.model.layers])
 
     @cached_property
-    def expert_layer(self) -> tuple[WeightSpec, ...]:
-        """The weights of a layer with experts and full attention."""
-        return self._layer(lambda layer: layer.moe is not None and layer.attention is not None)
+    def layers(self) -> Runs[LayerSpec]:
+        """The different layers of the model."""
+        return Runs(self.model.layers)
 
-    @cached_property
-    def linear_layer(self) -> tuple[WeightSpec, ...]:
-        """The weights of a layer with linear attention."""
-        return self._layer(lambda layer: layer.linear is not None)
+    def mixers_of_stages(self, layouts: Layouts) -> list[tuple[tuple[Mixer, ...], Array]]:
+        """The mixers of each different layer, and how many such layers the stages with most to attend to have.
 
-    def _layer(self, is_wanted: Callable[[LayerSpec], bool]) -> tuple[WeightSpec, ...]:
-        """The weights of the first such layer. Empty if there is none."""
-        found = (layer_weights(self.model, layer) for layer in self.model.layers if is_wanted(layer))
-        return next(found, ())
-
-    @cached_property
-    def most_expert_layers(self) -> Array:
-        """Of n layers in a row those with experts, at the most: (L + 1,)."""
-        return most_in_runs(map(self.model.has_experts, range(self.model.num_layers)))
-
-    @cached_property
-    def most_full_layers(self) -> Array:
-        """Of n layers in a row those that attend to everything, at the most: (L + 1,)."""
-        model = self.model
-        return most_in_runs(
-            not (model.has_window(layer) or model.is_linear(layer)) for layer in range(model.num_layers)
-        )
+        Those that see everything count first, then those with a limit, then those without keys and values.
+        """
+        kinds = sorted(self._mixers_of_layers.kinds, key=_attended)
+        counts = self._mixers_of_layers.shared_out(kinds, layouts.stage_layers(self.model.num_layers))
+        return list(zip(kinds, counts, strict=True))
 
     def as_scheduled(self, *, even: bool) -> "Setting":
         """The same as schedulers price steps: their `Work` is counted for the fullest rank, and does not say how long
         single requests are. So layers with a window count as if their rows saw everything. even: all KV is spread
         evenly over KVP ranks; otherwise nothing says on how many of them the tokens lie that an indexer chooses."""
         model = self.model
-        if model.indexer is not None:
+        if any(attention.visibility.indexer is not None for attention in model.attentions):
             return replace(self, evenly_chosen=even)
-        if model.sliding_window is None:
+        if not model.views:
             return self
         return replace(self, model=model.without_windows())
 
@@ -148,27 +136,19 @@ class Setting:
         """Bytes of one number of an expert's weight."""
         return number_format(self.experts_in).weight_bytes
 
-    @property
-    def kv_head_bytes(self) -> float:
+    def kv_head_bytes(self, attention: Attention) -> float:
         """Bytes of what one layer keeps of one token and KV head, for attention."""
         number, device = number_format(self.kv_dtype), "cpu" if self.system.shared else "cuda"
-        return sum(entry.head_bytes(number, device) for entry in self.model.cache_entries)
+        return attention.cache_entry.head_bytes(number, device)
 
     @property
     def kv_token_bytes(self) -> float:
         """Bytes of what all layers keep of one token, for all KV heads, and for an indexer."""
-        num_layers = self.model.num_layers - self.model.num_linear_layers
-        return num_layers * (self.model.num_kv_heads * self.kv_head_bytes + self.index_bytes)
-
-    @property
-    def index_bytes(self) -> float:
-        """Bytes of what one layer keeps of one token for an indexer."""
-        return 0.0 if self.model.indexer is None else self.model.indexer.key_bytes
-
-    @property
-    def output_size(self) -> int:
-        """Channels of a query head's output, as Wo takes it."""
-        return self.model.mla.value_size if self.model.mla else self.model.head_size
+        counts = Counter(layer.attention for layer in self.model.layers if layer.attention is not None)
+        return sum(
+            count * (attention.heads.num_kv_heads * self.kv_head_bytes(attention) + index_bytes(attention))
+            for attention, count in counts.items()
+        )
 
     def capacity_bytes(self, layouts: Layouts) -> Array:
         """Memory that a rank may fill."""
@@ -184,19 +164,30 @@ class Setting:
             return fullest
         return np.maximum(mean, fullest / np.maximum(layouts.world_size / self.system.cores, 1.0))
 
-    def kv_heads(self, layouts: Layouts) -> Array:
+    def kv_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
         """KV heads of a rank, as `held` has it."""
-        return self.held(layouts, layouts.kv_heads(self.heads), np.maximum(self.heads.num_kv_heads / layouts.tpa, 1.0))
+        return self.held(layouts, layouts.kv_heads(heads), np.maximum(heads.num_kv_heads / layouts.tpa, 1.0))
 
-    def query_heads(self, layouts: Layouts) -> Array:
+    def query_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
         """Query heads of a rank, as `held` has it."""
-        return self.held(layouts, layouts.query_heads(self.heads), self.heads.num_query_heads / layouts.tpa)
+        return self.held(layouts, layouts.query_heads(heads), heads.num_query_heads / layouts.tpa)
 
-    def merged_query_heads(self, layouts: Layouts) -> Array:
+    def merged_query_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
         """Query heads of a rank in the output projection, as `held` has it."""
-        fullest = layouts.merged_query_heads(self.heads)
-        return self.held(layouts, fullest, self.heads.num_query_heads / layouts.output_ranks)
+        return self.held(layouts, layouts.merged_query_heads(heads), heads.num_query_heads / layouts.output_ranks)
 
     def share(self, layouts: Layouts) -> Array:
         """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""
         return 1 / layouts.world_size if self.system.shared else layouts.ones
+
+
+def _attended(mixers: tuple[Mixer, ...]) -> int:
+    """0 if a row sees everything, 1 if only some tokens, 2 if there are no keys and values."""
+    seen = [mixer.visibility.limit_tokens for mixer in mixers if not isinstance(mixer, LinearAttention)]
+    return 2 if not seen else int(None not in seen)
+
+
+def index_bytes(attention: Attention) -> float:
+    """Bytes of what one layer keeps of one token for an indexer."""
+    indexer = attention.visibility.indexer
+    return 0.0 if indexer is None else indexer.key_bytes

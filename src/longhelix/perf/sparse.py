@@ -9,18 +9,20 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.scheduler.work import Work
 from longhelix.spec import Indexer
+from longhelix.spec.layer import Attention
 
 _SCORE_BYTES = 4.0
 _CANDIDATE_BYTES = 8.0  # a score and a token's position
 
 
-def index_items(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work) -> list[CostItem]:
+def index_items(setting: Setting, layouts: Layouts, attention: Attention, own: Work) -> list[CostItem]:
     """The cost items of one layer's choice, from a rank's work before it.
 
     Every rank scores the keys that it keeps with all heads of the indexer, and finds the best of them. Where KVP ranks
     share a request, they gather the best of all with their scores, and choose again (vLLM pull request 46076).
     """
-    elements = weights.indexer(setting, layouts)
+    elements, indexer = weights.indexer(setting, layouts, attention), attention.visibility.indexer
+    assert indexer is not None
     decode_pairs = own.decode_kv_tokens * setting.request_rows
     pairs, keys = decode_pairs + own.chunk_pairs, own.decode_kv_tokens + own.chunk_kv_tokens
     candidates = _at_most(indexer.chosen_tokens, own.decode_rows, decode_pairs)

@@ -1,6 +1,7 @@
 """All cost items of one step: layers, stages, embedding, head, sampling."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -10,11 +11,14 @@ from longhelix.perf import collectives, weights
 from longhelix.perf.attention import attention_items
 from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, product, sends, total_seconds
-from longhelix.perf.ffn import dense_items, moe_items
+from longhelix.perf.ffn import ffn_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.linear import linear_items
 from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, CANDIDATES_SUM_BYTES, LOGIT_BYTES, Setting
 from longhelix.scheduler.work import CANDIDATES, Number, Work
+from longhelix.spec import LinearAttention
+from longhelix.spec.layer import FFN, Mixer
+from longhelix.spec.moe import MoE
 
 WAIT = "wait for the slowest stage"
 # What the first and the last stage do beside their layers, and all of them.
@@ -31,13 +35,13 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
     if setting.draft_tokens:
         drafts = work.decode_rows * setting.draft_tokens
         work = work._replace(decode_rows=work.decode_rows + drafts, sampled_rows=work.sampled_rows + drafts)
-    num_moe, num_dense = _num_layers(setting, layouts.stage_layers(setting.model.num_layers) * layouts.pp)
-    layers = [_norms(setting, layouts, work).times(num_moe + num_dense)]
-    layers += _attention(setting, layouts, work)
-    if setting.model.moe is not None:
-        layers += [item.times(num_moe) for item in moe_items(setting, layouts, work)]
-    if setting.model.num_dense_layers:
-        layers += [item.times(num_dense) for item in dense_items(setting, layouts, work)]
+    num_layers = layouts.stage_layers(setting.model.num_layers) * layouts.pp
+    layers = [_norms(setting, layouts, work).times(num_layers)]
+    for mixers, counts in setting.mixers_of_stages(layouts):
+        of_layer = [item for mixer in mixers for item in _mixer_items(setting, layouts, mixer, work)]
+        layers += [item.times(counts * layouts.pp) for item in of_layer]
+    for ffns, counts in _ffns_of_layers(setting, num_layers):
+        layers += [item.times(counts) for ffn in ffns for item in ffn_items(setting, layouts, ffn, work)]
     ends = [_embedding(setting, layouts, work), _head(setting, layouts, work)]
     between = [_stages(setting, layouts, work), _host(setting, layouts)]
     return _merged([*ends[0], *layers, *between, *ends[1]])
@@ -124,31 +128,26 @@ def token_seconds(setting: Setting, layouts: Layouts, batch: float | Array, cont
     return decode_seconds(setting, layouts, batch, context) / setting.accepted_tokens
 
 
-def _num_layers(setting: Setting, layers: Array) -> tuple[Array, Array]:
-    """Layers with experts, and dense ones, of `layers` in a row that the slowest stages would take."""
-    if setting.model.moe is None:
-        return np.zeros_like(layers), layers
-    num_dense = np.minimum(layers, setting.model.num_dense_layers)
-    return layers - num_dense, num_dense
+def _mixer_items(setting: Setting, layouts: Layouts, mixer: Mixer, work: Work) -> list[CostItem]:
+    """The cost items of one layer's mixer."""
+    if isinstance(mixer, LinearAttention):
+        return linear_items(setting, layouts, mixer, work)
+    return attention_items(setting, layouts, mixer, work)
 
 
-def _attention(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """The attention of all layers that the slowest stages would take, with a window, linear, and neither."""
-    stage_layers, linear = layouts.stage_layers(setting.model.num_layers), setting.model.linear
-    full = attention_items(setting, layouts, work)
-    if linear is not None:
-        num_full = setting.most_full_layers[stage_layers.astype(np.intp)]
-        others = linear_items(setting, layouts, linear, work)
-        full = [item.times(num_full * layouts.pp) for item in full]
-        return [*full, *(item.times((stage_layers - num_full) * layouts.pp) for item in others)]
-    if not setting.model.num_windowed_layers:
-        return [item.times(stage_layers * layouts.pp) for item in full]
-    num_full = setting.most_full_layers[stage_layers.astype(np.intp)]
-    counts = (num_full * layouts.pp, (stage_layers - num_full) * layouts.pp)
-    both = zip(full, attention_items(setting, layouts, work, windowed=True), strict=True)
-    return [
-        _sum(items[0].name, [item.times(count) for item, count in zip(items, counts, strict=True)]) for items in both
-    ]
+def _ffns_of_layers(setting: Setting, num_layers: Array) -> Iterator[tuple[tuple[FFN, ...], Array]]:
+    """The FFNs of all layers that the slowest stages would take, which may be more than the model has.
+
+    Layers beyond those that the model has count as the first kind, with experts if there is any.
+    """
+    counts = Counter(layer.ffns for layer in setting.model.layers)
+    first, *others = sorted(counts, key=lambda ffns: not any(isinstance(ffn, MoE) for ffn in ffns))
+    left, found = num_layers, []
+    for ffns in others:
+        found.append((ffns, np.minimum(left, counts[ffns])))
+        left = left - found[-1][1]
+    yield first, left
+    yield from found
 
 
 def _norms(setting: Setting, layouts: Layouts, work: Work) -> CostItem:

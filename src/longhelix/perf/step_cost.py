@@ -65,7 +65,7 @@ class StepCost:
         more than `received_blocks`: read one by one in each layer, sent in one all-to-all, written one by one."""
         layout, layouts = self._layout, Layouts.of([self._layout])
         block_bytes, blocks = block_tokens * self._token_bytes, sent_blocks + received_blocks
-        pieces = layouts.stage_layers(self._setting.model.num_layers) * len(self._setting.model.cache_entries)
+        pieces = layouts.stage_layers(self._setting.model.num_layers)
         # A copy reads and writes.
         copies = kernels("moves", self._setting, layouts, hbm_bytes=2 * blocks * block_bytes, count=blocks * pieces)
         # An all-to-all leaves a rank its own share.
@@ -77,8 +77,7 @@ class StepCost:
     @cached_property
     def _token_bytes(self) -> float:
         """Of a token's KV on a rank that keeps it, in all layers of a stage."""
-        full_bytes, window_bytes = layer_bytes(self._setting, Layouts.of([self._layout]))
-        return float((full_bytes + window_bytes)[0])
+        return sum(float(each[0]) for each in layer_bytes(self._setting, Layouts.of([self._layout])))
 
 
 def _of_parts(setting: Setting, layouts: Layouts) -> Callable[..., Callable[[float], float]]:

@@ -1,4 +1,4 @@
-"""Numbers in the matrices of a layer on the fullest rank of each layout (`Setting.held`).
+"""Numbers in the matrices of a layer's parts on the fullest rank of each layout (`Setting.held`).
 
 Products' costs and memory follow from them.
 
@@ -11,89 +11,81 @@ import numpy as np
 
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
+from longhelix.spec import LinearAttention
+from longhelix.spec.attention import MultiHeadLatentAttention
+from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.layer import FFN, Attention, Mixer
+from longhelix.spec.moe import MoE
 from longhelix.spec.weights import Dim, Split, WeightSpec, embedding
 
 
-def dense_layer(setting: Setting, layouts: Layouts) -> Array:
-    """All that a rank holds of a layer without experts."""
-    return _numbers(setting, layouts, setting.dense_layer)
+def all_of(setting: Setting, layouts: Layouts, part: Mixer | FFN) -> Array:
+    """All that a rank holds of a mixer or an FFN."""
+    return _numbers(setting, layouts, setting.weights[part])
 
 
-def expert_layer(setting: Setting, layouts: Layouts) -> Array:
-    """All that a rank holds of a layer with experts."""
-    return _numbers(setting, layouts, setting.expert_layer)
-
-
-def qkv(setting: Setting, layouts: Layouts) -> Array:
+def qkv(setting: Setting, layouts: Layouts, attention: Attention) -> Array:
     """Wq, Wk, Wv over TPA, the same on every KVP rank. MLA: down-projections, whole, and the queries' up-projection."""
-    return _named(setting, layouts, "qkv", "latent_down", "query_up")
+    return _named(setting, layouts, attention, "qkv", "latent_down", "query_up")
 
 
-def key_absorption(setting: Setting, layouts: Layouts) -> Array:
-    """MLA: the half of the latents' up-projection that turns queries into latents, over TPA (none otherwise)."""
-    mla = setting.model.mla
-    return setting.query_heads(layouts) * (mla.nope_size * mla.kv_lora_rank if mla else 0.0)
+def key_absorption(setting: Setting, layouts: Layouts, attention: MultiHeadLatentAttention) -> Array:
+    """The half of the latents' up-projection that turns queries into latents, over TPA."""
+    latents = attention.latents
+    return setting.query_heads(layouts, attention.heads) * (latents.nope_size * latents.kv_lora_rank)
 
 
-def value_projection(setting: Setting, num_heads: Array) -> Array:
-    """MLA: the half that turns latent outputs of `num_heads` into values (none otherwise)."""
-    mla = setting.model.mla
-    return num_heads * (mla.value_size * mla.kv_lora_rank if mla else 0.0)
+def value_projection(attention: MultiHeadLatentAttention, num_heads: Array) -> Array:
+    """The half that turns latent outputs of `num_heads` into values."""
+    return num_heads * (attention.latents.value_size * attention.latents.kv_lora_rank)
 
 
-def output_projection(setting: Setting, layouts: Layouts) -> Array:
+def output_projection(setting: Setting, layouts: Layouts, attention: Attention) -> Array:
     """Wo: rows over all ranks that share a request, or over TPA beside a copy of the FFN."""
-    return _named(setting, layouts, "output")
+    return _named(setting, layouts, attention, "output")
 
 
-def dense_ffn(setting: Setting, layouts: Layouts) -> Array:
+def dense_ffn(setting: Setting, layouts: Layouts, ffn: GatedFFN) -> Array:
     """Gate, up and down, columns over all ranks of an FFN."""
-    return _named(setting, layouts, "gate_up", "down")
+    return _named(setting, layouts, ffn, "gate_up", "down")
 
 
-def all_experts(setting: Setting, layouts: Layouts) -> Array:
-    """Gate, up and down of all routed experts that a rank holds of a layer (none without experts)."""
-    return _named(setting, layouts, *_EXPERT)
+def all_experts(setting: Setting, layouts: Layouts, moe: MoE) -> Array:
+    """Gate, up and down of all routed experts that a rank holds of a layer."""
+    return _named(setting, layouts, moe, "experts.{}.gate_up", "experts.{}.down")
 
 
-def expert(setting: Setting, layouts: Layouts) -> Array:
+def expert(setting: Setting, layouts: Layouts, moe: MoE) -> Array:
     """One expert's gate, up and down, columns over TPF."""
-    return all_experts(setting, layouts) / num_experts(setting, layouts)
+    return all_experts(setting, layouts, moe) / num_experts(setting, layouts, moe)
 
 
-def num_experts(setting: Setting, layouts: Layouts) -> Array:
+def num_experts(setting: Setting, layouts: Layouts, moe: MoE) -> Array:
     """Experts of the fullest rank."""
-    moe = setting.model.moe
-    assert moe is not None
     return _pieces(moe.num_experts, layouts.ep, setting, layouts)
 
 
-def shared_experts(setting: Setting, layouts: Layouts) -> Array:
+def shared_experts(setting: Setting, layouts: Layouts, moe: MoE) -> Array:
     """All shared experts, columns over all ranks of an FFN; whole on each where groups have requests of their own."""
-    return _named(setting, layouts, "shared.gate_up", "shared.down")
+    return _named(setting, layouts, moe, "shared.gate_up", "shared.down")
 
 
-def router(setting: Setting, layouts: Layouts) -> Array:
-    return _named(setting, layouts, "router")
+def router(setting: Setting, layouts: Layouts, moe: MoE) -> Array:
+    return _named(setting, layouts, moe, "router")
 
 
-def indexer(setting: Setting, layouts: Layouts) -> Array:
+def indexer(setting: Setting, layouts: Layouts, attention: Attention) -> Array:
     """An indexer's queries, key and weights of its heads, whole on every rank."""
-    return _named(setting, layouts, "index_queries", "index_key", "index_heads")
+    return _named(setting, layouts, attention, "index_queries", "index_key", "index_heads")
 
 
-def linear_layer(setting: Setting, layouts: Layouts) -> Array:
-    """All that a rank holds of a layer with linear attention."""
-    return _numbers(setting, layouts, setting.linear_layer)
-
-
-def linear_inputs(setting: Setting, layouts: Layouts) -> Array:
+def linear_inputs(setting: Setting, layouts: Layouts, linear: LinearAttention) -> Array:
     """Linear attention's queries, keys, values, gates and rates."""
-    return _named(setting, layouts, "linear_in")
+    return _named(setting, layouts, linear, "linear_in")
 
 
-def linear_output(setting: Setting, layouts: Layouts) -> Array:
-    return _named(setting, layouts, "linear_out")
+def linear_output(setting: Setting, layouts: Layouts, linear: LinearAttention) -> Array:
+    return _named(setting, layouts, linear, "linear_out")
 
 
 def vocabulary(setting: Setting, layouts: Layouts) -> Array:
@@ -101,14 +93,9 @@ def vocabulary(setting: Setting, layouts: Layouts) -> Array:
     return _numbers(setting, layouts, [embedding(setting.model)])
 
 
-_EXPERT = ("experts.{}.gate_up", "experts.{}.down")
-
-
-def _named(setting: Setting, layouts: Layouts, *names: str) -> Array:
-    """Those of these names in a layer that has any."""
-    layers = (setting.dense_layer, setting.expert_layer, setting.linear_layer)
-    layer = next((layer for layer in layers if any(weight.name in names for weight in layer)), ())
-    return _numbers(setting, layouts, (weight for weight in layer if weight.name in names))
+def _named(setting: Setting, layouts: Layouts, part: Mixer | FFN, *names: str) -> Array:
+    """Those of these names."""
+    return _numbers(setting, layouts, (weight for weight in setting.weights[part] if weight.name in names))
 
 
 def _numbers(setting: Setting, layouts: Layouts, weights: Iterable[WeightSpec]) -> Array:
@@ -128,11 +115,11 @@ def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
         case Split.WHOLE:
             return float(dim.count)
         case Split.QUERY_HEADS:
-            return setting.query_heads(layouts)
+            return setting.query_heads(layouts, dim.all_heads)
         case Split.KV_HEADS:
-            return setting.kv_heads(layouts)
+            return setting.kv_heads(layouts, dim.all_heads)
         case Split.OUTPUT_HEADS:
-            return setting.merged_query_heads(layouts)
+            return setting.merged_query_heads(layouts, dim.all_heads)
         case Split.LINEAR_HEADS:
             return _pieces(dim.count, layouts.output_ranks, setting, layouts)
         case Split.FFN_COLUMNS | Split.VOCABULARY:

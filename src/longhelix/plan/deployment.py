@@ -9,7 +9,7 @@ from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec import FORMATS, ModelSpec, NumberFormat, number_format
-from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.layout import Layout
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.spec.weights import Dim, Split, WeightDtype, layer_weights
 from longhelix.values import one_of, refused, whole
@@ -55,7 +55,7 @@ class Deployment:
             whole("other_tokens", self.other_tokens, 1, self.context)
         if self.chunk_tokens is not None:
             whole("chunk_tokens", self.chunk_tokens, 1, MOST_TOKENS)
-        self.degrees.check(self.heads, self.model.num_layers)
+        self.model.check(self.degrees)
         self._check_ffn()
 
     def _check_ffn(self) -> None:
@@ -84,19 +84,13 @@ class Deployment:
         return Layout(kvp=dp * kvp, tpa=tpa, tpf=tpf, ep=ep, pp=pp, ffn_replicas=ffn_replicas)
 
     @cached_property
-    def heads(self) -> HeadShape:
-        return self.model.heads
-
-    @cached_property
     def product_inputs(self) -> frozenset[int]:
         """Input sizes of the weight matrices of all ranks."""
         layers = dict.fromkeys(self.model.layers)
         weights = [weight for layer in layers for weight in layer_weights(self.model, layer)]
         columns = {weight.columns for weight in weights if weight.columns and weight.stored is WeightDtype.PRODUCT}
         return frozenset(
-            _held(dim, self.degrees, self.heads, rank) * dim.unit
-            for dim in columns
-            for rank in range(self.degrees.num_ranks)
+            _held(dim, self.degrees, rank) * dim.unit for dim in columns for rank in range(self.degrees.num_ranks)
         )
 
     @property
@@ -141,9 +135,8 @@ class Deployment:
 
 def check_experts(model: ModelSpec, ep: int) -> None:
     """Raise UserError if `ep` exceeds the number of experts per layer. A dense FFN counts as one expert."""
-    most = 1 if model.moe is None else model.moe.num_experts
-    if ep > most:
-        raise refused("ep", ep, f"at most {most}, the model's experts", "invalid_layout")
+    if ep > model.num_experts:
+        raise refused("ep", ep, f"at most {model.num_experts}, the model's experts", "invalid_layout")
 
 
 @dataclass(frozen=True)
@@ -318,15 +311,15 @@ def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
     """
     if device == "cuda" or "tiles" not in kv.kv or not kv.kv["tiles"].bits:
         return "rows" in kv.kv
-    entries = model.cache_entries
+    entries = [attention.cache_entry for attention in model.attentions]
     return not any(entry.shared_values or entry.key_size % _LANES or entry.value_size % _LANES for entry in entries)
 
 
-def _held(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> int:
+def _held(dim: Dim, layout: Layout, rank: int) -> int:
     """Return how many items of a dimension a rank has."""
     match dim.split:
         case Split.OUTPUT_HEADS:
-            return len(layout.output_heads(heads, rank))
+            return len(layout.output_heads(dim.all_heads, rank))
         case Split.FFN_COLUMNS | Split.SHARED_COLUMNS:
             return len(layout.ffn_columns(dim.count, rank))
         case Split.EXPERT_COLUMNS:

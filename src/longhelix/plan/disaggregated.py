@@ -12,6 +12,7 @@ from longhelix.plan.question import Question
 from longhelix.plan.service import CHUNKS, ServiceLoad, prompts
 from longhelix.plan.space import Space
 from longhelix.plan.sweep import MOST_BATCH, largest
+from longhelix.spec import LinearAttention
 from longhelix.spec.layout import Layout
 
 _BEST = 24  # maximum number of prefill candidates, and of decode candidates, that the search combines
@@ -180,7 +181,7 @@ def _transfer_seconds(use: ServiceLoad) -> float:
     """
     setting, link = use.setting, use.setting.system.scale_out
     kept = use.longest_prompt * setting.kv_token_bytes
-    if setting.model.linear is not None:
-        states = request_bytes(Layouts.of([Layout()]), setting.model.linear)
-        kept += setting.model.num_linear_layers * float(states[0])
+    one = Layouts.of([Layout()])
+    mixers = (mixer for layer in setting.model.layers for mixer in layer.mixers)
+    kept += sum(float(request_bytes(one, mixer)[0]) for mixer in mixers if isinstance(mixer, LinearAttention))
     return link.latency_s + kept / link.bytes_per_s

@@ -79,7 +79,7 @@ def estimate(
     Raises:
         UserError: the layout does not fit the model's heads, layers or experts.
     """
-    layout.check(setting.heads, setting.model.num_layers)
+    setting.model.check(layout)
     check_experts(setting.model, layout.ep)
     layouts, use = Layouts.of([layout], dp=dp, local=local, hop_b=hop_b), ServiceLoad(setting, context)
     items = decode_items(setting, layouts, float(batch), float(context))

@@ -144,8 +144,8 @@ def _model(setting: Setting) -> dict[str, Any]:
         "capacity_bytes": system.usable_bytes,
         "shares_capacity": system.shared,
         "num_layers": model.num_layers,
-        "num_experts": model.moe.num_experts if model.moe else 1,
-        "latent": model.mla is not None,
+        "num_experts": model.num_experts,
+        "latent": model.has_latents,
     }
 
 
@@ -448,11 +448,9 @@ def _stage(searched: Space, index: int) -> str:
 
 def _owners(model: ModelSpec, searched: Space, used: _Index) -> dict[str, list[list[Any]]]:
     """Return what each rank owns, for each stage that the page can draw. Keys are the degrees of the stage."""
-    heads = HeadShape(model.num_query_heads, model.num_kv_heads)
-    num_experts = model.moe.num_experts if model.moe else 1
     drawn = used[searched.layouts.num_ranks[used] <= MOST_DRAWN]
     stages = {_stage(searched, int(index)): searched.layouts.take(np.array([index])) for index in drawn}
-    return {stage: _stage_owners(layouts, heads, num_experts) for stage, layouts in stages.items()}
+    return {stage: _stage_owners(layouts, model.most_heads, model.num_experts) for stage, layouts in stages.items()}
 
 
 def _stage_owners(layouts: Layouts, heads: HeadShape, num_experts: int) -> list[list[Any]]:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from longhelix.plan.deployment import Deployment
-from longhelix.spec import FORMATS
+from longhelix.spec import FORMATS, ModelSpec
+from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.moe import MoE
 
 GPUS_OF_A_SERVER = 8
 _FP8_BLOCK = 128  # block size of FP8 scales in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3
@@ -33,20 +35,27 @@ def uneven_heads(deployment: Deployment, parts: int, name: str) -> Iterator[str]
     Args:
         name: the engine's option for the number of ranks.
     """
-    query_heads, kv_heads = deployment.heads.num_query_heads, deployment.heads.num_kv_heads
-    if query_heads % parts:
-        yield f"{name} {parts} must divide the {query_heads} query heads"
-    if deployment.model.mla is None and kv_heads % parts and parts % kv_heads:
-        yield f"{name} {parts} must divide the {kv_heads} KV heads, or be a multiple of this number"
+    model = deployment.model
+    for heads in dict.fromkeys(attention.heads for attention in model.attentions):
+        query_heads, kv_heads = heads.num_query_heads, heads.num_kv_heads
+        if query_heads % parts:
+            yield f"{name} {parts} must divide the {query_heads} query heads"
+        if not model.has_latents and kv_heads % parts and parts % kv_heads:
+            yield f"{name} {parts} must divide the {kv_heads} KV heads, or be a multiple of this number"
+
+
+def replicates_ffn(model: ModelSpec) -> bool:
+    """Whether layers have FFNs that all tokens pass through: dense ones, or shared experts."""
+    return any(isinstance(ffn, GatedFFN) or ffn.shared_size for ffn in model.ffns)
 
 
 def uneven_ffn(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
     """Yield a limit if the columns of dense FFNs or shared experts cannot be split evenly over `parts` ranks."""
-    model = deployment.model
-    if model.num_dense_layers and model.ffn_size % parts:
-        yield f"{name} {parts} must divide the {model.ffn_size} columns of the FFN"
-    if model.moe is not None and model.moe.shared_size % parts:
-        yield f"{name} {parts} must divide the {model.moe.shared_size} columns of the shared experts"
+    for ffn in deployment.model.ffns:
+        if isinstance(ffn, GatedFFN) and ffn.num_columns % parts:
+            yield f"{name} {parts} must divide the {ffn.num_columns} columns of the FFN"
+        if isinstance(ffn, MoE) and ffn.shared_size % parts:
+            yield f"{name} {parts} must divide the {ffn.shared_size} columns of the shared experts"
 
 
 def uneven_experts(deployment: Deployment, tensor: str, expert: str | None) -> Iterator[str]:
@@ -56,13 +65,12 @@ def uneven_experts(deployment: Deployment, tensor: str, expert: str | None) -> I
         tensor: the engine's option for TPF.
         expert: the engine's option for EP; None if the ranks may have different numbers of experts.
     """
-    moe, degrees = deployment.model.moe, deployment.degrees
-    if moe is None:
-        return
-    if moe.expert_size % degrees.tpf:
-        yield f"{tensor} {degrees.tpf} must divide the {moe.expert_size} columns of an expert"
-    if expert is not None and moe.num_experts % degrees.ep:
-        yield f"{expert} {degrees.ep} must divide the {moe.num_experts} experts"
+    degrees = deployment.degrees
+    for moe in deployment.model.moes:
+        if moe.expert_size % degrees.tpf:
+            yield f"{tensor} {degrees.tpf} must divide the {moe.expert_size} columns of an expert"
+        if expert is not None and moe.num_experts % degrees.ep:
+            yield f"{expert} {degrees.ep} must divide the {moe.num_experts} experts"
 
 
 def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str]:
@@ -76,13 +84,12 @@ def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str
         yield f"the checkpoint must already store its weights in {weights.name}: no option of the command converts them"
     if deployment.expert_dtype is not None:
         yield f"the checkpoint must already store only its experts in {deployment.expert_dtype}, not its other weights"
-    moe = deployment.model.moe
-    columns = None if moe is None else moe.expert_size // deployment.degrees.tpf
-    if (deployment.expert_dtype or weights.name) == "fp8" and columns is not None and columns % _FP8_BLOCK:
-        yield (
-            f"a checkpoint with one scale per {_FP8_BLOCK} columns of FP8 weights does not load: each rank has "
-            f"{columns} columns of an expert, which is not a multiple of {_FP8_BLOCK}"
-        )
+    for columns in dict.fromkeys(moe.expert_size // deployment.degrees.tpf for moe in deployment.model.moes):
+        if (deployment.expert_dtype or weights.name) == "fp8" and columns % _FP8_BLOCK:
+            yield (
+                f"a checkpoint with one scale per {_FP8_BLOCK} columns of FP8 weights does not load: each rank has "
+                f"{columns} columns of an expert, which is not a multiple of {_FP8_BLOCK}"
+            )
 
 
 def position_notes(deployment: Deployment) -> Iterator[str]:

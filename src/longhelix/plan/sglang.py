@@ -140,12 +140,12 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 def _cannot_share_kv(deployment: Deployment) -> Iterator[str]:
     """Yield the limits of decode context parallelism."""
     model, degrees = deployment.model, deployment.degrees
-    if model.mla is None:
+    if not model.has_latents:
         yield (
             f"decode context parallelism is not supported for {model.architecture}: SGLang shards only MLA latents, "
             f"and the KV heads of Qwen3.5 models ({_DCP}, pull request 25090)"
         )
-    if model.indexer is not None:
+    if any(attention.visibility.indexer is not None for attention in model.attentions):
         yield (
             f"decode context parallelism is not supported for the indexer of {model.architecture}: pull request 39330, "
             "which would add support, is still open"

@@ -7,6 +7,7 @@ import numpy as np
 
 from longhelix.perf.layouts import Layouts
 from longhelix.spec import ModelSpec
+from longhelix.spec.ffn import GatedFFN
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,13 @@ def _is_whole(number: int, node_gpus: int | None) -> bool:
 def _divides(model: ModelSpec, degrees: _Degrees) -> bool:
     """True if heads, columns and experts divide evenly over the ranks."""
     _, _, tpa, tpf, ep, _ = degrees
-    even_heads = model.num_kv_heads % tpa == 0 or tpa % model.num_kv_heads == 0
-    sizes = [(model.num_query_heads, tpa)]
-    if model.moe is None:
-        sizes.append((model.ffn_size, tpf))
+    heads = [attention.heads for attention in model.attentions]
+    even_heads = all(each.num_kv_heads % tpa == 0 or tpa % each.num_kv_heads == 0 for each in heads)
+    sizes = [(each.num_query_heads, tpa) for each in heads]
+    if model.moes:
+        sizes += [size for moe in model.moes for size in ((moe.expert_size, tpf), (moe.num_experts, ep))]
     else:
-        sizes += [(model.moe.expert_size, tpf), (model.moe.num_experts, ep)]
+        sizes += [(ffn.num_columns, tpf) for ffn in model.ffns if isinstance(ffn, GatedFFN)]
     return even_heads and all(size % degree == 0 for size, degree in sizes)
 
 
@@ -99,9 +101,8 @@ def _divisors(number: int) -> list[int]:
 
 def _ffn_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, int]]:
     """Yield all pairs (TPF, EP). A dense FFN counts as one expert."""
-    num_experts = model.moe.num_experts if model.moe else 1
     for ep in _divisors(num_ranks):
-        if ep <= num_experts:
+        if ep <= model.num_experts:
             yield num_ranks // ep, ep
 
 
@@ -111,18 +112,18 @@ def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, in
     TPA is at most the number of KV heads.
     """
     for tpa in _divisors(num_ranks):
-        if tpa <= model.num_kv_heads and tpa < num_ranks:
+        if tpa <= model.most_heads.num_kv_heads and tpa < num_ranks:
             yield num_ranks // tpa, tpa
 
 
 def _tp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
-    if num_ranks <= model.num_query_heads:
+    if num_ranks <= model.most_heads.num_query_heads:
         for tpf, ep in _ffn_grids(model, num_ranks):
             yield 1, 1, num_ranks, tpf, ep, 1
 
 
 def _dp_ep(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
-    if model.moe is not None and num_ranks <= model.moe.num_experts:
+    if model.moes and num_ranks <= model.num_experts:
         for dp, tpa in _attention_grids(model, num_ranks):
             yield dp, 1, tpa, 1, num_ranks, 1
 

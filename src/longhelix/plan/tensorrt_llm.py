@@ -14,11 +14,13 @@ from longhelix.plan.peer_limits import (
     mixed_formats,
     overlap_notes,
     position_notes,
+    replicates_ffn,
     uneven_experts,
     uneven_ffn,
     uneven_heads,
     weight_notes,
 )
+from longhelix.spec import ModelSpec
 
 NAME = "TensorRT-LLM"
 CONFIG_FILE = "trtllm.yaml"
@@ -95,7 +97,7 @@ def command(deployment: Deployment, model_name: str) -> PeerCommand:
 
 def _settings(deployment: Deployment) -> dict[str, Setting]:
     degrees, sharded = deployment.degrees, deployment.sharded
-    experts = deployment.model.moe is not None
+    experts = bool(deployment.model.moes)
     # With Helix, only context servers prefill prompts in chunks. This command starts a generation server.
     chunk_tokens = None if sharded else deployment.chunk_tokens
     users = deployment.users_of_a_group
@@ -135,11 +137,12 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
         yield from _cannot_be_grouped(deployment)
     else:
         yield from uneven_heads(deployment, degrees.tpa, "tensor_parallel_size")
-        if model.num_query_heads % degrees.num_ranks:
-            yield (
-                f"tensor_parallel_size x context_parallel_size {degrees.num_ranks} must divide the "
-                f"{model.num_query_heads} query heads, which all these ranks exchange"
-            )
+        for query_heads in _query_heads(model):
+            if query_heads % degrees.num_ranks:
+                yield (
+                    f"tensor_parallel_size x context_parallel_size {degrees.num_ranks} must divide the "
+                    f"{query_heads} query heads, which all these ranks exchange"
+                )
         yield from uneven_ffn(deployment, degrees.num_ranks, "tensor_parallel_size x context_parallel_size")
     yield from uneven_experts(deployment, "moe_tensor_parallel_size", "moe_expert_parallel_size")
     if deployment.sharded and model.architecture not in _HELIX_FAMILIES:
@@ -161,21 +164,27 @@ def _cannot_be_grouped(deployment: Deployment) -> Iterator[str]:
             f"data parallel attention in groups of {deployment.degrees.tpa} GPUs that split the heads is not "
             f"supported: enable_attention_dp makes each tensor parallel rank a separate group ({_MAPPING})"
         )
-    if deployment.model.num_query_heads % deployment.kvp:
-        yield (
-            f"context_parallel_size {deployment.kvp} must divide the {deployment.model.num_query_heads} query heads, "
-            f"because the context parallel ranks exchange them"
-        )
-    if deployment.model.moe is None:
+    for query_heads in _query_heads(deployment.model):
+        if query_heads % deployment.kvp:
+            yield (
+                f"context_parallel_size {deployment.kvp} must divide the {query_heads} query heads, because the "
+                "context parallel ranks exchange them"
+            )
+    if not deployment.model.moes:
         yield (
             "a dense FFN cannot be sharded over data parallel ranks: with enable_attention_dp, each rank has a "
             "full copy (tensorrt_llm/_torch/models/modeling_qwen3.py at 5dedf53b14d9)"
         )
 
 
+def _query_heads(model: ModelSpec) -> dict[int, None]:
+    """The different numbers of query heads of the layers."""
+    return dict.fromkeys(attention.heads.num_query_heads for attention in model.attentions)
+
+
 def _cannot_keep(deployment: Deployment) -> Iterator[str]:
     """Yield the number formats that TensorRT-LLM does not support."""
-    latent = deployment.model.mla is not None
+    latent = deployment.model.has_latents
     if deployment.weight_dtype in ("int8", "w8a8"):
         yield f"weights in {deployment.weight_dtype} are not supported: no weight format is INT8 ({_QUANTISATION})"
     if deployment.weight_dtype == "int4" and latent:
@@ -206,7 +215,7 @@ def _notes(deployment: Deployment) -> Iterator[str]:
         yield f"Helix with data parallel attention needs a TensorRT-LLM version that includes {_HELIX_GROUPS}"
     if deployment.grouped:
         yield "assumption: max_batch_size is the number of requests per data parallel rank"
-        if model.num_dense_layers or (model.moe is not None and model.moe.shared_size):
+        if replicates_ffn(model):
             yield "dense FFNs and shared experts are replicated on every GPU, not sharded across all ranks"
     if ranks > GPUS_OF_A_SERVER:
         yield (

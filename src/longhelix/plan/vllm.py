@@ -15,11 +15,13 @@ from longhelix.plan.peer_limits import (
     mixed_formats,
     overlap_notes,
     position_notes,
+    replicates_ffn,
     uneven_experts,
     uneven_ffn,
     uneven_heads,
     weight_notes,
 )
+from longhelix.spec import LinearAttention
 
 NAME = "vLLM"
 _PARALLEL = "vllm/config/parallel.py at 00193b82b0e2"
@@ -124,7 +126,7 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
             "a copy of the FFN on every KVP rank is not supported: decode context parallel ranks belong to the tensor "
             f"parallel group, and this group shards one FFN over all its ranks ({_PARALLEL})"
         )
-    if deployment.grouped and deployment.model.moe is None:
+    if deployment.grouped and not deployment.model.moes:
         yield (
             "a dense FFN cannot be sharded over data parallel ranks: each data parallel rank has a copy of the FFN, "
             f"and only experts are sharded ({_DATA_PARALLEL})"
@@ -148,30 +150,32 @@ def _cannot(deployment: Deployment) -> Iterator[str]:
 
 def _cannot_share_kv(deployment: Deployment, tensor_parallel: int) -> Iterator[str]:
     """Yield the limits of decode context parallelism. The limits on heads do not apply to latent attention."""
-    model, kvp, heads = deployment.model, deployment.kvp, deployment.heads
-    if model.sliding_window is not None:
+    model, kvp = deployment.model, deployment.kvp
+    if model.views:
         yield (
             "decode context parallelism is not supported for sliding windows: no document mentions it, and pull "
             "request 47181, which would have added support, was closed"
         )
-    if model.linear is not None:
+    if any(isinstance(mixer, LinearAttention) for layer in model.layers for mixer in layer.mixers):
         yield (
             f"decode context parallelism is not supported for {model.architecture}: vLLM rejects it for caches that "
             "hold linear attention states (vLLM 0.20.2, according to pull request 299 of flagos-ai/vllm-plugin-FL)"
         )
-    if model.mla is not None:
+    if model.has_latents:
         return
-    most = tensor_parallel // heads.num_kv_heads
-    if tensor_parallel <= heads.num_kv_heads or kvp > most:
-        yield (
-            f"decode context parallel size {kvp} with tensor parallel size {tensor_parallel}: at most {most} is "
-            f"allowed (tensor parallel size / {heads.num_kv_heads} KV heads, rounded down), and the tensor parallel "
-            f"size must exceed the number of KV heads ({_MODEL})"
-        )
-    elif heads.group_size % kvp:
-        yield (
-            f"decode context parallel size {kvp} must divide the {heads.group_size} query heads per KV head ({_MODEL})"
-        )
+    for heads in dict.fromkeys(attention.heads for attention in model.attentions):
+        most = tensor_parallel // heads.num_kv_heads
+        if tensor_parallel <= heads.num_kv_heads or kvp > most:
+            yield (
+                f"decode context parallel size {kvp} with tensor parallel size {tensor_parallel}: at most {most} is "
+                f"allowed (tensor parallel size / {heads.num_kv_heads} KV heads, rounded down), and the tensor "
+                f"parallel size must exceed the number of KV heads ({_MODEL})"
+            )
+        elif heads.group_size % kvp:
+            yield (
+                f"decode context parallel size {kvp} must divide the {heads.group_size} query heads per KV head "
+                f"({_MODEL})"
+            )
 
 
 def _cannot_keep(deployment: Deployment) -> Iterator[str]:
@@ -182,7 +186,7 @@ def _cannot_keep(deployment: Deployment) -> Iterator[str]:
     if deployment.kv_dtype not in _KV_WORDS:
         yield f"a KV cache in {deployment.kv_dtype} is not supported: --kv-cache-dtype has no such value ({_CACHE})"
     lacking = [
-        *(["latent attention"] if deployment.model.mla is not None else []),
+        *(["latent attention"] if deployment.model.has_latents else []),
         *(["decode context parallelism"] if deployment.sharded else []),
     ]
     if not lacking:
@@ -205,13 +209,12 @@ def _notes(deployment: Deployment) -> Iterator[str]:
     yield from position_notes(deployment)
     yield from overlap_notes(deployment)
     yield from draft_notes(deployment)
-    moe = deployment.model.moe
     if deployment.grouped and deployment.sharded:
         yield (
             "assumption: each data parallel rank has its own decode context parallel ranks, because they belong to its "
             f"tensor parallel group ({_CONTEXT_PARALLEL}). No vLLM document mentions this combination"
         )
-    if deployment.grouped and moe is not None and (moe.shared_size or deployment.model.num_dense_layers):
+    if deployment.grouped and deployment.model.moes and replicates_ffn(deployment.model):
         yield "dense FFNs and shared experts are replicated on every data parallel rank, not sharded across all ranks"
     if degrees.world_size > GPUS_OF_A_SERVER:
         yield _servers_note(deployment)

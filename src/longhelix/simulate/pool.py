@@ -28,14 +28,15 @@ def with_pools(
     held = memory(setting, layouts=layouts, batch=0.0, context=0.0, chunk=float(rows)).total_bytes
     held = held + kv_bytes(setting, layouts, float(config.max_running), 0.0)
     free_bytes = float((setting.capacity_bytes(layouts) - held)[0])
-    full_bytes, window_bytes = (block_tokens * float(each[0]) for each in layer_bytes(setting, layouts))
+    full_bytes, *window_bytes = (block_tokens * float(each[0]) for each in layer_bytes(setting, layouts))
 
     def exceeds(num_blocks: int) -> bool:
-        windows = config.windows_of(views[:1], num_blocks)
-        return num_blocks * full_bytes + sum(window.num_blocks for window in windows) * window_bytes > free_bytes
+        windows = config.windows_of(views, num_blocks)
+        more = sum(window.num_blocks * size for window, size in zip(windows, window_bytes, strict=True))
+        return num_blocks * full_bytes + more > free_bytes
 
     # Without layers that see everything, their blocks take no memory.
-    many = max(config.most_listed_blocks, int(free_bytes / (full_bytes + window_bytes)))
+    many = max(config.most_listed_blocks, int(free_bytes / (full_bytes + sum(window_bytes))))
     most = int(free_bytes / full_bytes) if full_bytes else many
     affordable = bisect.bisect_left(range(1, max(most, 0) + 1), True, key=exceeds)
     if affordable < 1:

@@ -5,7 +5,7 @@ import msgspec
 from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.layout import HeadShape
 from longhelix.spec.mla import MLA
-from longhelix.spec.rope import RopeSpec
+from longhelix.spec.rope import RopeSpec, Rotation
 from longhelix.spec.sparse import Indexer
 
 
@@ -79,6 +79,15 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag=True, kw_only=True)
     temperature_tuning: bool = False
 
     @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rope, self.rotated_size)
+
+    @property
+    def output_size(self) -> int:
+        """Channels of a head's output, as the output projection takes it."""
+        return self.head_size
+
+    @property
     def cache_entry(self) -> CacheEntry:
         """What the layer keeps of a token, for each KV head: its key and its value."""
         return CacheEntry("kv", self.head_size, self.head_size)
@@ -112,6 +121,15 @@ class MultiHeadLatentAttention(msgspec.Struct, frozen=True, tag=True, kw_only=Tr
     def rotated_size(self) -> int:
         """Channels of a head that carry positions."""
         return self.latents.rope_size
+
+    @property
+    def rotation(self) -> Rotation:
+        return Rotation(self.rope, self.rotated_size)
+
+    @property
+    def output_size(self) -> int:
+        """Channels of a head's output, as the output projection takes it."""
+        return self.latents.value_size
 
     @property
     def cache_entry(self) -> CacheEntry:

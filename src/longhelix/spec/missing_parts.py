@@ -26,10 +26,6 @@ def _of_mixer(mixer: Mixer) -> Iterator[str]:
     if isinstance(mixer, MultiHeadLatentAttention) and mixer.visibility.limit_tokens is not None:
         yield "windows of latent attention"
     if isinstance(mixer, GroupedQueryAttention):
-        if mixer.rotated_size == 0:
-            yield "attention without positions"
-        elif mixer.rotated_size < mixer.head_size:
-            yield "rotation of a part of each head"
         if mixer.output_gate:
             yield "a gate of attention outputs"
         if mixer.sinks:

@@ -6,16 +6,10 @@ from functools import cached_property
 
 from longhelix.errors import UserError
 from longhelix.spec.attention import MultiHeadLatentAttention, Visibility
-from longhelix.spec.cache_entry import CacheEntry
-from longhelix.spec.ffn import GatedFFN
-from longhelix.spec.formats import number_format
-from longhelix.spec.layer import Attention, LayerSpec
-from longhelix.spec.layout import HeadShape
-from longhelix.spec.linear import LinearAttention
-from longhelix.spec.mla import MLA
+from longhelix.spec.layer import FFN, Attention, LayerSpec
+from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.moe import MoE
-from longhelix.spec.rope import RopeSpec
-from longhelix.spec.sparse import Indexer
+from longhelix.spec.rope import Rotation
 from longhelix.spec.vision import VisionSpec
 
 
@@ -69,7 +63,7 @@ class ModelSpec:
             self._check_vision(self.vision)
 
     def _check_vision(self, vision: VisionSpec) -> None:
-        if not self.rope.sections:
+        if any(not rotation.rope.sections for rotation in self.rotations):
             raise UserError(
                 "the model reads images, but its rope settings have no mrope_section: give the model's own config",
                 "invalid_model",
@@ -118,115 +112,70 @@ class ModelSpec:
 
     def group_of(self, layer: int) -> int:
         """Which KV group a layer's keys and values are in: 0 if its rows see everything, then those of `views`."""
-        view = self.view_of(layer)
-        return 0 if view is None else 1 + view
+        attention = self.layers[layer].attention
+        return 0 if attention is None else self.group_of_view(attention.visibility)
+
+    def group_of_view(self, visibility: Visibility) -> int:
+        """Which KV group the layers with this visibility are in."""
+        return 0 if visibility.limit_tokens is None else 1 + self.views.index(visibility)
 
     @cached_property
     def groups(self) -> tuple[int, ...]:
         """The KV group of each layer."""
         return tuple(map(self.group_of, range(self.num_layers)))
 
-    # Layers with attention are alike but for what their rows see, and so are FFNs of one kind: what follows asks the
-    # first of them.
+    def check(self, layout: Layout) -> None:
+        """Raise UserError unless the layers and their heads can be split like this."""
+        for heads in dict.fromkeys(attention.heads for attention in self.attentions):
+            layout.check(heads, self.num_layers)
+
+    def heads_of(self, group: int) -> HeadShape | None:
+        """The heads of the layers in a KV group: those of the first one. None if there is no layer."""
+        layers = (layer for layer, own in zip(self.layers, self.groups, strict=True) if own == group)
+        return next((layer.attention.heads for layer in layers if layer.attention is not None), None)
 
     @cached_property
-    def attention(self) -> Attention:
-        """The attention of the first layer that has any."""
-        return next(layer.attention for layer in self.layers if layer.attention is not None)
-
-    @property
-    def heads(self) -> HeadShape:
-        """Query heads and KV heads of attention."""
-        return self.attention.heads
-
-    @property
-    def num_query_heads(self) -> int:
-        return self.heads.num_query_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.heads.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        """Channels of a query head."""
-        return self.attention.head_size
-
-    @property
-    def rope(self) -> RopeSpec:
-        return self.attention.rope
-
-    @property
-    def rotated_size(self) -> int:
-        """Channels of a head that carry positions."""
-        return self.attention.rotated_size
+    def attentions(self) -> tuple[Attention, ...]:
+        """The different attentions of its layers."""
+        found = (layer.attention for layer in self.layers)
+        return tuple(dict.fromkeys(attention for attention in found if attention is not None))
 
     @cached_property
-    def mla(self) -> MLA | None:
-        """The sizes of latent attention. None if the model has other attention."""
-        return self.attention.latents if isinstance(self.attention, MultiHeadLatentAttention) else None
+    def rotations(self) -> tuple[Rotation, ...]:
+        """The different rotations of its layers."""
+        return tuple(dict.fromkeys(attention.rotation for attention in self.attentions))
 
-    @property
-    def indexer(self) -> Indexer | None:
-        return self.attention.visibility.indexer
-
-    @cached_property
-    def linear(self) -> LinearAttention | None:
-        """The linear attention of the layers that have it. None if there are none."""
-        return next((layer.linear for layer in self.layers if layer.linear is not None), None)
-
-    @cached_property
-    def dense(self) -> GatedFFN | None:
-        """The FFN of the layers without experts. None if there are none."""
-        return next((layer.dense for layer in self.layers if layer.dense is not None), None)
-
-    @cached_property
-    def moe(self) -> MoE | None:
-        """The FFN of the layers with experts. None if there are none."""
-        return next((layer.moe for layer in self.layers if layer.moe is not None), None)
-
-    @property
-    def ffn_size(self) -> int:
-        """Columns of dense FFNs. 0 if there are none."""
-        return 0 if self.dense is None else self.dense.num_columns
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer's FFN has experts."""
-        return self.layers[layer].moe is not None
-
-    @cached_property
-    def num_dense_layers(self) -> int:
-        """Layers whose FFNs have no experts."""
-        return sum(layer.moe is None for layer in self.layers)
-
-    def has_window(self, layer: int) -> bool:
-        """Whether the rows of a layer see only some last tokens, or those of their chunk."""
+    def rotation_of(self, layer: int) -> int:
+        """Which of `rotations` a layer has. For layers with attention."""
         attention = self.layers[layer].attention
-        return attention is not None and attention.visibility.limit_tokens is not None
+        assert attention is not None
+        return self.rotations.index(attention.rotation)
 
     @cached_property
-    def num_windowed_layers(self) -> int:
-        return sum(map(self.has_window, range(self.num_layers)))
-
-    def is_linear(self, layer: int) -> bool:
-        """Whether a layer has linear attention."""
-        return self.layers[layer].linear is not None
+    def most_heads(self) -> HeadShape:
+        """As many query heads, and as many KV heads, as any layer has."""
+        heads = [attention.heads for attention in self.attentions]
+        return HeadShape(max(each.num_query_heads for each in heads), max(each.num_kv_heads for each in heads))
 
     @cached_property
-    def num_linear_layers(self) -> int:
-        return sum(map(self.is_linear, range(self.num_layers)))
+    def has_latents(self) -> bool:
+        """Whether any layer has latent attention."""
+        return any(isinstance(attention, MultiHeadLatentAttention) for attention in self.attentions)
 
     @cached_property
-    def sliding_window(self) -> int | None:
-        """The most tokens that a row of a layer with a window sees. None if there is no such layer."""
-        return next((tokens for tokens in map(_limit_tokens, self.layers) if tokens is not None), None)
+    def ffns(self) -> tuple[FFN, ...]:
+        """The different FFNs of its layers."""
+        return tuple(dict.fromkeys(ffn for layer in self.layers for ffn in layer.ffns))
+
+    @cached_property
+    def moes(self) -> tuple[MoE, ...]:
+        """The different FFNs with experts. Empty if no layer has experts."""
+        return tuple(ffn for ffn in self.ffns if isinstance(ffn, MoE))
 
     @property
-    def mean_window(self) -> float:
-        """What a row of a layer with a window sees on average, far into a prompt, in tokens."""
-        windowed = next(layer for layer in self.layers if _limit_tokens(layer) is not None)
-        assert windowed.attention is not None
-        return windowed.attention.visibility.mean_tokens
+    def num_experts(self) -> int:
+        """The fewest experts that a layer with experts has. 1: no layer has any."""
+        return min((moe.num_experts for moe in self.moes), default=1)
 
     def without_windows(self) -> "ModelSpec":
         """Return the model with layers whose rows see all earlier tokens."""
@@ -242,28 +191,9 @@ class ModelSpec:
     def scaled_positions(self) -> int:
         """The positions that the model was made for, or those that its rope scaling takes it to, if these are more:
         the original ones times yarn's factor (arXiv 2309.00071)."""
-        if self.rope.kind != "yarn":
-            return self.max_positions
-        return max(self.max_positions, int(self.rope.original_max_positions * self.rope.factor))
-
-    @property
-    def cache_entries(self) -> tuple[CacheEntry, ...]:
-        """What every layer with attention keeps of a token for it: keys and values, or the latent with its rotated
-        key."""
-        return (self.attention.cache_entry,)
-
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Numbers that all layers keep of one token, for all KV heads; an indexer's keys among them."""
-        kept = self.num_kv_heads * sum(sum(entry.vector_sizes) for entry in self.cache_entries)
-        keys = 0 if self.indexer is None else self.indexer.head_size
-        return (self.num_layers - self.num_linear_layers) * (kept + keys)
-
-    def kv_bytes_per_token(self, kv_dtype: str, num_kv_heads: int, num_layers: int, device: str) -> int:
-        """Bytes that the engine keeps of one token on "cpu" or "cuda", for some of the KV heads and layers."""
-        number = number_format(kv_dtype)
-        head_bytes = sum(entry.head_bytes(number, device) for entry in self.cache_entries)
-        return int(num_layers * num_kv_heads * head_bytes)
+        ropes = (rotation.rope for rotation in self.rotations)
+        scaled = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.kind == "yarn"]
+        return max([self.max_positions, *scaled])
 
 
 def _check_sizes(sizes: dict[str, int]) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from longhelix.errors import UserError
 from longhelix.spec.config import positive
@@ -110,6 +110,18 @@ class RopeSpec:
             long_factor=frequency_divisors(rope, "long_factor", head_size) if kind == "longrope" else (),
             sections=_sections(rope, head_size),
         )
+
+
+class Rotation(NamedTuple):
+    """How a layer rotates its queries and keys.
+
+    Attributes:
+        rope: How the frequencies follow.
+        size: Channels of a head that are rotated, from the first on. 0: none.
+    """
+
+    rope: RopeSpec
+    size: int
 
 
 @dataclass(frozen=True)

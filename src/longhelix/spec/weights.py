@@ -14,6 +14,7 @@ from longhelix.spec.attention import GroupedQueryAttention, MultiHeadLatentAtten
 from longhelix.spec.families import FAMILIES
 from longhelix.spec.ffn import GatedFFN
 from longhelix.spec.layer import FFN, LayerSpec, Mixer
+from longhelix.spec.layout import HeadShape
 from longhelix.spec.linear import LinearAttention
 from longhelix.spec.model import ModelSpec
 from longhelix.spec.moe import MoE
@@ -45,15 +46,29 @@ class WeightDtype(Enum):
 
 @dataclass(frozen=True)
 class Dim:
-    """`count` items of `unit` numbers each, of which ranks have some, whole."""
+    """Items of numbers, of which ranks have some, whole.
+
+    Attributes:
+        split: Which ranks share them.
+        count: How many items there are.
+        unit: Numbers of an item.
+        heads: For splits by heads of attention, all heads of the layer.
+    """
 
     split: Split
     count: int
     unit: int = 1
+    heads: HeadShape | None = None
 
     @property
     def size(self) -> int:
         return self.count * self.unit
+
+    @property
+    def all_heads(self) -> HeadShape:
+        """`heads`, for splits by heads of attention."""
+        assert self.heads is not None
+        return self.heads
 
 
 _ONCE = Dim(Split.WHOLE, 1)
@@ -103,10 +118,14 @@ def head(spec: ModelSpec) -> WeightSpec:
 
 def layer_weights(spec: ModelSpec, layer: LayerSpec) -> tuple[WeightSpec, ...]:
     """Those of one layer. Names and tensors are without the layer's own prefix."""
-    mixers = (weight for mixer in layer.mixers for weight in _mixer(spec, mixer))
-    ffns = (weight for ffn in layer.ffns for weight in _ffn(spec, ffn))
+    return tuple(weight for part in (*layer.mixers, *layer.ffns) for weight in part_weights(spec, part))
+
+
+def part_weights(spec: ModelSpec, part: Mixer | FFN) -> tuple[WeightSpec, ...]:
+    """Those of a layer's mixer or FFN, with the norm before it. Names and tensors are without the layer's own
+    prefix."""
+    weights = _ffn(spec, part) if isinstance(part, GatedFFN | MoE) else _mixer(spec, part)
     renamed = FAMILIES[spec.architecture].tensors
-    weights = (*mixers, *ffns)
     return tuple(replace(each, tensor=renamed[each.tensor]) if each.tensor in renamed else each for each in weights)
 
 
@@ -157,8 +176,8 @@ def _mixer(spec: ModelSpec, mixer: Mixer) -> Iterator[WeightSpec]:
 def _grouped_query(spec: ModelSpec, attention: GroupedQueryAttention) -> Iterator[WeightSpec]:
     hidden, size, heads = _hidden(spec), attention.head_size, attention.heads
     queries, keys = (
-        Dim(Split.QUERY_HEADS, heads.num_query_heads, 2 * size if attention.output_gate else size),
-        Dim(Split.KV_HEADS, heads.num_kv_heads, size),
+        _heads(Split.QUERY_HEADS, heads, 2 * size if attention.output_gate else size),
+        _heads(Split.KV_HEADS, heads, size),
     )
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     for name, rows in projections.items():
@@ -169,15 +188,15 @@ def _grouped_query(spec: ModelSpec, attention: GroupedQueryAttention) -> Iterato
         yield WeightSpec("q_norm", "self_attn.q_norm.weight", _whole(size))
         yield WeightSpec("k_norm", "self_attn.k_norm.weight", _whole(size))
     if attention.sinks:
-        yield WeightSpec("sinks", "self_attn.sinks", Dim(Split.QUERY_HEADS, heads.num_query_heads))
-    yield _product("output", "self_attn.o_proj.weight", hidden, Dim(Split.OUTPUT_HEADS, heads.num_query_heads, size))
+        yield WeightSpec("sinks", "self_attn.sinks", _heads(Split.QUERY_HEADS, heads, 1))
+    yield _product("output", "self_attn.o_proj.weight", hidden, _heads(Split.OUTPUT_HEADS, heads, size))
 
 
 def _latent(spec: ModelSpec, attention: MultiHeadLatentAttention) -> Iterator[WeightSpec]:
     """MLA: down-projections whole on every rank, up-projections and the output by query heads."""
-    mla, num_query_heads = attention.latents, attention.heads.num_query_heads
+    mla, heads = attention.latents, attention.heads
     hidden, latent = _hidden(spec), _whole(mla.kv_lora_rank)
-    queries = Dim(Split.QUERY_HEADS, num_query_heads, attention.head_size)
+    queries = _heads(Split.QUERY_HEADS, heads, attention.head_size)
     down = {"kv_a_proj_with_mqa": _whole(mla.cached_size)}
     if mla.q_lora_rank is None:
         yield _product("query_up", "self_attn.q_proj.weight", queries, hidden)
@@ -191,9 +210,9 @@ def _latent(spec: ModelSpec, attention: MultiHeadLatentAttention) -> Iterator[We
     for name, rows in down.items() if attention.qkv_bias else ():
         yield WeightSpec("latent_down_bias", f"self_attn.{name}.bias", rows)
     yield WeightSpec("latent_norm", "self_attn.kv_a_layernorm.weight", latent)
-    made = Dim(Split.QUERY_HEADS, num_query_heads, mla.nope_size + mla.value_size)
+    made = _heads(Split.QUERY_HEADS, heads, mla.nope_size + mla.value_size)
     yield WeightSpec("latent_up", "self_attn.kv_b_proj.weight", made, latent)
-    values = Dim(Split.OUTPUT_HEADS, num_query_heads, mla.value_size)
+    values = _heads(Split.OUTPUT_HEADS, heads, mla.value_size)
     yield _product("output", "self_attn.o_proj.weight", hidden, values)
     if attention.visibility.indexer is not None and mla.q_lora_rank is not None:
         yield from _indexer(spec, attention.visibility.indexer, _whole(mla.q_lora_rank))
@@ -284,6 +303,11 @@ def _product(name: str, tensor: str, rows: Dim, columns: Dim, experts: Dim = _ON
 
 def _hidden(spec: ModelSpec) -> Dim:
     return _whole(spec.hidden_size)
+
+
+def _heads(split: Split, heads: HeadShape, unit: int) -> Dim:
+    """KV heads or query heads, of `unit` numbers each."""
+    return Dim(split, heads.num_kv_heads if split is Split.KV_HEADS else heads.num_query_heads, unit, heads)
 
 
 def _whole(size: int) -> Dim:

@@ -12,6 +12,7 @@ from longhelix.plan.choice import Chooser
 from longhelix.plan.question import Question
 from longhelix.plan.space import OVERLAPPED, STRATEGIES, space
 from longhelix.spec.presets import load_model, load_system
+from toy_model import moe_of
 
 pytestmark = pytest.mark.unit
 
@@ -102,4 +103,4 @@ def test_layouts_of_every_strategy_are_estimated_as_they_were_planned(capfd, nam
                 found = printed(capfd, "estimate", *options, *layout_options(asdict(choice)))
                 assert_same(found, asdict(choice))
                 seen.add(strategy.name)
-    assert {strategy.name for strategy in STRATEGIES} - seen == (set() if setting.model.moe else {"dp_ep"})
+    assert {strategy.name for strategy in STRATEGIES} - seen == (set() if moe_of(setting.model) else {"dp_ep"})

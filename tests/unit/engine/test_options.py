@@ -22,6 +22,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.spec import RopeSpec
 from longhelix.spec.layout import Layout
+from toy_model import attention_of
 
 pytestmark = pytest.mark.unit
 
@@ -187,9 +188,12 @@ def test_rope_settings_that_are_resolved_give_frequencies(rope, max_model_len):
     except UserError as refused:
         assert_sentence(refused)
         return
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec.rope), type=RopeSpec) == spec.rope
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(attention_of(spec).rope), type=RopeSpec)
+        == attention_of(spec).rope
+    )
     for length in (1, max_model_len):
-        assert all(0 < frequency < math.inf for frequency in inverse_frequencies(spec.rope, 64, length))
+        assert all(0 < frequency < math.inf for frequency in inverse_frequencies(attention_of(spec).rope, 64, length))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from longhelix.spec import FORMATS
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.presets import load_model, load_system
 from tiers import few
+from toy_model import kv_elements
 
 pytestmark = pytest.mark.unit
 
@@ -119,7 +120,7 @@ def test_figure_4_gives_every_head_and_column_to_one_rank():
     [("deepseek-r1", "fp4", 17.57), ("llama-3.1-405b", "fp4", 129.0), ("llama-3.1-405b", "bfloat16", 516.1)],
 )
 def test_kv_of_a_million_tokens(model, dtype, gigabytes):
-    bits = load_model(model).kv_elements_per_token * FORMATS[dtype].bits
+    bits = kv_elements(load_model(model)) * FORMATS[dtype].bits
     assert bits / 8 * 1e6 / 1e9 == pytest.approx(gigabytes, rel=1e-3)
 
 

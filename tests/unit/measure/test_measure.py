@@ -16,6 +16,7 @@ from longhelix.measure.model import LongRequests, RankModel, fill, prefill_steps
 from longhelix.measure.timing import Timing, interleave
 from longhelix.spec import KV_DTYPES
 from longhelix.spec.layout import Layout
+from toy_model import attention_of
 
 pytestmark = [
     pytest.mark.unit,
@@ -47,7 +48,13 @@ def test_prefill_counts_every_weight_that_the_model_declares(config):
     spec = config.spec
     norms = spec.hidden_size * (2 * spec.num_layers + 1)
     head = spec.hidden_size * spec.vocab_size
-    attention = 4 * spec.num_query_heads * spec.head_size * spec.num_layers * sum(range(1, 11))
+    attention = (
+        4
+        * attention_of(spec).heads.num_query_heads
+        * attention_of(spec).head_size
+        * spec.num_layers
+        * sum(range(1, 11))
+    )
     layers = config.weight_elements(0) - norms - head
     assert prefill_flops(spec, 10) == 2 * 10 * layers + 2 * head + attention
 
@@ -132,7 +139,7 @@ def test_a_long_request_takes_the_same_step_again_and_again(config):
 @pytest.mark.parametrize("dtype", KV_DTYPES)
 def test_filled_keys_and_values_are_finite_and_not_all_alike(dtype, monkeypatch):
     monkeypatch.setattr(model, "_FILL_BLOCKS", 2)  # so that five blocks are copies of two
-    pool = KVPool({"kv": KVFormat.choose(dtype, 16, 2, 32, 32, CPU)}, 2, 5, CPU)
+    pool = KVPool([{"kv": KVFormat.choose(dtype, 16, 2, 32, 32, CPU)}] * 2, 5, CPU)
     for layer in pool.entries():
         layer.values.fill_(255)  # a NaN in every dtype that has one
     fill(pool)

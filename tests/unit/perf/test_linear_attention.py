@@ -16,7 +16,7 @@ from longhelix.simulate.pool import with_pools
 from longhelix.spec import LinearAttention, ModelSpec, MoE
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
-from toy_model import toy_model
+from toy_model import kv_elements, toy_model
 
 pytestmark = pytest.mark.unit
 
@@ -127,7 +127,7 @@ def test_attention_is_that_of_the_other_layers_alone():
     item = by_name(decode_items(setting(), layouts(), 3.0, 1000.0))["attention"]
     assert item.hbm_bytes[0] == 3 * (1000 * TOKEN_BYTES + ROW_BYTES)
     assert setting().kv_token_bytes == TOKEN_BYTES
-    assert TOY.kv_elements_per_token == 2 * 2 * 16
+    assert kv_elements(TOY) == 2 * 2 * 16
 
 
 def test_the_stage_with_most_full_layers_decides():

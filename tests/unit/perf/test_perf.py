@@ -26,6 +26,7 @@ from longhelix.scheduler.work import CANDIDATES, Work
 from longhelix.spec.layout import HeadShape
 from longhelix.spec.presets import load_model, load_system
 from longhelix.spec.weights import num_active_parameters, num_parameters
+from toy_model import attention_of, kv_elements, latents_of, moe_of, num_dense
 
 pytestmark = pytest.mark.unit
 
@@ -46,7 +47,7 @@ def configurations(draw):
     """A model, layouts of it in one array, batch and context."""
     name = draw(st.sampled_from(sorted(MODELS)))
     model = MODELS[name]
-    num_experts = model.moe.num_experts if model.moe else 1
+    num_experts = moe_of(model).num_experts if moe_of(model) else 1
     local, dp, hop_b = draw(st.booleans()), draw(st.sampled_from([1, 1, 2, 4])), draw(st.booleans())
     layouts = []
     for _ in range(draw(st.integers(1, 4))):
@@ -129,10 +130,10 @@ def divisors(number, most=64):
 def test_kv_over_all_ranks_is_the_formula(data, name, kvp, batch, context):
     """Where heads and layers divide evenly, so that every rank is as full as the fullest."""
     model, how = MODELS[name], setting(name)
-    tpa = data.draw(st.sampled_from(divisors(model.num_kv_heads)))
+    tpa = data.draw(st.sampled_from(divisors(attention_of(model).heads.num_kv_heads)))
     layout = Layout(kvp, tpa, pp=data.draw(st.sampled_from(divisors(model.num_layers))))
     held = kv_bytes(how, Layouts.of([layout]), float(batch), float(context))[0] * layout.world_size
-    assert held == pytest.approx(batch * context * model.kv_elements_per_token * 0.5)
+    assert held == pytest.approx(batch * context * kv_elements(model) * 0.5)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -154,7 +155,17 @@ def test_decode_reads_the_weights_and_kv_of_the_rank_and_sends_the_exchange_of_t
     how, layouts = setting("llama-3-8b", H100, "bfloat16"), one(kvp=4, tpa=2)
     items = {item.name: item for item in decode_items(how, layouts, 8.0, 1e5)}
     model = how.model
-    kv = 8 * 1e5 / 4 * 2 * model.num_layers * model.num_kv_heads / 2 * model.head_size * 2
+    kv = (
+        8
+        * 1e5
+        / 4
+        * 2
+        * model.num_layers
+        * attention_of(model).heads.num_kv_heads
+        / 2
+        * attention_of(model).head_size
+        * 2
+    )
     # Of 16 heads a query and a partial output in bfloat16, and an LSE; the merge reads outputs, and writes a quarter.
     rows = model.num_layers * 8 * 16
     assert items["attention"].hbm_bytes[0] == kv + rows * (2 * 128 * 2 + 4)
@@ -165,7 +176,7 @@ def test_decode_reads_the_weights_and_kv_of_the_rank_and_sends_the_exchange_of_t
     assert read == pytest.approx(weights_bytes(how, layouts)[0] - embedding)
     # B (H / TPA) (KVP - 1) / KVP elements and LSEs, a layer (Helix, section 2.1.2).
     elements = 8 * model.hidden_size / 2 * 3 / 4
-    lses = 8 * model.num_query_heads / 2 * 3 / 4
+    lses = 8 * attention_of(model).heads.num_query_heads / 2 * 3 / 4
     assert items["exchange"].net_bytes[0] == model.num_layers * (elements * 2 + lses * 4)
 
 
@@ -191,7 +202,8 @@ def test_helix_with_one_kvp_rank_is_tensor_parallelism(name, tpa, batch, context
     )
     for name in ("exchange", "merge"):
         assert (items[name].seconds[0], items[name].net_bytes[0]) == (0, 0)
-    assert on.merged_query_heads(how.heads)[0] == on.query_heads(how.heads)[0]
+    heads = attention_of(how.model).heads
+    assert on.merged_query_heads(heads)[0] == on.query_heads(heads)[0]
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-405b", "deepseek-r1"])
@@ -511,7 +523,7 @@ def test_latent_attention_of_a_large_chunk_is_direct_and_of_a_small_one_absorbed
         items = step_items(how, layouts, Work.chunk(rows, 1e5))
         return next(item for item in items if item.name == "attention").flops[0]
 
-    mla, heads, layers = how.model.mla, 16, how.model.num_layers
+    mla, heads, layers = latents_of(how.model), 16, how.model.num_layers
 
     def absorbed(rows):
         return layers * 2 * heads * (mla.cached_size + mla.kv_lora_rank) * rows * (1e5 + (rows + 1) / 2)
@@ -535,7 +547,7 @@ def test_a_row_reads_few_experts_and_many_rows_all():
         next(item for item in decode_items(how, one(kvp=8), batch, 1e3) if item.name == "experts").hbm_bytes[0]
         for batch in (1.0, 4096.0)
     ]
-    moe, layers = how.model.moe, how.model.num_layers - how.model.num_dense_layers
+    moe, layers = moe_of(how.model), how.model.num_layers - num_dense(how.model)
     expert = 3 * how.model.hidden_size * moe.expert_size / 8 * 0.5
     assert read[0] == pytest.approx(layers * moe.experts_per_token * expert)
     assert read[1] == pytest.approx(layers * moe.num_experts * expert, rel=1e-6)
@@ -651,7 +663,7 @@ def test_rows_of_groups_go_to_experts_once_and_are_whole_again_after_them():
     how = setting("deepseek-r1")
     layouts = Layouts.of([Layout(8, 1, 1, 8)], dp=2)
     items = {item.name: item for item in decode_items(how, layouts, 10.0, 1e5)}
-    row, moe, layers = 7168 * 2, how.model.moe, 58
+    row, moe, layers = 7168 * 2, moe_of(how.model), 58
     sent = 2 * row * 8 * (1 - (1 - 1 / 8) ** moe.experts_per_token) * 7 / 8
     # Dense layers gather 10 rows on all ranks, and scatter the sums.
     dense = 3 * 10 * row / 2, 3 * (10 * row * 7 / 8 + 5 * row * 3 / 4)

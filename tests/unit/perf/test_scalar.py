@@ -16,6 +16,7 @@ from longhelix.scheduler.work import Work
 from longhelix.spec import read_hf_config
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
+from toy_model import latents_of
 
 pytestmark = pytest.mark.unit
 
@@ -110,6 +111,6 @@ def test_a_model_whose_chunks_never_attend_directly_has_a_cost():
     """2 x kv_lora_rank is at most qk_nope_head_dim + v_head_dim."""
     sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     model = latent_model(hidden_size=16, intermediate_size=16, moe_intermediate_size=16, **sizes)
-    assert model.mla.direct_rows == math.inf
+    assert latents_of(model).direct_rows == math.inf
     how = Setting(model, load_system("cpu"), "bfloat16", "bfloat16")
     assert math.isfinite(StepCost(how, Layout()).seconds(Work.chunk(512, 0)))

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longhelix.perf.flops import attention_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, weights_bytes
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.runs import most_in_runs
+from longhelix.perf.runs import Runs
 from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.step import decode_items, decode_seconds, step_items
@@ -19,7 +21,7 @@ from longhelix.scheduler.work import Work
 from longhelix.spec import ModelSpec, MoE, Visibility
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
-from toy_model import EVERYTHING, toy_model
+from toy_model import EVERYTHING, attention_of, toy_model
 
 pytestmark = pytest.mark.unit
 
@@ -167,8 +169,28 @@ def test_useful_work_is_that_of_the_window():
 
 
 def test_the_most_of_a_kind_in_any_run_of_layers():
-    assert most_in_runs([False, True, False, True, True, False]).tolist() == [0, 1, 2, 2, 3, 3, 3]
-    assert most_in_runs([False, False]).tolist() == [0, 0, 0]
+    lengths = np.arange(1.0, 7)
+    full, windowed = Runs("wfwffw").shared_out("fw", lengths)
+    assert full.tolist() == [1, 2, 2, 3, 3, 3]
+    assert windowed.tolist() == [0, 0, 1, 1, 2, 3]
+    (alone,) = Runs("ff").shared_out("f", np.array([[1.0], [2.0]]))
+    assert alone.tolist() == [[1], [2]]
+
+
+@given(st.text("abc", min_size=1, max_size=12), st.data())
+def test_a_run_of_layers_is_shared_out_among_kinds_and_holds_what_its_layers_hold(layers, data):
+    runs = Runs(layers)
+    kinds = data.draw(st.permutations(runs.kinds))
+    lengths = np.array(data.draw(st.lists(st.integers(1, len(layers)), min_size=1, max_size=4)), np.float64)
+    counts = runs.shared_out(kinds, lengths)
+    assert sum(counts).tolist() == lengths.tolist()
+    amounts = {kind: np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths))))
+               for kind in runs.kinds}  # fmt: skip
+    held = runs.most_held(amounts, lengths)
+    for place, length in enumerate(lengths.astype(int)):
+        pieces = [layers[start : start + length] for start in range(len(layers) - length + 1)]
+        assert counts[0][place] == max(piece.count(kinds[0]) for piece in pieces)
+        assert held[place] == max(sum(amounts[kind][place] for kind in piece) for piece in pieces)
 
 
 def test_a_stage_has_the_experts_of_its_own_layers():
@@ -189,7 +211,7 @@ def test_presets_with_windows_keep_the_context_in_their_other_layers_alone(name,
     """18 of 36 layers, and 12 of 48; on one GPU, of 131,072 tokens."""
     how = setting(load_model(name))
     model = how.model
-    token_bytes = 2 * model.num_kv_heads * model.head_size * 2
+    token_bytes = 2 * attention_of(model).heads.num_kv_heads * attention_of(model).head_size * 2
     kept = full * 131_072 + (model.num_layers - full) * (window + 3 * 16)
     assert kv_bytes(how, layouts(), 1.0, 131_072.0)[0] == kept * token_bytes
     assert np.isfinite(decode_seconds(how, layouts(tpa=8), 4.0, 131_072.0)).all()

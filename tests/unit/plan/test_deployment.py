@@ -21,7 +21,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, GatedFFN, Visibility
 from longhelix.spec.presets import load_model
 from longhelix.spec.weights import WeightDtype
-from toy_model import with_attention, with_ffns
+from toy_model import moe_of, with_attention, with_ffns
 
 pytestmark = pytest.mark.unit
 
@@ -134,10 +134,10 @@ def test_weights_whose_inputs_do_not_come_in_blocks_stay_wide():
 
 
 def _small_models():
-    moe = msgspec.structs.replace(MIXTRAL.moe, num_experts=3, experts_per_token=2, expert_size=192)
+    moe = msgspec.structs.replace(moe_of(MIXTRAL), num_experts=3, experts_per_token=2, expert_size=192)
     grouped = {"num_groups": 1, "groups_per_token": 1}
     latent = msgspec.structs.replace(
-        R1.moe, num_experts=4, experts_per_token=2, expert_size=96, shared_size=96, **grouped
+        moe_of(R1), num_experts=4, experts_per_token=2, expert_size=96, shared_size=96, **grouped
     )
     return (
         with_ffns(SMOL, GatedFFN(192)),
@@ -147,7 +147,7 @@ def _small_models():
     )
 
 
-@pytest.mark.parametrize("model", _small_models(), ids=lambda model: f"{model.architecture} {model.ffn_size}")
+@pytest.mark.parametrize("model", _small_models(), ids=lambda model: f"{model.architecture} {model.ffns[0]}")
 def test_weights_are_narrow_exactly_where_each_ranks_products_divide_into_blocks(model):
     searched = space(model, 4)
     kept = set()

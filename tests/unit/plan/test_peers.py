@@ -21,7 +21,7 @@ from longhelix.plan.space import space
 from longhelix.spec import FAMILIES, FORMATS, Visibility
 from longhelix.spec.layout import HeadShape
 from longhelix.spec.presets import load_model
-from toy_model import with_attention
+from toy_model import attention_of, with_attention
 
 pytestmark = pytest.mark.unit
 
@@ -95,7 +95,11 @@ def layouts(model, most_gpus):
 def test_each_option_of_each_command_is_one_of_the_engines_own(name):
     model = MODELS[name]
     formats = [(weights, "fp8") for weights in FORMATS] + [("bfloat16", kv) for kv in FORMATS] + [("fp4", "fp4")]
-    grid = [*layouts(model, 4), ONE | {"kvp": 8, "tpa": model.num_kv_heads, "tpf": 8 * model.num_kv_heads}]
+    grid = [
+        *layouts(model, 4),
+        ONE
+        | {"kvp": 8, "tpa": attention_of(model).heads.num_kv_heads, "tpf": 8 * attention_of(model).heads.num_kv_heads},
+    ]
     answered = dict.fromkeys(OPTIONS, 0)
     for position, layout in enumerate(grid):
         weights, kv = formats[position % len(formats)]
@@ -332,7 +336,7 @@ def test_indexers_and_linear_attention_with_kvp():
     assert not found("vLLM", linear, tpa=8, tpf=8).cannot
 
 
-PLANNED_ONLY = {"deepseek_v32", "glm4_moe", "gpt_oss", "llama4", "llama4_text", "qwen3_next"}
+PLANNED_ONLY = {"deepseek_v32", "gpt_oss", "llama4", "llama4_text", "qwen3_next"}
 
 
 def test_each_family_is_answered():

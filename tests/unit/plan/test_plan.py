@@ -30,6 +30,7 @@ from longhelix.plan.space import HELIX, STRATEGIES, space
 from longhelix.plan.sweep import batches, sweep
 from longhelix.spec.presets import load_model, load_system, model_names, system_names
 from longhelix.units import digits
+from toy_model import attention_of
 
 pytestmark = pytest.mark.unit
 
@@ -58,10 +59,10 @@ def test_every_layout_of_the_space_is_one_and_there_is_none_twice():
             int(getattr(layouts, name)[0]) for name in ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
         )
         layout = Layout(dp * kvp, *others)
-        layout.check(R1.heads, model.num_layers)
+        layout.check(attention_of(R1).heads, model.num_layers)
         assert layout.world_size == layouts.world_size[0] <= 24
         name = STRATEGIES[searched.strategy[index]].name
-        assert not layout.duplicates_kv(R1.heads) or name == "tp"
+        assert not layout.duplicates_kv(attention_of(R1).heads) or name == "tp"
         assert (dp > 1, kvp > 1) == (name.startswith(("dp", "helix_dp")), name.startswith(("helix", "tied")))
         seen.add((name, dp, kvp, *others))
         words = degrees(layouts, 0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from longhelix.compute.kernels import TILES, KVFormat, make_weight, native
+from longhelix.compute.runner.pool_size import kv_bytes_per_token
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
@@ -11,6 +12,7 @@ from longhelix.perf.setting import Setting
 from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, CacheEntry, number_format
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
+from toy_model import attention_of
 
 pytestmark = pytest.mark.unit
 
@@ -68,7 +70,7 @@ def test_bytes_of_a_cache_entry_are_those_of_its_tensors(dtype, entry, device):
 
 def test_the_scales_of_a_token():
     """A key and a value of 128 channels, and a scale of each."""
-    (entry,) = load_model("llama-3-8b").cache_entries
+    entry = attention_of(load_model("llama-3-8b")).cache_entry
     assert [entry.head_bytes(FORMATS[name], "cpu") for name in KV_DTYPES] == [1024, 512, 512, 260, 260, 132]
     assert [entry.head_bytes(FORMATS[name], "cuda") for name in ("bfloat16", "fp8", "int8")] == [512, 264, 264]
 
@@ -82,8 +84,8 @@ def test_planner_and_engine_count_the_same_bytes_of_kv(model, system, device, dt
         hardware = hardware.replaced({f"flops_per_s.{dtype}": 1e12}, "a test's")
     setting = Setting(spec, hardware, "bfloat16", dtype)
     planned = memory(setting, Layouts.of([Layout()]), 3.0, 1000.0).kv_bytes[0]
-    assert planned == 3000 * spec.kv_bytes_per_token(dtype, spec.num_kv_heads, spec.num_layers, device)
-    assert setting.kv_token_bytes == spec.kv_bytes_per_token(dtype, spec.num_kv_heads, spec.num_layers, device)
+    assert planned == 3000 * kv_bytes_per_token(spec, Layout(), dtype, device, 0)
+    assert setting.kv_token_bytes == kv_bytes_per_token(spec, Layout(), dtype, device, 0)
 
 
 @needs_native

@@ -25,6 +25,7 @@ from longhelix.spec import FAMILIES, Indexer, LinearAttention, ModelSpec, MoE, r
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.spec.presets import load_model
 from longhelix.spec.weights import num_parameters
+from toy_model import attention_of, limit_of, moe_of
 
 pytestmark = pytest.mark.unit
 
@@ -101,7 +102,7 @@ def refused(config, *words) -> None:
 
 
 def full_layers(spec) -> list[int]:
-    return [layer for layer in range(spec.num_layers) if not spec.has_window(layer)]
+    return [layer for layer in range(spec.num_layers) if spec.view_of(layer) is None]
 
 
 def assert_sentence(error) -> None:
@@ -112,14 +113,12 @@ MISSING = {
     "deepseek_v32": ["an indexer (DeepSeek sparse attention)"],
     "qwen3_next": [
         "linear attention (Gated DeltaNet)",
-        "rotation of a part of each head",
         "a gate of attention outputs",
     ],
-    "glm4_moe": ["rotation of a part of each head"],
+    "glm4_moe": [],
     "gpt_oss": ["attention sinks", "the activation clamped_swiglu", "experts with biases"],
     "llama4_text": [
         "L2 norms of queries and keys",
-        "attention without positions",
         "a temperature that depends on positions",
         "experts with weighted inputs",
     ],
@@ -160,11 +159,12 @@ def test_parameters_are_those_of_transformers(family, changes):
 
 
 def test_what_chooses_tokens_and_linear_attention_are_those_of_the_config():
-    assert planned("deepseek_v32").indexer == Indexer(num_heads=4, head_size=10, chosen_tokens=32)
+    indexers = {family: attention_of(planned(family)).visibility.indexer for family in CONFIGS}
+    assert indexers.pop("deepseek_v32") == Indexer(num_heads=4, head_size=10, chosen_tokens=32)
+    assert not any(indexers.values())
     linear = LinearAttention(num_key_heads=2, num_value_heads=6, key_size=12, value_size=14, kernel_size=3)
-    assert planned("qwen3_next").linear == linear
-    assert all(planned(family).linear is None for family in CONFIGS if family != "qwen3_next")
-    assert all(planned(family).indexer is None for family in CONFIGS if family != "deepseek_v32")
+    assert planned("qwen3_next").layers[0].linear == linear
+    assert all(layer.linear is None for family in CONFIGS.keys() - {"qwen3_next"} for layer in planned(family).layers)
 
 
 @pytest.mark.parametrize("changes", [{}, {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 4}])
@@ -173,21 +173,20 @@ def test_linear_layers_are_those_that_transformers_says(changes):
     whole = config.to_dict()
     spec = read(whole)
     linear = [kind == "linear_attention" for kind in config.layer_types]
-    assert list(map(spec.is_linear, range(6))) == linear
-    assert spec.num_linear_layers == sum(linear)
-    assert spec.num_windowed_layers == 0
+    assert [layer.linear is not None for layer in spec.layers] == linear
+    assert not spec.views
     if not changes:
         assert read({key: whole[key] for key in whole if key != "layer_types"}) == spec
 
 
 def test_experts_are_those_of_the_config():
-    assert planned("deepseek_v32").moe == MoE(
+    assert moe_of(planned("deepseek_v32")) == MoE(
         6, 2, 40, shared_size=80, routing_bias=True, sigmoid=True, num_groups=2, scale=2.5
     )
-    assert planned("qwen3_next").moe == MoE(5, 2, 40, shared_size=56, shared_gate=True)
-    assert planned("glm4_moe").moe == MoE(5, 2, 40, shared_size=80, routing_bias=True, sigmoid=True)
-    assert planned("gpt_oss").moe == MoE(5, 2, 40, biases=True, activation="clamped_swiglu")
-    assert planned("llama4_text", interleave_moe_layer_step=3).moe == MoE(
+    assert moe_of(planned("qwen3_next")) == MoE(5, 2, 40, shared_size=56, shared_gate=True)
+    assert moe_of(planned("glm4_moe")) == MoE(5, 2, 40, shared_size=80, routing_bias=True, sigmoid=True)
+    assert moe_of(planned("gpt_oss")) == MoE(5, 2, 40, biases=True, activation="clamped_swiglu")
+    assert moe_of(planned("llama4_text", interleave_moe_layer_step=3)) == MoE(
         5, 2, 40, shared_size=40, sigmoid=True, normalised=False, weighted_inputs=True
     )
 
@@ -196,8 +195,7 @@ def test_experts_are_those_of_the_config():
 def test_llama_4_has_experts_in_the_layers_that_transformers_says(step):
     config = made("llama4_text", interleave_moe_layer_step=step)
     spec = read(config.to_dict())
-    assert [layer for layer in range(6) if spec.has_experts(layer)] == config.moe_layers
-    assert spec.num_dense_layers == 6 - len(config.moe_layers)
+    assert [layer for layer in range(6) if spec.layers[layer].moe is not None] == config.moe_layers
 
 
 @pytest.mark.parametrize(
@@ -214,17 +212,16 @@ def test_windows_are_in_the_layers_that_transformers_says(family, changes):
     config = made(family, **changes)
     spec = read(config.to_dict())
     windowed = [kind != "full_attention" for kind in config.layer_types]
-    assert list(map(spec.has_window, range(6))) == windowed
-    assert spec.num_windowed_layers == sum(windowed)
+    assert list(map(bool, spec.groups)) == windowed
 
 
 @pytest.mark.parametrize(("family", "key"), [("gpt_oss", "sliding_window"), ("llama4_text", "attention_chunk_size")])
 def test_a_windows_size_is_the_configs_or_the_familys(family, key):
-    assert planned(family, **{key: 33}).sliding_window == 33
+    assert limit_of(planned(family, **{key: 33})) == 33
     config = made(family).to_dict()
-    assert read({name: value for name, value in config.items() if name != key}).sliding_window == config[key]
-    assert read(config | {key: None}).sliding_window is None
-    assert not any(map(read(config | {key: None}).has_window, range(6)))
+    assert limit_of(read({name: value for name, value in config.items() if name != key})) == config[key]
+    assert limit_of(read(config | {key: None})) is None
+    assert not any(read(config | {key: None}).groups)
 
 
 def test_a_config_that_says_nothing_of_layers_has_the_familys_pattern():
@@ -236,7 +233,7 @@ def test_a_config_that_says_nothing_of_layers_has_the_familys_pattern():
 
 def test_layers_of_families_that_run_have_windows_where_layer_types_says_so():
     config = {"model_type": "qwen3", "sliding_window": 512, "use_sliding_window": True} | SIZES
-    assert read_hf_config(config | {"max_window_layers": 0}).num_windowed_layers == 6
+    assert all(read_hf_config(config | {"max_window_layers": 0}).groups)
     kinds = ["sliding_attention", "attention", "sliding_attention", *["full_attention"] * 3]
     assert full_layers(read_hf_config(config | {"layer_types": kinds})) == [1, 3, 4, 5]
     for change in ({"sliding_window": None}, {"use_sliding_window": False}):
@@ -246,7 +243,7 @@ def test_layers_of_families_that_run_have_windows_where_layer_types_says_so():
     # transformers does not read layer_types of these.
     for family, change in (("mistral", {}), ("qwen3_moe", {"num_experts": 5, "moe_intermediate_size": 40})):
         spec = read_hf_config(config | change | {"model_type": family, "layer_types": kinds})
-        assert spec.num_windowed_layers == 6
+        assert all(spec.groups)
 
 
 @pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config])
@@ -258,7 +255,7 @@ def test_qwens_first_layers_have_no_window(config):
         old = {key: value for key, value in whole.items() if key != "layer_types"}
         for spec in map(read_hf_config, (whole, old)):
             windowed = [kind == "sliding_attention" for kind in made.layer_types]
-            assert list(map(spec.has_window, range(made.num_hidden_layers))) == windowed
+            assert list(map(bool, spec.groups)) == windowed
     refused(SIZES | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers")
 
 
@@ -274,10 +271,17 @@ def test_llama_4s_whole_config_is_read_for_its_decoder():
     refused({"model_type": "llama4"}, "no text_config")
 
 
-def test_the_part_of_a_head_that_turns_is_no_matter():
+def test_a_part_of_a_head_is_rotated():
     config = made("glm4_moe").to_dict()
     assert config["rope_parameters"]["partial_rotary_factor"] == 0.5
-    assert read(config).rope == read(config | {"rope_parameters": {"rope_theta": 10_000.0}}).rope
+    (attention,) = read(config).attentions
+    assert attention.rotation == (attention.rope, attention.head_size // 2)
+    assert read(config | {"rope_parameters": {"rope_theta": 10_000.0}}).attentions == (attention,)
+
+
+def test_layers_without_positions_rotate_nothing():
+    spec = planned("llama4_text", no_rope_layers=[1, 0, 1, 0], num_hidden_layers=4)
+    assert [spec.rotations[spec.rotation_of(layer)].size for layer in range(4)] == [24, 0, 24, 0]
 
 
 @pytest.mark.parametrize(

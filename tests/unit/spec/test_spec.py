@@ -40,7 +40,7 @@ from longhelix.spec import (
 from longhelix.spec.config_fields import NEUTRAL, OPTIONAL, REQUIRED, WINDOW
 from longhelix.spec.layout import Layout
 from longhelix.spec.weights import num_parameters
-from toy_model import toy_model
+from toy_model import attention_of, kv_elements, latents_of, limit_of, moe_of, toy_model
 
 pytestmark = pytest.mark.unit
 
@@ -108,7 +108,7 @@ def read(config, **changes) -> ModelSpec:
 
 
 def rope_of(rope, **changes) -> RopeSpec:
-    return read(MINIMAL, rope_parameters=rope, **changes).rope
+    return attention_of(read(MINIMAL, rope_parameters=rope, **changes)).rope
 
 
 def refused(config, *words: str, code: str = "invalid_model") -> None:
@@ -165,17 +165,17 @@ def test_both_forms_of_rope_settings_read_alike(family, kind):
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     older = {"type" if key == "rope_type" else key: value for key, value in SCALINGS[kind].items()}
     spec = read_hf_config(new)
-    assert (spec.rope.kind, spec.rope.theta) == (kind, 500_000.0)
+    assert (attention_of(spec).rope.kind, attention_of(spec).rope.theta) == (kind, 500_000.0)
     assert read(old, rope_theta=500_000.0, rope_scaling=SCALINGS[kind]) == spec
     assert read(old, rope_theta=500_000.0, rope_scaling=older) == spec
     assert read_hf_config(json.loads(json.dumps(new))) == spec
 
 
 def test_old_style_theta_alone_is_the_default_rope():
-    assert read(MINIMAL, rope_theta=500_000, rope_scaling=None).rope == RopeSpec(
+    assert attention_of(read(MINIMAL, rope_theta=500_000, rope_scaling=None)).rope == RopeSpec(
         theta=500_000.0, original_max_positions=4096
     )
-    assert read(MINIMAL).rope.theta == 10_000.0
+    assert attention_of(read(MINIMAL)).rope.theta == 10_000.0
 
 
 def test_original_positions_beside_the_rope_settings_count():
@@ -289,7 +289,7 @@ def test_a_size_that_is_missing_or_no_count_is_refused(key, value):
 
 
 def test_kv_heads_default_to_query_heads_for_llama_alone():
-    assert read(MINIMAL).num_kv_heads == 6
+    assert attention_of(read(MINIMAL)).heads.num_kv_heads == 6
     for family in ("mistral", "qwen2", "qwen3"):
         refused(MINIMAL | {"model_type": family}, "num_key_value_heads")
 
@@ -303,8 +303,8 @@ def test_an_odd_head_size_is_refused():
 
 
 def test_an_explicit_head_size_need_not_divide_the_hidden_size():
-    assert read(MINIMAL, head_dim=64).head_size == 64
-    assert read(MINIMAL, head_dim=None).head_size == 16
+    assert attention_of(read(MINIMAL, head_dim=64)).head_size == 64
+    assert attention_of(read(MINIMAL, head_dim=None)).head_size == 16
 
 
 @pytest.mark.parametrize(
@@ -314,23 +314,27 @@ def test_an_explicit_head_size_need_not_divide_the_hidden_size():
 )  # fmt: skip
 def test_biases_follow_the_architecture(architecture, qkv, output, ffn):
     spec = read(MINIMAL, model_type=architecture, num_key_value_heads=2, attention_bias=True, mlp_bias=True)
-    assert (spec.attention.qkv_bias, spec.attention.output_bias, spec.dense.bias) == (qkv, output, ffn)
+    assert (attention_of(spec).qkv_bias, attention_of(spec).output_bias, spec.layers[0].dense.bias) == (
+        qkv,
+        output,
+        ffn,
+    )
 
 
 def test_mistrals_window_is_4096_where_the_key_is_absent_and_none_where_it_is_null():
     config = MINIMAL | {"model_type": "mistral", "num_key_value_heads": 2}
-    assert read(config).sliding_window == MistralConfig().sliding_window == 4096
-    assert read(config, sliding_window=None).sliding_window is None
-    assert read(config, sliding_window=512).sliding_window == 512
+    assert limit_of(read(config)) == MistralConfig().sliding_window == 4096
+    assert limit_of(read(config, sliding_window=None)) is None
+    assert limit_of(read(config, sliding_window=512)) == 512
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_qwens_window_counts_only_where_it_is_used(family):
     config = MINIMAL | {"model_type": family, "num_key_value_heads": 2, "sliding_window": 512}
-    assert read(config).sliding_window is None
-    assert read(config, use_sliding_window=False).sliding_window is None
-    assert read(config, use_sliding_window=True).sliding_window is None  # max_window_layers is 28 where it is absent
-    assert read(config, use_sliding_window=True, max_window_layers=1).sliding_window == 512
+    assert limit_of(read(config)) is None
+    assert limit_of(read(config, use_sliding_window=False)) is None
+    assert limit_of(read(config, use_sliding_window=True)) is None  # max_window_layers is 28 where it is absent
+    assert limit_of(read(config, use_sliding_window=True, max_window_layers=1)) == 512
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -338,9 +342,9 @@ def test_qwens_window_is_recorded_where_a_layer_slides(family):
     settings = SIZES | {"use_sliding_window": True, "sliding_window": 512}
     some = CONFIGS[family](**settings, max_window_layers=2)
     assert some.layer_types == ["full_attention", "full_attention", "sliding_attention"]
-    assert read_hf_config(some.to_dict()).sliding_window == 512
+    assert limit_of(read_hf_config(some.to_dict())) == 512
     none = CONFIGS[family](**settings, max_window_layers=3)
-    assert read_hf_config(none.to_dict()).sliding_window is None
+    assert limit_of(read_hf_config(none.to_dict())) is None
 
 
 def test_a_family_without_a_window_refuses_one():
@@ -403,16 +407,21 @@ def test_gguf_defaults_are_those_of_the_format():
     )
     metadata = {key: value for key, value in GGUF.items() if key not in optional}
     spec = read_gguf(metadata | {"tokenizer.ggml.tokens": ["a", "b", "c"]}, tied=False)
-    assert (spec.num_kv_heads, spec.rope.theta, spec.vocab_size, spec.tied_embeddings) == (9, 10_000.0, 3, False)
-    assert read_gguf(GGUF | {"llama.attention.key_length": 64}, tied=True).head_size == 64
+    assert (
+        attention_of(spec).heads.num_kv_heads,
+        attention_of(spec).rope.theta,
+        spec.vocab_size,
+        spec.tied_embeddings,
+    ) == (9, 10_000.0, 3, False)
+    assert attention_of(read_gguf(GGUF | {"llama.attention.key_length": 64}, tied=True)).head_size == 64
 
 
 def test_gguf_rope_scaling_is_read():
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    rope = read_gguf(GGUF | linear, tied=True).rope
+    rope = attention_of(read_gguf(GGUF | linear, tied=True)).rope
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 4.0, 100_000.0)
     yarn = linear | {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 2048}
-    rope = read_gguf(GGUF | yarn, tied=True).rope
+    rope = attention_of(read_gguf(GGUF | yarn, tied=True)).rope
     assert (rope.kind, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 2048)
     assert rope.attention_factor == 0.1 * math.log(4.0) + 1
     none = read_gguf(GGUF | {"llama.rope.scaling.type": "none"}, tied=True)
@@ -423,13 +432,13 @@ def test_gguf_rope_scaling_is_read():
 def test_gguf_rope_scaling_without_a_type_is_linear(key):
     """As in llama.cpp, which reads the older key where the newer is not there."""
     metadata = {"llama.rope.scale_linear": 8.0, f"llama.{key}": 4.0}
-    rope = read_gguf(GGUF | metadata, tied=True).rope
+    rope = attention_of(read_gguf(GGUF | metadata, tied=True)).rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
 
 
 def test_gguf_rope_divisors_are_kept_with_theta():
     divisors = [1.0] * 16 + [8.0] * 16
-    rope = read_gguf(GGUF, divisors, tied=True).rope
+    rope = attention_of(read_gguf(GGUF, divisors, tied=True)).rope
     assert rope == RopeSpec(theta=100_000.0, original_max_positions=8192, divisors=tuple(divisors))
 
 
@@ -505,31 +514,41 @@ def test_parameters_are_as_many_as_the_engine_declares(family, biased):
     config = CONFIGS[family](**SIZES).to_dict() | {"attention_bias": biased, "mlp_bias": biased}
     spec = read_hf_config(config)
     assert num_parameters(spec) == sum(parameter.num_elements for parameter in declare(spec, Layout(), 0))
-    assert (spec.mla, spec.moe, spec.kv_elements_per_token) == (None, None, 2 * 3 * 2 * spec.head_size)
+    assert (latents_of(spec), moe_of(spec), kv_elements(spec)) == (
+        None,
+        None,
+        2 * 3 * 2 * attention_of(spec).head_size,
+    )
 
 
 def test_experts_are_read_by_architecture():
-    assert planned_spec("mixtral").moe == MoE(5, 2, 200)
-    assert planned_spec("qwen2_moe").moe == MoE(5, 2, 40, shared_size=70, shared_gate=True, normalised=False)
-    assert planned_spec("qwen3_moe").moe == MoE(5, 2, 40, normalised=False)
-    assert planned_spec("deepseek_v2").moe == MoE(5, 2, 40, shared_size=80, normalised=False)
-    assert planned_spec("deepseek_v3").moe == MoE(5, 2, 40, shared_size=80, routing_bias=True, sigmoid=True, scale=2.5)
+    assert moe_of(planned_spec("mixtral")) == MoE(5, 2, 200)
+    assert moe_of(planned_spec("qwen2_moe")) == MoE(5, 2, 40, shared_size=70, shared_gate=True, normalised=False)
+    assert moe_of(planned_spec("qwen3_moe")) == MoE(5, 2, 40, normalised=False)
+    assert moe_of(planned_spec("deepseek_v2")) == MoE(5, 2, 40, shared_size=80, normalised=False)
+    assert moe_of(planned_spec("deepseek_v3")) == MoE(
+        5, 2, 40, shared_size=80, routing_bias=True, sigmoid=True, scale=2.5
+    )
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3"])
 def test_a_latent_is_one_kv_head_of_all_query_heads(architecture):
     spec = planned_spec(architecture)
-    assert spec.mla == MLA(q_lora_rank=24, kv_lora_rank=20, nope_size=12, rope_size=8, value_size=10)
-    assert spec.mla.direct_rows == 20 * 22 / 18
-    assert replace(spec.mla, kv_lora_rank=11).direct_rows == math.inf
-    assert (spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (6, 1, 20)
-    assert spec.kv_elements_per_token == 3 * (20 + 8)
+    assert latents_of(spec) == MLA(q_lora_rank=24, kv_lora_rank=20, nope_size=12, rope_size=8, value_size=10)
+    assert latents_of(spec).direct_rows == 20 * 22 / 18
+    assert replace(latents_of(spec), kv_lora_rank=11).direct_rows == math.inf
+    assert (
+        attention_of(spec).heads.num_query_heads,
+        attention_of(spec).heads.num_kv_heads,
+        attention_of(spec).head_size,
+    ) == (6, 1, 20)
+    assert kv_elements(spec) == 3 * (20 + 8)
 
 
 def test_deepseeks_rope_turns_the_rotated_part_of_a_head():
     scaling = LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = planned("deepseek_v3").to_dict() | {"rope_parameters": None, "rope_scaling": scaling}
-    assert read_hf_config(config).rope.long_factor == (2.0,) * 4
+    assert attention_of(read_hf_config(config)).rope.long_factor == (2.0,) * 4
 
 
 def test_kimi_k2_is_deepseek_v3_under_its_own_name():
@@ -542,7 +561,7 @@ def test_what_a_model_leaves_out_is_none():
     config = planned("deepseek_v2").to_dict()
     plain = read_hf_config(config | {"n_shared_experts": None, "q_lora_rank": None})
     assert (plain.moe.shared_size, plain.mla.q_lora_rank) == (0, None)
-    assert read_hf_config(config | {"topk_method": "noaux_tc"}).moe.routing_bias
+    assert moe_of(read_hf_config(config | {"topk_method": "noaux_tc"})).routing_bias
 
 
 @pytest.mark.parametrize(
@@ -571,8 +590,8 @@ def test_experts_and_latents_that_cannot_be_are_refused(architecture, changes, w
 
 def test_mixtrals_window_is_none_where_the_key_is_absent():
     config = planned("mixtral").to_dict()
-    assert read_hf_config(config | {"sliding_window": 512}).sliding_window == 512
-    assert read_hf_config({key: config[key] for key in config if key != "sliding_window"}).sliding_window is None
+    assert limit_of(read_hf_config(config | {"sliding_window": 512})) == 512
+    assert limit_of(read_hf_config({key: config[key] for key in config if key != "sliding_window"})) is None
 
 
 SOUND = {

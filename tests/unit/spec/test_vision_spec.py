@@ -10,6 +10,7 @@ from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 from anything import VALUES
 from longhelix.errors import UserError
 from longhelix.spec import ModelSpec, MoE, VisionSpec, read_hf_config
+from toy_model import attention_of, moe_of
 
 pytestmark = pytest.mark.unit
 
@@ -75,10 +76,10 @@ def with_rope(**changes):
 
 def test_a_published_config_is_read():
     spec = read_hf_config(PUBLISHED)
-    assert (spec.num_layers, spec.hidden_size, spec.head_size, spec.dtype) == (36, 4096, 128, "bfloat16")
-    assert (spec.attention.qk_norm, spec.attention.qkv_bias) == (True, False)
+    assert (spec.num_layers, spec.hidden_size, attention_of(spec).head_size, spec.dtype) == (36, 4096, 128, "bfloat16")
+    assert (attention_of(spec).qk_norm, attention_of(spec).qkv_bias) == (True, False)
     assert (spec.tied_embeddings, spec.eos_token_ids) == (False, (151645,))
-    assert (spec.rope.theta, spec.rope.sections) == (5e6, (24, 20, 20))
+    assert (attention_of(spec).rope.theta, attention_of(spec).rope.sections) == (5e6, (24, 20, 20))
     assert spec.vision == VisionSpec(151655, 151652, 151653, 3)
     assert read_hf_config(changed(tie_word_embeddings=True)).tied_embeddings
     assert read_hf_config(changed("text_config", rope_scaling=None)) == spec  # which are the defaults
@@ -91,8 +92,8 @@ def test_what_transformers_writes_is_read(config):
     tower = {"out_hidden_size": SMALL["hidden_size"], "deepstack_visual_indexes": [0, 2, 1]}
     made = config(text_config=SMALL | experts, vision_config=tower, dtype="float16")
     spec = read_hf_config(made.to_dict())
-    assert (spec.architecture, spec.head_size, spec.dtype) == (config.model_type, 16, "float16")
-    assert spec.moe == (MoE(5, 2, 40) if config is Qwen3VLMoeConfig else None)
+    assert (spec.architecture, attention_of(spec).head_size, spec.dtype) == (config.model_type, 16, "float16")
+    assert moe_of(spec) == (MoE(5, 2, 40) if config is Qwen3VLMoeConfig else None)
     assert not spec.tied_embeddings  # whatever stands with the decoder
 
 
@@ -107,7 +108,7 @@ def test_axes_are_those_of_transformers():
             for pair in range(offset, min(3 * sections[axis], size), 3):
                 expected[pair] = axis
         spec = read_hf_config(changed("text_config", **text | {"rope_parameters": rope}))
-        assert spec.rope.axes == tuple(expected)
+        assert attention_of(spec).rope.axes == tuple(expected)
 
 
 @pytest.mark.parametrize(

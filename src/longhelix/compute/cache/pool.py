@@ -1,6 +1,7 @@
 """The paged pool: this rank's bytes of all KV blocks, layer by layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,34 +13,45 @@ class KVPool:
     """`layers[i][name]` holds what the i-th layer of the rank's stage keeps in the cache entry of that name; contents
     start undefined.
 
-    `formats`: of each entry of a layer, by name, all with KV blocks of as many tokens; a KV block has one id in all
-    entries and layers of a KV group. groups: that of each layer; all layers are in the first one if there are none.
-    window_blocks: KV blocks of the other groups.
+    A KV block has one id in all entries and layers of a KV group.
+
+    Args:
+        formats: of each layer's entries, by name. All have KV blocks of as many tokens.
+        num_blocks: KV blocks of the first group.
+        groups: the KV group of each layer. All are in the first one if there are none.
+        window_blocks: KV blocks of the other groups.
     """
 
     def __init__(
         self,
-        formats: Mapping[str, KVFormat],
-        num_layers: int,
+        formats: Sequence[Mapping[str, KVFormat]],
         num_blocks: int,
         device: torch.device,
         groups: Sequence[int] = (),
         window_blocks: Sequence[int] = (),
     ) -> None:
-        self.formats = dict(formats)
-        (self.block_tokens,) = {format.block_tokens for format in formats.values()}
         self.num_blocks = num_blocks
         self.device = device
-        self._groups = groups or (0,) * num_layers
+        self._groups = groups or (0,) * len(formats)
         self._blocks = num_blocks, *window_blocks
         self.layers: list[dict[str, KVLayer]] = [
-            {name: format.new_layer(self._blocks[group], device) for name, format in formats.items()}
-            for group in self._groups
+            {name: format.new_layer(self._blocks[group], device) for name, format in of_layer.items()}
+            for of_layer, group in zip(formats, self._groups, strict=True)
         ]
 
     @property
     def num_groups(self) -> int:
         return len(self._blocks)
+
+    @cached_property
+    def formats(self) -> tuple[KVFormat, ...]:
+        """The different ones."""
+        return tuple(dict.fromkeys(entry.format for entry in self.entries()))
+
+    @property
+    def block_tokens(self) -> int:
+        (block_tokens,) = {format.block_tokens for format in self.formats}
+        return block_tokens
 
     def entries(self) -> Iterator[KVLayer]:
         """Those of all layers."""
@@ -52,11 +64,11 @@ class KVPool:
     @property
     def packed(self) -> bool:
         """Whether the native CPU kernels read all of it."""
-        return all(format.arrangement is TILES for format in self.formats.values())
+        return all(format.arrangement is TILES for format in self.formats)
 
     def block_bytes(self, group: int = 0) -> int:
         """Bytes of one KV block in all layers of a group."""
-        return self._groups.count(group) * sum(format.block_bytes for format in self.formats.values())
+        return sum(entry.format.block_bytes for entry in self._entries_of(group))
 
     def copy(self, source: int, target: int, group: int = 0) -> None:
         """Make the KV block `target` equal to `source`, in all layers of a group."""

@@ -31,13 +31,13 @@ class Snapshot:
     """A rank's pool, as saved contexts see it.
 
     Attributes:
-        heads: which of the model's the pool has.
-        layers: likewise.
+        heads: which KV heads the pool has, by KV group. All layers of a group have the same.
+        layers: which of the model's layers the pool has.
         groups: the KV group of each of the model's layers.
     """
 
     pool: KVPool
-    heads: range
+    heads: Sequence[range]
     layers: range
     groups: Sequence[int]
 
@@ -57,15 +57,13 @@ class Snapshot:
         """Those of the layers that are in a KV group. None: all."""
         return [layer for layer in layers if group is None or self.groups[layer] == group]
 
-    @cached_property
-    def _kept(self) -> dict[str, StoredTensor]:
-        """What is kept of one block, head and layer."""
-        dtypes = {entry: _NUMBERS[format.dtype] for entry, format in self.pool.formats.items()}
-        kept = {}
-        for name, part in self._parts[0].items():
+    def _kept(self, layer: int) -> dict[str, StoredTensor]:
+        """What is kept of one block and head in a layer, by the name of its tensor in a file."""
+        place, kept = layer - self.layers.start, {}
+        for name, part in self._parts[place].items():
             entry, vectors = name.split(".")
-            dtype = _SCALES[part.view.dtype] if vectors.endswith("_scales") else dtypes[entry]
-            kept[name] = StoredTensor(dtype, part.shape)
+            number = _NUMBERS[self.pool.layers[place][entry].format.dtype]
+            kept[name] = StoredTensor(_SCALES[part.view.dtype] if vectors.endswith("_scales") else number, part.shape)
         return kept
 
     def save(
@@ -73,11 +71,12 @@ class Snapshot:
     ) -> None:
         """Write KV blocks of the pool to a file that will have `num_blocks` of them, of the layers of a KV group: those
         with `ids`, which are the context's blocks `indices`, after `first_row` others. Raises OSError."""
-        ids_J = torch.tensor(ids, device=self.pool.device)
-        parts = [self._parts[layer - self.layers.start] for layer in self._layers_of(group, self.layers)]
-        bits = {name: torch.stack([layer[name].read(ids_J) for layer in parts], 2).cpu().numpy() for name in self._kept}
-        kept = {name: StoredTensor(one.dtype, (len(parts), *one.shape)) for name, one in self._kept.items()}
-        header = header_of(num_blocks, len(self.heads), kept)
+        ids_J, layers = torch.tensor(ids, device=self.pool.device), self._layers_of(group, self.layers)
+        parts = [self._parts[layer - self.layers.start] for layer in layers]
+        of_layer = self._kept(layers[0])
+        bits = {name: torch.stack([layer[name].read(ids_J) for layer in parts], 2).cpu().numpy() for name in of_layer}
+        kept = {name: StoredTensor(one.dtype, (len(parts), *one.shape)) for name, one in of_layer.items()}
+        header = header_of(num_blocks, len(self.heads[group]), kept)
         write_rows(path, header, num_blocks, first_row, np.array(indices, np.int64), bits)
 
     def load(self, folder: Path, files: Sequence[SavedFile], ids: Sequence[Mapping[int, int]]) -> None:
@@ -87,17 +86,16 @@ class Snapshot:
         """
         found = wanted = 0
         for saved in files:
-            heads = _both(self.heads, saved.heads)
             layers = self._layers_of(saved.group, _both(self.layers, saved.layers))
-            if heads and layers:
+            if layers and _both(self.heads[self.groups[layers[0]]], saved.heads):
                 file = RankFile(folder / saved.name, saved.num_bytes, saved.checksum)
-                self._check(file, saved)
+                self._check(file, saved, layers[0])
                 for group, own in enumerate(ids):
                     of_group = [layer for layer in layers if self.groups[layer] == group]
                     if own and of_group:
-                        found += self._load(file, saved, heads, of_group, own) * len(heads) * len(of_group)
+                        found += self._load(file, saved, of_group, own)
         for group, own in enumerate(ids):
-            wanted += len(own) * len(self.heads) * len(self._layers_of(group, self.layers))
+            wanted += len(own) * len(self.heads[group]) * len(self._layers_of(group, self.layers))
         if found != wanted:
             raise UserError(
                 f"context {folder.name!r} is damaged: its files do not contain each of its KV blocks exactly once; "
@@ -105,14 +103,18 @@ class Snapshot:
                 "invalid_context",
             )
 
-    def _check(self, file: RankFile, saved: SavedFile) -> None:
-        """Refuse a file whose tensors are not those of this pool, of as many heads and layers as it is said to have."""
+    def _check(self, file: RankFile, saved: SavedFile, layer: int) -> None:
+        """Refuse a file whose tensors are not those of this pool, of as many heads and layers as it is said to have.
+
+        layer: one of those that the file and the pool have.
+        """
+        of_layer = self._kept(layer)
         num_layers = len(self._layers_of(saved.group, range(*saved.layers)))
         sizes = len(file.blocks), saved.heads[1] - saved.heads[0], num_layers
-        wanted = {name: (*sizes, *kept.shape) for name, kept in self._kept.items()}
+        wanted = {name: (*sizes, *kept.shape) for name, kept in of_layer.items()}
         if {name: array.shape for name, array in file.parts.items()} != wanted:
             raise damaged(file.path, "the tensors do not have the sizes of this model's KV")
-        for name, kept in self._kept.items():
+        for name, kept in of_layer.items():
             dtypes = file.tensors[name].dtype, kept.dtype
             if dtypes == ("F32", "BF16") and name.endswith("_scales"):
                 raise UserError(
@@ -123,14 +125,17 @@ class Snapshot:
             if dtypes[0] != dtypes[1] and not (dtypes == ("BF16", "F32") and name.endswith("_scales")):
                 raise damaged(file.path, f"{name} is {dtypes[0]} instead of {dtypes[1]}")
 
-    def _load(
-        self, file: RankFile, saved: SavedFile, heads: range, layers: Sequence[int], ids: Mapping[int, int]
-    ) -> int:
-        """Fill the blocks that a file has, in some of its layers. Returns how many."""
+    def _load(self, file: RankFile, saved: SavedFile, layers: Sequence[int], ids: Mapping[int, int]) -> int:
+        """Fill the blocks that a file has, in some of its layers, all of one KV group.
+
+        Returns how many blocks, each head and layer counted.
+        """
+        own = self.heads[self.groups[layers[0]]]
+        heads = _both(own, saved.heads)
         in_file_of = self._layers_of(saved.group, range(*saved.layers)).index
         rows = [row for row, index in enumerate(file.blocks.tolist()) if index in ids]
         in_file = range(heads.start - saved.heads[0], heads.stop - saved.heads[0])
-        in_pool = slice(heads.start - self.heads.start, heads.stop - self.heads.start)
+        in_pool = slice(heads.start - own.start, heads.stop - own.start)
         bits = {name: torch.from_numpy(array.view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))
                 for name, array in file.parts.items()}  # fmt: skip
         most = max(_TURN_BYTES // max(self.pool.block_bytes(), 1), 1)
@@ -145,7 +150,7 @@ class Snapshot:
         turns = list(even_turns(rows, [ids[int(file.blocks[row])] for row in rows], most))
         with _own_threads() as threads:
             list(threads.map(turn, *zip(*turns, strict=True)))
-        return len(rows)
+        return len(rows) * len(heads) * len(layers)
 
 
 def even_turns(rows: Sequence[int], ids: Sequence[int], most: int) -> Iterator[tuple[slice, slice]]:

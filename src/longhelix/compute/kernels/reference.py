@@ -135,11 +135,12 @@ def rotate(
 
 
 def rotate_heads(x_TQC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """Computed in float32, returned in the dtype of x."""
-    first_TQR, second_TQR = x_TQC.float().chunk(2, dim=-1)
+    """Rotate channels up to 2R. Computed in float32, returned in the dtype of x."""
+    pairs = cos_TR.shape[1]
+    first_TQR, second_TQR, others_TQC = x_TQC.float().split((pairs, pairs, x_TQC.shape[-1] - 2 * pairs), dim=-1)
     cos_T1R, sin_T1R = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
     rotated = (first_TQR * cos_T1R - second_TQR * sin_T1R, second_TQR * cos_T1R + first_TQR * sin_T1R)
-    return torch.cat(rotated, dim=-1).to(x_TQC.dtype)
+    return torch.cat((*rotated, others_TQC), dim=-1).to(x_TQC.dtype)
 
 
 def linear(

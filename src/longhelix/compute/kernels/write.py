@@ -84,7 +84,8 @@ def rotate_and_write(
     """What lies between the QKV product and attention: q_TqC, rotated; keys, rotated, and values go to the pool.
 
     qkv_TX: query heads, key heads, value heads. q_norm, k_norm: weights of an RMSNorm of each head. cos_TR, sin_TR:
-    float32, R = C/2; channel c is rotated with channel c + C/2 (arXiv 2104.09864). slots_T as in `write_kv`.
+    float32, R <= C/2: channel r is rotated with channel R + r (arXiv 2104.09864), channels from 2R on are not rotated.
+    slots_T as in `write_kv`.
     """
     if layer.format.arrangement is TILES and not is_compiling():
         return _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
@@ -138,6 +139,7 @@ def _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots
         norm_eps,
         cos_TR.data_ptr(),
         sin_TR.data_ptr(),
+        cos_TR.shape[1],
         layer.handle,
         num_query_heads,
         slots_T.data_ptr(),

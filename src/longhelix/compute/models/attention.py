@@ -1,5 +1,7 @@
 """GQA attention of one layer, the Helix way: local attention, one exchange, output projection at TP = N."""
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from longhelix.compute.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
@@ -11,7 +13,7 @@ from longhelix.compute.parallel.exchange import gather_heads
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import ModelSpec
-from longhelix.spec.layout import HeadShape
+from longhelix.spec.attention import GroupedQueryAttention
 
 
 class Attention(nn.Module):
@@ -19,22 +21,17 @@ class Attention(nn.Module):
     same on all ranks that keep KV of a request. It writes only the KV that it owns, attends to its own KV shard, and
     exchanges partial outputs for whole heads."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        mesh: Mesh,
-        weights: Weights,
-        prefix: str,
-        view: int | None = None,
-        spans: Spans = UNTRACED,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights, spans: Spans = UNTRACED) -> None:
         super().__init__()
-        self.view = view
-        layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
+        attention = spec.layers[index].attention
+        assert isinstance(attention, GroupedQueryAttention)
+        self.view, self.rotation = spec.view_of(index), spec.rotation_of(index)
+        layout, heads, prefix = mesh.layout, attention.heads, f"layers.{index}."
         self.mesh = mesh
         self.spans = spans
-        self.scale = spec.head_size**-0.5
+        self.scale = attention.head_size**-0.5
         self.eps = spec.rms_norm_eps
+        self.heads_among = partial(layout.heads_among, heads, mesh.rank)
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
         self.norm = weights.take(prefix + "attention_norm")
         self.qkv = weights.product(prefix + "qkv")
@@ -57,12 +54,12 @@ class Attention(nn.Module):
             x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
             qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **more)
         q_tqC = rotate_and_write(
-            qkv_tX, self.q_norm, self.k_norm, self.eps, batch.cos_tR, batch.sin_tR, kv, batch.slots_of(self.view)
+            qkv_tX, self.q_norm, self.k_norm, self.eps, *batch.rotations[self.rotation], kv, batch.slots_of(self.view)
         )
         self.spans.end(span)
         if batch.shared is not None:
             out_TnC = attend_and_meet(
-                q_tqC, kv, batch, batch.shared, self.scale, partial_attention, self.view, self.spans
+                q_tqC, kv, batch, self.scale, self.heads_among, partial_attention, self.view, self.spans
             )
         else:
             out_TnC = attend_and_exchange(

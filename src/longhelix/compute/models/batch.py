@@ -33,6 +33,13 @@ class ImageRows:
         return hidden_TH + (added_TH if shards is None else shards.own(added_TH))
 
 
+class RowRotation(NamedTuple):
+    """How far rows are rotated. R pairs of channels, float32."""
+
+    cos_tR: Tensor
+    sin_tR: Tensor
+
+
 class RowView(NamedTuple):
     """What differs in layers whose rows see only some tokens.
 
@@ -50,26 +57,35 @@ class RowView(NamedTuple):
 @dataclass(frozen=True)
 class Batch:
     """T rows, one sequence after the other. Attention takes t of them: those of the b sequences that keep KV on this
-    rank.
+    rank. All integers are int64.
 
-    All integers are int64. token_ids_T. holders: which ranks have which rows; None if all ranks have all rows. cos_tR,
-    sin_tR: rotation of each row (float32). slots_t: where the KV of a row goes in this rank's pool, -1 if another rank
-    owns it. limits_t: the local token of its request after the last one that a row sees. row_starts_b: (b + 1) first
-    rows. blocks_X: local KV blocks of all live sequences. extents_b2: where those of each of the b sequences begin and
-    end there. max_rows: the most rows of one of the b sequences. num_sequences: of all T rows. most_tokens, parts:
-    those of the step. padding_T: which rows stand for none (bool); None if all are rows of sequences. shared: where KVP
-    instances have clocks of their own, the rows that others have as well; None: all ranks have all rows, and exchange
-    those that `holders` says. images: the rows that images fill, on ranks of stages that take these; None: there are
-    none. stays: later steps with as many rows have the same tensors, and write over what is in them. shards: hidden
-    states are token shards between products; None: all ranks have all rows of them. pass_shards: a compiler pass makes
-    them such shards: layers have what it needs to see, norms as ops of their own, and experts with token shards.
-    views: what differs in layers whose rows see only some tokens, by view of the model (`ModelSpec.views`).
+    Attributes:
+        token_ids_T: The token of each row.
+        holders: Which ranks have which rows. None: all ranks have all rows.
+        rotations: How far each row is rotated, for each of `ModelSpec.rotations`.
+        slots_t: Where the KV of a row goes in this rank's pool. -1: another rank owns it.
+        limits_t: The local token of its request after the last one that a row sees.
+        row_starts_b: (b + 1) first rows.
+        blocks_X: Local KV blocks of all live sequences.
+        extents_b2: Where those of each of the b sequences begin and end there.
+        max_rows: The most rows of one of the b sequences.
+        num_sequences: Sequences of all T rows.
+        most_tokens: The step's.
+        parts: The step's.
+        padding_T: Which rows stand for none. bool. None: all are rows of sequences.
+        shared: Where KVP instances have clocks of their own, the rows that others have as well. None: all ranks have
+            all rows, and exchange those that `holders` says.
+        images: The rows that images fill, on ranks of stages that take these. None: there are none.
+        stays: Later steps with as many rows have the same tensors, and write over what is in them.
+        shards: Hidden states are token shards between products. None: all ranks have all rows of them.
+        pass_shards: A compiler pass makes them such shards: layers have what it needs to see, norms as ops of their
+            own, and experts with token shards.
+        views: What differs in layers whose rows see only some tokens, by view (`ModelSpec.views`).
     """
 
     token_ids_T: Tensor
     holders: Holding | None
-    cos_tR: Tensor
-    sin_tR: Tensor
+    rotations: tuple[RowRotation, ...]
     slots_t: Tensor
     limits_t: Tensor
     row_starts_b: Tensor

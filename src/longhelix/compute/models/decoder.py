@@ -14,20 +14,21 @@ from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import FORMATS, ModelSpec
+from longhelix.spec.attention import MultiHeadLatentAttention
 
 
 class Layer(nn.Module):
     """Attention and FFN, each with a norm before it and added to the residual. `entries`: what the layer caches, by
     name."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, index: int, spans: Spans) -> None:
+    def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights, spans: Spans) -> None:
         super().__init__()
         self.spans = spans
-        prefix = f"layers.{index}."
-        attention = Attention if spec.mla is None else LatentAttention
-        self.attention = attention(spec, mesh, weights, prefix, spec.view_of(index), spans)
-        ffn = ExpertFFN if spec.has_experts(index) else DenseFFN
-        self.ffn = ffn(spec, mesh, weights, prefix)
+        layer = spec.layers[index]
+        attention = LatentAttention if isinstance(layer.attention, MultiHeadLatentAttention) else Attention
+        self.attention = attention(spec, index, mesh, weights, spans)
+        ffn = DenseFFN if layer.moe is None else ExpertFFN
+        self.ffn = ffn(spec, index, mesh, weights)
 
     def forward(self, hidden_TH: Tensor, batch: Batch, entries: dict[str, KVLayer]) -> Tensor:
         hidden_TH = self.attention(hidden_TH, batch, **entries)
@@ -55,7 +56,7 @@ class Decoder(nn.Module):
         self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
         self.indices = layout.layers(spec.num_layers, rank)
         self.dtype = weights.dtype
-        self.layers = nn.ModuleList(Layer(spec, mesh, weights, index, spans) for index in self.indices)
+        self.layers = nn.ModuleList(Layer(spec, index, mesh, weights, spans) for index in self.indices)
         self.norm = weights.find("norm")
         self.head = weights.product("head") if "head" in weights.left else None
         if layout.has_head(rank) and self.head is None:  # one matrix: embeddings are tied, and this rank has both

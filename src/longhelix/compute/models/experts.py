@@ -21,27 +21,28 @@ class ExpertFFN(nn.Module):
     group and its sum over groups are one sum here).
     """
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights) -> None:
         super().__init__()
-        assert spec.moe is not None
-        self.moe = spec.moe
+        moe, prefix = spec.layers[index].moe, f"layers.{index}."
+        assert moe is not None
+        self.moe = moe
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
         self.norm = weights.take(prefix + "ffn_norm")
         self.rounds_inputs = FORMATS[weights.weight_dtype].rounds_inputs
         router_XH = weights.take(prefix + "router")
-        if spec.moe.shared_gate:
+        if moe.shared_gate:
             router_XH = torch.cat((router_XH, weights.take(prefix + "shared_gate")))
         # In float32, since near scores choose experts.
         self.router = make_weight(router_XH.float(), "float32")
         bias_E = weights.find(prefix + "routing_bias")
         self.bias_E = None if bias_E is None else bias_E.float()
-        held = mesh.layout.experts(spec.moe.num_experts, mesh.rank)
+        held = mesh.layout.experts(moe.num_experts, mesh.rank)
         self.num_held = len(held)
         stems = {expert: f"{prefix}experts.{expert}." for expert in held}
-        if spec.moe.shared_size:
-            stems[spec.moe.num_experts] = prefix + "shared."
-        num_experts = spec.moe.num_experts + (spec.moe.shared_size > 0)
+        if moe.shared_size:
+            stems[moe.num_experts] = prefix + "shared."
+        num_experts = moe.num_experts + (moe.shared_size > 0)
         self.experts = _make_experts(weights, stems, num_experts, self.norm.device)
 
     @property

@@ -13,8 +13,9 @@ from longhelix.spec import ModelSpec
 class DenseFFN(nn.Module):
     """SwiGLU (arXiv 2002.05202): columns over TPF = N, one all-reduce."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, prefix: str) -> None:
+    def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights) -> None:
         super().__init__()
+        prefix = f"layers.{index}."
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
         self.norm = weights.take(prefix + "ffn_norm")

@@ -25,7 +25,7 @@ from longhelix.compute.parallel.exchange import gather_heads
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import MLA, ModelSpec
-from longhelix.spec.layout import HeadShape
+from longhelix.spec.attention import MultiHeadLatentAttention
 
 _LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
 
@@ -45,38 +45,32 @@ class LatentAttention(nn.Module):
     what attends directly has values.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        mesh: Mesh,
-        weights: Weights,
-        prefix: str,
-        view: int | None = None,
-        spans: Spans = UNTRACED,
-    ) -> None:
+    def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights, spans: Spans = UNTRACED) -> None:
         super().__init__()
-        assert spec.mla is not None
-        assert view is None, "missing_parts names windows of latent attention"
-        layout, heads = mesh.layout, HeadShape(spec.num_query_heads, spec.num_kv_heads)
-        self.mla = spec.mla
+        attention = spec.layers[index].attention
+        assert isinstance(attention, MultiHeadLatentAttention)
+        assert spec.view_of(index) is None, "missing_parts names windows of latent attention"
+        layout, heads, mla, prefix = mesh.layout, attention.heads, attention.latents, f"layers.{index}."
+        self.mla, self.rotation = mla, spec.rotation_of(index)
         self.mesh = mesh
         self.spans = spans
-        self.scale = spec.head_size**-0.5 * spec.rope.latent_factor
+        self.scale = attention.head_size**-0.5 * attention.rope.latent_factor
         self.eps = spec.rms_norm_eps
-        self.head_size = spec.head_size
+        self.head_size = attention.head_size
+        self.heads_among = partial(layout.heads_among, heads, mesh.rank)
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
         held, merged = layout.query_heads(heads, mesh.rank), layout.merged_query_heads(heads, mesh.rank)
         self.norm = weights.take(prefix + "attention_norm")
         self.query_norm = weights.find(prefix + "query_norm")
         down_XH, down_bias_X = weights.take(prefix + "latent_down"), weights.find(prefix + "latent_down_bias")
-        halves_X = _in_halves(1, len(down_XH), spec.mla)
+        halves_X = _in_halves(1, len(down_XH), mla)
         self.down = weights.lay_out(down_XH[halves_X])
         self.down_bias = None if down_bias_X is None else down_bias_X[halves_X]
         query_up_XY = weights.take(prefix + "query_up")
-        self.query_up = weights.lay_out(query_up_XY[_in_halves(len(held), spec.head_size, spec.mla)])
+        self.query_up = weights.lay_out(query_up_XY[_in_halves(len(held), attention.head_size, mla)])
         self.latent_norm = weights.take(prefix + "latent_norm")
         self.up_qXZ = weights.take(prefix + "latent_up").unflatten(0, (len(held), -1))
-        self.key_up_qCZ, self.value_up_qCZ = self.up_qXZ.split((spec.mla.nope_size, spec.mla.value_size), dim=1)
+        self.key_up_qCZ, self.value_up_qCZ = self.up_qXZ.split((mla.nope_size, mla.value_size), dim=1)
         self.values_first = mesh.kvp.size == 1 or self.latent_norm.is_cuda
         self.merged = slice(merged.start - held.start, merged.stop - held.start)
         self.output = weights.product(prefix + "output")
@@ -98,7 +92,7 @@ class LatentAttention(nn.Module):
         self.spans.end(span)
         attend = partial(self._attend, values)
         if batch.shared is not None:
-            out_TnX = attend_and_meet(q_tqC, latent, batch, batch.shared, self.scale, attend, spans=self.spans)
+            out_TnX = attend_and_meet(q_tqC, latent, batch, self.scale, self.heads_among, attend, spans=self.spans)
         else:
             out_TnX = attend_and_exchange(
                 q_tqC, latent, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend, spans=self.spans
@@ -131,12 +125,12 @@ class LatentAttention(nn.Module):
             q_tX = linear(query_tX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
         q_tqC = q_tX.unflatten(1, (-1, self.head_size))
         plain_tqC, key_tqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
-        return latent_tX, torch.cat((plain_tqC, rotate_heads(key_tqC, batch.cos_tR, batch.sin_tR)), dim=-1)
+        return latent_tX, torch.cat((plain_tqC, rotate_heads(key_tqC, *batch.rotations[self.rotation])), dim=-1)
 
     def _write(self, latent_tX: Tensor, batch: Batch, layer: KVLayer) -> None:
         latent_tZ, key_tC = latent_tX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
         latent_tZ = rms_norm(latent_tZ, self.latent_norm, _LATENT_EPS)
-        key_t1C = rotate_heads(key_tC.unsqueeze(1), batch.cos_tR, batch.sin_tR)
+        key_t1C = rotate_heads(key_tC.unsqueeze(1), *batch.rotations[self.rotation])
         write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.slots_t)
 
     def _attend(self, values: bool, q_tqC: Tensor, *rows) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ from longhelix.compute.kernels import KVLayer
 from longhelix.compute.models.batch import Batch
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.exchange import exchange, gather_heads, start_exchange
-from longhelix.compute.parallel.meetings import Shared
 from longhelix.spans import UNTRACED, Spans
 
 
@@ -53,20 +52,24 @@ def attend_and_meet(
     q_TqC: Tensor,
     layer: KVLayer,
     batch: Batch,
-    shared: tuple[Shared, ...],
     scale: float,
+    heads_among: Callable[[int], list[int]],
     attend: Callable[..., tuple[Tensor, Tensor]],
     view: int | None = None,
     spans: Spans = UNTRACED,
 ) -> Tensor:
     """Attention of all query heads of a KVP instance with a clock of its own, out_TqC. Rows that other instances have
-    as well are merged with theirs, each head by one of them, and gathered."""
+    as well are merged with theirs, each head by one of them, and gathered.
+
+    heads_among: returns how many heads each of some instances merges.
+    """
     span = spans.begin("attention", part=0)
     table = batch.blocks_of(view), batch.extents_b2, batch.row_starts_b, batch.limits_t
     firsts_T = batch.firsts_of(view)
     out_TqC, lse_Tq = attend(q_TqC, layer, *table, scale, batch.max_rows, batch.most_tokens, firsts_T)
     spans.end(span)
-    for rows in shared:
-        merged_SnC = exchange(out_TqC[rows.rows_S], lse_Tq[rows.rows_S], rows.group, rows.heads_per_rank)
-        out_TqC[rows.rows_S] = gather_heads(merged_SnC, rows.group, rows.heads_per_rank)
+    for rows in batch.shared:
+        heads_per_rank = heads_among(rows.group.size)
+        merged_SnC = exchange(out_TqC[rows.rows_S], lse_Tq[rows.rows_S], rows.group, heads_per_rank)
+        out_TqC[rows.rows_S] = gather_heads(merged_SnC, rows.group, heads_per_rank)
     return out_TqC

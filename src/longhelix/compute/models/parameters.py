@@ -12,7 +12,7 @@ from itertools import groupby
 from longhelix.compute.models.parameter import Parameter, Source
 from longhelix.errors import UserError
 from longhelix.spec import DTYPES, ModelSpec, number_format
-from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.layout import Layout
 from longhelix.spec.weights import Dim, Split, WeightDtype, WeightSpec, embedding, head, last_norm, layer_weights
 from longhelix.values import shown
 
@@ -53,10 +53,8 @@ def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_
 
 
 def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Parameter]:
-    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
-
     def held(dim: Dim) -> range:
-        return _items(dim, layout, heads, rank)
+        return _items(dim, layout, rank)
 
     if layout.has_embedding(rank):
         yield from _stacked([embedding(spec)], held)
@@ -97,17 +95,17 @@ def _of_expert(template: Parameter, expert: int) -> Parameter:
     return replace(template, name=template.name.format(expert), sources=sources)
 
 
-def _items(dim: Dim, layout: Layout, heads: HeadShape, rank: int) -> range:
+def _items(dim: Dim, layout: Layout, rank: int) -> range:
     """The items of a dim that `rank` has."""
     match dim.split:
         case Split.WHOLE:
             return range(dim.count)
         case Split.QUERY_HEADS:
-            return layout.query_heads(heads, rank)
+            return layout.query_heads(dim.all_heads, rank)
         case Split.KV_HEADS:
-            return layout.kv_heads(heads, rank)
+            return layout.kv_heads(dim.all_heads, rank)
         case Split.OUTPUT_HEADS:
-            return layout.output_heads(heads, rank)
+            return layout.output_heads(dim.all_heads, rank)
         case Split.FFN_COLUMNS | Split.SHARED_COLUMNS:
             return layout.ffn_columns(dim.count, rank)
         case Split.EXPERT_COLUMNS:
@@ -145,7 +143,8 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
                 f"tensor {name!r} has dtype {dtype}: longhelix reads {', '.join(DTYPES)}", "invalid_checkpoint"
             )
     unused = sorted(name for name in tensors if name not in declared and not _is_tied_head(name, spec))
-    wanted = [name for name in unused if not _changes_nothing(name, spec)]
+    predicting = _predicting_layers(tensors, spec.num_layers)
+    wanted = [name for name in unused if not _changes_nothing(name) and _layer_of(name) not in predicting]
     if wanted:
         raise UserError(
             f"the checkpoint has tensors that a {spec.architecture} model does not use ({len(wanted)}, such as "
@@ -165,13 +164,23 @@ def _is_tied_head(name: str, spec: ModelSpec) -> bool:
     return spec.tied_embeddings and name == "lm_head.weight"
 
 
-def _changes_nothing(name: str, spec: ModelSpec) -> bool:
+def _predicting_layers(tensors: Iterable[str], num_layers: int) -> set[int]:
+    """The layers of multi-token prediction, which DeepSeek and GLM store after the last layer: those that project an
+    embedding and a hidden state together. The model's answers are the same without them."""
+    layers = {_layer_of(name) for name in tensors if name.endswith(".eh_proj.weight")}
+    return {layer for layer in layers if layer is not None and layer >= num_layers}
+
+
+def _layer_of(name: str) -> int | None:
+    """The layer that a tensor is in. None: it is in none."""
+    found = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
+    return None if found is None else int(found[1])
+
+
+def _changes_nothing(name: str) -> bool:
     """Whether the model's answers are the same without this tensor.
 
-    That holds for tensors derived from the config, for extra heads, for multi-token prediction (which DeepSeek stores
-    as layers after the last one), and for the vision tower of a model whose config is a text model's.
+    That holds for tensors derived from the config, for extra heads, for multi-token prediction with names of its own,
+    and for the vision tower of a model whose config is a text model's.
     """
-    later = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
-    if spec.mla is not None and later and int(later[1]) >= spec.num_layers:
-        return True
     return _UNREAD.fullmatch(name) is not None

@@ -2,17 +2,24 @@
 
 import math
 
-from longhelix.spec import RopeSpec
+from longhelix.spec import ModelSpec, RopeSpec
+
+
+def all_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[float, ...], ...]:
+    """Those of each of the model's rotations, see `inverse_frequencies`."""
+    return tuple(tuple(inverse_frequencies(rotation.rope, rotation.size, length)) for rotation in spec.rotations)
 
 
 def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[float]:
-    """The C/2 angles per position step, in float64.
+    """The C/2 angles per position step, in float64. None if no channels are rotated.
 
     `length` is the number of tokens that the request may come to have keys of, `Request.num_rows`. Dynamic and longrope
     choose by it, once, since keys are cached rotated.
     Sources: RoPE arXiv 2104.09864; dynamic NTK, linear and yarn arXiv 2309.00071; longrope arXiv
     2402.13753; llama3: the model card's smoothing between two wavelengths.
     """
+    if not head_size:
+        return []
     theta = rope.theta
     if rope.kind == "dynamic" and length > rope.original_max_positions:
         stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)

@@ -12,13 +12,15 @@ _KEPT_STEPS = 1000  # by their numbers, after the last one that needed a group
 
 @dataclass(frozen=True)
 class Shared:
-    """Rows of a batch that several instances have, each with its own part of their KV. rows_S: where they are among the
-    batch's rows, int64; as many on each of the instances, in the same order. heads_per_rank: how the q local query
-    heads fall to the ranks of `group`."""
+    """Rows of a batch that several instances have, each with its own part of their KV.
+
+    Attributes:
+        group: The ranks that have them, one of each instance.
+        rows_S: Where they are among the batch's rows. int64. As many on each instance, in the same order.
+    """
 
     group: RankGroup
     rows_S: Tensor
-    heads_per_rank: list[int]
 
 
 class Meetings:

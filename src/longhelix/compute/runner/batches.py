@@ -14,7 +14,7 @@ from torch import Tensor
 from longhelix.compute.cache.block_arena import BlockArena
 from longhelix.compute.cache.lines import Lines
 from longhelix.compute.kernels.angles import rotation, rotation_by_axes
-from longhelix.compute.models.batch import Batch, ImageRows, RowView
+from longhelix.compute.models.batch import Batch, ImageRows, RowRotation, RowView
 from longhelix.compute.models.image_positions import positions as image_positions
 from longhelix.compute.parallel.holders import Holders
 from longhelix.compute.parallel.meetings import Shared
@@ -25,7 +25,6 @@ from longhelix.compute.runner.row_memory import RowMemory, RowParts, RowTensors,
 from longhelix.compute.runner.sequence_state import HELD, SequenceState, by_instances, token_ids
 from longhelix.scheduler.step import Chunk, Step
 from longhelix.spec import ModelSpec
-from longhelix.spec.layout import HeadShape
 
 _MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from the last one's
 
@@ -66,8 +65,8 @@ class Batches:
         self._device = arena.device
         self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
         self._views = spec.views
-        self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, spec.rotated_size // 2, self._views)
-        self._axes_R = torch.tensor(spec.rope.axes, dtype=torch.int64, device=self._device)
+        pairs = [rotation.size // 2 for rotation in spec.rotations]
+        self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, pairs, self._views)
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
 
     def of(self, step: Step, decoding: DecodeRows) -> Batch:
@@ -83,8 +82,7 @@ class Batches:
             return self._mixed_batch(step, decoding, self._rows.arrays(len(decoding), num_held))
         tensors = self._rows.tensors(len(decoding), num_held)
         held = b"" if everywhere else self._held(decoding.lines).tobytes()
-        turns, frequencies = (tensors.cos_bR, tensors.sin_bR), self._frequencies_of(decoding, (), ())
-        rotation(tensors.rows.positions_b, frequencies, self._spec.rope.attention_factor, turns)
+        self._turn(tensors.rows.positions_b, self._frequencies_of(decoding, (), ()), tensors.rotations)
         batch = self._decode_batch(tensors, held, step.most_tokens, step.work.parts)
         return replace(batch, shared=self._shared(step, decoding)) if step.instances else batch
 
@@ -94,8 +92,7 @@ class Batches:
         return Batch(
             token_ids_T=token_ids_B,
             holders=self._holders(np.frombuffer(held, np.bool_)) if held else None,
-            cos_tR=tensors.cos_bR,
-            sin_tR=tensors.sin_bR,
+            rotations=tensors.rotations,
             slots_t=slots_b,
             limits_t=limits_b,
             row_starts_b=row_starts_b,
@@ -134,16 +131,14 @@ class Batches:
             *map(list, zip(decodes.firsts, *(some.firsts for some in chunks), strict=True)),
             *map(list, zip(decodes.window_slots, *(some.window_slots for some in chunks), strict=True)),
         )
-        frequencies = self._frequencies_of(decoding, prompts, lengths)
-        turns = rotation(positions_t, frequencies, self._spec.rope.attention_factor)
-        self._turn_by_axes(turns, prompts, chunks)
+        rotations = self._turn(positions_t, self._frequencies_of(decoding, prompts, lengths))
+        self._turn_by_axes(rotations, prompts, chunks)
         held_NS = self._held(np.append(decoding.lines, [seq.line for seq in prompts]))
         counts = [1] * len(decoding) + [chunk.num_tokens for chunk in step.chunks]
         return Batch(
             token_ids_T=token_ids_T,
             holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
-            cos_tR=turns[0],
-            sin_tR=turns[1],
+            rotations=rotations,
             slots_t=slots_t,
             limits_t=limits_t,
             row_starts_b=row_starts_b,
@@ -158,17 +153,30 @@ class Batches:
             views=self._views_of(slots_t, more[: len(self._views)], more[len(self._views) :]),
         )
 
+    def _turn(
+        self, positions_t: Tensor, frequencies: Sequence[Tensor], into: Sequence[RowRotation | None] = ()
+    ) -> tuple[RowRotation, ...]:
+        """How far rows at these positions are rotated, by rotation. into: where it is written, if not to new memory."""
+        rotations = self._spec.rotations
+        return tuple(
+            RowRotation(*rotation(positions_t, of_rows, each.rope.attention_factor, own))
+            for each, of_rows, own in zip(rotations, frequencies, into or (None,) * len(rotations), strict=True)
+        )
+
     def _turn_by_axes(
-        self, turns: tuple[Tensor, Tensor], prompts: Sequence[SequenceState], chunks: Sequence[_ChunkRows]
+        self, rotations: Sequence[RowRotation], prompts: Sequence[SequenceState], chunks: Sequence[_ChunkRows]
     ) -> None:
         """Rotate the rows of prompts with images, the last of all that attend here, by their positions on each axis."""
-        start = len(turns[0]) - sum(len(rows.limits) for rows in chunks)
+        start = len(rotations[0].cos_tR) - sum(len(rows.limits) for rows in chunks)
         for seq, rows in zip(prompts, chunks, strict=True):
             own = slice(start, start + len(rows.limits))
             if seq.new.images and len(rows.limits):
                 positions_3T = torch.from_numpy(rows.positions_3T).to(self._device)
-                into, factor = (turns[0][own], turns[1][own]), self._spec.rope.attention_factor
-                rotation_by_axes(positions_3T, self._axes_R, seq.frequencies_R, factor, into)
+                each_rotation = zip(self._spec.rotations, seq.frequencies.of_rotations, rotations, strict=True)
+                for (rope, _), frequencies_R, (cos_tR, sin_tR) in each_rotation:
+                    axes_R = torch.tensor(rope.axes, dtype=torch.int64, device=self._device)
+                    into = cos_tR[own], sin_tR[own]
+                    rotation_by_axes(positions_3T, axes_R, frequencies_R, rope.attention_factor, into)
             start = own.stop
 
     def _image_rows(self, step: Step, first: int) -> ImageRows | None:
@@ -197,7 +205,7 @@ class Batches:
     def _shared(self, step: Step, decoding: DecodeRows) -> tuple[Shared, ...]:
         """The rows that other instances have as well."""
         assert self._mesh.meetings is not None
-        heads, rows = HeadShape(self._spec.num_query_heads, self._spec.num_kv_heads), dict[int, range]()
+        rows = dict[int, range]()
         sequences = [*decoding.sequences, *(self._sequences[chunk.id] for chunk in step.chunks)]
         counts = [1] * len(decoding) + [chunk.num_tokens for chunk in step.chunks]
         for seq, (start, stop) in zip(sequences, pairwise(accumulate(counts, initial=0)), strict=True):
@@ -206,7 +214,7 @@ class Batches:
         for instances, together in by_instances(sequences):
             rows_S = torch.tensor([row for seq in together for row in rows[seq.new.id]], device=self._device)
             group = self._mesh.meetings.of(tuple(sorted(instances)))
-            found.append(Shared(group, rows_S, self._mesh.layout.heads_among(heads, self._mesh.rank, group.size)))
+            found.append(Shared(group, rows_S))
         return tuple(found)
 
     def _on_device(self, *groups: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:
@@ -228,22 +236,24 @@ class Batches:
     def _holders(self, held_NT: NDArray[np.bool_]) -> Holders:
         return Holders.of(held_NT.reshape(self._mesh.layout.kvp, -1), self._kvp_rank, self._device)
 
-    def _frequencies_of(self, decoding: DecodeRows, prompts: Sequence[SequenceState], lengths: Sequence[int]) -> Tensor:
-        """Those of the rows that attend here: frequencies_tR, or frequencies_R where all have the same.
+    def _frequencies_of(
+        self, decoding: DecodeRows, prompts: Sequence[SequenceState], lengths: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """Those of the rows that attend here, by rotation: frequencies_tR, or frequencies_R where all have the same.
 
         lengths: of the prompts that keep KV here the rows.
         """
         different = decoding.frequencies
         if prompts:
-            different = different.union(seq.frequencies_R for seq in prompts)
+            different = different.union(seq.frequencies for seq in prompts)
         if len(different) == 1:
-            return next(iter(different))
+            return next(iter(different)).of_rotations
         held = [seq for seq in (*decoding.sequences, *prompts) if self._kvp_rank in seq.holders]
         if not held:  # without rows any will do
-            return next(iter(different))
-        counts = [1] * (len(held) - len(lengths)) + [*lengths]
-        frequencies_bR = torch.stack([seq.frequencies_R for seq in held])
-        return frequencies_bR.repeat_interleave(torch.tensor(counts, device=self._device), dim=0)
+            return next(iter(different)).of_rotations
+        counts = torch.tensor([1] * (len(held) - len(lengths)) + [*lengths], device=self._device)
+        of_rotations = zip(*(seq.frequencies.of_rotations for seq in held), strict=True)
+        return tuple(torch.stack(same).repeat_interleave(counts, dim=0) for same in of_rotations)
 
     def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _ChunkRows:
         """The next rows of a prompt, which see and are stored as decodes. None if the sequence keeps no KV here."""

@@ -1,6 +1,7 @@
 """The configuration of an engine: all that ranks and scheduler need to know."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from longhelix.compute.models.parameters import declare, stored_bytes
 from longhelix.compute.runner.pool_size import kv_bytes_per_token
@@ -69,7 +70,8 @@ class EngineConfig:
 
     @property
     def heads(self) -> HeadShape:
-        return HeadShape(self.spec.num_query_heads, self.spec.num_kv_heads)
+        """The heads of the first layer with attention."""
+        return self.spec.attentions[0].heads
 
     @property
     def image_ranks(self) -> tuple[int, ...]:
@@ -88,10 +90,15 @@ class EngineConfig:
         """Bytes of weights that a decode step of one row reads: all weights except an embedding that is not also the
         head, and of the experts only those that the row takes."""
         found = self._stored_bytes(rank)
-        experts = sum(size for name, size in found.items() if ".experts." in name)
-        others = sum(found.values()) - found.get("embedding", 0) - experts
-        moe = self.spec.moe
-        return others + (0 if moe is None else experts * moe.experts_per_token // moe.num_experts)
+        experts = {name: size for name, size in found.items() if ".experts." in name}
+        others = sum(found.values()) - found.get("embedding", 0) - sum(experts.values())
+        return others + int(sum(size * self._taken(name) for name, size in experts.items()))
+
+    def _taken(self, name: str) -> Fraction:
+        """The share of a layer's experts that a row takes. name: of a weight of one of these experts."""
+        moe = self.spec.layers[int(name.split(".")[1])].moe
+        assert moe is not None
+        return Fraction(moe.experts_per_token, moe.num_experts)
 
     def _stored_bytes(self, rank: int) -> dict[str, int]:
         return stored_bytes(self.spec, self.layout, rank, self.dtype, self.product_dtype)

@@ -5,11 +5,10 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from longhelix.compute.runner.adjustments import Record
 from longhelix.compute.runner.seen_tokens import SeenTokens
-from longhelix.compute.runner.sequence_state import SequenceState
+from longhelix.compute.runner.sequence_state import Frequencies, SequenceState
 
 
 class DecodeRows:
@@ -60,6 +59,6 @@ class DecodeRows:
         return tuple((seq, record) for seq in self.sequences for record in seq.records)
 
     @cached_property
-    def frequencies(self) -> frozenset[Tensor]:
+    def frequencies(self) -> frozenset[Frequencies]:
         """The different ones."""
-        return frozenset(seq.frequencies_R for seq in self.sequences)
+        return frozenset(seq.frequencies for seq in self.sequences)

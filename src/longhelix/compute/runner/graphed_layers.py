@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels.flashinfer import PageLists
-from longhelix.compute.models.batch import Batch, RowView
+from longhelix.compute.models.batch import Batch, RowRotation, RowView
 from longhelix.compute.parallel.holders import PaddedHolders
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.parallel.traffic import Traffic
@@ -90,8 +90,10 @@ class _Inputs:
         own = Batch(
             token_ids_T=batch.token_ids_T.new_zeros(rows),
             holders=holders,
-            cos_tR=batch.cos_tR.new_zeros(own_rows, batch.cos_tR.shape[1]),
-            sin_tR=batch.sin_tR.new_zeros(own_rows, batch.sin_tR.shape[1]),
+            rotations=tuple(
+                RowRotation(*(tensor.new_zeros(own_rows, tensor.shape[1]) for tensor in rotation))
+                for rotation in batch.rotations
+            ),
             slots_t=batch.slots_t.new_empty(own_rows),
             limits_t=batch.limits_t.new_empty(own_rows),
             row_starts_b=batch.row_starts_b.new_empty(sequences + 1),
@@ -119,8 +121,9 @@ class _Inputs:
             at_t = torch.arange(len(hidden_TH), device=hidden_TH.device)
         else:
             at_t = own.holders.fill(batch.holders)
-        own.cos_tR[at_t] = batch.cos_tR
-        own.sin_tR[at_t] = batch.sin_tR
+        for own_rotation, rotation in zip(own.rotations, batch.rotations, strict=True):
+            own_rotation.cos_tR[at_t] = rotation.cos_tR
+            own_rotation.sin_tR[at_t] = rotation.sin_tR
         own.slots_t.fill_(-1)[at_t] = batch.slots_t
         own.limits_t.zero_()[at_t] = batch.limits_t
         for own_view, view in zip(own.views, batch.views, strict=True):

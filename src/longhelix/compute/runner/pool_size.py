@@ -8,9 +8,9 @@ from longhelix.compute.models.parameters import stored_bytes
 from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.splits import most_state_bytes
-from longhelix.spec import ModelSpec
+from longhelix.spec import ModelSpec, number_format
 from longhelix.spec.attention import Visibility
-from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.layout import Layout
 
 # What the pool may take of the memory that is free once the weights are in.
 _POOL_SHARE = 0.8
@@ -21,16 +21,25 @@ def kv_bytes_per_token(
 ) -> int:
     """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage. groups: only those
     of these KV groups."""
-    heads, layers = HeadShape(spec.num_query_heads, spec.num_kv_heads), layout.layers(spec.num_layers, rank)
-    num_layers = sum(groups is None or spec.groups[layer] in groups for layer in layers)
-    return spec.kv_bytes_per_token(kv_dtype, len(layout.kv_heads(heads, rank)), num_layers, device)
+    layers = [layer for layer in layout.layers(spec.num_layers, rank) if groups is None or spec.groups[layer] in groups]
+    number = number_format(kv_dtype)
+    return int(
+        sum(
+            len(layout.kv_heads(attention.heads, rank)) * attention.cache_entry.head_bytes(number, device)
+            for attention in (spec.layers[layer].attention for layer in layers)
+            if attention is not None
+        )
+    )
 
 
 def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:
     """Memory that a GPU's attention takes beside the pool, with sequences of up to `longest_tokens` on that GPU."""
-    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
-    value_size = spec.head_size if spec.mla is None else spec.mla.kv_lora_rank
-    return most_state_bytes(longest_tokens, len(layout.query_heads(heads, rank)), value_size)
+    return max(
+        most_state_bytes(
+            longest_tokens, len(layout.query_heads(attention.heads, rank)), attention.cache_entry.value_size
+        )
+        for attention in spec.attentions
+    )
 
 
 def affordable_blocks(

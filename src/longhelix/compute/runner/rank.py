@@ -25,6 +25,7 @@ from longhelix.compute.runner.meeting import Meeting
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.errors import UserError
 from longhelix.spans import UNTRACED, Spans
+from longhelix.spec.layer import Attention
 
 # Small beside what is left free beside a pool: ranks that are done with theirs do not take their share again.
 _PARTS_OF_LAYER = 8
@@ -93,29 +94,30 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     """This rank's pool of `num_blocks` KV blocks. Raises UserError if memory that was free when the engine started no
     longer is."""
     spec, device = config.spec, device_of(config, rank)
-    num_kv_heads = len(config.layout.kv_heads(config.heads, rank))
-    num_layers = len(config.layout.layers(spec.num_layers, rank))
-    block_tokens = config.scheduler.block_tokens
-    formats = {
-        entry.name: KVFormat.choose(
-            config.kv_dtype,
-            block_tokens,
-            num_kv_heads,
-            entry.key_size,
-            entry.value_size,
-            device,
-            entry.shared_values,
-            config.attention_dtype is not None,
-        )
-        for entry in spec.cache_entries
-    }
-    windows = config.scheduler.windows
-    groups = [spec.groups[layer] for layer in config.layout.layers(spec.num_layers, rank)] if windows else ()
+    layers, windows = config.layout.layers(spec.num_layers, rank), config.scheduler.windows
+    formats = [_formats(config, rank, spec.layers[layer].attention) for layer in layers]
+    groups = [spec.groups[layer] for layer in layers] if windows else ()
     window_blocks = [window.num_blocks for window in windows]
-    pool = KVPool(formats, num_layers, num_blocks, device, groups, window_blocks)
+    pool = KVPool(formats, num_blocks, device, groups, window_blocks)
     if device.type == "cpu":
         _take_memory(pool, len(config.hosts.ranks[config.hosts.node_of(rank)]))
     return pool
+
+
+def _formats(config: EngineConfig, rank: int, attention: Attention) -> dict[str, KVFormat]:
+    """How a rank keeps the cache entries of a layer with this attention, by their names."""
+    entry = attention.cache_entry
+    format = KVFormat.choose(
+        config.kv_dtype,
+        config.scheduler.block_tokens,
+        len(config.layout.kv_heads(attention.heads, rank)),
+        entry.key_size,
+        entry.value_size,
+        device_of(config, rank),
+        entry.shared_values,
+        config.attention_dtype is not None,
+    )
+    return {entry.name: format}
 
 
 def _take_memory(pool: KVPool, sharers: int) -> None:
@@ -160,12 +162,15 @@ def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
 
 def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists | None:
     """What lists pages for FlashInfer, where that was asked for. Raises UserError if it cannot read this pool."""
-    num_query_heads = len(config.layout.query_heads(config.heads, rank))
-    if config.attention != "flashinfer" or not num_query_heads:
+    if config.attention != "flashinfer":
         return None
-    (format,) = pool.formats.values()
+    (attention,) = config.spec.attentions
+    num_query_heads = len(config.layout.query_heads(attention.heads, rank))
+    if not num_query_heads:
+        return None
+    (format,) = pool.formats
     flashinfer.check(format, config.dtype)
-    return PageLists(format, num_query_heads, config.spec.head_size**-0.5, getattr(torch, config.dtype))
+    return PageLists(format, num_query_heads, attention.head_size**-0.5, getattr(torch, config.dtype))
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from longhelix.compute.cache.block_arena import BlockArena
 from longhelix.compute.cache.lines import Lines
 from longhelix.compute.kernels import native
+from longhelix.compute.models.batch import RowRotation
 from longhelix.compute.runner.decode_rows import DecodeRows
 from longhelix.compute.runner.sequence_state import EXTENT, HELD, LAST_OWNER, LAST_TOKEN, LENGTH, LOCAL_LENGTH, SHIFT
 from longhelix.spec.attention import Visibility
@@ -53,8 +53,7 @@ class RowTensors:
     """What a batch of decodes has where steps run: the same objects in all steps of as many rows."""
 
     rows: RowParts
-    cos_bR: Tensor
-    sin_bR: Tensor
+    rotations: tuple[RowRotation, ...]
 
 
 class RowMemory:
@@ -66,7 +65,7 @@ class RowMemory:
         arena: their blocks here.
         kvp_rank: this rank.
         block_tokens: tokens of a KV block.
-        num_pairs: R of the rotation.
+        pairs: R of each rotation.
         views: what rows see in layers with a limit.
     """
 
@@ -76,12 +75,12 @@ class RowMemory:
         arena: BlockArena,
         kvp_rank: int,
         block_tokens: int,
-        num_pairs: int,
+        pairs: Sequence[int],
         views: Sequence[Visibility] = (),
     ) -> None:
         self._numbers, self._arena, self._views = numbers, arena, views
         self._limits_V2 = np.array([[view.window_tokens or 0, view.chunk_tokens or 0] for view in views], np.int64)
-        self._kvp_rank, self._block_tokens, self._num_pairs = kvp_rank, block_tokens, num_pairs
+        self._kvp_rank, self._block_tokens, self._pairs = kvp_rank, block_tokens, pairs
         self._take(8)
 
     @torch.inference_mode()  # as what else a step has is made: compiled graphs are for tensors of one kind
@@ -89,7 +88,7 @@ class RowMemory:
         self._most_rows, device = most_rows, self._arena.device
         self._host_X = torch.zeros(self._size(most_rows), dtype=torch.int64)
         self._device_X = self._host_X.to(device)
-        self._turns_2X = torch.zeros(2, most_rows * self._num_pairs, device=device)
+        self._rotations = [torch.zeros(2, most_rows, num_pairs, device=device) for num_pairs in self._pairs]
         self._tensors = lru_cache(64)(self._new_tensors)
 
     def _size(self, rows: int) -> int:
@@ -138,8 +137,8 @@ class RowMemory:
         return self._tensors(rows, held)
 
     def _new_tensors(self, rows: int, held: int) -> RowTensors:
-        turns_2bR = self._turns_2X[:, : held * self._num_pairs].unflatten(1, (held, self._num_pairs))
-        return RowTensors(self._parts(self._device_X, rows, held), *turns_2bR)
+        rotations = tuple(RowRotation(*rotation_2TR[:, :held]) for rotation_2TR in self._rotations)
+        return RowTensors(self._parts(self._device_X, rows, held), rotations)
 
     def _advance(self, lines_B: NDArray[np.int64]) -> tuple[int, bool]:
         """As csrc/advance.hpp, where that was not built."""

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, islice
 
 import torch
@@ -14,7 +14,7 @@ from longhelix.compute.cache.pool import KVPool
 from longhelix.compute.cache.swap_space import SwapSpace
 from longhelix.compute.kernels.flashinfer import PageLists
 from longhelix.compute.models.decoder import Decoder
-from longhelix.compute.models.rope import inverse_frequencies
+from longhelix.compute.models.rope import all_frequencies
 from longhelix.compute.models.token_shards import TokenShards
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
@@ -30,7 +30,13 @@ from longhelix.compute.runner.progress import Progress
 from longhelix.compute.runner.sampling import Sampling
 from longhelix.compute.runner.scoring import Scoring
 from longhelix.compute.runner.seen_tokens import SeenTokens
-from longhelix.compute.runner.sequence_state import SequenceState, by_instances, sequence_numbers, token_ids
+from longhelix.compute.runner.sequence_state import (
+    Frequencies,
+    SequenceState,
+    by_instances,
+    sequence_numbers,
+    token_ids,
+)
 from longhelix.scheduler.guide import TokenTable
 from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK
 from longhelix.scheduler.step import NewSequence, PromptLogprobs, SampledToken, Step, StepResult
@@ -80,8 +86,7 @@ class ModelRunner:
         self._step_id = 0
         self.arena = BlockArena(IDS_PER_BLOCK * pool.num_blocks, self.device, pool.num_groups)
         self._numbers = sequence_numbers(mesh.layout.kvp)
-        # One tensor for all sequences that turn alike.
-        self._frequencies = lru_cache(partial(torch.tensor, dtype=torch.float64, device=self.device))
+        self._frequencies = lru_cache(self._new_frequencies)
         self._spans = spans
         self._matchers: Matchers | None = None
         self._image_rows: dict[tuple[int, int], Tensor] = {}  # of the next step, as `Batches` has them
@@ -229,11 +234,10 @@ class ModelRunner:
         for enlisted in step.enlisted:
             self.sequences[enlisted.id].instances = enlisted.instances
         for new in step.new:
-            frequencies = inverse_frequencies(self.spec.rope, self.spec.rotated_size, new.num_rows)
-            frequencies_R = self._frequencies(tuple(frequencies))
+            frequencies = self._frequencies(all_frequencies(self.spec, new.num_rows))
             seen = self._seen(new) if self._samples(new) else None
             adjustments = self._adjustments(new) if self._samples(new) else None
-            seq = SequenceState(new, frequencies_R, self._numbers, self.arena, seen, adjustments)
+            seq = SequenceState(new, frequencies, self._numbers, self.arena, seen, adjustments)
             seq.begin(self.kvp_rank, self.block_tokens)
             self.sequences[new.id] = seq
         if self._matchers is not None:
@@ -243,6 +247,10 @@ class ModelRunner:
             seq = self.sequences[sequence_id]
             seq.microbatch = step.microbatch
             self.decoding.join(seq)
+
+    def _new_frequencies(self, of_rotations: tuple[tuple[float, ...], ...]) -> Frequencies:
+        tensors = (torch.tensor(each, dtype=torch.float64, device=self.device) for each in of_rotations)
+        return Frequencies(tuple(tensors))
 
     def _samples(self, new: NewSequence) -> bool:
         """Whether this rank has a share in the choice of its tokens."""

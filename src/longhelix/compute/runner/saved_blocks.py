@@ -14,21 +14,23 @@ from longhelix.scheduler.kv.blocks import Block
 
 @dataclass(frozen=True)
 class SavedBlocks:
-    """files: by KV group. saves: whether this rank is the one that saves its heads."""
+    """files: by KV group. saves: whether this rank is the one that saves its heads, by KV group."""
 
     snapshot: Snapshot
     kvp_rank: int
     files: tuple[str, ...]
-    saves: bool
+    saves: tuple[bool, ...]
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int, pool: KVPool) -> Self:
         layout = config.layout
         layers = layout.layers(config.spec.num_layers, rank)
         groups = config.spec.groups if config.scheduler.windows else (0,) * config.spec.num_layers
-        snapshot = Snapshot(pool, layout.kv_heads(config.heads, rank), layers, groups)
+        heads = [config.spec.heads_of(group) or config.heads for group in range(pool.num_groups)]
+        snapshot = Snapshot(pool, [layout.kv_heads(each, rank) for each in heads], layers, groups)
         files = tuple(file_name(rank, group) for group in range(pool.num_groups))
-        return cls(snapshot, layout.kvp_rank(rank), files, layout.keeps_kv_first(config.heads, rank))
+        saves = tuple(layout.keeps_kv_first(each, rank) for each in heads)
+        return cls(snapshot, layout.kvp_rank(rank), files, saves)
 
     def save(
         self,
@@ -39,17 +41,15 @@ class SavedBlocks:
         totals: Sequence[Sequence[int]],
     ) -> None:
         """Write this rank's KV blocks of a context, as `SaveBlocks` has them. Raises OSError."""
-        if not self.saves:
-            return
         for group, own in enumerate(self._own(first, blocks)):
-            if own and self.snapshot.has_layers(group):
+            if own and self.saves[group] and self.snapshot.has_layers(group):
                 counts = totals[group][self.kvp_rank], before[group][self.kvp_rank]
                 self.snapshot.save(folder / self.files[group], *counts, list(own), list(own.values()), group)
 
     def load(self, folder: Path, files: Sequence[SavedFile], first: int, blocks: Sequence[Block]) -> None:
         """Fill this rank's KV blocks of a context, as `LoadBlocks` has them. Raises UserError."""
         own = self._own(first, blocks)
-        if any(own) and self.snapshot.heads:
+        if any(own) and any(self.snapshot.heads):
             self.snapshot.load(folder, files, own)
 
     def _own(self, first: int, blocks: Sequence[Block]) -> list[dict[int, int]]:

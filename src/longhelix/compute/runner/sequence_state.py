@@ -35,6 +35,17 @@ class AwaitedTokens:
     travelling: Travelling
 
 
+@dataclass(frozen=True, eq=False)
+class Frequencies:
+    """By which the rows of a sequence are rotated. Sequences that are rotated alike have the same object.
+
+    Attributes:
+        of_rotations: frequencies_R (float64) of each of `ModelSpec.rotations`.
+    """
+
+    of_rotations: tuple[Tensor, ...]
+
+
 class _Number:
     """One of the numbers in a sequence's line."""
 
@@ -66,14 +77,14 @@ class SequenceState:
     def __init__(
         self,
         new: NewSequence,
-        frequencies_R: Tensor,
+        frequencies: Frequencies,
         numbers: Lines,
         arena: BlockArena,
         seen: SeenTokens | None = None,
         adjustments: Adjustments | None = None,
     ) -> None:
         self.new = new
-        self.frequencies_R = frequencies_R
+        self.frequencies = frequencies
         self.seen = seen
         self.adjustments = adjustments
         self.awaited: AwaitedTokens | None = None  # with which the last token comes, while it is on its way

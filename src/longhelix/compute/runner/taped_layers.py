@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from longhelix.compute.kernels.tape import Tape
-from longhelix.compute.models.batch import Batch, RowView
+from longhelix.compute.models.batch import Batch, RowRotation, RowView
 from longhelix.compute.parallel.holders import Holders
 from longhelix.spans import UNTRACED, Spans
 
@@ -83,12 +83,13 @@ class TapedLayers:
 
 
 # The blocks are those of the arena, which stays where it is; all else is of this step.
-_VARYING = ("cos_tR", "sin_tR", "slots_t", "limits_t", "row_starts_b", "extents_b2")
+_VARYING = ("slots_t", "limits_t", "row_starts_b", "extents_b2")
 
 
 def _inputs(batch: Batch) -> list[Tensor]:
+    of_rotations = (tensor for rotation in batch.rotations for tensor in rotation)
     of_views = (tensor for view in batch.views for tensor in (view.firsts_t, view.slots_t))
-    return [*(getattr(batch, name) for name in _VARYING), *of_views]
+    return [*(getattr(batch, name) for name in _VARYING), *of_rotations, *of_views]
 
 
 def _own(batch: Batch) -> Batch:
@@ -96,7 +97,9 @@ def _own(batch: Batch) -> Batch:
     own = batch
     if not batch.stays:
         views = tuple(RowView(view.firsts_t.clone(), view.slots_t.clone(), view.blocks_X) for view in batch.views)
-        own = replace(batch, views=views, **{name: getattr(batch, name).clone() for name in _VARYING})
+        rotations = tuple(RowRotation(each.cos_tR.clone(), each.sin_tR.clone()) for each in batch.rotations)
+        varying = {name: getattr(batch, name).clone() for name in _VARYING}
+        own = replace(batch, rotations=rotations, views=views, **varying)
     if batch.holders is None:
         return own
     rows_t, places_NT = batch.holders.rows_t.clone(), batch.holders.places_NT.clone()

@@ -186,7 +186,7 @@ def _check_batch_invariant(runner: ModelRunner) -> None:
     if not runner.execution.sums_in_rank_order:
         found = "these ranks do not share memory"
     elif not pool.packed:
-        sizes = ", ".join(str(format.key_size) for format in pool.formats.values())
+        sizes = ", ".join(str(format.key_size) for format in pool.formats)
         found = f"KV blocks of {pool.block_tokens} tokens with heads of size {sizes} cannot be packed"
     elif not runner.execution.packed:
         found = "the model has matrix products with an input size that is not a multiple of 16"

@@ -148,7 +148,7 @@ class AttentionCase:
                 f"--head-size has {format.key_size}, but the native kernels need multiples of {native.LANES}: set it "
                 "to multiples of this number"
             )
-        pool = KVPool({"kv": format}, 1, -(-context // BLOCK_TOKENS), _CPU)
+        pool = KVPool([{"kv": format}], -(-context // BLOCK_TOKENS), _CPU)
         fill(pool)
         return cls(torch.randn(rows, num_query_heads, format.key_size).bfloat16(), pool, context)
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from longhelix.compute.machine import host
 from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.pool_size import kv_bytes_per_token
 from longhelix.engine.workers.environment import rank_environment
 from longhelix.measure.bench.section import Column, Plot, Section
 from longhelix.measure.world import Row
+from longhelix.spec.layout import Layout
 
 PROGRAMS = Path(__file__).parents[4] / "benchmarks" / "peers"  # exists only in a checkout, not in an installed package
 TIMEOUT_S = 1800.0
@@ -195,6 +197,5 @@ def with_relative_times(rows: Sequence[Row]) -> list[Row]:
 
 def _fits(config: EngineConfig, context: int) -> bool:
     """True if _COPIES bfloat16 copies of the KV fit in free memory, because peers may need this much memory."""
-    spec = config.spec
-    kv_bytes = context * spec.kv_bytes_per_token("bfloat16", spec.num_kv_heads, spec.num_layers, "cpu")
+    kv_bytes = context * kv_bytes_per_token(config.spec, Layout(), "bfloat16", "cpu", 0)
     return _COPIES * kv_bytes < host.available_bytes()

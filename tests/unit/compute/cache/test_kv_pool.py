@@ -50,7 +50,7 @@ def test_rows_are_a_tensor_of_keys_and_values_with_float32_scales_of_narrow_numb
     if not shared_values:
         value_size = key_size
     format = KVFormat(dtype, block_tokens, kv_heads, key_size, value_size, ROWS, shared_values=shared_values)
-    pool = KVPool({"kv": format}, num_layers, num_blocks, CPU)
+    pool = KVPool([{"kv": format}] * num_layers, num_blocks, CPU)
     arrays = 1 if shared_values else 2
     vectors = arrays * block_tokens * kv_heads
     assert format.block_bytes == vectors * (key_size * BITS[dtype] // 8 + (4 if dtype in NARROW else 0))
@@ -78,7 +78,7 @@ def test_packed_tiles_have_the_bytes_that_the_kernels_step_over(
     block_tokens, kv_heads, key_size, value_size, shared_values, dtype
 ):
     format = KVFormat(dtype, block_tokens, kv_heads, key_size, value_size, TILES, shared_values=shared_values)
-    pool = KVPool({"kv": format}, 2, 3, CPU)
+    pool = KVPool([{"kv": format}] * 2, 3, CPU)
     channels = key_size if shared_values else key_size + value_size
     tile_bytes = 16 * channels * BITS[dtype] // 8 + (2 * 16 * 2 if dtype in NARROW else 0)
     assert format.block_bytes == block_tokens // 16 * kv_heads * tile_bytes
@@ -93,7 +93,7 @@ def test_packed_tiles_have_the_bytes_that_the_kernels_step_over(
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_native)])
 def test_layers_share_no_bytes(packed):
-    pool = KVPool({"kv": KVFormat("float32", 16, 2, 16, 16, TILES if packed else ROWS)}, 3, 4, CPU)
+    pool = KVPool([{"kv": KVFormat("float32", 16, 2, 16, 16, TILES if packed else ROWS)}] * 3, 4, CPU)
     for number, layer in enumerate(pool.entries()):
         layer.values.fill_(number)
     assert [layer.values.unique().tolist() for layer in pool.entries()] == [[number] for number in range(3)]
@@ -120,7 +120,7 @@ def test_narrow_rows_are_not_shown_as_plain_tensors(dtype):
 
 
 def test_the_pool_is_on_the_device_asked_for():
-    pool = KVPool({"kv": KVFormat("bfloat16", 16, 8, 128, 128, ROWS)}, 1, 10**6, META)
+    pool = KVPool([{"kv": KVFormat("bfloat16", 16, 8, 128, 128, ROWS)}], 10**6, META)
     assert [layer.values.device.type for layer in pool.entries()] == ["meta"]
     assert pool.num_bytes == 2 * 10**6 * 16 * 8 * 128 * 2
 
@@ -178,7 +178,7 @@ def pool_of_random_bytes(dtype, shared_values, arrangement, kv_heads=3, num_bloc
         (48, 48) if arrangement is TILES else (5, 3 if shared_values else 5)
     )  # rows may be of an odd number of bytes
     format = KVFormat(dtype, 16, kv_heads, *sizes, arrangement, shared_values)
-    pool = KVPool({"kv": format}, 2, num_blocks, CPU)
+    pool = KVPool([{"kv": format}] * 2, num_blocks, CPU)
     for entry in pool.entries():
         for values in entry.tensors:
             values.view(torch.uint8).random_(0, 256)
@@ -227,7 +227,7 @@ def test_what_one_pool_reads_another_writes(dtype, shared_values, arrangement):
     before, given = contents(target), contents(source)
     bytes_X = source.read([5, 0])
     assert bytes_X.shape == (2 * source.block_bytes(),)
-    assert source.block_bytes() == 2 * source.formats["kv"].block_bytes
+    assert source.block_bytes() == 2 * source.formats[0].block_bytes
     target.write([1, 3], bytes_X)
     assert contents(target) == [before[0], given[5], before[2], given[0]]
     assert contents(source) == given
@@ -254,7 +254,7 @@ def test_blocks_without_heads_have_no_bytes(dtype):
 @pytest.mark.parametrize("dtype", BITS)
 def test_attention_over_copied_blocks_gives_the_same_bits(dtype):
     """Written by the kernels, copied within a pool and to another one, read by the kernels."""
-    pools = [KVPool({"kv": KVFormat(dtype, 16, 2, 32, 32, TILES)}, 1, 8, CPU) for _ in range(2)]
+    pools = [KVPool([{"kv": KVFormat(dtype, 16, 2, 32, 32, TILES)}], 8, CPU) for _ in range(2)]
     k_TkC, v_TkC, q_TqC = torch.randn(40, 2, 32), torch.randn(40, 2, 32), torch.randn(1, 4, 32)
     write_kv(k_TkC, v_TkC, pools[0].layers[0]["kv"], torch.arange(40))
     for source, target in ((0, 7), (1, 4), (2, 5)):
@@ -276,7 +276,7 @@ def test_a_layer_of_two_entries_keeps_both_apart():
         "kv": KVFormat.choose("float32", 16, 2, 32, 32, CPU),
         "index": KVFormat("int8", 16, 1, 24, 24, ROWS, shared_values=True),
     }
-    pool = KVPool(formats, 2, 3, CPU)
+    pool = KVPool([formats, formats], 3, CPU)
     assert pool.num_bytes == 2 * 3 * (formats["kv"].block_bytes + formats["index"].block_bytes)
     assert not pool.packed
     slots_T, mine, generator = torch.tensor([32, 0, -1, 16]), [0, 1, 3], torch.Generator().manual_seed(1)

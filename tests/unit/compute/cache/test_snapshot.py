@@ -28,16 +28,16 @@ formats = pytest.mark.parametrize(("dtype", "arrangement", "shared"), FORMATS)
 def make_snapshot(heads, dtype="float32", arrangement=ROWS, shared=False, num_blocks=12, layers=range(LAYERS)):
     """Of a pool of random bytes."""
     format = KVFormat(dtype, 16, len(heads), 32, 16 if shared else 32, arrangement, shared)
-    pool = KVPool({"kv": format}, len(layers), num_blocks, CPU)
+    pool = KVPool([{"kv": format}] * len(layers), num_blocks, CPU)
     for entry in pool.entries():
         for tensor in entry.tensors:
             tensor.view(torch.uint8).random_(0, 256)
-    return Snapshot(pool, heads, layers, (0,) * layers.stop)
+    return Snapshot(pool, [heads], layers, (0,) * layers.stop)
 
 
 def share(snapshot, heads, num_blocks=12):
     """A pool with some of the heads of another one's."""
-    format = snapshot.pool.formats["kv"]
+    (format,) = snapshot.pool.formats
     made = make_snapshot(heads, format.dtype, format.arrangement, format.shared_values, num_blocks)
     for own, whole in zip(made.pool.entries(), snapshot.pool.entries(), strict=True):
         for mine, all_of_it in zip(own.tensors, whole.tensors, strict=True):
@@ -53,13 +53,13 @@ def saved_by(folder, snapshot, name, blocks):
         if part:
             snapshot.save(folder / name, len(pairs), first, *map(list, zip(*part, strict=True)))
     file = RankFile(folder / name)
-    bounds = [(share.start, share.stop) for share in (snapshot.layers, snapshot.heads)]
+    bounds = [(share.start, share.stop) for share in (snapshot.layers, snapshot.heads[0])]
     return SavedFile(name, *bounds, file.num_bytes, file.checksum)
 
 
 def contents(snapshot, block, heads):
     """The bytes of one KV block, of some of the model's heads."""
-    start, stop = heads.start - snapshot.heads.start, heads.stop - snapshot.heads.start
+    start, stop = heads.start - snapshot.heads[0].start, heads.stop - snapshot.heads[0].start
     found = []
     for entry in snapshot.pool.entries():
         for tensor in entry.tensors:

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def filled_pool(format):
-    pool = KVPool({"kv": format}, 2, 6, CPU)
+    pool = KVPool([{"kv": format}] * 2, 6, CPU)
     generator = torch.Generator().manual_seed(0)
     for block in range(6):
         pool.write([block], torch.randint(0, 256, (pool.block_bytes(),), dtype=torch.uint8, generator=generator))

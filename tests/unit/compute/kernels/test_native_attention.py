@@ -298,9 +298,16 @@ class Rotation:
 
 
 def make_rotation(
-    rows: int, query_heads: int, kv_heads: int, size: int, norms: tuple[bool, bool], dtype: torch.dtype, seed: int
+    rows: int,
+    query_heads: int,
+    kv_heads: int,
+    size: int,
+    norms: tuple[bool, bool],
+    dtype: torch.dtype,
+    seed: int,
+    share: float = 1.0,
 ) -> Rotation:
-    """Rows are the right part of wider ones; every third belongs to another rank."""
+    """Rows are the right part of wider ones; every third belongs to another rank. share: of the channels, rotated."""
     generator = seeded(seed)
     wide_TX = torch.full((rows, 5 + (query_heads + 2 * kv_heads) * size), math.nan, dtype=dtype)
     qkv_TX = wide_TX[:, 5:]
@@ -308,17 +315,20 @@ def make_rotation(
     weights = [(1 + torch.randn(size, generator=generator) / 4).to(dtype) if norm else None for norm in norms]
     slots_T = torch.randperm(3 * 16, generator=generator)[:rows]
     slots_T[::3] = -1
-    return Rotation(qkv_TX, *weights, (torch.rand(rows, size // 2, generator=generator) - 0.5) * 6.25, slots_T)
+    pairs = int(size // 2 * share)
+    return Rotation(qkv_TX, *weights, (torch.rand(rows, pairs, generator=generator) - 0.5) * 6.25, slots_T)
 
 
 def turned(heads_TXC: Tensor, norm_C: Tensor | None, eps: float, angles_TR: Tensor) -> tuple[Tensor, Tensor]:
-    """Float64: heads after their norm and their rotation, and the length of each rotated pair."""
+    """Float64: heads after their norm and their rotation, and the length of each rotated pair, or other channel."""
     heads_TXC = heads_TXC.double()
     if norm_C is not None:
         heads_TXC = heads_TXC * (heads_TXC.square().mean(-1, keepdim=True) + eps) ** -0.5 * norm_C.double()
-    pairs_TXR = torch.complex(*heads_TXC.chunk(2, dim=-1))
+    turning_TXC, others_TXC = heads_TXC.tensor_split([2 * angles_TR.shape[1]], dim=-1)
+    pairs_TXR = torch.complex(*turning_TXC.chunk(2, dim=-1))
     result_TXR = pairs_TXR * torch.exp(1j * angles_TR.double()).unsqueeze(1)
-    return torch.cat((result_TXR.real, result_TXR.imag), dim=-1), pairs_TXR.abs().repeat(1, 1, 2)
+    result_TXC = torch.cat((result_TXR.real, result_TXR.imag, others_TXC), dim=-1)
+    return result_TXC, torch.cat((pairs_TXR.abs().repeat(1, 1, 2), others_TXC.abs()), dim=-1)
 
 
 rotations = given(
@@ -329,13 +339,14 @@ rotations = given(
     kv_dtype=kv_dtypes,
     rows=st.integers(0, 40),
     seed=st.integers(0, 2**31),
+    share=st.sampled_from([1.0, 0.5, 0.25, 0.0]),
 )
 
 
 @rotations
-def test_queries_are_normalised_and_rotated(heads, size, norms, dtype, kv_dtype, rows, seed):
+def test_queries_are_normalised_and_rotated(heads, size, norms, dtype, kv_dtype, rows, seed, share):
     query_heads, kv_heads = heads
-    rotation = make_rotation(rows, query_heads, kv_heads, size, norms, dtype, seed)
+    rotation = make_rotation(rows, query_heads, kv_heads, size, norms, dtype, seed, share)
     layer = Shape(kv_heads, 1, size, size, 16, kv_dtype).poisoned(3)
     source = rotation.qkv_TX.clone()
     q_TqC = rotation.run(layer)
@@ -373,11 +384,13 @@ def test_a_rotation_rounds_at_the_same_steps_as_the_reference(dtype, least):
 
 
 @rotations
-def test_keys_are_rotated_as_queries_are_and_written_as_by_a_write(heads, size, norms, dtype, kv_dtype, rows, seed):
+def test_keys_are_rotated_as_queries_are_and_written_as_by_a_write(
+    heads, size, norms, dtype, kv_dtype, rows, seed, share
+):
     """The key heads once more as queries: what comes back, written, makes the same pool bit for bit."""
     _, kv_heads = heads
     shape = Shape(kv_heads, 1, size, size, 16, kv_dtype)
-    rotation = make_rotation(rows, kv_heads, kv_heads, size, (norms[1], norms[1]), dtype, seed)
+    rotation = make_rotation(rows, kv_heads, kv_heads, size, (norms[1], norms[1]), dtype, seed, share)
     width = kv_heads * size
     rotation.qkv_TX[:, :width] = rotation.qkv_TX[:, width : 2 * width]
     rotation.q_norm = rotation.k_norm

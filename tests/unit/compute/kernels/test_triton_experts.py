@@ -26,7 +26,7 @@ from longhelix.compute.kernels.triton.expert_rows import most_places_and_tiles, 
 from longhelix.compute.models.experts import ExpertFFN
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
-from longhelix.spec import MoE
+from longhelix.spec import LayerSpec, MoE
 from tensors import weights_of
 from tiers import few
 from triton_interpreter import interpret
@@ -300,7 +300,7 @@ def test_a_compiled_layer_holds_the_op_and_counts_its_rows(device, monkeypatch):
 
 def layer(moe: MoE, held: list[int], hidden: int, device: torch.device) -> ExpertFFN:
     """An FFN with experts of 32 columns, of which a rank has `held`, in rows and with addresses."""
-    spec = type("Spec", (), {"moe": moe, "rms_norm_eps": NORM_EPS})()
+    spec = type("Spec", (), {"layers": (LayerSpec((), (moe,)),), "rms_norm_eps": NORM_EPS})()
     layout = type("Held", (), {"experts": lambda self, count, rank: held})()
     weights = {"ffn_norm": norm_of(hidden, torch.bfloat16)}
     weights["router"] = normal(moe.num_experts, hidden, seed=1)
@@ -311,8 +311,9 @@ def layer(moe: MoE, held: list[int], hidden: int, device: torch.device) -> Exper
         weights[stem + "gate_up"] = normal(64, hidden, seed=10 + at) / 8
         weights[stem + "down"] = normal(hidden, 32, seed=50 + at) / 8
     group = RankGroup((0,), 0, None)
+    weights = {f"layers.0.{name}": weight for name, weight in weights.items()}
     given = weights_of(weights, "bfloat16", torch.bfloat16, device)
-    return ExpertFFN(spec, Mesh(layout, 0, group, group, group), given, "")
+    return ExpertFFN(spec, 0, Mesh(layout, 0, group, group, group), given)
 
 
 MOES = [

@@ -64,12 +64,13 @@ def test_a_gate_equals_the_reference(shape, dtype, device):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("norms", ["", "q", "k", "qk"])
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
 @pytest.mark.parametrize(("query_heads", "kv_heads", "size"), [(9, 3, 16), (1, 1, 128), (6, 2, 80)])
-def test_a_rotation_equals_the_reference(query_heads, kv_heads, size, norms, dtype, device):
+def test_a_rotation_equals_the_reference(query_heads, kv_heads, size, share, norms, dtype, device):
     heads = query_heads + 2 * kv_heads
     qkv_TX = normal(5, heads * size + 3, dtype=dtype, device=device)[:, :-3]
     q_norm, k_norm = (1 + normal(2, size, dtype=dtype, device=device, seed=1) / 4).to(dtype)
-    angles_TR = torch.randn(5, size // 2, generator=seeded(2)).to(device) * 3
+    angles_TR = torch.randn(5, int(size // 2 * share), generator=seeded(2)).to(device) * 3
     arguments = kv_heads, size, q_norm if "q" in norms else None, k_norm if "k" in norms else None, 1e-6
     found = rotate(qkv_TX, *arguments, angles_TR.cos(), angles_TR.sin())
     wanted = reference.rotate(qkv_TX, *arguments, angles_TR.cos(), angles_TR.sin())

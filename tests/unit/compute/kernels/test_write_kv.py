@@ -167,13 +167,15 @@ def test_the_fake_returns_nothing():
 
 
 def turned(heads_TXC: Tensor, norm_C: Tensor | None, eps: float, angles_TR: Tensor) -> tuple[Tensor, Tensor]:
-    """Float64: heads after their norm and their rotation, and the length of each rotated pair."""
+    """Float64: heads after their norm and their rotation, and the length of each rotated pair, or other channel."""
     heads_TXC = heads_TXC.double()
     if norm_C is not None:
         heads_TXC = heads_TXC * (heads_TXC.square().mean(-1, keepdim=True) + eps) ** -0.5 * norm_C.double()
-    pairs_TXR = torch.complex(*heads_TXC.chunk(2, dim=-1))
+    turning_TXC, others_TXC = heads_TXC.tensor_split([2 * angles_TR.shape[1]], dim=-1)
+    pairs_TXR = torch.complex(*turning_TXC.chunk(2, dim=-1))
     result_TXR = pairs_TXR * torch.exp(1j * angles_TR.double()).unsqueeze(1)
-    return torch.cat((result_TXR.real, result_TXR.imag), dim=-1), pairs_TXR.abs().repeat(1, 1, 2)
+    result_TXC = torch.cat((result_TXR.real, result_TXR.imag, others_TXC), dim=-1)
+    return result_TXC, torch.cat((pairs_TXR.abs().repeat(1, 1, 2), others_TXC.abs()), dim=-1)
 
 
 def assert_turned(actual: Tensor, expected: tuple[Tensor, Tensor], roundings: dict[torch.dtype, int]) -> None:
@@ -188,12 +190,13 @@ def assert_turned(actual: Tensor, expected: tuple[Tensor, Tensor], roundings: di
 @given(
     heads=st.tuples(st.integers(1, 7), st.integers(1, 3)),
     half=st.sampled_from([1, 8, 12, 40, 64]),
+    share=st.sampled_from([1.0, 0.5, 0.25, 0.0]),
     norms=st.tuples(st.booleans(), st.booleans()),
     dtype=st.sampled_from(DTYPES),
     pool_dtype=st.sampled_from(DTYPES),
     data=st.data(),
 )
-def test_heads_are_normalised_rotated_and_written(heads, half, norms, dtype, pool_dtype, data):
+def test_heads_are_normalised_rotated_and_written(heads, half, share, norms, dtype, pool_dtype, data):
     (query_heads, kv_heads), head_size, eps = heads, 2 * half, 1e-3
     slots = draw_slots(data, 8)
     seed = data.draw(st.integers(0, 2**31))
@@ -202,7 +205,7 @@ def test_heads_are_normalised_rotated_and_written(heads, half, norms, dtype, poo
     weights = [
         (torch.randn(head_size, generator=seeded(seed + 1)) / 4 + 1).to(dtype) if norm else None for norm in norms
     ]
-    angles_TR = torch.rand(len(slots), half, generator=seeded(seed + 2)) * 6.25 - 3.125
+    angles_TR = torch.rand(len(slots), int(half * share), generator=seeded(seed + 2)) * 6.25 - 3.125
     layer = layer_of(random_bits((4, 2, 2, kv_heads, head_size), pool_dtype, seed + 3))
     before = layer.values.clone()
     source = qkv_TXC.clone()

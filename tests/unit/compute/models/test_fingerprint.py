@@ -10,7 +10,7 @@ from builtin import builtin
 from longhelix.compute.models.fingerprint import fingerprint
 from longhelix.errors import UserError
 from longhelix.spec.presets import load_model
-from toy_model import with_attention
+from toy_model import attention_of, with_attention
 
 pytestmark = pytest.mark.unit
 
@@ -48,7 +48,7 @@ def test_configuration_size_and_content_count(tmp_path):
         fingerprint(SPEC, files(second, first)),
     ]
     assert len(set(found)) == len(found)
-    linear = with_attention(SPEC, rope=replace(SPEC.rope, kind="linear", factor=2.0))
+    linear = with_attention(SPEC, rope=replace(attention_of(SPEC).rope, kind="linear", factor=2.0))
     assert fingerprint(linear, files(first)) == found[0]  # an option says so, and the model is the same
 
 

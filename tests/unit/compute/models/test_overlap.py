@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longhelix.compute.kernels import ROWS, KVFormat, partial_attention, write_kv
-from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.batch import Batch, RowRotation
 from longhelix.compute.models.overlap import attend_and_exchange
 from longhelix.compute.runner.graphed_layers import Bucket, _Inputs
 
@@ -25,8 +25,7 @@ def batch_of(rows_per_sequence, local_length, parts=1):
     return Batch(
         token_ids_T=torch.zeros(rows, dtype=torch.int64),
         holders=None,
-        cos_tR=nothing,
-        sin_tR=nothing,
+        rotations=(RowRotation(nothing, nothing),),
         slots_t=torch.full((rows,), -1),
         limits_t=torch.full((rows,), local_length) - torch.arange(rows) % 3,
         row_starts_b=starts_b,

@@ -3,7 +3,6 @@ from collections import Counter
 from itertools import product
 from math import prod
 
-import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -11,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from longhelix.compute.models.parameter import Source
 from longhelix.compute.models.parameters import check, declare
 from longhelix.errors import UserError
-from longhelix.spec import MLA, GatedFFN, ModelSpec, MoE, MultiHeadLatentAttention, read_hf_config
+from longhelix.spec import GatedFFN, ModelSpec, MoE, read_hf_config
 from longhelix.spec.layout import HeadShape, Layout
-from toy_model import with_ffns
+from toy_model import attention_of, with_ffns
 
 pytestmark = pytest.mark.unit
 
@@ -126,7 +125,7 @@ def test_what_is_sharded_over_all_ranks_is_tiled(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
 def test_projections_are_tiled_over_tpa_and_the_same_over_kvp(layout):
     spec = spec_of("llama", **BIASES)
-    heads = HeadShape(spec.num_query_heads, spec.num_kv_heads)
+    heads = HeadShape(attention_of(spec).heads.num_query_heads, attention_of(spec).heads.num_kv_heads)
     ranks = [sources_of(spec, layout, rank) for rank in range(layout.world_size)]
     for projection, kind in product(("q_proj", "k_proj", "v_proj"), ("weight", "bias")):
         name = f"model.layers.0.self_attn.{projection}.{kind}"
@@ -247,14 +246,12 @@ def test_tensors_that_the_model_derives_may_be_there():
 
 
 def test_heads_that_look_further_ahead_may_be_there_in_layers_after_the_last_alone():
-    mla = MLA(q_lora_rank=None, kv_lora_rank=8, nope_size=4, rope_size=2, value_size=4)
-    spec = spec_of("llama")
-    attention = MultiHeadLatentAttention(heads=HeadShape(spec.num_query_heads, 1), latents=mla, rope=spec.rope)
-    spec = spec.with_layers(lambda layer: msgspec.structs.replace(layer, mixers=(attention,)))
-    state = {source.name: (source.shape, "float32") for source in sources_of(spec, Layout(), 0).values()}
-    check(spec, state | {"model.layers.2.eh_proj.weight": ((36, 72), "float32")}, quantised=False)
-    for layer in ("1", "²", "9" * 5000):  # the second is a digit, but no number
-        refused(spec, state | {f"model.layers.{layer}.eh_proj.weight": ((36, 72), "float32")}, "does not use")
+    spec, state = spec_of("llama"), state_of("llama")
+    ahead, other = ((36, 72), "float32"), {"model.layers.2.mlp.up_proj.weight": ((5, 36), "float32")}
+    check(spec, state | {"model.layers.2.eh_proj.weight": ahead} | other, quantised=False)
+    refused(spec, state | other, "does not use")
+    for layer in ("1", "3", "²", "9" * 5000):  # the third is a digit, but no number
+        refused(spec, state | {f"model.layers.{layer}.eh_proj.weight": ahead} | other, "does not use")
 
 
 def test_a_head_of_its_own_is_needed_only_where_embeddings_are_not_tied():

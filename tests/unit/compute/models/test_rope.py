@@ -16,6 +16,7 @@ from longhelix.compute.kernels.angles import rotation
 from longhelix.compute.kernels.reference import rotate_heads as rotate
 from longhelix.compute.models.rope import inverse_frequencies
 from longhelix.spec import ModelSpec, RopeSpec, read_hf_config
+from toy_model import attention_of
 
 pytestmark = pytest.mark.unit
 
@@ -86,13 +87,13 @@ def frequencies_of(rope: RopeSpec, head_size: int, length: int = 1) -> torch.Ten
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_and_attention_factor_are_those_of_transformers(name, theta, length):
     config, spec = configured(SETTINGS[name], theta)
-    if spec.rope.kind == "default":
+    if attention_of(spec).rope.kind == "default":
         expected, attention_factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
-        expected, attention_factor = ROPE_INIT_FUNCTIONS[spec.rope.kind](config, seq_len=length)
-    found = frequencies_of(spec.rope, spec.head_size, length)
+        expected, attention_factor = ROPE_INIT_FUNCTIONS[attention_of(spec).rope.kind](config, seq_len=length)
+    found = frequencies_of(attention_of(spec).rope, attention_of(spec).head_size, length)
     torch.testing.assert_close(found, expected.double(), rtol=FLOAT32_ROUNDINGS, atol=0.0)
-    assert spec.rope.attention_factor == attention_factor
+    assert attention_of(spec).rope.attention_factor == attention_factor
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -101,8 +102,8 @@ def test_rotation_is_that_of_transformers_where_float32_is_enough(name, length):
     config, spec = configured(SETTINGS[name], 10_000.0)
     positions_T = torch.arange(length - 50, length)
     cos_1TC, sin_1TC = LlamaRotaryEmbedding(config)(torch.zeros(1), positions_T[None])
-    frequencies_TR = frequencies_of(spec.rope, 64, length).expand(50, -1)
-    cos_TR, sin_TR = rotation(positions_T, frequencies_TR, spec.rope.attention_factor)
+    frequencies_TR = frequencies_of(attention_of(spec).rope, 64, length).expand(50, -1)
+    cos_TR, sin_TR = rotation(positions_T, frequencies_TR, attention_of(spec).rope.attention_factor)
     # Their float32 angle is off by a few roundings of the largest angle itself.
     tolerance = 4 * length * 2.0**-24
     torch.testing.assert_close(torch.cat([cos_TR, cos_TR], -1), cos_1TC[0], rtol=0.0, atol=tolerance)
@@ -112,7 +113,10 @@ def test_rotation_is_that_of_transformers_where_float32_is_enough(name, length):
 def test_dynamic_and_longrope_change_at_their_length_and_no_other_kind_does():
     for name, rope in SETTINGS.items():
         spec = configured(rope, 10_000.0)[1]
-        by_length = [inverse_frequencies(spec.rope, 64, length) for length in (1, 4096, 4097, 16_384, 16_385, 99_999)]
+        by_length = [
+            inverse_frequencies(attention_of(spec).rope, 64, length)
+            for length in (1, 4096, 4097, 16_384, 16_385, 99_999)
+        ]
         changes = [before != after for before, after in pairwise(by_length)]
         if name.startswith("dynamic"):
             assert changes == [False, False, False, True, True]

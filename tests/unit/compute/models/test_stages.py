@@ -8,7 +8,7 @@ import torch
 
 from longhelix.compute.cache.pool import KVPool
 from longhelix.compute.kernels import KVFormat
-from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.batch import Batch, RowRotation
 from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.parameters import declare
 from longhelix.compute.models.weights import Weights
@@ -18,7 +18,7 @@ from longhelix.compute.runner.pool_size import kv_bytes_per_token
 from longhelix.spec import MLA, MoE
 from longhelix.spec.layout import Layout
 from tensors import Tensors
-from toy_model import toy_model
+from toy_model import attention_of, toy_model
 
 pytestmark = pytest.mark.unit
 
@@ -101,21 +101,26 @@ def make_stage(spec, layout, rank):
     decoder = make_decoder(spec, Mesh(layout, rank, group, group, group))
     formats = {
         entry.name: KVFormat.choose(
-            "float32", BLOCK_TOKENS, spec.num_kv_heads, entry.key_size, entry.value_size, CPU, entry.shared_values
+            "float32",
+            BLOCK_TOKENS,
+            attention_of(spec).heads.num_kv_heads,
+            entry.key_size,
+            entry.value_size,
+            CPU,
+            entry.shared_values,
         )
-        for entry in spec.cache_entries
+        for entry in [attention_of(spec).cache_entry]
     }
-    return decoder, KVPool(formats, len(layout.layers(spec.num_layers, rank)), 1, CPU)
+    return decoder, KVPool([formats] * len(layout.layers(spec.num_layers, rank)), 1, CPU)
 
 
 def prompt(spec):
     ints = torch.arange(ROWS)
-    angles_tR = torch.linspace(0, 3, ROWS * spec.rotated_size // 2).view(ROWS, -1)
+    angles_tR = torch.linspace(0, 3, ROWS * attention_of(spec).rotated_size // 2).view(ROWS, -1)
     return Batch(
         token_ids_T=ints * 7 % spec.vocab_size,
         holders=None,
-        cos_tR=angles_tR.cos(),
-        sin_tR=angles_tR.sin(),
+        rotations=(RowRotation(angles_tR.cos(), angles_tR.sin()),),
         slots_t=ints,
         limits_t=ints + 1,
         row_starts_b=torch.tensor([0, ROWS]),

@@ -11,7 +11,7 @@ from longhelix.perf import weights as perf_weights
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
 from longhelix.perf.setting import Setting
-from longhelix.spec import MLA, MoE
+from longhelix.spec import MLA, MoE, MultiHeadLatentAttention
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
 from longhelix.spec.weights import (
@@ -23,7 +23,7 @@ from longhelix.spec.weights import (
     num_active_parameters,
     num_parameters,
 )
-from toy_model import toy_model
+from toy_model import attention_of, moe_of, toy_model
 
 pytestmark = pytest.mark.unit
 
@@ -73,10 +73,10 @@ def specs(draw):
 def placed(draw):
     """A model, and a layout that can have it: one copy of the FFN, or one for each KVP rank."""
     spec = draw(specs())
-    tpa, kvp = draw(st.integers(1, min(spec.num_query_heads, 7))), draw(st.integers(1, 4))
+    tpa, kvp = draw(st.integers(1, min(attention_of(spec).heads.num_query_heads, 7))), draw(st.integers(1, 4))
     if draw(st.booleans()):
         return spec, Layout(kvp, tpa, ffn_replicas=kvp)
-    most = spec.moe.num_experts if spec.moe else 1
+    most = moe_of(spec).num_experts if moe_of(spec) else 1
     ep = draw(st.sampled_from([ep for ep in range(1, kvp * tpa + 1) if kvp * tpa % ep == 0 and ep <= most]))
     return spec, Layout(kvp, tpa, ep=ep)
 
@@ -101,8 +101,8 @@ def test_one_rank_declares_as_many_parameters_as_the_model_has(spec):
 def test_a_token_meets_all_but_the_embedding_and_the_experts_that_it_does_not_take(spec):
     parameters = declare(spec, Layout(), 0)
     unmet = sum(p.num_elements for p in parameters if p.name == "embedding" and not spec.tied_embeddings)
-    if spec.moe is not None:
-        taken = range(spec.moe.experts_per_token)
+    if moe_of(spec) is not None:
+        taken = range(moe_of(spec).experts_per_token)
         unmet += sum(
             p.num_elements for p in parameters if ".experts." in p.name and int(p.name.split(".")[3]) not in taken
         )
@@ -113,24 +113,26 @@ def test_a_token_meets_all_but_the_embedding_and_the_experts_that_it_does_not_ta
 def test_the_cost_models_fullest_rank_is_the_one_that_declares_most(drawn):
     spec, layout = drawn
     how, layouts = Setting(spec, H100, "bfloat16", "bfloat16"), Layouts.of([layout])
-    last = spec.num_layers - 1
+    last, attention = spec.num_layers - 1, spec.layers[0].attention
 
     def assert_fullest(found, layer, *names):
         assert found[0] == fullest(spec, layout, layer, *names), names
 
-    assert_fullest(perf_weights.qkv(how, layouts), 0, "qkv", "latent_down", "query_up")
-    assert_fullest(perf_weights.output_projection(how, layouts), 0, "output")
-    up = perf_weights.key_absorption(how, layouts)
-    up = up + perf_weights.value_projection(how, layouts.query_heads(how.heads))
-    assert_fullest(up, 0, "latent_up")
-    if not spec.has_experts(0):
-        assert_fullest(perf_weights.dense_ffn(how, layouts), 0, "gate_up", "down")
-    if spec.has_experts(last):
-        names = [f"experts.{i}.{name}" for i in range(spec.moe.num_experts) for name in ("gate_up", "down")]
-        held = perf_weights.num_experts(how, layouts) * perf_weights.expert(how, layouts)
+    assert_fullest(perf_weights.qkv(how, layouts, attention), 0, "qkv", "latent_down", "query_up")
+    assert_fullest(perf_weights.output_projection(how, layouts, attention), 0, "output")
+    if isinstance(attention, MultiHeadLatentAttention):
+        up = perf_weights.key_absorption(how, layouts, attention)
+        up = up + perf_weights.value_projection(attention, layouts.query_heads(attention.heads))
+        assert_fullest(up, 0, "latent_up")
+    dense, moe = spec.layers[0].dense, spec.layers[last].moe
+    if dense is not None:
+        assert_fullest(perf_weights.dense_ffn(how, layouts, dense), 0, "gate_up", "down")
+    if moe is not None:
+        names = [f"experts.{i}.{name}" for i in range(moe.num_experts) for name in ("gate_up", "down")]
+        held = perf_weights.num_experts(how, layouts, moe) * perf_weights.expert(how, layouts, moe)
         assert_fullest(held, last, *names)
-        assert_fullest(perf_weights.shared_experts(how, layouts), last, "shared.gate_up", "shared.down")
-        assert_fullest(perf_weights.router(how, layouts), last, "router")
+        assert_fullest(perf_weights.shared_experts(how, layouts, moe), last, "shared.gate_up", "shared.down")
+        assert_fullest(perf_weights.router(how, layouts, moe), last, "router")
     shares = [len(layout.vocabulary(spec.vocab_size, rank)) for rank in range(layout.num_ranks)]
     assert perf_weights.vocabulary(how, layouts)[0] == max(shares) * spec.hidden_size
 
@@ -152,7 +154,7 @@ def test_the_cost_models_memory_is_that_of_the_matrices_and_no_rank_has_more(dra
 def test_ranks_together_have_what_is_shared_once_and_the_rest_each(drawn):
     """With one KVP rank and no more TPA ranks than KV heads, where nothing that is shared is doubled."""
     spec, layout = drawn
-    layout = Layout(1, min(layout.tpa, spec.num_kv_heads), ep=1)
+    layout = Layout(1, min(layout.tpa, attention_of(spec).heads.num_kv_heads), ep=1)
     tables = {index: layer_weights(spec, layer) for index, layer in enumerate(spec.layers)}
     ends = [embedding(spec), last_norm(spec), *([] if spec.tied_embeddings else [head(spec)])]
     total = 0

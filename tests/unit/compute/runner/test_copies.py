@@ -40,7 +40,7 @@ class CountingGroup(ThreadGroup):
 
 def make_pool(format, rank):
     """Every byte of a block is its own: rank and block."""
-    pool = KVPool({"kv": format}, LAYERS, NUM_BLOCKS, CPU)
+    pool = KVPool([{"kv": format}] * LAYERS, NUM_BLOCKS, CPU)
     for block in range(NUM_BLOCKS):
         for entry in pool.entries():
             for bytes_PX in entry.by_block:
@@ -108,7 +108,7 @@ def test_a_copy_within_a_rank_waits_for_no_other():
 def test_each_kv_group_has_copies_of_its_own_and_only_the_first_one_moves():
     """On two ranks, layers 0 and 2 of one group and layer 1 of another one."""
     format, meeting = FORMATS[0], ([None] * 2, threading.Barrier(2))
-    pools = [KVPool({"kv": format}, 3, NUM_BLOCKS, CPU, (0, 1, 0), (NUM_BLOCKS + 1,)) for _ in range(2)]
+    pools = [KVPool([{"kv": format}] * 3, NUM_BLOCKS, CPU, (0, 1, 0), (NUM_BLOCKS + 1,)) for _ in range(2)]
     for rank, pool in enumerate(pools):
         for layer, entries in enumerate(pool.layers):
             for bytes_PX in entries["kv"].by_block:

@@ -78,7 +78,7 @@ class Rank:
         self.rank = rank
         self.arena = BlockArena(8 * ROOM, torch.device("cpu"), num_groups=3)  # so little that extents move
         self.numbers = sequence_numbers(RANKS)
-        self.memory = RowMemory(self.numbers, self.arena, rank, BLOCK_TOKENS, num_pairs=2, views=VIEWS)
+        self.memory = RowMemory(self.numbers, self.arena, rank, BLOCK_TOKENS, pairs=[2], views=VIEWS)
         self.decoding = [DecodeRows(), DecodeRows()]  # of two microbatches
         self.sequences = {}
 
@@ -242,5 +242,5 @@ def test_what_is_kept_of_the_same_sequences_is_the_same():
     assert decoding.sequences is alone
     schedule.join(second, 0)
     assert [seq.new.id for seq in decoding.sequences] == [first, second]
-    assert decoding.frequencies == {seq.frequencies_R for seq in decoding.sequences}
+    assert decoding.frequencies == {seq.frequencies for seq in decoding.sequences}
     assert decoding.records == ()

@@ -61,7 +61,7 @@ def make_runner(compile, replay, spans=UNTRACED, graphs=False, spec=SPEC, device
     weights = Weights(Tensors.of(spec), declare(spec, Layout(), 0), torch.float32, "float32", device)
     mesh = Mesh.build(Layout(), 0, spans=spans)
     model = Decoder(spec, mesh, weights, UNTRACED if compile else spans)
-    pool = KVPool({"kv": KVFormat.choose("float32", 16, 1, 16, 16, device)}, LAYERS, 16, device)
+    pool = KVPool([{"kv": KVFormat.choose("float32", 16, 1, 16, 16, device)}] * LAYERS, 16, device)
     execution = Execution.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
     runner = ModelRunner(spec, mesh, model, pool, execution, spans=spans)
     if graphs and device is CPU:

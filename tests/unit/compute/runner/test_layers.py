@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.compute.kernels import native, take_rows
-from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.batch import Batch, RowRotation
 from longhelix.compute.parallel.holders import Holders
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner import graphed_layers, taped_layers
@@ -27,8 +27,7 @@ def decode(rows):
     return Batch(
         token_ids_T=ints,
         holders=None,
-        cos_tR=torch.ones(rows, 2),
-        sin_tR=torch.zeros(rows, 2),
+        rotations=(RowRotation(torch.ones(rows, 2), torch.zeros(rows, 2)),),
         slots_t=ints,
         limits_t=ints + 1,
         row_starts_b=torch.arange(rows + 1),
@@ -70,8 +69,7 @@ def step_batch(rows_per_sequence, held_NB, rank, parts):
     return Batch(
         token_ids_T=torch.zeros(held_NT.shape[1], dtype=torch.int64),
         holders=None if held_NT.all() else Holders.of(held_NT, rank, torch.device("cpu")),
-        cos_tR=mine_t[:, None] + 0.25,
-        sin_tR=mine_t[:, None] + 0.5,
+        rotations=(RowRotation(mine_t[:, None] + 0.25, mine_t[:, None] + 0.5),),
         slots_t=mine_t + 1000,
         limits_t=mine_t + 1,
         row_starts_b=torch.nn.functional.pad(counts_b.cumsum(0), (1, 0)),
@@ -95,7 +93,7 @@ def attended(batch):
             assert 0 <= last - first <= part.max_rows
             for row in range(part.rows.start + first, part.rows.start + last):
                 if batch.limits_t[row]:
-                    rotation = batch.cos_tR[row].item(), batch.sin_tR[row].item()
+                    rotation = batch.rotations[0].cos_tR[row].item(), batch.rotations[0].sin_tR[row].item()
                     found.append((extent, batch.limits_t[row].item(), batch.slots_t[row].item(), rotation))
                 else:
                     assert batch.slots_t[row] == -1
@@ -178,7 +176,7 @@ def test_tapes_read_what_batches_that_stay_have_now_and_who_holds_what():
 
     def layers(hidden_TH, batch):
         recorded.append(batch)
-        return take_rows(batch.cos_tR, batch.holders.rows_t)
+        return take_rows(batch.rotations[0].cos_tR, batch.holders.rows_t)
 
     run, hidden_TH = TapedLayers(layers), torch.zeros(3, 4)
     held = [
@@ -186,10 +184,10 @@ def test_tapes_read_what_batches_that_stay_have_now_and_who_holds_what():
         for held_NT in ([[1, 0, 1], [0, 1, 1]], [[1, 1, 0], [0, 1, 1]])
     ]
     stays = replace(decode(3), stays=True)
-    once = replace(decode(3), cos_tR=torch.full((3, 2), 7.0))
+    once = replace(decode(3), rotations=(RowRotation(torch.full((3, 2), 7.0), torch.zeros(3, 2)),))
     for batch, holders in [(stays, 0), (stays, 0), (stays, 1), (stays, 0), (once, 1), (stays, 0)]:
-        stays.cos_tR.copy_(torch.rand(3, 2))
-        before, expected = held[holders].rows_t.clone(), batch.cos_tR[held[holders].rows_t]
+        stays.rotations[0].cos_tR.copy_(torch.rand(3, 2))
+        before, expected = held[holders].rows_t.clone(), batch.rotations[0].cos_tR[held[holders].rows_t]
         assert torch.equal(run(hidden_TH, replace(batch, holders=held[holders])), expected)
         assert torch.equal(held[holders].rows_t, before)
     assert len(recorded) == 1

@@ -74,7 +74,7 @@ def make_runner(kvp=1, rank=0, num_blocks=64, spec=SPEC):
         group = SimpleNamespace(index=rank, traffic=Traffic(), **alone)
         groups = (group,) * 3
     mesh = Mesh(Layout(kvp=kvp), rank, *groups)
-    pool = KVPool({"kv": KVFormat("float32", 16, 1, 8, 8, ROWS)}, 0, num_blocks, CPU)
+    pool = KVPool([{"kv": KVFormat("float32", 16, 1, 8, 8, ROWS)}], num_blocks, CPU)
     return ModelRunner(spec, mesh, Model(mesh), pool, OP_BY_OP)
 
 
@@ -308,7 +308,7 @@ def test_a_rank_has_no_rows_of_sequences_that_turn_differently():
     while (step := scheduler.schedule(0.0)) is not None:
         results = [runner.execute(step) for runner in runners]
         scheduler.complete(results[0])
-    rotated = [[tuple(batch.cos_tR.shape) for batch in runner.model.batches] for runner in runners]
+    rotated = [[tuple(batch.rotations[0].cos_tR.shape) for batch in runner.model.batches] for runner in runners]
     assert rotated == [[(5, 4), *[(1, 4)] * 7], [(60, 4), *[(1, 4)] * 7], [(0, 4)] * 8]
 
 

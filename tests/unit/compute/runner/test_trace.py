@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.batch import Batch, RowRotation
 from longhelix.compute.models.overlap import attend_and_exchange
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.runner.trace import TraceEvent, TraceFile
@@ -71,8 +71,7 @@ def layer_of(parts):
     batch = Batch(
         token_ids_T=indices,
         holders=None,
-        cos_tR=nothing,
-        sin_tR=nothing,
+        rotations=(RowRotation(nothing, nothing),),
         slots_t=indices,
         limits_t=indices,
         row_starts_b=torch.arange(ROWS + 1),

@@ -14,6 +14,7 @@ from longhelix.errors import UserError
 from longhelix.spec import FORMATS, KV_DTYPES, presets
 from longhelix.spec.presets import load_model, load_system, local_system_path, model_names, system_names, write_system
 from longhelix.spec.weights import num_active_parameters, num_parameters
+from toy_model import attention_of, kv_elements, limit_of
 
 pytestmark = pytest.mark.unit
 
@@ -59,7 +60,7 @@ MINIMAL = {
 
 
 def kv_bytes(model: str, num_tokens: int, dtype: str) -> float:
-    return load_model(model).kv_elements_per_token * num_tokens * FORMATS[dtype].bits / 8
+    return kv_elements(load_model(model)) * num_tokens * FORMATS[dtype].bits / 8
 
 
 def toml_of(system: str) -> str:
@@ -102,18 +103,27 @@ def test_parameters_are_the_published_ones_to_two_hundredths(model):
 )
 def test_the_layers_with_windows_are_the_models_own(model, windowed):
     spec = load_model(model)
-    assert [layer for layer in range(spec.num_layers) if spec.has_window(layer)] == list(windowed)
-    assert spec.sliding_window == {"gpt-oss-120b": 128, "llama-4-maverick": 8192}[model]
+    assert [layer for layer in range(spec.num_layers) if spec.view_of(layer) is not None] == list(windowed)
+    assert limit_of(spec) == {"gpt-oss-120b": 128, "llama-4-maverick": 8192}[model]
 
 
 def test_the_papers_first_figure_has_its_sizes():
     spec = load_model("helix-figure-1")
-    assert (spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (128, 8, 128)
-    assert (spec.hidden_size, spec.ffn_size, spec.num_layers, spec.vocab_size) == (16_384, 65_536, 126, 128_256)
+    assert (
+        attention_of(spec).heads.num_query_heads,
+        attention_of(spec).heads.num_kv_heads,
+        attention_of(spec).head_size,
+    ) == (128, 8, 128)
+    assert (spec.hidden_size, spec.layers[0].dense.num_columns, spec.num_layers, spec.vocab_size) == (
+        16_384,
+        65_536,
+        126,
+        128_256,
+    )
 
 
 def test_kv_sizes_are_the_published_ones():
-    assert load_model("deepseek-r1").kv_elements_per_token == 35_136
+    assert kv_elements(load_model("deepseek-r1")) == 35_136
     assert round(kv_bytes("deepseek-r1", 10**6, "fp4") / 1e9, 2) == 17.57
     assert round(kv_bytes("llama-3.1-405b", 10**6, "fp4") / 1e9, 1) == 129.0
     assert round(kv_bytes("llama-3.1-405b", 10**6, "bfloat16") / 1e9) == 516

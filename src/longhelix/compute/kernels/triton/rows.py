@@ -74,7 +74,9 @@ def rotate(
     """q_TqC, k_TkC and v_TkC, a view: `reference.rotate`. Norms have the dtype of the rows, any float but float64."""
     num_rows, channels = qkv_TX.shape
     num_query_heads = channels // head_size - 2 * num_kv_heads
-    assert cos_TR.shape == sin_TR.shape == (num_rows, head_size // 2)
+    num_pairs = cos_TR.shape[1]
+    assert cos_TR.shape == sin_TR.shape == (num_rows, num_pairs)
+    num_others = head_size - 2 * num_pairs
     q_TqC = qkv_TX.new_empty(num_rows, num_query_heads, head_size)
     k_TkC = qkv_TX.new_empty(num_rows, num_kv_heads, head_size)
     if qkv_TX.numel():
@@ -91,8 +93,10 @@ def rotate(
             norm_eps,
             Q=num_query_heads,
             K=num_kv_heads,
-            R=head_size // 2,
-            PADDED=triton.next_power_of_2(head_size // 2),
+            R=num_pairs,
+            PADDED=triton.next_power_of_2(max(num_pairs, 1)),
+            S=num_others,
+            PADDED_S=triton.next_power_of_2(max(num_others, 1)),
             X=4,
             num_warps=1,
             enable_fp_fusion=False,
@@ -115,38 +119,61 @@ def _rotate(
     K: tl.constexpr,
     R: tl.constexpr,
     PADDED: tl.constexpr,
+    S: tl.constexpr,
+    PADDED_S: tl.constexpr,
     X: tl.constexpr,
 ):
-    """X heads of one row: channel r with channel R + r."""
+    """X heads of one row: channel r is rotated with channel R + r. Each has S more channels."""
+    C: tl.constexpr = 2 * R + S
     row = tl.program_id(0).to(tl.int64)
     head_X = tl.program_id(1) * X + tl.arange(0, X)
     r_R = tl.arange(0, PADDED)
     real_R = r_R < R
     real_XR = (head_X < Q + K)[:, None] & real_R[None, :]
     is_query_X1 = (head_X < Q)[:, None]
-    first_ptr = qkv_ptr + row * stride + head_X[:, None] * (2 * R) + r_R[None, :]
+    first_ptr = qkv_ptr + row * stride + head_X[:, None] * C + r_R[None, :]
     first_XR = tl.load(first_ptr, mask=real_XR, other=0.0).to(tl.float32)
     second_XR = tl.load(first_ptr + R, mask=real_XR, other=0.0).to(tl.float32)
+    s_S = tl.arange(0, PADDED_S)
+    real_S = s_S < S
+    real_XS = (head_X < Q + K)[:, None] & real_S[None, :]
+    if S > 0:
+        other_ptr = qkv_ptr + row * stride + head_X[:, None] * C + 2 * R + s_S[None, :]
+        other_XS = tl.load(other_ptr, mask=real_XS, other=0.0).to(tl.float32)
     if q_norm_ptr is not None or k_norm_ptr is not None:
         squares_X = tl.sum(first_XR * first_XR, 1) + tl.sum(second_XR * second_XR, 1)
-        scale_X1 = tl.rsqrt(squares_X / (2 * R) + eps)[:, None]
+        if S > 0:
+            squares_X += tl.sum(other_XS * other_XS, 1)
+        scale_X1 = tl.rsqrt(squares_X / C + eps)[:, None]
         if q_norm_ptr is not None:
             first_XR = tl.where(is_query_X1, _normed(first_XR, scale_X1, q_norm_ptr + r_R, real_R), first_XR)
             second_XR = tl.where(is_query_X1, _normed(second_XR, scale_X1, q_norm_ptr + R + r_R, real_R), second_XR)
+            if S > 0:
+                normed_XS = _normed(other_XS, scale_X1, q_norm_ptr + 2 * R + s_S, real_S)
+                other_XS = tl.where(is_query_X1, normed_XS, other_XS)
         if k_norm_ptr is not None:
             first_XR = tl.where(is_query_X1, first_XR, _normed(first_XR, scale_X1, k_norm_ptr + r_R, real_R))
             second_XR = tl.where(is_query_X1, second_XR, _normed(second_XR, scale_X1, k_norm_ptr + R + r_R, real_R))
+            if S > 0:
+                normed_XS = _normed(other_XS, scale_X1, k_norm_ptr + 2 * R + s_S, real_S)
+                other_XS = tl.where(is_query_X1, other_XS, normed_XS)
     cos_R = tl.load(cos_ptr + row * R + r_R, mask=real_R, other=0.0)[None, :]
     sin_R = tl.load(sin_ptr + row * R + r_R, mask=real_R, other=0.0)[None, :]
     turned_first_XR = first_XR * cos_R - second_XR * sin_R
     turned_second_XR = second_XR * cos_R + first_XR * sin_R
     dtype = q_ptr.dtype.element_ty
-    q_ptrs = q_ptr + (row * Q + head_X[:, None]) * (2 * R) + r_R[None, :]
+    q_row_ptrs = q_ptr + (row * Q + head_X[:, None]) * C
+    q_ptrs = q_row_ptrs + r_R[None, :]
     tl.store(q_ptrs, turned_first_XR.to(dtype), mask=real_XR & is_query_X1)
     tl.store(q_ptrs + R, turned_second_XR.to(dtype), mask=real_XR & is_query_X1)
-    k_ptrs = k_ptr + (row * K + head_X[:, None] - Q) * (2 * R) + r_R[None, :]
+    k_row_ptrs = k_ptr + (row * K + head_X[:, None] - Q) * C
+    k_ptrs = k_row_ptrs + r_R[None, :]
     tl.store(k_ptrs, turned_first_XR.to(dtype), mask=real_XR & (head_X >= Q)[:, None])
     tl.store(k_ptrs + R, turned_second_XR.to(dtype), mask=real_XR & (head_X >= Q)[:, None])
+    if S > 0:
+        others = 2 * R + s_S[None, :]
+        tl.store(q_row_ptrs + others, other_XS.to(dtype), mask=real_XS & is_query_X1)
+        tl.store(k_row_ptrs + others, other_XS.to(dtype), mask=real_XS & (head_X >= Q)[:, None])
 
 
 @triton.jit
