@@ -141,7 +141,7 @@ def whole_numbers(seed, *sizes):
     return torch.randint(-8, 8, sizes, generator=torch.Generator().manual_seed(seed)).float()
 
 
-class Begun(Spans):
+class StartedSequence(Spans):
     """Keeps the name and kind of what has begun."""
 
     def __init__(self):
@@ -153,7 +153,7 @@ class Begun(Spans):
 
 def scattered_sums(group, backend):
     """Each rank has its rows, in rank order's bits, and all of it is one reduce-scatter and no exchange."""
-    group._spans = begun = Begun()
+    group._spans = begun = StartedSequence()
     for rows in (0, 1, 5):
         shape = group.size * rows, 3, 7
         for dtype in (torch.float32, torch.bfloat16):

@@ -11,8 +11,8 @@ from oracle import FAMILIES, make_oracle, save_tokenizer_files
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
 KEEP_FEW = """
-import longhelix.compute.parallel.meetings as meetings
-meetings._KEPT_STEPS = 20
+from longhelix.compute.parallel import instance_groups
+instance_groups._KEPT_STEPS = 20
 """
 
 

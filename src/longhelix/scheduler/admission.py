@@ -15,8 +15,8 @@ from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.kv.blocks import Block, Slot
 from longhelix.scheduler.kv.placement import Behind, Continued, Local, Placement, blocks_needed
-from longhelix.scheduler.notices import Begun
 from longhelix.scheduler.order import Order
+from longhelix.scheduler.pending_changes import StartedSequence
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
 from longhelix.scheduler.queue import WaitingQueue
 from longhelix.scheduler.request import Request
@@ -111,28 +111,28 @@ class Admission:
                 self._cache.forget(request_id)
         return job
 
-    def admit(self, now_s: float, num_running: int) -> list[Begun]:
+    def admit(self, now_s: float, num_running: int) -> list[StartedSequence]:
         """The requests that begin now, beside those that run."""
-        begun: list[Begun] = []
+        started: list[StartedSequence] = []
         passed: list[Job] = []
         room = self._config.max_running - num_running
         if not room or not self._waiting:
-            return begun
+            return started
         self._hashes_left, self._num_looked_at = _HASHED_A_STEP, 0
         for job in self._waiting.in_order(now_s):
-            alone = num_running + len(begun) == 0
+            alone = num_running + len(started) == 0
             one = self._try(job, alone=alone) if alone or (self._is_hashed(job) and self._is_in_turn(job)) else None
             if one is not None:
-                begun.append(one)
+                started.append(one)
                 for other in passed:
                     other.overtaken += 1
             elif not self._order.policy.overtakes or job.overtaken >= _MOST_OVERTAKEN or len(passed) == _LOOK_AHEAD:
                 break
             else:
                 passed.append(job)
-            if len(begun) == room:
+            if len(started) == room:
                 break
-        return begun
+        return started
 
     def hashes(self, request: Request) -> list[bytes]:
         """See `PrefixCache.hashes`."""
@@ -170,7 +170,7 @@ class Admission:
         self._num_looked_at += num_blocks
         return True
 
-    def _try(self, job: Job, *, alone: bool) -> Begun | None:
+    def _try(self, job: Job, *, alone: bool) -> StartedSequence | None:
         """Begin a request if it fits, see `_begin`, which looks at every block of a prefix.
 
         A request that has not fitted before, or whose prompt begins like that of one that has not, is looked up first.
@@ -235,7 +235,7 @@ class Admission:
         room, promised = self._room(job, placement, shared)
         return self._pool.fits(room, promised, unheld, alone=alone)
 
-    def _begin(self, job: Job, *, alone: bool) -> Begun | None:
+    def _begin(self, job: Job, *, alone: bool) -> StartedSequence | None:
         """A request that begins to run. None: there is no room for it now, or no time for its guide.
 
         There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
@@ -278,7 +278,7 @@ class Admission:
             request.generated_token_ids,
             images=request.images,
         )
-        return Begun(seq, new, copies)
+        return StartedSequence(seq, new, copies)
 
     def _beginnings(self, job: Job, *, alone: bool) -> Iterator[tuple[Placement, Prefix]]:
         """What a request may begin with, the best first."""

@@ -8,7 +8,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.load import Load, TeamLoad
-from longhelix.scheduler.notices import Notices
+from longhelix.scheduler.pending_changes import PendingChanges
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.turns import Turn
 
@@ -21,15 +21,15 @@ class Instances:
     one team. So no instance waits for one that has nothing for it.
 
     A sequence that grows takes the next instance when its last block is full, before the row that needs it. An instance
-    that begins to take part in one that decodes has not heard its tokens, so there is no step in flight then.
+    that joins a decoding sequence does not know its tokens, so the sequence has no step in flight then.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, notices: Notices) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, changes: PendingChanges) -> None:
         self._kvp = kvp = config.kvp
         self._block_tokens = config.block_tokens
         self._chooses = not config.batch_invariant
         self._pool = pool
-        self._notices = notices
+        self._changes = changes
         self._each: dict[tuple[int, ...], Decodes] = {}
         self._joining: list[Sequence] = []
         self._running: Counter[tuple[int, ...]] = Counter()
@@ -80,7 +80,7 @@ class Instances:
         self._running[seq.instances] += 1
         if decodes:
             self._join_set(seq)
-        self._notices.enlist(seq)
+        self._changes.add_joined(seq)
 
     def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
         """Teams that have something to do, the one first whose last step is the longest ago."""
@@ -92,15 +92,15 @@ class Instances:
         wanted = {one for seq in prompts for one in seq.instances}
         wanted |= {one for instances in (*self._each, *(seq.instances for seq in self._joining)) for one in instances}
         turns = [Turn(instances=team) for team in self._teams() if busy.isdisjoint(team)]
-        turns = [turn for turn in turns if not wanted.isdisjoint(turn.instances) or self._notices.has_for(turn)]
+        turns = [turn for turn in turns if not wanted.isdisjoint(turn.instances) or self._changes.has_ends_for(turn)]
         turns = [turn for turn in turns if self._has_tokens(turn)]
         return sorted(turns, key=lambda turn: max(self._last_step[one] for one in turn.instances))
 
     def _has_tokens(self, turn: Turn) -> bool:
-        """Whether the last tokens of those are known that another instance is to hear of."""
+        """Return whether the last tokens of all sequences that another instance joins are known."""
         return not any(
             any(self._in_flight[one] for one in seq.instances)
-            for seq in self._notices.enlisted
+            for seq in self._changes.joined
             if not seq.prompt_left and turn.has(seq.instances)
         )
 

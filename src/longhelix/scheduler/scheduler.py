@@ -24,8 +24,8 @@ from longhelix.scheduler.instances import Instances, tokens_within
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.microbatches import Microbatches
-from longhelix.scheduler.notices import Notices
 from longhelix.scheduler.order import Order
+from longhelix.scheduler.pending_changes import PendingChanges
 from longhelix.scheduler.policy import Policy, make_policy
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.prefix import PrefixCache, Prefixes
@@ -93,9 +93,9 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
-        self._notices = Notices()
+        self._changes = PendingChanges()
         self._turns: Turns = (
-            Instances(config, self.pool, self._notices)
+            Instances(config, self.pool, self._changes)
             if config.own_clocks
             else Microbatches(config.pp, config.kvp, config.block_tokens, cost)
         )
@@ -108,7 +108,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running or self._preempted or self._notices.any_end)
+        return bool(self._waiting or self._running or self._preempted or self._changes.has_ends)
 
     @property
     def running(self) -> Collection[Sequence]:
@@ -157,7 +157,7 @@ class Scheduler:
     def has_begun(self, request_id: int) -> bool:
         """Whether steps have been given to the ranks for a request that has not ended, and may be under way."""
         seq = self._running.get(request_id)
-        return request_id in self._preempted if seq is None else not self._notices.is_new(seq)
+        return request_id in self._preempted if seq is None else not self._changes.is_new(seq)
 
     def schedule(self, now_s: float, busy: Set[int] = frozenset()) -> Step | None:
         """The next step: one row of every sequence that decodes, of one microbatch or of one team of instances, and
@@ -168,15 +168,15 @@ class Scheduler:
         self._pass_by()
         self._resume(now_s)
         self._admit(now_s)
-        turn, decoding, joined, growing = self._turn(busy)
+        turn, decoding, decode_next, growing = self._turn(busy)
         if turn is None:
             return None
-        enlisted = self._notices.enlisted_in(turn)
+        joined = self._changes.take_joined(turn)
         grown = self._grow(growing, now_s)
         load = self._turns.load(turn)
         chunks = self._chunks(turn, load, now_s)
         self.pool.give_back(turn)
-        if not (load.decode_rows or chunks or self._notices.has_for(turn)):
+        if not (load.decode_rows or chunks or self._changes.has_ends_for(turn)):
             return None
         work = load.fullest(self.cost)
         if self._cut is not None:
@@ -184,30 +184,32 @@ class Scheduler:
         most_blocks = max([decodes.most_blocks for decodes in decoding], default=0)
         if chunks:
             most_blocks = max(most_blocks, *(self._running[chunk.id].most_blocks for chunk in chunks))
-        joining = self._still_running(joined)
+        joining = self._still_running(decode_next)
         leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
         self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
-        new, copies = self._notices.begun_in(turn)
+        new, copies = self._changes.take_started(turn)
         self._guides.heard(new)
-        enlisted = tuple(one for one in enlisted if one.id in self._running)
-        joining += tuple(one.id for one in enlisted if self._running[one.id] in self._turns and one.id not in joining)
+        joined = tuple(one for one in joined if one.id in self._running)
+        joining += tuple(one.id for one in joined if self._running[one.id] in self._turns and one.id not in joining)
         self._next_step_id += 1
+        swapped_out, swapped_in = self.pool.swaps.of_step(turn)
         step = Step(
             self._next_step_id,
-            new,
-            joining,
-            leaving,
-            grown,
-            chunks,
-            self._notices.ended_in(turn),
-            most_blocks * self.config.block_tokens,
-            work,
-            copies,
-            *self.pool.swaps.of_step(turn),
-            turn.microbatch,
-            self._widening.of_step(),
-            turn.instances,
-            enlisted,
+            new=new,
+            joining=joining,
+            leaving=leaving,
+            grown=grown,
+            chunks=chunks,
+            ended=self._changes.take_ended(turn),
+            most_tokens=most_blocks * self.config.block_tokens,
+            work=work,
+            copies=copies,
+            swapped_out=swapped_out,
+            swapped_in=swapped_in,
+            microbatch=turn.microbatch,
+            rebalances=self._widening.of_step(),
+            instances=turn.instances,
+            joined=joined,
         )
         self._in_flight[step.id] = step
         self._turns.began(turn, step.id)
@@ -229,10 +231,10 @@ class Scheduler:
         return tuple(seq.id for seq in sequences if self._running.get(seq.id) is seq)
 
     def _admit(self, now_s: float) -> None:
-        for begun in self._waiting.admit(now_s, len(self._running)):
-            seq = begun.seq
+        for started in self._waiting.admit(now_s, len(self._running)):
+            seq = started.seq
             self._running[seq.id] = self._prompts[seq.id] = seq
-            self._notices.begin(begun)
+            self._changes.add_started(started)
             self._turns.begin(seq)
 
     def _turn(self, busy: Set[int]) -> tuple[Turn | None, Items[Decodes], list[Sequence], list[Sequence]]:
@@ -250,7 +252,7 @@ class Scheduler:
             if (
                 any(turn.has(seq.instances) for seq in prompts)
                 or any(map(len, decoding))
-                or self._notices.has_for(turn)
+                or self._changes.has_ends_for(turn)
             ):
                 return turn, decoding, joined, growing
         return None, (), [], []
@@ -296,10 +298,10 @@ class Scheduler:
         return self._times.until(seq.known_length, seq.placement.alone_tokens)
 
     def _may_be_preempted(self, seq: Sequence) -> bool:
-        """Not if ranks have not heard of it yet, if it is done but for a token on its way, or if it was preempted so
+        """Not if no rank knows it yet, if it is done but for a token on its way, or if it was preempted so
         often that it has been promised all that it needs."""
         runs = seq.prompt_left > 0 or self._turns.may_lose(seq)
-        return runs and not self._notices.is_new(seq) and seq.job.preemptions < MOST_PREEMPTIONS
+        return runs and not self._changes.is_new(seq) and seq.job.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's blocks. It is computed again once there is room for it, from the tokens that it has."""
@@ -308,7 +310,7 @@ class Scheduler:
         self._preempted[seq.id] = seq
 
     def _leave(self, seq: Sequence) -> None:
-        """A sequence runs no longer, and the ranks hear of it."""
+        """Stop running a sequence. The next step tells the ranks."""
         del self._running[seq.id]
         if self._prompts.pop(seq.id, None) is not None:
             self._shares.remove(seq.request.service.client)
@@ -316,7 +318,7 @@ class Scheduler:
         self._widening.forget(seq)
         self._guides.end(seq.id)
         self.pool.release(seq)
-        unused = self._notices.end(seq)
+        unused = self._changes.add_ended(seq)
         if unused:
             self.pool.give_back_unused(tuple(source for source, _ in unused))
 
@@ -341,7 +343,7 @@ class Scheduler:
             return seq.last_step < self._oldest_id
         steps = (step for id, step in self._in_flight.items() if id <= seq.last_step)
         under_way = any(Turn(instances=step.instances).has(seq.instances) for step in steps)
-        return not under_way and seq.id not in self._notices.ending
+        return not under_way and seq.id not in self._changes.ended_ids
 
     def _chunks(self, turn: Turn, load: AnyLoad, now_s: float) -> tuple[Chunk, ...]:
         """The next chunks of prompts, which are added to the step's load."""
@@ -409,9 +411,9 @@ class Scheduler:
         if step.chunks:
             self._step_s = result.taken_s
             self._order.pace.ended(step.id, result.taken_s)
-        for widened in step.widened:
-            seq = self._running.get(widened.id) or self._preempted.get(widened.id)
-            if widened.moves and seq is not None:
+        for rebalance in step.rebalances:
+            seq = self._running.get(rebalance.id) or self._preempted.get(rebalance.id)
+            if rebalance.moves and seq is not None:
                 seq.job.moved_s += result.moved_s
         # Moves, and guides that are compiled, take time that no cost knows of.
         guided = any(one.sampling.guide is not None for one in step.new)

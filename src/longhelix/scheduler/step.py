@@ -17,18 +17,28 @@ TOKEN_BYTES = 4
 
 
 class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request that workers see for the first time; `num_rows` freezes length-dependent RoPE.
+    """A request that ranks see for the first time.
 
-    blocks_per_rank: the KV blocks that each KVP rank may ever hold of it. spread: every KVP rank takes part in its
-    attention from the first row on; otherwise those that hold KV of it.
-    cached_tokens: its first ones, whose KV is there when the step's layers run, in `cached_blocks`, in position order;
-    its chunks bring the rest of the prompt. It only writes to the last of these blocks, and only if that is not full.
-    seen_token_ids: the different ones among the cached tokens, where a repetition penalty asks for them; int32 in this
-    machine's byte order.
-    generated_token_ids: those that it had generated before it was preempted, where it matters which; int32 as well.
-    instances: where KVP instances have clocks of their own, those that take part in it from now on. The first one
-    samples its tokens. last_token: the last one of its tokens that was sampled, where it has any.
-    images: what its prompt shows, in order; ranks that need it have what their digests stand for.
+    Attributes:
+        id: The sequence's id.
+        sampling: How its tokens are chosen.
+        seed: Of its random numbers.
+        capacity_tokens: Tokens of its prompt and answer at most. They decide its RoPE frequencies if these depend on
+            length.
+        blocks_per_rank: The most KV blocks that it ever has, by KVP rank.
+        spread: Every KVP rank takes part in its attention from the first row on. Otherwise only ranks with its KV do.
+        cached_tokens: Tokens at its start whose KV exists when the step's layers run. Chunks bring the other tokens of
+            the prompt.
+        cached_blocks: The blocks with this KV, in position order. The sequence only writes to the last one, and only
+            if that is not full.
+        seen_token_ids: The different tokens among the cached ones, if it has a repetition penalty. int32 in this
+            machine's byte order.
+        generated_token_ids: The tokens that it had generated before it was preempted, if its sampling depends on them.
+            int32 in this machine's byte order.
+        instances: If KVP instances have their own clocks, those that take part in it from now on. The first one samples
+            its tokens.
+        last_token: The last token that was sampled for it. None if there is none.
+        images: The images in its prompt, in order. Ranks that need the images have them by their digests.
     """
 
     id: int
@@ -52,9 +62,13 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Rows of a chunk after which log-probabilities of the prompt's next token are wanted: from the chunk's row `first`
-    on, one for each of `targets`, which are these tokens; int32 in this machine's byte order. The last of them may be
-    the first one of the next chunk."""
+    """Prompt tokens whose log-probabilities a request asks for, within one chunk.
+
+    Attributes:
+        first: Row of the chunk before the first of these tokens.
+        targets: The tokens, one after each row from `first` on. The last one may be the first token of the next chunk.
+            int32 in this machine's byte order.
+    """
 
     first: int
     targets: bytes
@@ -62,9 +76,14 @@ class Scored(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of a sequence's prompt, the KV blocks that they newly need, and whether to sample after them.
+    """The next tokens of a sequence's prompt.
 
-    token_ids: int32 in this machine's byte order. scored: where the request asks for `prompt_logprobs`.
+    Attributes:
+        id: The sequence's id.
+        token_ids: int32 in this machine's byte order.
+        new_blocks: The KV blocks that they need in addition.
+        sample: Whether to sample a token after them.
+        scored: The tokens to score, if the request asks for `prompt_logprobs`.
     """
 
     id: int
@@ -79,17 +98,29 @@ class Chunk:
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A full KV block of a sequence goes from one KVP rank to another, in layers without a limit; no row sees it any
-    longer in others. place: how many blocks of the sequence come before it, on all ranks together."""
+    """A full KV block of a sequence that goes to another KVP rank, in layers without a limit.
+
+    In layers with a limit, no row sees the block any longer.
+
+    Attributes:
+        source: Where the block is.
+        target: Where it goes.
+        place: Blocks of the sequence before it, on all ranks together.
+    """
 
     source: Block
     target: Block
     place: int
 
 
-class Widened(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that decodes and takes other KVP ranks than it was to. moves: of its blocks, in position order.
-    blocks_per_rank: as in its `NewSequence`, from now on."""
+class Rebalance(msgspec.Struct, frozen=True, array_like=True):
+    """A decoding sequence whose KV is from now on placed on other KVP ranks than planned.
+
+    Attributes:
+        id: The sequence's id.
+        moves: The blocks that move, in position order.
+        blocks_per_rank: As in `NewSequence`, from now on.
+    """
 
     id: int
     moves: tuple[Move, ...]
@@ -97,28 +128,38 @@ class Widened(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One iteration of the engine over a mixed batch: a row for each sequence that decodes, then prefill chunks.
+    """One iteration of the engine over a mixed batch: a row for each decoding sequence, then prefill chunks.
 
-    Where the model has KV groups with a limit, each place of a sequence has one block for each group, all on one KVP
-    rank: first that of the layers without a limit, then those of the others, with the id -1 where no row sees the place
-    any longer. Blocks and copies of a sequence then come so many at a time.
-    Which sequences decode is said by changes alone. Each has a row, after which is sampled, in every step from the one
-    that names it in `joining` until one names it in `leaving` or `ended`; workers know its last token. `grown`: the
-    KV blocks that their new rows need. With pipeline stages the sequences that decode are dealt to as many
-    microbatches: a step has rows of those of its own `microbatch`, which join it there.
-    copies: KV blocks to copy, (source, target) each, all layers, before anything else is computed: from sources that
-    earlier steps or swaps have filled to targets that nobody reads yet, so that none is both, or a target twice.
-    swapped_out, swapped_in: KV blocks and their owner's slots, outside of its pool: before copies, first blocks that
-    earlier steps have filled go to slots, then slots to blocks that nobody reads yet.
-    widened: sequences of which blocks move with the copies. What a moved block had may be overwritten in this step, by
-    what moves into it as well: all are read before one is written.
-    most_tokens: no KVP rank has room for more tokens of one of its sequences, in the KV blocks that they have by then.
-    work: the sum of it all, and in how many parts it attends. Both are chosen once, and not by ranks, which would wait
-    for each other forever if they disagreed.
+    A step carries only changes. A sequence decodes in every step from the one that names it in `joining` until one
+    names it in `leaving` or `ended`. Ranks know its last token.
 
-    instances: the KVP instances that take the step, each what concerns it (`of_instance`); empty: all take all of it.
-    enlisted: sequences that run, and that another one of these takes part in from now on: to that one they are new, and
-    their tokens cached.
+    If the model has KV groups with a limit, a sequence has one block of each group at each place, all on the same KVP
+    rank: first the block of the layers without a limit, then those of the other groups. The id -1 means that no row
+    sees the place any longer. Lists of a sequence's blocks and copies then contain this many items for each place.
+
+    Attributes:
+        id: Number of the step.
+        new: Sequences that start.
+        joining: Ids of the sequences that begin to decode.
+        leaving: Ids of the sequences that stop decoding and do not end.
+        grown: KV blocks that decoding sequences need for their new rows, each with the sequence's id.
+        chunks: Prompt tokens to compute.
+        ended: Ids of the sequences that end.
+        most_tokens: The most tokens of one sequence for which any KVP rank has room, in blocks after this step.
+        work: The sum of all work, and the number of parts in which attention runs. Both are chosen here and not by the
+            ranks, because ranks that choose differently would wait for each other forever.
+        copies: KV blocks to copy in all layers before the layers run, (source, target) each. Earlier steps or swaps
+            have filled the sources. Nothing reads the targets yet, so no block is both, and no target occurs twice.
+        swapped_out: Blocks that earlier steps have filled, each with the slot that it goes to, before `copies`.
+        swapped_in: Slots, each with the block that it goes to, after `swapped_out`. Nothing reads these blocks yet.
+        microbatch: With pipeline stages, the decoding sequences are split into as many microbatches. The rows of the
+            step are those of this one, and sequences in `joining` join it.
+        rebalances: Sequences whose blocks move together with the copies. All blocks are read before one is written,
+            because a block may be overwritten in the step in which it moves.
+        instances: The KVP instances that run the step. Each takes its own part of it (`of_instance`). Empty: all ranks
+            take all of it.
+        joined: Running sequences that one more of these instances takes part in from now on. They are new to that
+            instance, and all their tokens are cached.
     """
 
     id: int
@@ -134,15 +175,19 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     swapped_out: tuple[tuple[Block, int], ...] = ()
     swapped_in: tuple[tuple[int, Block], ...] = ()
     microbatch: int = 0
-    widened: tuple[Widened, ...] = ()
+    rebalances: tuple[Rebalance, ...] = ()
     instances: tuple[int, ...] = ()
-    enlisted: tuple[NewSequence, ...] = ()
+    joined: tuple[NewSequence, ...] = ()
 
     def of_instance(self, instance: int, known: Container[int]) -> "Step":
-        """What concerns one of its KVP instances, which has the `known` sequences so far: other sequences are left out,
-        and those that it takes part in from now on are new to it."""
+        """Return the part of the step for one KVP instance.
+
+        Args:
+            instance: the instance.
+            known: ids of the sequences in which it takes part so far. Sequences that it joins are new to it.
+        """
         new = tuple(one for one in self.new if instance in one.instances)
-        new += tuple(one for one in self.enlisted if instance in one.instances and one.id not in known)
+        new += tuple(one for one in self.joined if instance in one.instances and one.id not in known)
         ids = {one.id for one in new}
 
         def has(id: int) -> bool:
@@ -151,7 +196,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(
             self,
             new=new,
-            enlisted=tuple(one for one in self.enlisted if one.id in known and one.id not in ids),
+            joined=tuple(one for one in self.joined if one.id in known and one.id not in ids),
             joining=tuple(filter(has, self.joining)),
             leaving=tuple(filter(has, self.leaving)),
             grown=tuple(one for one in self.grown if has(one[0])),
@@ -161,14 +206,18 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def moved(self) -> tuple[tuple[Block, Block], ...]:
-        """The blocks that move, each with where it goes."""
-        return tuple((move.source, move.target) for one in self.widened for move in one.moves)
+        """The blocks that move to another rank, (source, target) each."""
+        return tuple((move.source, move.target) for one in self.rebalances for move in one.moves)
 
 
 class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A sequence's next token; `logprobs` maps token ids to natural logs of the model's own distribution.
+    """The next token of a sequence.
 
-    error: why there is none, where choosing it failed; the request ends, and others go on. The id then means nothing.
+    Attributes:
+        sequence_id: The sequence's id.
+        token_id: The token. Meaningless if there is an error.
+        logprobs: Natural logarithms of the model's own distribution, by token id.
+        error: Why no token could be chosen. The request then ends. Empty if there is a token.
     """
 
     sequence_id: int
@@ -178,8 +227,13 @@ class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of a sequence's prompt, for each token that a chunk asks for in `Chunk.scored`: token ids to natural logs of the
-    model's own distribution before it. error: why there are none; the request ends, and others go on."""
+    """Log-probabilities of a prompt's tokens that a chunk asks for (`Chunk.scored`).
+
+    Attributes:
+        sequence_id: The sequence's id.
+        logprobs: For each of these tokens, natural logarithms of the model's own distribution before it, by token id.
+        error: Why there are none. The request then ends. Empty if there are any.
+    """
 
     sequence_id: int
     logprobs: tuple[Mapping[int, float], ...]
@@ -187,13 +241,21 @@ class PromptLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a step gave: sampled tokens in the order of its work, rows that ran, bytes that ranks sent in the exchange.
+    """What a step produced. A rank reports its own numbers, and the runner combines those of all ranks.
 
-    A rank reports its own bytes, the runner over all ranks their sum. parts: those of the step. exposed_s: seconds that
-    a rank waited for exchanges with nothing left to attend to, of all ranks the longest; None where nobody measured.
-    fingerprint: of the collectives that the rank ran for it, the same on all ranks. taken_s: seconds that the step
-    took, of all ranks the longest; 0 where nobody measured. moved_s: those of them in which blocks moved between ranks.
-    prompt_logprobs: in the order of its chunks. network_bytes: sent to ranks of other hosts, in all collectives.
+    Attributes:
+        step_id: Number of the step.
+        sampled: Sampled tokens, in the order of the step's work.
+        num_tokens: Rows that ran.
+        exchanged_bytes: Bytes sent in exchanges of attention. Combined: the sum.
+        parts: The step's number of parts.
+        exposed_s: Seconds in which a rank waited for exchanges and had nothing left to attend to. Combined: the
+            longest. None if nothing measured it.
+        fingerprint: Fingerprint of the collectives that the rank ran. The same on all ranks.
+        taken_s: Seconds that the step took. Combined: the longest. 0 if nothing measured it.
+        moved_s: Of these, the seconds in which blocks moved between ranks.
+        prompt_logprobs: In the order of the step's chunks.
+        network_bytes: Bytes sent to ranks of other hosts, in all collectives. Combined: the sum.
     """
 
     step_id: int

@@ -16,7 +16,7 @@ from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import Continued, Striped, blocks_needed
 from longhelix.scheduler.kv.windows import WindowGroup
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.step import Move, Widened
+from longhelix.scheduler.step import Move, Rebalance
 
 # Blocks of one sequence in one step: ranks keep all that moves beside their pools, and stand still meanwhile.
 _MOST_MOVED = 64
@@ -51,7 +51,7 @@ class Widening:
         self._most_blocks = config.most_blocks if self._widens else 0
         # Ranks that are all but full would give each other a block or two in every step.
         self._least_level = config.num_blocks // 100 + 1
-        self._of_step: dict[Sequence, Widened] = {}
+        self._of_step: dict[Sequence, Rebalance] = {}
         self._named: dict[int, list[_Named]] = {}
 
     def widen(self, rank: int, growing: Sequence, sequences: Iterable[Sequence]) -> bool:
@@ -82,13 +82,13 @@ class Widening:
         owners = [block.owner for block in _blocks(seq)]
         return self._place(seq, [*owners, room.index(max(room))])
 
-    def of_step(self) -> tuple[Widened, ...]:
-        """What the step that is made says."""
+    def of_step(self) -> tuple[Rebalance, ...]:
+        """Return what the next step carries, and forget it."""
         for seq, one in self._of_step.items():
             seq.job.moved_tokens += len(one.moves) * seq.placement.block_tokens
-        widened = tuple(self._of_step.values())
+        rebalances = tuple(self._of_step.values())
         self._of_step.clear()
-        return widened
+        return rebalances
 
     def name(self) -> None:
         """The step is made that moves what was to be moved: let it be found where it is, and no longer where it was."""
@@ -141,7 +141,7 @@ class Widening:
             return False
         seq.placement = placement
         before = self._of_step.get(seq)
-        self._of_step[seq] = Widened(seq.id, () if before is None else before.moves, tuple(room))
+        self._of_step[seq] = Rebalance(seq.id, () if before is None else before.moves, tuple(room))
         return True
 
     def _movable(self, seq: Sequence, blocks: list[Block], rank: int) -> list[int]:

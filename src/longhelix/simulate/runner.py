@@ -137,7 +137,7 @@ class PredictedRunner(SimulatedRunner):
         if step.swapped_out or step.swapped_in:
             swapped = _most([block for block, _ in step.swapped_out] + [block for _, block in step.swapped_in])
             seconds += self.stages * self._swap_s / 2 * swapped
-        if step.widened and (moved := step.moved):
+        if step.rebalances and (moved := step.moved):
             moved_s = self._move_s(_most(source for source, _ in moved), _most(target for _, target in moved))
             seconds += self.stages * moved_s
         return StepResult(

@@ -101,8 +101,8 @@ class FakeInstances:
             last_owner = blocks[-1].owner if blocks else -1
             local = [block.id for block in blocks if block.owner == one]
             followers[new.id] = Follower(new, new.cached_tokens, new.last_token, local, last_owner, blocks)
-        for enlisted in part.enlisted:
-            followers[enlisted.id].new = enlisted
+        for joined in part.joined:
+            followers[joined.id].new = joined
         for id in part.joining:
             self.decoding[one][id] = None
 
@@ -254,9 +254,9 @@ def test_a_request_that_decodes_takes_instances_one_after_the_other(depth):
     with_rows = [step.instances for step in run.runner.steps if step.work.rows]
     # 2 rows of the prompt, then one each: the fifth row and the ninth need other instances' blocks.
     assert with_rows == [(0,)] * 3 + [(0, 1)] * 4 + [(0, 1, 2)] * 6
-    enlisted = [one for step in run.runner.steps for one in step.enlisted]
-    assert [(one.instances, one.cached_tokens) for one in enlisted] == [((0, 1), 4), ((0, 1, 2), 8)]
-    assert [one.last_token for one in enlisted] == [run.tokens[0][2], run.tokens[0][6]]
+    joined = [one for step in run.runner.steps for one in step.joined]
+    assert [(one.instances, one.cached_tokens) for one in joined] == [((0, 1), 4), ((0, 1, 2), 8)]
+    assert [one.last_token for one in joined] == [run.tokens[0][2], run.tokens[0][6]]
 
 
 def test_an_aborted_request_ends_on_all_of_its_instances():

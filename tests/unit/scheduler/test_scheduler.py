@@ -140,7 +140,7 @@ class FakeRunner:
         self.decoding = self.microbatches[step.microbatch]
         self.swap(step)
         self.copy(step)
-        for widened in step.widened:
+        for widened in step.rebalances:
             assert any(widened.id in decoding for decoding in self.microbatches) or widened.id in step.joining
             self.widen(widened)
         for new in step.new:

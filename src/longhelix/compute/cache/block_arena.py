@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longhelix.compute.cache.lines import Lines
+from longhelix.compute.cache.int_table import IntTable
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class BlockArena:
         self.group_stride = 2 * num_ids
         self._places: NDArray[np.int64] = np.zeros(2 * num_ids, np.int64)
         self.places_address = self._places.ctypes.data
-        self.extents = Lines(2)
+        self.extents = IntTable(2)
         self._live: dict[Extent, None] = {}
         self._tail = 0
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from longhelix.compute.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
 from longhelix.compute.models.batch import Batch
-from longhelix.compute.models.overlap import attend_and_exchange, attend_and_meet
+from longhelix.compute.models.overlap import attend_and_exchange, attend_and_share
 from longhelix.compute.models.projection import add_projected, own_normed, project_normed
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.exchange import gather_heads
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         )
         self.spans.end(span)
         if batch.shared is not None:
-            out_TnC = attend_and_meet(
+            out_TnC = attend_and_share(
                 q_tqC, kv, batch, self.scale, self.heads_among, partial_attention, self.view, self.spans
             )
         else:

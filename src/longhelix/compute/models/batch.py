@@ -9,7 +9,7 @@ from torch import Tensor
 from longhelix.compute.kernels import take_rows
 from longhelix.compute.models.token_shards import TokenShards
 from longhelix.compute.parallel.holders import Holding
-from longhelix.compute.parallel.meetings import Shared
+from longhelix.compute.parallel.instance_groups import SharedRows
 from longhelix.spec.layout import split
 
 
@@ -96,7 +96,7 @@ class Batch:
     most_tokens: int
     parts: int = 1
     padding_T: Tensor | None = None
-    shared: tuple[Shared, ...] | None = None
+    shared: tuple[SharedRows, ...] | None = None
     images: ImageRows | None = None
     stays: bool = False
     shards: TokenShards | None = None

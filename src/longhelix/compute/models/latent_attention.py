@@ -18,7 +18,7 @@ from longhelix.compute.kernels import (
     write_kv,
 )
 from longhelix.compute.models.batch import Batch
-from longhelix.compute.models.overlap import attend_and_exchange, attend_and_meet
+from longhelix.compute.models.overlap import attend_and_exchange, attend_and_share
 from longhelix.compute.models.projection import add_projected, own_normed
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.exchange import gather_heads
@@ -92,7 +92,7 @@ class LatentAttention(nn.Module):
         self.spans.end(span)
         attend = partial(self._attend, values)
         if batch.shared is not None:
-            out_TnX = attend_and_meet(q_tqC, latent, batch, self.scale, self.heads_among, attend, spans=self.spans)
+            out_TnX = attend_and_share(q_tqC, latent, batch, self.scale, self.heads_among, attend, spans=self.spans)
         else:
             out_TnX = attend_and_exchange(
                 q_tqC, latent, batch, self.scale, self.mesh.kvp, self.merged_heads_per_rank, attend, spans=self.spans

@@ -48,7 +48,7 @@ def attend_and_exchange(
     return torch.cat([result() for result in under_way])
 
 
-def attend_and_meet(
+def attend_and_share(
     q_TqC: Tensor,
     layer: KVLayer,
     batch: Batch,

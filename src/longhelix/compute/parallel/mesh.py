@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.fabric import Fabric
-from longhelix.compute.parallel.meetings import Meetings
+from longhelix.compute.parallel.instance_groups import InstanceGroups
 from longhelix.compute.parallel.pipeline import Pipeline
 from longhelix.compute.parallel.traffic import Traffic
 from longhelix.spans import UNTRACED, Spans
@@ -16,9 +16,17 @@ from longhelix.spec.layout import Layout
 
 @dataclass(frozen=True)
 class Mesh:
-    """The place of this rank. `stage`: the N ranks of its pipeline stage. `kvp`: the ranks that it exchanges attention
-    with. `ffn`: the ranks that share a copy of the FFN and of the vocabulary. `pipeline`: its peers in other stages, if
-    there are any. `meetings`: of KVP instances with clocks of their own, those that share requests."""
+    """The place of this rank in the world.
+
+    Attributes:
+        layout: How the ranks share the work.
+        rank: This rank.
+        stage: The N ranks of its pipeline stage.
+        kvp: The ranks with which it exchanges attention.
+        ffn: The ranks that share a copy of the FFN and of the vocabulary.
+        pipeline: Its peers in other stages. None if there is one stage.
+        instance_groups: Groups of KVP instances that share requests. None if all instances have one clock.
+    """
 
     layout: Layout
     rank: int
@@ -26,7 +34,7 @@ class Mesh:
     kvp: RankGroup
     ffn: RankGroup
     pipeline: Pipeline | None = None
-    meetings: Meetings | None = None
+    instance_groups: InstanceGroups | None = None
 
     @classmethod
     def build(
@@ -50,8 +58,8 @@ class Mesh:
         # Where there is one copy, its ranks are the stage's.
         ffn = stage if layout.ffn_replicas == 1 else fabric.group_among(layout.ffn_groups())
         pipeline = Pipeline.build(layout, rank, fabric.hosts, spans) if layout.pp > 1 else None
-        meetings = Meetings(kvp, fabric) if layout.ffn_replicas > 1 else None
-        return cls(layout, rank, stage, kvp, ffn, pipeline, meetings)
+        instance_groups = InstanceGroups(kvp, fabric) if layout.ffn_replicas > 1 else None
+        return cls(layout, rank, stage, kvp, ffn, pipeline, instance_groups)
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
@@ -77,7 +85,7 @@ class Mesh:
 
     @property
     def _met(self) -> tuple[RankGroup, ...]:
-        return () if self.meetings is None else self.meetings.groups
+        return () if self.instance_groups is None else self.instance_groups.groups
 
     @property
     def traffic(self) -> tuple[Traffic, ...]:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.compute.cache.block_arena import BlockArena
-from longhelix.compute.cache.lines import Lines
+from longhelix.compute.cache.int_table import IntTable
 from longhelix.compute.kernels.angles import rotation, rotation_by_axes
 from longhelix.compute.models.batch import Batch, ImageRows, RowRotation, RowView
 from longhelix.compute.models.image_positions import positions as image_positions
 from longhelix.compute.parallel.holders import Holders
-from longhelix.compute.parallel.meetings import Shared
+from longhelix.compute.parallel.instance_groups import SharedRows
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.config import takes_images
 from longhelix.compute.runner.decode_rows import DecodeRows
@@ -54,7 +54,7 @@ class Batches:
         mesh: Mesh,
         block_tokens: int,
         sequences: Mapping[int, SequenceState],
-        numbers: Lines,
+        numbers: IntTable,
         arena: BlockArena,
         image_rows: Mapping[tuple[int, int], Tensor],
     ) -> None:
@@ -202,19 +202,19 @@ class Batches:
             states_LTH[:, rows] = states_LXH
         return ImageRows(mask_T, states_LTH.unbind())
 
-    def _shared(self, step: Step, decoding: DecodeRows) -> tuple[Shared, ...]:
+    def _shared(self, step: Step, decoding: DecodeRows) -> tuple[SharedRows, ...]:
         """The rows that other instances have as well."""
-        assert self._mesh.meetings is not None
+        assert self._mesh.instance_groups is not None
         rows = dict[int, range]()
         sequences = [*decoding.sequences, *(self._sequences[chunk.id] for chunk in step.chunks)]
         counts = [1] * len(decoding) + [chunk.num_tokens for chunk in step.chunks]
         for seq, (start, stop) in zip(sequences, pairwise(accumulate(counts, initial=0)), strict=True):
             rows[seq.new.id] = range(start, stop)
-        found: list[Shared] = []
+        found: list[SharedRows] = []
         for instances, together in by_instances(sequences):
             rows_S = torch.tensor([row for seq in together for row in rows[seq.new.id]], device=self._device)
-            group = self._mesh.meetings.of(tuple(sorted(instances)))
-            found.append(Shared(group, rows_S))
+            group = self._mesh.instance_groups.of(tuple(sorted(instances)))
+            found.append(SharedRows(group, rows_S))
         return tuple(found)
 
     def _on_device(self, *groups: Sequence[NDArray[np.int64]]) -> tuple[Tensor, ...]:

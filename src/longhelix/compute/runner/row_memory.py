@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from longhelix.compute.cache.block_arena import BlockArena
-from longhelix.compute.cache.lines import Lines
+from longhelix.compute.cache.int_table import IntTable
 from longhelix.compute.kernels import native
 from longhelix.compute.models.batch import RowRotation
 from longhelix.compute.runner.decode_rows import DecodeRows
@@ -71,7 +71,7 @@ class RowMemory:
 
     def __init__(
         self,
-        numbers: Lines,
+        numbers: IntTable,
         arena: BlockArena,
         kvp_rank: int,
         block_tokens: int,

@@ -97,8 +97,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
         """Run a step. Afterwards every rank of the last stage knows the sampled tokens; its first rank returns them."""
-        if self.mesh.meetings is not None:
-            self.mesh.meetings.begin(step.id)
+        if self.mesh.instance_groups is not None:
+            self.mesh.instance_groups.begin(step.id)
         traffic_before, begun_s = self.mesh.traffic, time.perf_counter()
         if step.instances:
             step = step.of_instance(self.kvp_rank, self.sequences)
@@ -229,10 +229,10 @@ class ModelRunner:
             seq.end()
         for sequence_id in step.leaving:
             self._microbatches[self.sequences[sequence_id].microbatch].leave(sequence_id)
-        for widened in step.widened:
-            self.sequences[widened.id].widen(widened, self.kvp_rank, self.block_tokens)
-        for enlisted in step.enlisted:
-            self.sequences[enlisted.id].instances = enlisted.instances
+        for change in step.rebalances:
+            self.sequences[change.id].rebalance(change, self.kvp_rank, self.block_tokens)
+        for joined in step.joined:
+            self.sequences[joined.id].instances = joined.instances
         for new in step.new:
             frequencies = self._frequencies(all_frequencies(self.spec, new.num_rows))
             seen = self._seen(new) if self._samples(new) else None
@@ -352,8 +352,8 @@ class ModelRunner:
     def _hear_tokens(self, sequences: Iterable[SequenceState]) -> None:
         """The tokens of sequences that several instances take part in, from those that have sampled them."""
         for instances, together in by_instances(sequences):
-            assert self.mesh.meetings is not None
-            group = self.mesh.meetings.of(tuple(sorted(instances)))
+            assert self.mesh.instance_groups is not None
+            group = self.mesh.instance_groups.of(tuple(sorted(instances)))
             tokens_S = torch.tensor([seq.last_token for seq in together], device=self.device)
             heard = group.broadcast(tokens_S, root=sorted(instances).index(instances[0]))
             for seq, token_id in zip(together, heard.tolist(), strict=True):

@@ -9,22 +9,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.compute.cache.block_arena import BlockArena, Extent
-from longhelix.compute.cache.lines import Lines
+from longhelix.compute.cache.int_table import IntTable
 from longhelix.compute.models.image_positions import shift
 from longhelix.compute.parallel.pipeline import Travelling
 from longhelix.compute.runner.adjustments import Adjustments, Record
 from longhelix.compute.runner.seen_tokens import SeenTokens
 from longhelix.scheduler.kv.blocks import Block
-from longhelix.scheduler.step import NewSequence, Widened
+from longhelix.scheduler.step import NewSequence, Rebalance
 
 # The columns of a sequence's line. SHIFT: what is added to its length for the next row's position. From HELD on one for
 # each KVP rank, 1 if it is among the holders.
 LENGTH, LOCAL_LENGTH, LAST_OWNER, LAST_TOKEN, EXTENT, SHIFT, HELD = range(7)
 
 
-def sequence_numbers(kvp: int) -> Lines:
+def sequence_numbers(kvp: int) -> IntTable:
     """The numbers of sequences of `kvp` KVP ranks."""
-    return Lines(HELD + kvp)
+    return IntTable(HELD + kvp)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class SequenceState:
         self,
         new: NewSequence,
         frequencies: Frequencies,
-        numbers: Lines,
+        numbers: IntTable,
         arena: BlockArena,
         seen: SeenTokens | None = None,
         adjustments: Adjustments | None = None,
@@ -127,10 +127,10 @@ class SequenceState:
         self._arena.close(self.extent)
         self.numbers.give_back(self.line)
 
-    def widen(self, widened: Widened, kvp_rank: int, block_tokens: int) -> None:
-        """Blocks that move leave this rank or come to it. They are full, and local order follows position as before."""
-        left = [move.place for move in widened.moves if move.source.owner == kvp_rank]
-        come = [move for move in widened.moves if move.target.owner == kvp_rank]
+    def rebalance(self, change: Rebalance, kvp_rank: int, block_tokens: int) -> None:
+        """Move blocks away from this rank, or to it. They are full, and local order follows position as before."""
+        left = [move.place for move in change.moves if move.source.owner == kvp_rank]
+        come = [move for move in change.moves if move.target.owner == kvp_rank]
         ids_GJ, places = self._arena.ids(self.extent), self._arena.places(self.extent)
         stays = ~np.isin(places, left)
         ids_GJ, places, new_places = ids_GJ[:, stays], places[stays], [move.place for move in come]
@@ -141,9 +141,9 @@ class SequenceState:
         ids_GJ = np.insert(ids_GJ, before, come_GJ, axis=1)
         places = np.insert(places, before, new_places)
         self._arena.close(self.extent)
-        self._open(widened.blocks_per_rank[kvp_rank])
+        self._open(change.blocks_per_rank[kvp_rank])
         self._arena.append(self.extent, ids_GJ, places)
-        self._hold(move.target.owner for move in widened.moves)
+        self._hold(move.target.owner for move in change.moves)
         self.local_length += (len(come) - len(left)) * block_tokens
 
     def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int) -> None:

@@ -14,7 +14,7 @@ from longhelix.compute.runner.row_memory import RowMemory
 from longhelix.compute.runner.sequence_state import SequenceState, sequence_numbers
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import ImageSpan, SamplingParams
-from longhelix.scheduler.step import Move, NewSequence, Widened
+from longhelix.scheduler.step import Move, NewSequence, Rebalance
 from longhelix.spec.attention import Visibility
 
 pytestmark = pytest.mark.unit
@@ -176,7 +176,7 @@ class Schedule:
         one.held |= {move.target.owner for move in moves}
         one.moved |= {move.target for move in moves}
         for rank in self.ranks:
-            rank.sequences[one.id].widen(Widened(one.id, moves, (ROOM,) * RANKS), rank.rank, BLOCK_TOKENS)
+            rank.sequences[one.id].rebalance(Rebalance(one.id, moves, (ROOM,) * RANKS), rank.rank, BLOCK_TOKENS)
         self.counts["widened"] += bool(moves)
 
     def grow(self, one):

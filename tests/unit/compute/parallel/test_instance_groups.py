@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 
-from longhelix.compute.parallel import meetings as meetings_module
-from longhelix.compute.parallel.meetings import Meetings
+from longhelix.compute.parallel import instance_groups
+from longhelix.compute.parallel.instance_groups import InstanceGroups
 
 pytestmark = pytest.mark.unit
 
@@ -32,8 +32,8 @@ class Fabric:
 @pytest.fixture
 def four(monkeypatch):
     """What four instances of one rank each have."""
-    monkeypatch.setattr(meetings_module, "_KEPT_STEPS", 10)
-    return [Meetings(Group((0, 1, 2, 3), None), Fabric(rank)) for rank in range(4)]
+    monkeypatch.setattr(instance_groups, "_KEPT_STEPS", 10)
+    return [InstanceGroups(Group((0, 1, 2, 3), None), Fabric(rank)) for rank in range(4)]
 
 
 def test_ranks_agree_on_a_group_whatever_else_they_do(four):

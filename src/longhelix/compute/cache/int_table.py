@@ -1,12 +1,16 @@
-"""Numbers of things that come and go, side by side: a line for each, so that one operation reads or writes many."""
+"""A table of integers with one line per live sequence, so that one operation reads or writes many sequences."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-class Lines:
-    """`values`, int64: a line of `columns` numbers for each of those that have taken one. It is another array, at
-    another address, once more lines are taken than it has."""
+class IntTable:
+    """A growable table with one line of int64 numbers per live sequence.
+
+    Attributes:
+        values: The numbers, (lines, columns). Another array once the table has grown.
+        address: Address of `values` in memory.
+    """
 
     def __init__(self, columns: int) -> None:
         self._keep(np.zeros((0, columns), np.int64))
@@ -16,7 +20,7 @@ class Lines:
         self.values, self.address = values, values.ctypes.data
 
     def take(self) -> int:
-        """A line of zeros."""
+        """Return the index of a free line, filled with zeros."""
         if not self._free:
             count = len(self.values)
             self._free = list(range(count, 2 * count + 8))
@@ -26,4 +30,5 @@ class Lines:
         return line
 
     def give_back(self, line: int) -> None:
+        """Free a line."""
         self._free.append(line)
