@@ -27,7 +27,7 @@ LAYERS = tuple(
     for heads, size, rotated, rope, more, ffn in (
         (HeadShape(6, 2), 16, 16, NEAR, {"visibility": Visibility(window_tokens=40)}, GatedFFN(80)),
         (HeadShape(4, 4), 32, 8, FAR, {"qk_norm": True}, EXPERTS),
-        (HeadShape(6, 3), 16, 0, NEAR, {"qkv_bias": True}, GatedFFN(112)),
+        (HeadShape(6, 3), 20, 0, NEAR, {"qkv_bias": True}, GatedFFN(112)),  # which packed kernels do not take
         (HeadShape(5, 1), 16, 16, FAR, {"visibility": Visibility(chunk_tokens=48)}, EXPERTS),
         (HeadShape(6, 2), 16, 16, NEAR, {"visibility": Visibility(window_tokens=40)}, GatedFFN(80)),
     )
@@ -43,7 +43,7 @@ CONFIG = {
     "rms_norm_eps": EPS,
     "torch_dtype": "float32",
 }
-TWO = Layout(kvp=2)
+TWO, TIED = Layout(kvp=2), Layout(kvp=2, tpa=1, tpf=1, ep=1, ffn_replicas=2)
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 LENGTHS = (210, 47, 90)
 CASES = [
@@ -57,54 +57,53 @@ CASES = [
     (TWO, {"chunk_tokens": 48, "swap_tokens": 512, "kv_cache_tokens": 300}),
     (Layout(kvp=2, pp=3), {"chunk_tokens": 48}),
     (Layout(kvp=2, tpa=2, ep=4), {"chunk_tokens": 48, "hop_b": 2}),
-    (Layout(kvp=2, tpa=1, tpf=1, ep=1, ffn_replicas=2), {"chunk_tokens": 64, "placement": "auto"}),
+    (TIED, {"chunk_tokens": 64, "placement": "auto", "kvp_threshold_tokens": 64}),
 ]
+# One kind of layer in each KV group.
+SAVED_LAYERS = LAYERS[0], LAYERS[2], LAYERS[3], LAYERS[4]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def family(monkeypatch):
-    """These layers, whatever a config says."""
-    monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], layers=lambda config, rope: LAYERS))
+    """Return a function that makes models of the family have some layers, whatever a config says."""
+
+    def use(layers):
+        monkeypatch.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], layers=lambda config, rope: layers))
+
+    return use
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The model's folder."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(FAMILIES, "llama", replace(FAMILIES["llama"], layers=lambda config, rope: LAYERS))
-        spec = read_hf_config(CONFIG)
-    generator, tensors = torch.Generator().manual_seed(5), {}
-    for source in (source for parameter in declare(spec, Layout(), 0) for source in parameter.sources):
-        numbers = torch.randn(source.shape, generator=generator)
-        mean, size = (1.0, 0.2) if "norm" in source.name else (0.0, 0.2)
-        tensors[source.name] = mean + size * numbers
-    folder = tmp_path_factory.mktemp("differing")
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    save_tokenizer_files(folder)
-    return folder
+class Model:
+    """A model with some layers, prompts, and the tokens that follow them."""
 
+    def __init__(self, layers, folder, family):
+        family(layers)
+        self.layers, self.folder = layers, folder
+        config = CONFIG | {"num_hidden_layers": len(layers)}
+        generator, self.weights = torch.Generator().manual_seed(5), {}
+        for parameter in declare(read_hf_config(config), Layout(), 0):
+            for source in parameter.sources:
+                mean = 1.0 if "norm" in source.name else 0.0
+                self.weights[source.name] = mean + 0.2 * torch.randn(source.shape, generator=generator)
+        save_file(self.weights, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        save_tokenizer_files(folder)
+        self.weights = {name: tensor.double() for name, tensor in self.weights.items()}
+        self.prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+        self.tokens = [greedy_of(self.logits, prompt, NEW_TOKENS)[0] for prompt in self.prompts]
 
-@pytest.fixture(scope="module")
-def expected(folder):
-    """Prompts, and the tokens that follow them."""
-    from safetensors.torch import load_file
+    def logits(self, ids):
+        """logits_SV in float64."""
+        x_SH = self.weights["model.embed_tokens.weight"][ids]
+        for index, layer in enumerate(self.layers):
+            own = {name.removeprefix(f"model.layers.{index}."): weight for name, weight in self.weights.items()}
+            x_SH = x_SH + attended(norm(x_SH, own["input_layernorm.weight"]), layer.attention, own)
+            y_SH = norm(x_SH, own["post_attention_layernorm.weight"])
+            x_SH = x_SH + (swiglu(y_SH, own, "mlp.") if layer.moe is None else mixed(y_SH, layer.moe, own))
+        return norm(x_SH, self.weights["model.norm.weight"]) @ self.weights["lm_head.weight"].T
 
-    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-    generator = torch.Generator().manual_seed(6)
-    prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-    return prompts, [greedy_of(lambda ids: logits(weights, ids), prompt, NEW_TOKENS)[0] for prompt in prompts]
-
-
-def logits(weights, ids):
-    """logits_SV in float64."""
-    x_SH = weights["model.embed_tokens.weight"][ids]
-    for index, layer in enumerate(LAYERS):
-        own = {name.removeprefix(f"model.layers.{index}."): weight for name, weight in weights.items()}
-        x_SH = x_SH + attended(norm(x_SH, own["input_layernorm.weight"]), layer.attention, own)
-        y_SH = norm(x_SH, own["post_attention_layernorm.weight"])
-        x_SH = x_SH + (swiglu(y_SH, own, "mlp.") if layer.moe is None else mixed(y_SH, layer.moe, own))
-    return norm(x_SH, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+    def engine(self, layout, **settings):
+        return LLM(self.folder, layout, **{"dtype": "float32", "device": "cpu", "max_model_len": 400} | settings)
 
 
 def norm(x_SX, weight_X):
@@ -154,27 +153,42 @@ def rotated(x_nSC, attention):
     return torch.cat((pairs_nSR.real, pairs_nSR.imag, x_nSC[..., size:]), dim=-1)
 
 
-def engine(folder, layout, **settings):
-    return LLM(folder, layout, **{"dtype": "float32", "device": "cpu", "max_model_len": 400} | settings)
-
-
 @pytest.mark.parametrize(("layout", "settings"), few(CASES, 2))
-def test_tokens_equal_those_of_float64(folder, expected, layout, settings):
-    prompts, tokens = expected
-    with engine(folder, layout, **settings) as llm:
+def test_tokens_equal_those_of_float64(tmp_path, family, layout, settings):
+    model, shared_steps = Model(LAYERS, tmp_path, family), 0
+    with model.engine(layout, **settings) as llm:
         assert len(llm.config.spec.rotations) == 4
         for _ in range(2):
-            assert [result.token_ids for result in llm.generate(prompts, GREEDY)] == tokens
+            requests, results = [llm.add(prompt, GREEDY) for prompt in model.prompts], {}
+            while llm.has_work:
+                deltas = llm.step()
+                results |= {delta.request_id: delta.result.token_ids for delta in deltas if delta.result is not None}
+                shared_steps += any(len(seq.instances) > 1 for seq in llm._core._scheduler.running)
+            assert [results[request] for request in requests] == model.tokens
+    assert (shared_steps > 0) == (layout == TIED), "instances share the longest request"
 
 
-def test_contexts_are_refused_where_layers_of_a_group_differ(folder, expected, tmp_path):
+@pytest.mark.parametrize(("saved_by", "loaded_by"), few([(Layout(tpa=2), Layout(kvp=2, tpa=3)), (TWO, Layout(tpa=5))]))
+def test_a_saved_context_has_the_heads_of_each_group(tmp_path, family, saved_by, loaded_by):
+    """Layers with a window have two KV heads, those with chunks one, and the others three."""
+    model = Model(SAVED_LAYERS, tmp_path, family)
+    prompt, contexts = model.prompts[0], tmp_path / "contexts"
+    with model.engine(saved_by, contexts_dir=contexts) as llm:
+        llm.save_context("document", prompt[:200])
+        while llm.has_work:
+            llm.step()
+    with model.engine(loaded_by, contexts_dir=contexts) as llm:
+        assert llm.load_context("document").loaded_blocks == 12
+        (result,) = llm.generate([prompt[200:]], GREEDY, context="document")
+        assert (result.cached_tokens, result.token_ids) == (192, model.tokens[0])
+
+
+def test_what_needs_equal_layers_is_refused(tmp_path, family):
+    model = Model(LAYERS, tmp_path, family)
     with (
-        engine(folder, TWO, contexts_dir=tmp_path) as llm,
+        model.engine(TWO, contexts_dir=tmp_path) as llm,
         pytest.raises(UserError, match="keys and values of different sizes"),
     ):
-        llm.save_context("document", expected[0][0])
-
-
-def test_flashinfer_is_refused(folder):
+        llm.save_context("document", model.prompts[0])
     with pytest.raises(UserError, match="attention flashinfer"):
-        engine(folder, TWO, attention="flashinfer")
+        model.engine(TWO, attention="flashinfer")

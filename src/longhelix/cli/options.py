@@ -1,6 +1,7 @@
 """Options that several commands share, and the objects that are built from these options."""
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -240,8 +241,8 @@ class ModelOptions:
             return tied_layout(**degrees)
         num_ranks = Layout(**degrees).num_ranks
         if num_ranks > 1 and not degrees.keys() & {"tpf", "ep"} and Path(self.model).is_dir():
-            moe = load_model(self.model).moe
-            degrees["ep"] = 1 if moe is None else widest_ep(num_ranks, moe.num_experts)
+            num_experts = [moe.num_experts for moe in load_model(self.model).moes]
+            degrees["ep"] = widest_ep(num_ranks, math.gcd(*num_experts)) if num_experts else 1
         return Layout(**degrees)
 
 

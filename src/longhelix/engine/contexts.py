@@ -196,7 +196,7 @@ class Contexts:
         if not scheduler.prefix_cache:
             raise UserError("saved contexts need the prefix cache, but prefix_cache is False: set it to True")
         kept = {
-            (group, layer.attention.heads, layer.attention.cache_entry)
+            (group, layer.attention.heads.num_kv_heads, layer.attention.cache_entry)
             for group, layer in zip(self._config.spec.groups, self._config.spec.layers, strict=True)
             if layer.attention is not None
         }

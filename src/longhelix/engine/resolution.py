@@ -409,14 +409,14 @@ def _check_rope(spec: ModelSpec, max_model_len: int) -> None:
             frequencies = [math.nan]
         if not all(0 < frequency < math.inf for frequency in frequencies):
             raise UserError(
-                f"the rope settings give frequencies that are not finite and above 0 for heads of {size} channels: "
-                "leave rope_scaling out, or set it to the values that the model was trained with"
+                f"the rope settings give frequencies that are not finite and above 0 for {size} rotated channels of a "
+                "head: leave rope_scaling out, or set it to the values that the model was trained with"
             )
 
 
 def _check_layout(spec: ModelSpec, layout: Layout) -> None:
     spec.check(layout)
-    heads = min((attention.heads for attention in spec.attentions), key=lambda heads: heads.num_kv_heads)
+    heads = spec.fewest_heads
     num_experts = spec.num_experts
     if layout.ep > num_experts:
         has = f"{num_experts} experts" if spec.moes else "no experts"
@@ -433,7 +433,7 @@ def _check_layout(spec: ModelSpec, layout: Layout) -> None:
     if layout.duplicates_kv(heads):
         copies = -(-layout.tpa // heads.num_kv_heads)
         warnings.warn(
-            f"tpa {layout.tpa} exceeds the model's {heads.num_kv_heads} KV heads, so up to {copies} ranks keep and "
+            f"tpa {layout.tpa} exceeds the {heads.num_kv_heads} KV heads of a layer, so up to {copies} ranks keep and "
             f"read the same KV: set tpa to {heads.num_kv_heads} and kvp higher to avoid the copies",
             stacklevel=3,
         )

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.spec import FORMATS, ModelSpec
-from longhelix.spec.ffn import GatedFFN
+from longhelix.perf.flops import attention_flops as model_attention_flops
+from longhelix.spec import FORMATS, LayerSpec, ModelSpec
+from longhelix.spec.weights import Split, layer_weights
 
 _FLOAT_BYTES = 4  # size of an LSE or a scale
 _SCALED_NUMBERS = 64  # number of 1-byte values in a row that share one scale
@@ -23,15 +24,21 @@ def causal_pairs(num_rows: int, context: int) -> int:
 def prefill_flops(spec: ModelSpec, prompt: int) -> int:
     """FLOPs of a prefill: 2 per layer weight and token, plus causal attention and one row of the output head.
 
-    For models of equal layers with grouped-query attention and a dense FFN.
+    Of the experts of a layer, those that a token takes count.
     """
-    (attention,), (ffn,) = spec.attentions, spec.ffns
-    assert isinstance(ffn, GatedFFN)
-    heads, size = attention.heads, attention.head_size
-    columns = 2 * heads.num_query_heads * size + 2 * heads.num_kv_heads * size + 3 * ffn.num_columns
-    attended = attention_flops(heads.num_query_heads, size, size, causal_pairs(prompt, prompt))
-    layer_flops = 2 * prompt * spec.hidden_size * columns + attended
-    return spec.num_layers * layer_flops + 2 * spec.hidden_size * spec.vocab_size
+    attended = model_attention_flops(spec, prompt, prompt, causal=True)
+    weights = sum(_products_of_token(spec, layer) for layer in spec.layers)
+    return int(2 * prompt * weights + attended) + 2 * spec.hidden_size * spec.vocab_size
+
+
+def _products_of_token(spec: ModelSpec, layer: LayerSpec) -> int:
+    """Numbers of a layer's matrices that a token passes through."""
+    taken = 0 if layer.moe is None else layer.moe.experts_per_token
+    return sum(
+        weight.num_elements * (taken if weight.experts.split is Split.EXPERTS else 1)
+        for weight in layer_weights(spec, layer)
+        if weight.columns is not None
+    )
 
 
 def linear_flops(num_rows: int, outputs: int, depth: int) -> int:

@@ -7,12 +7,12 @@ import numpy as np
 from longhelix.perf import weights
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.linear import held_heads, request_bytes
-from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting, index_bytes
+from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.windows import span_blocks
 from longhelix.spec import LayerSpec, LinearAttention
 from longhelix.spec.ffn import GatedFFN
-from longhelix.spec.layer import FFN, Attention, Mixer
+from longhelix.spec.layer import FFN, Mixer
 from longhelix.spec.moe import MoE
 
 
@@ -99,13 +99,8 @@ def layer_bytes(setting: Setting, layouts: Layouts) -> list[Array]:
         for mixer in mixers:
             if not isinstance(mixer, LinearAttention):
                 group = setting.model.group_of_view(mixer.visibility)
-                groups[group] = groups[group] + counts * _token_bytes(setting, layouts, mixer)
+                groups[group] = groups[group] + counts * setting.token_bytes(layouts, mixer)
     return groups
-
-
-def _token_bytes(setting: Setting, layouts: Layouts, attention: Attention) -> Array:
-    """KV of one token in one layer."""
-    return layouts.kv_heads(attention.heads) * setting.kv_head_bytes(attention) + index_bytes(attention)
 
 
 def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:

@@ -21,6 +21,8 @@ STATE_BYTES = 4.0  # float32, as Qwen3-Next is to be served (vLLM pull request 3
 LOGIT_BYTES = 4.0
 MOST_DRAFTS = 64
 CANDIDATE_BYTES = 12.0  # a token that may be chosen: its logit and its id
+# A layer with a limit keeps this share of what one without keeps, when stages are compared.
+_LIMITED_WEIGHT = 1e-6
 CANDIDATES_SUM_BYTES = 8.0  # the weight of all tokens of a row
 
 
@@ -107,13 +109,28 @@ class Setting:
         return Runs(self.model.layers)
 
     def mixers_of_stages(self, layouts: Layouts) -> list[tuple[tuple[Mixer, ...], Array]]:
-        """The mixers of each different layer, and how many such layers the stages with most to attend to have.
+        """The mixers of each different layer, and how many such layers the stage with the most KV has.
 
-        Those that see everything count first, then those with a limit, then those without keys and values.
+        Layers that see everything have by far the most KV in long contexts. Among stages with equally much, those with
+        the most KV in other layers count.
         """
-        kinds = sorted(self._mixers_of_layers.kinds, key=_attended)
-        counts = self._mixers_of_layers.shared_out(kinds, layouts.stage_layers(self.model.num_layers))
-        return list(zip(kinds, counts, strict=True))
+        runs = self._mixers_of_layers
+        amounts = {mixers: self._kept(layouts, mixers) for mixers in runs.kinds}
+        counts = runs.fullest(amounts, layouts.stage_layers(self.model.num_layers))
+        return [(mixers, counts[mixers]) for mixers in sorted(runs.kinds, key=_attended)]
+
+    def _kept(self, layouts: Layouts, mixers: tuple[Mixer, ...]) -> Array:
+        """Bytes of KV of one token. Those of layers with a limit hardly count."""
+        kept = layouts.zeros
+        for mixer in mixers:
+            if not isinstance(mixer, LinearAttention):
+                weight = 1.0 if mixer.visibility.limit_tokens is None else _LIMITED_WEIGHT
+                kept = kept + weight * self.token_bytes(layouts, mixer)
+        return kept
+
+    def token_bytes(self, layouts: Layouts, attention: Attention) -> Array:
+        """KV of one token in one layer on the fullest rank."""
+        return layouts.kv_heads(attention.heads) * self.kv_head_bytes(attention) + index_bytes(attention)
 
     def as_scheduled(self, *, even: bool) -> "Setting":
         """The same as schedulers price steps: their `Work` is counted for the fullest rank, and does not say how long

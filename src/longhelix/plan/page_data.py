@@ -447,10 +447,14 @@ def _stage(searched: Space, index: int) -> str:
 
 
 def _owners(model: ModelSpec, searched: Space, used: _Index) -> dict[str, list[list[Any]]]:
-    """Return what each rank owns, for each stage that the page can draw. Keys are the degrees of the stage."""
+    """Return what each rank owns of the first layers, for each stage that the page can draw.
+
+    Keys are the degrees of the stage.
+    """
     drawn = used[searched.layouts.num_ranks[used] <= MOST_DRAWN]
     stages = {_stage(searched, int(index)): searched.layouts.take(np.array([index])) for index in drawn}
-    return {stage: _stage_owners(layouts, model.most_heads, model.num_experts) for stage, layouts in stages.items()}
+    heads, num_experts = model.attentions[0].heads, model.num_experts
+    return {stage: _stage_owners(layouts, heads, num_experts) for stage, layouts in stages.items()}
 
 
 def _stage_owners(layouts: Layouts, heads: HeadShape, num_experts: int) -> list[list[Any]]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from longhelix.plan.deployment import Deployment
 from longhelix.spec import FORMATS, ModelSpec
 from longhelix.spec.ffn import GatedFFN
-from longhelix.spec.moe import MoE
 
 GPUS_OF_A_SERVER = 8
 _FP8_BLOCK = 128  # block size of FP8 scales in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3
@@ -51,11 +50,13 @@ def replicates_ffn(model: ModelSpec) -> bool:
 
 def uneven_ffn(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
     """Yield a limit if the columns of dense FFNs or shared experts cannot be split evenly over `parts` ranks."""
-    for ffn in deployment.model.ffns:
-        if isinstance(ffn, GatedFFN) and ffn.num_columns % parts:
-            yield f"{name} {parts} must divide the {ffn.num_columns} columns of the FFN"
-        if isinstance(ffn, MoE) and ffn.shared_size % parts:
-            yield f"{name} {parts} must divide the {ffn.shared_size} columns of the shared experts"
+    model = deployment.model
+    for columns in dict.fromkeys(ffn.num_columns for ffn in model.ffns if isinstance(ffn, GatedFFN)):
+        if columns % parts:
+            yield f"{name} {parts} must divide the {columns} columns of the FFN"
+    for columns in dict.fromkeys(moe.shared_size for moe in model.moes):
+        if columns % parts:
+            yield f"{name} {parts} must divide the {columns} columns of the shared experts"
 
 
 def uneven_experts(deployment: Deployment, tensor: str, expert: str | None) -> Iterator[str]:
@@ -66,11 +67,13 @@ def uneven_experts(deployment: Deployment, tensor: str, expert: str | None) -> I
         expert: the engine's option for EP; None if the ranks may have different numbers of experts.
     """
     degrees = deployment.degrees
-    for moe in deployment.model.moes:
-        if moe.expert_size % degrees.tpf:
-            yield f"{tensor} {degrees.tpf} must divide the {moe.expert_size} columns of an expert"
-        if expert is not None and moe.num_experts % degrees.ep:
-            yield f"{expert} {degrees.ep} must divide the {moe.num_experts} experts"
+    moes = deployment.model.moes
+    for columns in dict.fromkeys(moe.expert_size for moe in moes):
+        if columns % degrees.tpf:
+            yield f"{tensor} {degrees.tpf} must divide the {columns} columns of an expert"
+    for num_experts in dict.fromkeys(moe.num_experts for moe in moes):
+        if expert is not None and num_experts % degrees.ep:
+            yield f"{expert} {degrees.ep} must divide the {num_experts} experts"
 
 
 def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str]:

@@ -81,7 +81,7 @@ def _decode_items(use: ServiceLoad, layouts: Layouts, best: Choice) -> list[Cost
 
 def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, int | str], bool]]:
     """Yield each possible change: its name, the changed layout, and whether this layout uses HOP-B."""
-    layout, heads = best.layout, setting.model.most_heads
+    layout, heads = best.layout, setting.model.fewest_heads
     dp, of_group, tpa, pp = (int(layout[name]) for name in ("dp", "kvp", "tpa", "pp"))
     kvp, hop_b = dp * of_group, best.strategy in OVERLAPPED
     num_ranks = kvp * tpa

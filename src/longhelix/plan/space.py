@@ -112,12 +112,12 @@ def _attention_grids(model: ModelSpec, num_ranks: int) -> Iterator[tuple[int, in
     TPA is at most the number of KV heads.
     """
     for tpa in _divisors(num_ranks):
-        if tpa <= model.most_heads.num_kv_heads and tpa < num_ranks:
+        if tpa <= model.fewest_heads.num_kv_heads and tpa < num_ranks:
             yield num_ranks // tpa, tpa
 
 
 def _tp(model: ModelSpec, num_ranks: int) -> Iterator[_Degrees]:
-    if num_ranks <= model.most_heads.num_query_heads:
+    if num_ranks <= model.fewest_heads.num_query_heads:
         for tpf, ep in _ffn_grids(model, num_ranks):
             yield 1, 1, num_ranks, tpf, ep, 1
 

@@ -38,7 +38,10 @@ def read_gguf(
     max_positions = _number(metadata, "context_length")
     rope = _rope_settings(metadata, rope_divisors, rope_scaling)
     if _number(metadata, "rope.dimension_count", head_size) != head_size:
-        raise UserError("the GGUF file rotates only a part of each head: longhelix rotates whole heads")
+        raise UserError(
+            "the GGUF file rotates only a part of each head, which longhelix does not support for GGUF files: use the "
+            "model's safetensors files"
+        )
     resolved = RopeSpec.from_config(rope, head_size, max_positions)
     if rope_divisors and rope_scaling is None:
         divisors = frequency_divisors({"rope_freqs": list(rope_divisors)}, "rope_freqs", head_size)

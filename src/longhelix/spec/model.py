@@ -152,10 +152,10 @@ class ModelSpec:
         return self.rotations.index(attention.rotation)
 
     @cached_property
-    def most_heads(self) -> HeadShape:
-        """As many query heads, and as many KV heads, as any layer has."""
+    def fewest_heads(self) -> HeadShape:
+        """As few query heads, and as few KV heads, as any layer has."""
         heads = [attention.heads for attention in self.attentions]
-        return HeadShape(max(each.num_query_heads for each in heads), max(each.num_kv_heads for each in heads))
+        return HeadShape(min(each.num_query_heads for each in heads), min(each.num_kv_heads for each in heads))
 
     @cached_property
     def has_latents(self) -> bool:

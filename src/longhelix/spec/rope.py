@@ -79,7 +79,9 @@ class RopeSpec:
         if missing:
             raise UserError(f"rope type {kind!r} needs {missing[0]!r}: set it in the rope settings")
         if positive(rope, "partial_rotary_factor", 1.0) != 1:
-            raise UserError("partial_rotary_factor other than 1 is not supported: longhelix rotates whole heads")
+            raise UserError(
+                "partial_rotary_factor is not supported for this model family, which rotates whole heads: leave it out"
+            )
         original = whole(
             "original_max_position_embeddings in the model's settings",
             rope.get("original_max_position_embeddings", max_positions),

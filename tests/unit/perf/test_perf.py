@@ -636,7 +636,7 @@ ATTENTION = ("QKV", "RoPE and KV write", "attention", "exchange", "merge", "outp
 @pytest.mark.parametrize(("dp", "kvp", "tpa"), [(2, 4, 1), (4, 2, 2), (3, 2, 2)])
 def test_a_group_attends_as_a_layout_of_its_ranks_alone(name, dp, kvp, tpa):
     """With its share of the requests; experts compute and read what those of one group of all ranks do."""
-    if tpa > MODELS[name].num_kv_heads:
+    if tpa > attention_of(MODELS[name]).heads.num_kv_heads:
         tpa = 1
     how, ranks = setting(name), dp * kvp * tpa
     groups = Layouts.of([Layout(dp * kvp, tpa, ranks)], dp=dp)

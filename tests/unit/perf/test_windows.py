@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,8 +19,8 @@ from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.scheduler.work import Work
-from longhelix.spec import ModelSpec, MoE, Visibility
-from longhelix.spec.layout import Layout
+from longhelix.spec import LayerSpec, ModelSpec, MoE, Visibility
+from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.presets import load_model, load_system
 from toy_model import EVERYTHING, attention_of, toy_model
 
@@ -168,28 +169,48 @@ def test_useful_work_is_that_of_the_window():
     assert attention_flops(TOY, 10.0, 510.0, causal=True) == (10 * 500 + 55 + 1000) * PAIR_FLOPS
 
 
-def test_the_most_of_a_kind_in_any_run_of_layers():
+def test_the_fullest_run_of_layers():
     lengths = np.arange(1.0, 7)
-    full, windowed = Runs("wfwffw").shared_out("fw", lengths)
-    assert full.tolist() == [1, 2, 2, 3, 3, 3]
-    assert windowed.tolist() == [0, 0, 1, 1, 2, 3]
-    (alone,) = Runs("ff").shared_out("f", np.array([[1.0], [2.0]]))
-    assert alone.tolist() == [[1], [2]]
+    counts = Runs("wfwffw").fullest({"f": np.array(1.0), "w": np.array(0.0)}, lengths)
+    assert counts["f"].tolist() == [1, 2, 2, 3, 3, 3]
+    assert counts["w"].tolist() == [0, 0, 1, 1, 2, 3]
+    alone = Runs("ff").fullest({"f": np.array(1.0)}, np.array([[1.0], [2.0]]))
+    assert alone["f"].tolist() == [[1], [2]]
+    assert Runs("fw").fullest({"f": np.array(1.0), "w": np.array(2.0)}, np.zeros(0))["f"].shape == (0,)
+
+
+def test_no_layout_takes_no_time_and_no_memory():
+    none = Layouts.of([Layout()]).take(np.zeros(0, np.intp))
+    assert decode_seconds(setting(TOY), none, 8.0, 1e5).shape == (0,)
+    assert kv_bytes(setting(TOY), none, 8.0, 1e5).shape == weights_bytes(setting(TOY), none).shape == (0,)
+
+
+def test_the_stage_with_the_most_kv_counts_whatever_comes_first():
+    """Two kinds of layers that see everything, one with eight times the KV heads; then two windows beside one full."""
+    (mixer,) = TOY.layers[1].mixers
+    wide = msgspec.structs.replace(mixer, heads=HeadShape(16, 16))
+    few = replace(TOY, layers=(TOY.layers[1], LayerSpec((wide,), TOY.layers[1].ffns)) * 2)
+    one_bytes = mixer.heads.num_kv_heads * setting(few).kv_head_bytes(mixer)
+    held = kv_bytes(setting(few), Layouts.of([Layout(pp=4), Layout(pp=2)]), 1.0, 1000.0)
+    assert held.tolist() == [1000 * one_bytes * 16 / mixer.heads.num_kv_heads] * 1 + [
+        1000 * (one_bytes + one_bytes * 16 / mixer.heads.num_kv_heads)
+    ]
+    windows = [msgspec.structs.replace(mixer, visibility=Visibility(window_tokens=size)) for size in (64, 4096)]
+    layers = tuple(LayerSpec((one,), TOY.layers[1].ffns) for one in (mixer, windows[0], windows[1], mixer))
+    held = kv_bytes(setting(replace(TOY, layers=layers)), Layouts.of([Layout(pp=2)]), 1.0, 1e5)
+    assert held[0] >= (1e5 + 64) * one_bytes
 
 
 @given(st.text("abc", min_size=1, max_size=12), st.data())
-def test_a_run_of_layers_is_shared_out_among_kinds_and_holds_what_its_layers_hold(layers, data):
+def test_the_fullest_run_holds_as_much_as_any(layers, data):
     runs = Runs(layers)
-    kinds = data.draw(st.permutations(runs.kinds))
     lengths = np.array(data.draw(st.lists(st.integers(1, len(layers)), min_size=1, max_size=4)), np.float64)
-    counts = runs.shared_out(kinds, lengths)
-    assert sum(counts).tolist() == lengths.tolist()
     amounts = {kind: np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths))))
                for kind in runs.kinds}  # fmt: skip
-    held = runs.most_held(amounts, lengths)
+    held, counts = runs.most_held(amounts, lengths), runs.fullest(amounts, lengths)
+    assert sum(counts.values()).tolist() == lengths.tolist()
     for place, length in enumerate(lengths.astype(int)):
         pieces = [layers[start : start + length] for start in range(len(layers) - length + 1)]
-        assert counts[0][place] == max(piece.count(kinds[0]) for piece in pieces)
         assert held[place] == max(sum(amounts[kind][place] for kind in piece) for piece in pieces)
 
 

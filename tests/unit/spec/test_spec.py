@@ -374,12 +374,6 @@ def test_a_spec_is_frozen_and_checks_itself():
         replace(spec, vocab_size=0)
 
 
-def test_kv_bytes_count_both_tensors_of_all_layers():
-    spec = read(MINIMAL, num_key_value_heads=2)
-    assert spec.kv_bytes_per_token("bfloat16", num_kv_heads=2, num_layers=3, device="cpu") == 2 * 3 * 2 * 16 * 2
-    assert spec.kv_bytes_per_token("float32", num_kv_heads=1, num_layers=3, device="cpu") == 2 * 3 * 1 * 16 * 4
-
-
 def test_gguf_metadata_gives_the_built_in_models_shape():
     assert read_gguf(GGUF, tied=True) == toy_model(
         num_layers=30,
@@ -560,7 +554,7 @@ def test_kimi_k2_is_deepseek_v3_under_its_own_name():
 def test_what_a_model_leaves_out_is_none():
     config = planned("deepseek_v2").to_dict()
     plain = read_hf_config(config | {"n_shared_experts": None, "q_lora_rank": None})
-    assert (plain.moe.shared_size, plain.mla.q_lora_rank) == (0, None)
+    assert (moe_of(plain).shared_size, latents_of(plain).q_lora_rank) == (0, None)
     assert moe_of(read_hf_config(config | {"topk_method": "noaux_tc"})).routing_bias
 
 
@@ -618,7 +612,7 @@ def assert_read_or_refused(read_spec):
 @pytest.mark.parametrize("family", SOUND)
 @given(data=st.data())
 def test_a_config_with_any_value_is_read_or_refused_in_a_sentence(family, data):
-    factors = [2.0] * (read_hf_config(SOUND[family]).rotated_size // 2)
+    factors = [2.0] * (attention_of(read_hf_config(SOUND[family])).rotated_size // 2)
     longrope = SCALINGS["longrope"] | {"short_factor": factors, "long_factor": factors}
     rope = data.draw(st.sampled_from([{"rope_theta": 5e5}, DEEP_YARN, longrope, LLAMA3, SCALINGS["dynamic"]]))
     known = FAMILIES[SOUND[family]["model_type"]]

@@ -11,7 +11,7 @@ def all_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[float, ...], ..
 
 
 def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[float]:
-    """The C/2 angles per position step, in float64. None if no channels are rotated.
+    """The angles per position step, in float64: one for each pair of the `head_size` rotated channels of a head.
 
     `length` is the number of tokens that the request may come to have keys of, `Request.num_rows`. Dynamic and longrope
     choose by it, once, since keys are cached rotated.

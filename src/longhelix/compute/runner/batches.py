@@ -66,6 +66,8 @@ class Batches:
         self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
         self._views = spec.views
         pairs = [rotation.size // 2 for rotation in spec.rotations]
+        axes = [rotation.rope.axes for rotation in spec.rotations]
+        self._axes_R = [torch.tensor(each, dtype=torch.int64, device=self._device) for each in axes]
         self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, pairs, self._views)
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
 
@@ -172,9 +174,10 @@ class Batches:
             own = slice(start, start + len(rows.limits))
             if seq.new.images and len(rows.limits):
                 positions_3T = torch.from_numpy(rows.positions_3T).to(self._device)
-                each_rotation = zip(self._spec.rotations, seq.frequencies.of_rotations, rotations, strict=True)
-                for (rope, _), frequencies_R, (cos_tR, sin_tR) in each_rotation:
-                    axes_R = torch.tensor(rope.axes, dtype=torch.int64, device=self._device)
+                of_rotations = seq.frequencies.of_rotations
+                for (rope, _), axes_R, frequencies_R, (cos_tR, sin_tR) in zip(
+                    self._spec.rotations, self._axes_R, of_rotations, rotations, strict=True
+                ):
                     into = cos_tR[own], sin_tR[own]
                     rotation_by_axes(positions_3T, axes_R, frequencies_R, rope.attention_factor, into)
             start = own.stop

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from longhelix.compute.cache.context_folder import disk_error
+from longhelix.compute.kernels import TILES
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.progress import Progress
 from longhelix.compute.runner.rank import device_of, join, load_model, meet_at, new_pool, new_runner
@@ -186,7 +187,7 @@ def _check_batch_invariant(runner: ModelRunner) -> None:
     if not runner.execution.sums_in_rank_order:
         found = "these ranks do not share memory"
     elif not pool.packed:
-        sizes = ", ".join(str(format.key_size) for format in pool.formats)
+        sizes = ", ".join(map(str, sorted({each.key_size for each in pool.formats if each.arrangement is not TILES})))
         found = f"KV blocks of {pool.block_tokens} tokens with heads of size {sizes} cannot be packed"
     elif not runner.execution.packed:
         found = "the model has matrix products with an input size that is not a multiple of 16"

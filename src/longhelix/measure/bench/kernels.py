@@ -162,12 +162,12 @@ class AttentionCase:
             extents_B2=torch.tensor([[0, self.pool.num_blocks]]),
             row_starts_B=torch.tensor([0, rows]),
             limits_T=torch.arange(self.context - rows + 1, self.context + 1),
-            scale=self.pool.formats["kv"].key_size ** -0.5,
+            scale=self.pool.formats[0].key_size ** -0.5,
         )
 
     def row(self) -> Row:
         """Columns that describe the case."""
-        format = self.pool.formats["kv"]
+        (format,) = self.pool.formats
         return {
             "kv_dtype": format.dtype,
             "attention_dtype": "int8" if format.rounded else "",

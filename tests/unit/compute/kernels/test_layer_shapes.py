@@ -10,6 +10,7 @@ from longhelix.compute.models import latent_attention
 from longhelix.compute.models.latent_attention import LatentAttention
 from threaded_ranks import LayerCase, gqa_spec, mla_spec
 from tiers import few
+from toy_model import latents_of
 
 pytestmark = pytest.mark.unit
 
@@ -49,7 +50,7 @@ SMALL = mla_spec(hidden_size=96, num_query_heads=5, latent=64, rope=16, nope=16,
 @pytest.mark.parametrize("block_tokens", [4, 16], ids=["rows", "packed"])
 def test_sequences_of_many_rows_attend_directly_and_others_absorbed(monkeypatch, kvp, block_tokens):
     """One batch of decodes and chunks, some of a row too few; ranks without tokens of a sequence among them."""
-    assert 21 < SMALL.mla.direct_rows < 22
+    assert 21 < latents_of(SMALL).direct_rows < 22
     prefixes, rows = [50, 0, 33, 70, 64, 0], [1, 40, 10, 21, 22, 3]
     attended, attend = [], latent_attention.direct_attention
     monkeypatch.setattr(

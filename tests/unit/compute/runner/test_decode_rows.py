@@ -11,7 +11,7 @@ from longhelix.compute.cache.block_arena import BlockArena
 from longhelix.compute.kernels import native
 from longhelix.compute.runner.decode_rows import DecodeRows
 from longhelix.compute.runner.row_memory import RowMemory
-from longhelix.compute.runner.sequence_state import SequenceState, sequence_numbers
+from longhelix.compute.runner.sequence_state import Frequencies, SequenceState, sequence_numbers
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import ImageSpan, SamplingParams
 from longhelix.scheduler.step import Move, NewSequence, Rebalance
@@ -83,7 +83,7 @@ class Rank:
         self.sequences = {}
 
     def begin(self, new):
-        seq = SequenceState(new, torch.zeros(2), self.numbers, self.arena)
+        seq = SequenceState(new, Frequencies((torch.zeros(2),)), self.numbers, self.arena)
         seq.begin(self.rank, BLOCK_TOKENS)
         self.sequences[new.id] = seq
 
@@ -114,7 +114,8 @@ class Rank:
         flat = [(*each[:-2], *each.firsts, *each.window_slots) for each in (rows, tensors.rows)]
         for array, tensor in zip(*flat, strict=True):
             assert np.array_equal(array, tensor)
-        assert tensors.cos_bR.shape == tensors.sin_bR.shape == (num_held, 2)
+        (rotation,) = tensors.rotations
+        assert rotation.cos_tR.shape == rotation.sin_tR.shape == (num_held, 2)
         for one, (*_, limit) in zip(held, expected, strict=True):
             seq = self.sequences[one.id]
             assert (seq.length, seq.local_length, seq.holders) == (one.length + 1, limit, one.held)

@@ -133,8 +133,8 @@ def test_kv_sizes_are_the_published_ones():
 def test_sparse_and_linear_attention_keep_what_they_keep():
     """64 more numbers of a key; two KV heads in 12 of 48 layers."""
     sparse, linear = load_model("deepseek-v3.2"), load_model("qwen3-next-80b-a3b")
-    assert sparse.kv_elements_per_token == 61 * (512 + 64 + 128)
-    assert linear.kv_elements_per_token == 12 * 2 * 2 * 256
+    assert kv_elements(sparse) == 61 * (512 + 64 + 128)
+    assert kv_elements(linear) == 12 * 2 * 2 * 256
 
 
 def test_builtin_is_smollm2():
