@@ -96,7 +96,7 @@ def test_one_rank_is_off():
 
 
 def test_models_with_experts_begin_at_one_token_and_want_to_be_asked():
-    spec = SimpleNamespace(moe=SimpleNamespace())
+    spec = SimpleNamespace(moes=(SimpleNamespace(),))
     options = EngineOptions(execution="compiled", enable_sp=True)
     assert token_ranges(spec, Layout(kvp=2), options, compile=True) == TokenRanges((1,), 1)
     flash = EngineOptions(execution="eager", flash_comm_v1=True)

@@ -26,7 +26,7 @@ class Core:
         scheduler = types.SimpleNamespace(prefix_cache=True, max_model_len=128, block_tokens=16, windows=())
         self.config = types.SimpleNamespace(
             scheduler=scheduler,
-            spec=types.SimpleNamespace(vocab_size=100, views=()),
+            spec=types.SimpleNamespace(vocab_size=100, views=(), groups=(), layers=()),
             layout=types.SimpleNamespace(kvp=1),
             kv_bytes_per_token=lambda rank: 2**20,  # so that ranks read a part at a time
         )

@@ -59,10 +59,10 @@ def test_every_layout_of_the_space_is_one_and_there_is_none_twice():
             int(getattr(layouts, name)[0]) for name in ("dp", "kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas")
         )
         layout = Layout(dp * kvp, *others)
-        layout.check(attention_of(R1).heads, model.num_layers)
+        model.check(layout)
         assert layout.world_size == layouts.world_size[0] <= 24
         name = STRATEGIES[searched.strategy[index]].name
-        assert not layout.duplicates_kv(attention_of(R1).heads) or name == "tp"
+        assert not layout.duplicates_kv(attention_of(model).heads) or name == "tp"
         assert (dp > 1, kvp > 1) == (name.startswith(("dp", "helix_dp")), name.startswith(("helix", "tied")))
         seen.add((name, dp, kvp, *others))
         words = degrees(layouts, 0)

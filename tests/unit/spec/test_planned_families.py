@@ -281,7 +281,8 @@ def test_a_part_of_a_head_is_rotated():
 
 def test_layers_without_positions_rotate_nothing():
     spec = planned("llama4_text", no_rope_layers=[1, 0, 1, 0], num_hidden_layers=4)
-    assert [spec.rotations[spec.rotation_of(layer)].size for layer in range(4)] == [24, 0, 24, 0]
+    size = attention_of(spec).head_size
+    assert [spec.rotations[spec.rotation_of(layer)].size for layer in range(4)] == [size, 0, size, 0]
 
 
 @pytest.mark.parametrize(

@@ -455,7 +455,7 @@ def test_a_missing_gguf_key_is_refused_by_name(key):
 
 
 def test_a_gguf_file_that_rotates_part_of_a_head_is_refused():
-    with pytest.raises(UserError, match="whole heads"):
+    with pytest.raises(UserError, match="rotates only a part of each head"):
         read_gguf(GGUF | {"llama.rope.dimension_count": 32}, tied=True)
 
 

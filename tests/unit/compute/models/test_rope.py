@@ -133,7 +133,7 @@ def test_divisors_divide_the_plain_frequencies():
 
 
 def test_llama3_in_gguf_form_is_llama3():
-    rope = configured(LLAMA3, 500_000.0)[1].rope
+    rope = attention_of(configured(LLAMA3, 500_000.0)[1]).rope
     plain, scaled = frequencies_of(replace(rope, kind="default"), 64), frequencies_of(rope, 64)
     divisors = tuple((plain / scaled).tolist())
     gguf = RopeSpec(kind="default", theta=500_000.0, divisors=divisors)

@@ -31,6 +31,7 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import Step
 from longhelix.spec import RopeSpec, VisionSpec
 from longhelix.spec.layout import Layout
+from longhelix.spec.rope import Rotation
 
 pytestmark = pytest.mark.unit
 
@@ -38,7 +39,7 @@ VOCAB, EOS, CPU = 11, (4,), torch.device("cpu")
 FOUND = Found("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
 OP_BY_OP = Execution.resolve(compile=False, replay=False, whole=False, found=FOUND)
 SPEC = SimpleNamespace(
-    rope=RopeSpec(theta=10_000.0), rotated_size=8, views=(), vocab_size=VOCAB, vision=None, eos_token_ids=EOS
+    rotations=(Rotation(RopeSpec(theta=10_000.0), 8),), views=(), vocab_size=VOCAB, vision=None, eos_token_ids=EOS
 )
 
 
@@ -300,7 +301,7 @@ def test_a_rank_has_no_rows_of_sequences_that_turn_differently():
     """Two requests on ranks 0 and 1, of lengths between which dynamic RoPE begins to stretch: rank 2 has none of them
     and takes part in every step."""
     rope = RopeSpec(kind="dynamic", factor=2.0, original_max_positions=32)
-    spec = SimpleNamespace(**vars(SPEC) | {"rope": rope})
+    spec = SimpleNamespace(**vars(SPEC) | {"rotations": (Rotation(rope, 8),)})
     runners = [make_runner(kvp=3, rank=rank, spec=spec) for rank in range(3)]
     scheduler = Scheduler(SchedulerConfig(3, 64, 512, placement="local"))
     for id, prompt_tokens in enumerate((5, 60)):
