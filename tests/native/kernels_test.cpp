@@ -331,7 +331,8 @@ void test_rotate(const Kernels& kernels, Random& random) {
     Number number = random.number();
     Matrix qkv(number, rows, (queries + 2 * keys) * size, random.of({0, 16})), norm(number, 1, size);
     Matrix q(number, rows, queries * size), values(number, rows, keys * size);
-    Matrix cos(Number::float32, rows, size / 2), sin(Number::float32, rows, size / 2);
+    int pairs = random.of({size / 2, size / 2, size / 4, 1, 0});
+    Matrix cos(Number::float32, rows, pairs), sin(Number::float32, rows, pairs);
     qkv.fill(random, 0.25, 9), norm.fill(random, 0.125, 12);
     for (std::int64_t row = 0; row < rows; ++row) {
         for (int c = 0; c < keys * size; ++c) {
@@ -339,21 +340,21 @@ void test_rotate(const Kernels& kernels, Random& random) {
             qkv.set(row, queries * size + c, qkv.get(row, c));
             values.set(row, c, qkv.get(row, (queries + keys) * size + c));
         }
-        for (int c = 0; c < size / 2; ++c) cos.set(row, c, std::cos(row + c)), sin.set(row, c, std::sin(row + c));
+        for (int c = 0; c < pairs; ++c) cos.set(row, c, std::cos(row + c)), sin.set(row, c, std::sin(row + c));
     }
     const void* weights = random.one_in(2) ? norm.data() : nullptr;
     on_threads([&] {
         Bytes memory = cache.memory(), expected = cache.memory();
         q.bytes.reset();
-        kernels.rotate({qkv.as_rows(), weights, weights, 1e-3f, cos.floats(), sin.floats(), cache.over(memory), queries,
-                        cache.slots.data(), rows, q.data()});
+        kernels.rotate({qkv.as_rows(), weights, weights, 1e-3f, cos.floats(), sin.floats(), pairs, cache.over(memory),
+                        queries, cache.slots.data(), rows, q.data()});
         kernels.write({q.as_rows(), values.as_rows(), cache.over(expected), cache.slots.data(), rows});
         memory.allow_all(), expected.allow_all();
         check(memory.copy() == expected.copy(), "keys and values are not what a write makes of them");
         return q.bytes.copy();
     });
     for (int sample = 0; sample < 10 && rows; ++sample) {
-        int row = random.below(static_cast<int>(rows)), head = random.below(queries), half = size / 2;
+        int row = random.below(static_cast<int>(rows)), head = random.below(queries);
         auto x = qkv.get_run(row, head * size, size);
         double squares = std::inner_product(x.begin(), x.end(), x.begin(), 0.0), largest = 0;
         for (int c = 0; c < size; ++c) {
@@ -361,11 +362,14 @@ void test_rotate(const Kernels& kernels, Random& random) {
             largest = std::max(largest, std::abs(x[c]));
         }
         double tolerance = rounding(number, Number::float32) * largest;
-        for (int c = 0; c < half; ++c) {
+        for (int c = 0; c < pairs; ++c) {
             double cosine = cos.get(row, c), sine = sin.get(row, c);
-            double first = x[c] * cosine - x[c + half] * sine, second = x[c + half] * cosine + x[c] * sine;
+            double first = x[c] * cosine - x[c + pairs] * sine, second = x[c + pairs] * cosine + x[c] * sine;
             check_near(q.get(row, head * size + c), first, tolerance, "a first half");
-            check_near(q.get(row, head * size + half + c), second, tolerance, "a second half");
+            check_near(q.get(row, head * size + pairs + c), second, tolerance, "a second half");
+        }
+        for (int c = 2 * pairs; c < size; ++c) {
+            check_near(q.get(row, head * size + c), x[c], tolerance, "a channel that is not rotated");
         }
     }
 }
