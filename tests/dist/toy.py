@@ -14,7 +14,6 @@ from longhelix.compute.runner.execution import Execution
 from longhelix.compute.runner.rank import find, meet
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.spec.layout import Layout
-from toy_model import attention_of
 
 BLOCK_TOKENS = 16
 CPU = torch.device("cpu")
@@ -33,7 +32,7 @@ def join(started, size):
 def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
     """What was never written to the pool is NaN, or has a scale that is."""
     weights = Weights(tensors, declare(spec, mesh.layout, mesh.rank), torch.float32, "float32", CPU)
-    attention = attention_of(spec)
+    (attention,) = spec.attentions
     heads, size = len(mesh.layout.kv_heads(attention.heads, mesh.rank)), attention.head_size
     format = KVFormat.choose(kv_dtype, BLOCK_TOKENS, heads, size, size, CPU)
     pool = KVPool([{"kv": format}] * spec.num_layers, num_blocks, CPU)
