@@ -1,4 +1,4 @@
-"""Layers of a stage: a stage is a run of layers, and the model's pattern says which are of which kind."""
+"""Counts of the different kinds of layers in a pipeline stage, which is a run of consecutive layers."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, TypeVar
@@ -11,7 +11,7 @@ Kind = TypeVar("Kind", bound=Hashable)
 
 
 class Runs(Generic[Kind]):
-    """The kinds of a model's layers, and how many layers of each kind any run of layers has."""
+    """Counts the layers of each kind in runs of consecutive layers of a model."""
 
     def __init__(self, layers: Sequence[Kind]) -> None:
         """layers: the kind of each layer."""

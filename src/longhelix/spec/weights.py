@@ -46,7 +46,7 @@ class WeightDtype(Enum):
 
 @dataclass(frozen=True)
 class Dim:
-    """Items of numbers, of which ranks have some, whole.
+    """A dimension of a weight. It consists of items, and ranks share the items without splitting any.
 
     Attributes:
         split: Which ranks share them.
