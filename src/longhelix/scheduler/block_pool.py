@@ -233,6 +233,18 @@ class BlockPool:
             seq.unnamed.append(block)
         return block, *map(WindowGroup.take, self.windows, seq.windows, repeat(owner))
 
+    def take_free(self, seq: Sequence, length: int) -> tuple[Block, ...]:
+        """The blocks that a sequence of `length` tokens needs and does not have yet, as steps have them, up to the
+        first one for which there is no room."""
+        taken = list[Block]()
+        while seq.num_blocks * self.block_tokens < length:
+            self.choose_ranks(seq, seq.num_blocks + 1)
+            blocks = self.take(seq)
+            if blocks is None:
+                break
+            taken += blocks
+        return tuple(taken)
+
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
         """Those that the sequence needs at its length and does not have yet, which may be many."""
         num = -(-seq.length // self.block_tokens) - seq.num_blocks

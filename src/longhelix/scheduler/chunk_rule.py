@@ -61,7 +61,7 @@ class AdaptiveChunks:
 
     def sizes(self, prompts: Items[Sequence], beside: AnyLoad, target_s: float) -> list[int]:
         left = sum([seq.prompt_left for seq in prompts])
-        target_s *= 1.0 if beside.decode_rows else _ALONE
+        target_s *= 1.0 if beside.has_decodes else _ALONE
         most = min(self.most_tokens, left)
         budgets = _budgets(min(self.least_tokens, most), most)
         fits, beyond = 0, len(budgets)

@@ -22,12 +22,12 @@ class Load:
     """
 
     __slots__ = ("_chunk_kv_tokens", "_decode_kv_tokens", "_kvp", "_own", "_pairs", "_parts", "_sampled_rows",
-                 "chunk_rows", "decode_rows")  # fmt: skip
+                 "chunk_rows", "decode_rows", "num_drafts")  # fmt: skip
 
     def __init__(self, kvp: int, parts: int = 1) -> None:
         """parts: those of the work."""
         self._kvp, self._parts = kvp, parts
-        self.decode_rows = self.chunk_rows = self._sampled_rows = 0
+        self.decode_rows = self.chunk_rows = self.num_drafts = self._sampled_rows = 0
         self._decode_kv_tokens = self._chunk_kv_tokens = 0
         self._pairs: float = 0
         self._own: _Own | None = None  # where all KV is spread evenly, as it often is
@@ -35,6 +35,7 @@ class Load:
     def copy(self) -> "Load":
         copied = Load(self._kvp, self._parts)
         copied.decode_rows, copied.chunk_rows = self.decode_rows, self.chunk_rows
+        copied.num_drafts = self.num_drafts
         copied._sampled_rows, copied._pairs = self._sampled_rows, self._pairs
         copied._decode_kv_tokens, copied._chunk_kv_tokens = self._decode_kv_tokens, self._chunk_kv_tokens
         if (own := self._own) is not None:
@@ -45,6 +46,11 @@ class Load:
         if self._own is None:
             self._own = _Own([0] * self._kvp, [0] * self._kvp, [0] * self._kvp)
         return self._own
+
+    @property
+    def has_decodes(self) -> bool:
+        """Whether a request waits for its next token."""
+        return self.decode_rows > 0 or self.num_drafts > 0
 
     def add_decodes(self, decodes: Decodes) -> None:
         """A row of each sequence that decodes."""
@@ -75,19 +81,38 @@ class Load:
 
     def add_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """The next tokens of a prompt, which need not have KV blocks yet."""
-        self.chunk_rows += num_tokens
         self._sampled_rows += num_tokens == seq.prompt_left
         if seq.is_scored:
             self._sampled_rows += len(seq.scored(num_tokens))
         if seq.even:
-            self._chunk_kv_tokens += seq.length + num_tokens
-            self._pairs += num_tokens * (seq.length + (num_tokens + 1) / 2)
+            self._add_even_rows(seq, num_tokens)
             return
+        self.chunk_rows += num_tokens
         own = self._by_rank()
         for rank, held in enumerate(seq.rank_tokens):
             own.chunk_kv_tokens[rank] += held
             own.pairs[rank] += num_tokens * held
         _add_rows(seq, num_tokens, own.chunk_kv_tokens, own.pairs)
+
+    def add_draft(self, seq: Sequence, num_tokens: int) -> None:
+        """The last token of a sequence that decodes, and its draft tokens, which have KV blocks. All rows read the KV
+        together, as those of a chunk do."""
+        self.num_drafts += 1
+        self._sampled_rows += num_tokens
+        if seq.even:
+            self._add_even_rows(seq, num_tokens)
+            return
+        self.chunk_rows += num_tokens
+        own, local_length = self._by_rank(), seq.placement.local_length
+        for rank in range(self._kvp):
+            lengths = [local_length(rank, seq.length + row + 1) for row in range(num_tokens)]
+            own.chunk_kv_tokens[rank] += lengths[-1]
+            own.pairs[rank] += sum(lengths)
+
+    def _add_even_rows(self, seq: Sequence, num_tokens: int) -> None:
+        self.chunk_rows += num_tokens
+        self._chunk_kv_tokens += seq.length + num_tokens
+        self._pairs += num_tokens * (seq.length + (num_tokens + 1) / 2)
 
     def _work(self, decode_kv_tokens: int = 0, chunk_kv_tokens: int = 0, pairs: float = 0) -> Work:
         """That of a rank which has so much of the KV that is not spread evenly."""
@@ -147,12 +172,20 @@ class TeamLoad:
     def chunk_rows(self) -> int:
         return max(load.chunk_rows for load in self._loads.values())
 
+    @property
+    def has_decodes(self) -> bool:
+        return any(load.has_decodes for load in self._loads.values())
+
     def copy(self) -> "TeamLoad":
         return TeamLoad({one: load.copy() for one, load in self._loads.items()})
 
     def add_chunk(self, seq: Sequence, num_tokens: int) -> None:
         for one in seq.instances:
             self._loads[one].add_chunk(seq, num_tokens)
+
+    def add_draft(self, seq: Sequence, num_tokens: int) -> None:
+        for one in seq.instances:
+            self._loads[one].add_draft(seq, num_tokens)
 
     def seconds(self, cost: Cost) -> float:
         return max(load.seconds(cost) for load in self._loads.values())

@@ -5,9 +5,11 @@ value to plan the next step, because workers keep their own copy of every sequen
 """
 
 import math
+from array import array
 from collections.abc import Callable, Collection, Set
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from typing import NamedTuple
 
 from longhelix.scheduler.admission import MOST_PREEMPTIONS, Admission
 from longhelix.scheduler.block_pool import BlockPool
@@ -18,6 +20,7 @@ from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
 from longhelix.scheduler.corrected_cost import CorrectedCost
 from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
+from longhelix.scheduler.drafting import Drafter, Drafting
 from longhelix.scheduler.growth_limits import GrowthLimits
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.instances import Instances, tokens_within
@@ -32,7 +35,7 @@ from longhelix.scheduler.prefix import PrefixCache, Prefixes
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
-from longhelix.scheduler.step import Chunk, PromptLogprobs, SampledToken, Scored, Step, StepResult
+from longhelix.scheduler.step import Chunk, Draft, PromptLogprobs, SampledToken, Scored, Step, StepResult
 from longhelix.scheduler.token_event import TokenEvent, Usage
 from longhelix.scheduler.turns import Turn, Turns
 from longhelix.scheduler.widening import Widening
@@ -44,6 +47,14 @@ _MARGIN = 0.85  # of targets: steps take longer than predicted as often as not
 _TBT_FACTOR, _LEAST_TBT_S = 2.0, 1e-3
 
 
+class _Drafted(NamedTuple):
+    """The tokens of a draft, and the KV blocks that they need in addition."""
+
+    seq: Sequence
+    token_ids: "array[int]"
+    new_blocks: tuple[Block, ...]
+
+
 class Scheduler:
     """State + budget + now -> Step. `schedule` and `complete` are called in the order of steps.
 
@@ -52,7 +63,7 @@ class Scheduler:
     a step attends; None where exchanges do not travel while ranks compute. prefixes: KV that requests need not compute
     (default: the prefix cache, where that is on). root: what a request's KV depends on beside its tokens. swap_s: what
     a KV block's way out of its pool and back takes; it is computed again where that is predicted to take less. record:
-    collects what the prefix cache stores and removes, see `BlockPool.changes`.
+    collects what the prefix cache stores and removes, see `BlockPool.changes`. drafter: guesses next tokens.
     """
 
     def __init__(
@@ -66,6 +77,7 @@ class Scheduler:
         root: Callable[[Request], bytes] = lambda request: b"",
         swap_s: float = 0.0,
         record: CacheRecord | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self._times = PrefillTimes(cost, config.kvp)
@@ -99,6 +111,7 @@ class Scheduler:
             if config.own_clocks
             else Microbatches(config.pp, config.kvp, config.block_tokens, cost)
         )
+        self._drafting = Drafting(drafter, config.pp)
         self._widening = Widening(config, self.pool)
         self._leaving: list[Sequence] = []  # as their next step says
         self._chunked: list[Sequence] = []  # which the last step has a chunk of
@@ -160,8 +173,8 @@ class Scheduler:
         return request_id in self._preempted if seq is None else not self._changes.is_new(seq)
 
     def schedule(self, now_s: float, busy: Set[int] = frozenset()) -> Step | None:
-        """The next step: one row of every sequence that decodes, of one microbatch or of one team of instances, and
-        chunks of prompts. None if there is nothing to run now. busy: instances that can be given no step now."""
+        """The next step: one row of every sequence that decodes, of one microbatch or of one team of instances, drafts,
+        and chunks of prompts. None if there is nothing to run now. busy: instances that can be given no step now."""
         if not self._turns.may_begin(busy):
             return None
         self._widening.name()
@@ -172,18 +185,20 @@ class Scheduler:
         if turn is None:
             return None
         joined = self._changes.take_joined(turn)
-        grown = self._grow(growing, now_s)
+        grown, drafted = self._grow(growing, self._drafting.ready(turn), now_s)
         load = self._turns.load(turn)
+        drafts = tuple(self._draft(*each, load) for each in drafted)
         chunks = self._chunks(turn, load, now_s)
         self.pool.give_back(turn)
-        if not (load.decode_rows or chunks or self._changes.has_ends_for(turn)):
+        if not (load.has_decodes or chunks or self._changes.has_ends_for(turn)):
             return None
         work = load.fullest(self.cost)
         if self._cut is not None:
             work = work._replace(parts=self._cut.parts(work))
         most_blocks = max([decodes.most_blocks for decodes in decoding], default=0)
-        if chunks:
-            most_blocks = max(most_blocks, *(self._running[chunk.id].most_blocks for chunk in chunks))
+        spans = drafts + chunks
+        if spans:
+            most_blocks = max(most_blocks, *(self._running[span.id].most_blocks for span in spans))
         joining = self._still_running(decode_next)
         leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
         self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
@@ -199,6 +214,7 @@ class Scheduler:
             joining=joining,
             leaving=leaving,
             grown=grown,
+            drafts=drafts,
             chunks=chunks,
             ended=self._changes.take_ended(turn),
             most_tokens=most_blocks * self.config.block_tokens,
@@ -241,8 +257,9 @@ class Scheduler:
         """Whose step is next, the sets of sequences that have rows in it, those that join them, and those whose rows
         need a KV block."""
         self._leaving += self._turns.deal()
-        step_id, oldest_id, prompts = self._next_step_id + 1, self._oldest_id, self._prompts.values()
-        for turn in self._turns.in_turn(step_id, oldest_id, busy, prompts):
+        step_id, oldest_id = self._next_step_id + 1, self._oldest_id
+        spans = [*self._prompts.values(), *self._drafting.ready(Turn())]
+        for turn in self._turns.in_turn(step_id, oldest_id, busy, spans):
             joined, growing = self._turns.join(turn, step_id, oldest_id), list[Sequence]()
             decoding = self._turns.decoding(turn)
             for decodes in decoding:
@@ -250,7 +267,7 @@ class Scheduler:
                 self._leaving += done
                 growing += more
             if (
-                any(turn.has(seq.instances) for seq in prompts)
+                any(turn.has(seq.instances) for seq in spans)
                 or any(map(len, decoding))
                 or self._changes.has_ends_for(turn)
             ):
@@ -262,25 +279,54 @@ class Scheduler:
         """Of the steps in flight, or if there is none, of the next one."""
         return next(iter(self._in_flight), self._next_step_id + 1)
 
-    def _grow(self, growing: list[Sequence], now_s: float) -> tuple[tuple[int, Block], ...]:
-        """KV blocks for decodes whose next rows need one. Where there is none at all, a request is preempted."""
+    def _grow(
+        self, growing: list[Sequence], drafting: list[Sequence], now_s: float
+    ) -> tuple[tuple[tuple[int, Block], ...], list[_Drafted]]:
+        """KV blocks for decodes whose next rows need some, and the tokens of drafts. Where there is no block at all, a
+        request is preempted; where there are too few, a draft is cut."""
         grown: list[tuple[Sequence, tuple[Block, ...]]] = []
         for seq in growing:
-            self.pool.choose_ranks(seq, seq.num_blocks + 1)
-            blocks = None
-            while blocks is None and seq in self._turns:
-                blocks = self.pool.take(seq)
-                if blocks is None:
-                    self._free_some(self.pool.next_owner(seq), seq, now_s)
-                else:
-                    self._turns.grew(seq)
-                    grown.append((seq, blocks))
-        return tuple((seq.id, block) for seq, blocks in grown if seq in self._turns for block in blocks)
+            blocks = self._take(seq, now_s)
+            if blocks:
+                self._turns.grew(seq)
+                grown.append((seq, blocks))
+        drafted: list[_Drafted] = []
+        for seq in drafting:
+            has_room = seq.num_blocks * self.config.block_tokens > seq.length
+            blocks = () if has_room else self._take(seq, now_s)
+            if seq in self._drafting:
+                token_ids = self._drafting.token_ids(seq)
+                blocks += self.pool.take_free(seq, seq.length + len(token_ids))
+                room = seq.num_blocks * self.config.block_tokens - seq.length
+                drafted.append(_Drafted(seq, token_ids[:room], blocks))
+        return (
+            tuple((seq.id, block) for seq, blocks in grown if seq in self._turns for block in blocks),
+            [each for each in drafted if each.seq in self._drafting],
+        )
+
+    def _take(self, seq: Sequence, now_s: float) -> tuple[Block, ...]:
+        """The next KV block of a sequence that decodes. Empty if it had to be preempted for want of one."""
+        self.pool.choose_ranks(seq, seq.num_blocks + 1)
+        blocks = None
+        while blocks is None and self._decodes(seq):
+            blocks = self.pool.take(seq)
+            if blocks is None:
+                self._free_some(self.pool.next_owner(seq), seq, now_s)
+        return blocks or ()
+
+    def _decodes(self, seq: Sequence) -> bool:
+        return seq in self._turns or seq in self._drafting
+
+    def _draft(self, seq: Sequence, token_ids: "array[int]", new_blocks: tuple[Block, ...], load: AnyLoad) -> Draft:
+        """A draft, which is added to the step's load."""
+        load.add_draft(seq, len(token_ids))
+        self._drafting.begin_step(seq)
+        return Draft(seq.id, seq.length, token_ids.tobytes(), new_blocks)
 
     def _free_some(self, rank: int, growing: Sequence, now_s: float) -> None:
         """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
         its own."""
-        if self._widening.widen(rank, growing, (seq for seq in self._running.values() if seq in self._turns)):
+        if self._widening.widen(rank, growing, filter(self._decodes, self._running.values())):
             self._turns.recount()
         else:
             self._preempt(self._victim(rank, growing, now_s))
@@ -300,7 +346,7 @@ class Scheduler:
     def _may_be_preempted(self, seq: Sequence) -> bool:
         """Not if no rank knows it yet, if it is done but for a token on its way, or if it was preempted so
         often that it has been promised all that it needs."""
-        runs = seq.prompt_left > 0 or self._turns.may_lose(seq)
+        runs = seq.prompt_left > 0 or seq in self._drafting or self._turns.may_lose(seq)
         return runs and not self._changes.is_new(seq) and seq.job.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:
@@ -315,6 +361,7 @@ class Scheduler:
         if self._prompts.pop(seq.id, None) is not None:
             self._shares.remove(seq.request.service.client)
         self._turns.leave(seq)
+        self._drafting.leave(seq)
         self._widening.forget(seq)
         self._guides.end(seq.id)
         self.pool.release(seq)
@@ -375,12 +422,13 @@ class Scheduler:
         A policy's headroom is of what decodes leave, not of the whole target (Medha's packer): decodes that take half
         of it would otherwise leave nothing to prompts that have slack.
         """
-        decodes_s = beside.seconds(self.cost) if self.cost is not None and beside.decode_rows else 0.0
+        decodes_s = beside.seconds(self.cost) if self.cost is not None and beside.has_decodes else 0.0
         least_s = max(_LEAST_TBT_S, _TBT_FACTOR * decodes_s)
         target_s = self.config.tbt_target_s
         if target_s is None:
             target_s = max(DEFAULT_TBT_S, least_s)
-        target_s = _MARGIN * min(target_s, max(self._turns.tbt_slo_s(turn), least_s))
+        asked_s = min(self._turns.tbt_slo_s(turn), self._drafting.tbt_slo_s)
+        target_s = _MARGIN * min(target_s, max(asked_s, least_s))
         return target_s - self._order.headroom_s(first, now_s, max(target_s - decodes_s, 0.0))
 
     def _chunk(self, seq: Sequence, num_tokens: int) -> Chunk:
@@ -398,7 +446,10 @@ class Scheduler:
             del self._prompts[seq.id]
             self._shares.remove(client)
             if seq.length < seq.num_rows:
-                self._turns.prompt_done(seq, self._next_step_id + 1)
+                if self._drafting.takes(seq):
+                    self._drafting.prompt_done(seq)
+                else:
+                    self._turns.prompt_done(seq, self._next_step_id + 1)
         new_blocks = self.pool.as_sent(seq, self.pool.take_needed(seq))
         if self._cache is not None:
             self.pool.name_of(seq, *self._cache.named(seq))
@@ -431,6 +482,7 @@ class Scheduler:
                 events.append(self._look(seq, sampled))
             else:
                 events.append(TokenEvent(seq.id, sampled))
+        self._drafting.end_step(step)
         return events
 
     def _has(self, request_id: int) -> bool:

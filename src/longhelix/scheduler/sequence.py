@@ -40,7 +40,8 @@ class Job:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """length: tokens whose rows have been submitted; for a sequence that decodes, as of the last look of `Decodes`.
+    """length: tokens whose rows have been submitted; for a sequence that decodes, as of the last look of `Decodes`; for
+    one with draft tokens, only those that are known to be accepted.
 
     room: how many KV blocks each KVP rank may come to have of it. promised: those that are promised to it and that it
     does not have yet. block_ids: those that it has on each rank, in position order. unnamed: of its last blocks those
@@ -116,6 +117,8 @@ class Sequence:
     def rank_tokens(self) -> list[int]:
         """Of its first `length` tokens those of each KVP rank. Those beyond its blocks count for the last one's."""
         block_tokens = self.placement.block_tokens
+        if self.length <= (self.num_blocks - 1) * block_tokens:  # it has blocks for draft tokens
+            return [self.placement.local_length(rank, self.length) for rank in range(len(self.block_ids))]
         tokens = [len(block_ids) * block_tokens for block_ids in self.block_ids]
         tokens[self.last_owner] += self.length - self.num_blocks * block_tokens
         return tokens

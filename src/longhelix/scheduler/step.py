@@ -97,6 +97,31 @@ class Chunk:
         return len(self.token_ids) // TOKEN_BYTES
 
 
+@dataclass(frozen=True)
+class Draft:
+    """The next rows of a decoding sequence whose next tokens were guessed: one for its last token, then one for each
+    draft token.
+
+    A token is sampled after every row. A draft token is accepted if it is the token that was sampled before it, and if
+    all draft tokens before it are accepted.
+
+    Attributes:
+        id: The sequence's id.
+        start: Its tokens with KV so far. Ranks discard the KV of rejected draft tokens behind them.
+        token_ids: Its last token and the draft tokens. int32 in this machine's byte order.
+        new_blocks: The KV blocks that the rows need in addition, if all draft tokens are accepted.
+    """
+
+    id: int
+    start: int
+    token_ids: bytes
+    new_blocks: tuple[Block, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_BYTES
+
+
 class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A full KV block of a sequence that goes to another KVP rank, in layers without a limit.
 
@@ -128,10 +153,12 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One iteration of the engine over a mixed batch: a row for each decoding sequence, then prefill chunks.
+    """One iteration of the engine over a mixed batch: a row for each decoding sequence, then the rows of drafts, then
+    prefill chunks.
 
     A step carries only changes. A sequence decodes in every step from the one that names it in `joining` until one
-    names it in `leaving` or `ended`. Ranks know its last token.
+    names it in `leaving` or `ended`. Ranks know its last token. A sequence with draft tokens decodes only in the steps
+    that have a draft of it, because its next rows depend on how many tokens were accepted.
 
     If the model has KV groups with a limit, a sequence has one block of each group at each place, all on the same KVP
     rank: first the block of the layers without a limit, then those of the other groups. The id -1 means that no row
@@ -143,6 +170,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
         joining: Ids of the sequences that begin to decode.
         leaving: Ids of the sequences that stop decoding and do not end.
         grown: KV blocks that decoding sequences need for their new rows, each with the sequence's id.
+        drafts: The rows of decoding sequences with draft tokens.
         chunks: Prompt tokens to compute.
         ended: Ids of the sequences that end.
         most_tokens: The most tokens of one sequence for which any KVP rank has room, in blocks after this step.
@@ -167,6 +195,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     joining: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
     grown: tuple[tuple[int, Block], ...] = ()
+    drafts: tuple[Draft, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     ended: tuple[int, ...] = ()
     most_tokens: int = 0
@@ -200,9 +229,15 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
             joining=tuple(filter(has, self.joining)),
             leaving=tuple(filter(has, self.leaving)),
             grown=tuple(one for one in self.grown if has(one[0])),
+            drafts=tuple(draft for draft in self.drafts if has(draft.id)),
             chunks=tuple(chunk for chunk in self.chunks if has(chunk.id)),
             ended=tuple(id for id in self.ended if id in known),
         )
+
+    @property
+    def spans(self) -> tuple[Draft | Chunk, ...]:
+        """The sequences with any number of rows, in the order of the rows."""
+        return self.drafts + self.chunks
 
     @property
     def moved(self) -> tuple[tuple[Block, Block], ...]:
@@ -245,7 +280,8 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         step_id: Number of the step.
-        sampled: Sampled tokens, in the order of the step's work.
+        sampled: Sampled tokens, in the order of the step's rows. Of a draft those that were sampled after its last
+            token and after each accepted draft token.
         num_tokens: Rows that ran.
         exchanged_bytes: Bytes sent in exchanges of attention. Combined: the sum.
         parts: The step's number of parts.

@@ -15,9 +15,9 @@ class Work(NamedTuple):
     """What a step computes; arrays where many steps are priced at once.
 
     decode_rows: sequences with one row each; decode_kv_tokens: the lengths of their KV, summed. chunk_rows: rows of
-    prefill chunks; chunk_kv_tokens: the KV that they read; chunk_pairs: row and key, causal. sampled_rows: rows whose
-    logits are wanted. parts: in how many its rows attend, of which each is exchanged while the next attends (HOP-B); 0:
-    one KVP instance has all of them, and nothing is exchanged.
+    prefill chunks and drafts; chunk_kv_tokens: the KV that they read; chunk_pairs: row and key, causal. sampled_rows:
+    rows whose logits are wanted. parts: in how many its rows attend, of which each is exchanged while the next attends
+    (HOP-B); 0: one KVP instance has all of them, and nothing is exchanged.
 
     KV and pairs are KVP times those of the fullest KVP rank, for which the others wait: the sums over all ranks, where
     KV is spread evenly, and more than these where it is not.

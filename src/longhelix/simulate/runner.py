@@ -153,7 +153,8 @@ class PredictedRunner(SimulatedRunner):
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:
         """Update the sequences for a step, and return the tokens that the step samples.
 
-        The tokens of decoding sequences come first, followed by the first tokens of finished prompts.
+        The tokens of decoding sequences come first, followed by those of drafts, none of which is accepted, and by the
+        first tokens of finished prompts.
         """
         for id in step.ended:
             self._tokens.pop(id, None)
@@ -171,7 +172,8 @@ class PredictedRunner(SimulatedRunner):
             self._decoding.setdefault(at, {})[id] = self._tokens[id]
             self._decoded.pop(at, None)
         decoded = tuple(chain.from_iterable(map(self._decoded_at, step.instances or (step.microbatch,))))
-        ending = tuple(self._tokens[chunk.id] for chunk in step.chunks if chunk.sample)
+        ending = tuple(self._tokens[draft.id] for draft in step.drafts)
+        ending += tuple(self._tokens[chunk.id] for chunk in step.chunks if chunk.sample)
         return decoded + ending if ending else decoded
 
     def _decoded_at(self, at: int) -> tuple[SampledToken, ...]:

@@ -2,13 +2,14 @@
 
 from array import array
 from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
-from test_scheduler import VOCAB, Engine, FakeRunner, expected_logprobs, expected_output
+from test_scheduler import VOCAB, Engine, FakeRunner, expected_logprobs, expected_output, next_token
 
 from longhelix.scheduler import admission, chain
 from longhelix.scheduler.admission import MOST_PREEMPTIONS
@@ -35,12 +36,28 @@ class ByWork:
         return 1e-3 + 1e-4 * work.rows + 1e-6 * (work.chunk_pairs + work.decode_kv_tokens)
 
 
+class RandomDrafts:
+    """Draft tokens of two requests of three: any number, of which any are right."""
+
+    def __init__(self, seed):
+        self._chance = Random(seed)
+
+    def drafts(self, request):
+        return request.id % 3 > 0
+
+    def propose(self, seq):
+        known, found = [*seq.request.prompt_token_ids, *seq.output], array("i")
+        for _ in range(self._chance.randrange(12)):
+            found.append(next_token([*known, *found]) if self._chance.random() < 0.8 else self._chance.randrange(VOCAB))
+        return found
+
+
 class Pressed(Engine):
     """An engine with a cost, over a clock that the test moves."""
 
-    def __init__(self, config, depth=1, swap_s=0.0):
-        self.scheduler = Scheduler(config, ByWork(), swap_s=swap_s)
-        self.runner = FakeRunner(config, in_turn=False, seconds=ByWork().seconds)
+    def __init__(self, config, depth=1, swap_s=0.0, drafter=None):
+        self.scheduler = Scheduler(config, ByWork(), swap_s=swap_s, drafter=drafter)
+        self.runner = FakeRunner(config, in_turn=False, seconds=ByWork().seconds, drafter=drafter)
         self.now_s = 0.0
         self.loop = Loop(self.scheduler, self.runner, lambda: self.now_s, depth)
         self.outcomes = {}
@@ -168,6 +185,7 @@ class Traffic(RuleBasedStateMachine):
     batch_invariant = st.booleans()
     more_blocks = st.integers(0, 8)
     windowed = st.just(False)
+    drafters = st.just(None)
 
     @initialize(data=st.data())
     def begin(self, data):
@@ -198,7 +216,7 @@ class Traffic(RuleBasedStateMachine):
         self.hash_no_more_than(draw(st.booleans()))
         # A token takes 100 us, after others up to a few more.
         swap_s = draw(st.sampled_from([0.0, 1.02e-4 * block_tokens, 1.0]))
-        self.engine = Pressed(made, draw(st.integers(1, max(3, pp + 1))), swap_s)
+        self.engine = Pressed(made, draw(st.integers(1, max(3, pp + 1))), swap_s, draw(self.drafters))
         self.asked = []
 
     @staticmethod
@@ -321,10 +339,27 @@ class UnevenTraffic(Traffic):
     more_blocks = st.integers(0, 2)
 
 
+class DraftedTraffic(Traffic):
+    """Sequences have several rows in a step, and go on by as many tokens as are accepted."""
+
+    windowed = st.booleans()
+    drafters = st.builds(RandomDrafts, st.integers(0, 99))
+
+
+class UnevenDraftedTraffic(UnevenTraffic):
+    """The same where ranks fill up one by one."""
+
+    windowed = st.booleans()
+    drafters = st.builds(RandomDrafts, st.integers(0, 99))
+
+
 TestTraffic = Traffic.TestCase
 TestUnevenTraffic = UnevenTraffic.TestCase
 TestWindowedTraffic = WindowedTraffic.TestCase
-TestTraffic.settings = TestUnevenTraffic.settings = TestWindowedTraffic.settings = settings(stateful_step_count=25)
+TestDraftedTraffic = DraftedTraffic.TestCase
+TestUnevenDraftedTraffic = UnevenDraftedTraffic.TestCase
+for case in (TestTraffic, TestUnevenTraffic, TestWindowedTraffic, TestDraftedTraffic, TestUnevenDraftedTraffic):
+    case.settings = settings(stateful_step_count=25)
 
 
 def test_more_run_at_once_than_could_with_their_whole_answers_set_aside():

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.drafting import Drafter
 from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import PLACEMENTS
@@ -20,7 +21,7 @@ from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.prefix import Prefixes
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import Chunk, NewSequence, PromptLogprobs, SampledToken, StepResult
+from longhelix.scheduler.step import Chunk, Draft, NewSequence, PromptLogprobs, SampledToken, StepResult
 from longhelix.scheduler.token_event import Usage
 from longhelix.scheduler.work import NO_WORK, Work
 
@@ -65,6 +66,7 @@ class Replica:
     length: int = 0
     blocks: list[Block] = field(default_factory=list)
     windows: list[list[Block]] = field(default_factory=list)  # by KV group with a limit, all places
+    most_length: int = 0  # tokens that had KV, draft tokens included
     striped: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +99,9 @@ class FakeRunner:
         config: SchedulerConfig,
         in_turn: bool = True,
         seconds: Callable[[Work], float] = lambda work: work.decode_kv_tokens + work.chunk_pairs,
+        drafter: Drafter | None = None,
     ) -> None:
+        self.drafter = drafter
         self.config = config
         self.seconds = seconds
         self.in_turn = in_turn  # prompts run as they came, in chunks of one size
@@ -119,6 +123,7 @@ class FakeRunner:
         self.moved_blocks: dict[int, int] = {}
         self.new: dict[int, NewSequence] = {}
         self.results: deque[StepResult] = deque()
+        self.num_accepted = self.num_rejected = 0  # draft tokens
 
     def submit(self, step) -> None:
         self.results.append(self.execute(step))
@@ -141,7 +146,8 @@ class FakeRunner:
         self.swap(step)
         self.copy(step)
         for widened in step.rebalances:
-            assert any(widened.id in decoding for decoding in self.microbatches) or widened.id in step.joining
+            decodes = any(widened.id in decoding for decoding in self.microbatches) or widened.id in step.joining
+            assert decodes or self.is_drafted(self.replicas[widened.id])
             self.widen(widened)
         for new in step.new:
             assert new.id not in self.replicas
@@ -152,30 +158,61 @@ class FakeRunner:
             assert not any(sequence_id in decoding for decoding in self.microbatches)
             self.decoding[sequence_id] = self.replicas[sequence_id]
         self.check_plan(step)
-        ran = [*self.decoding, *(chunk.id for chunk in step.chunks)]
+        ran = [*self.decoding, *(span.id for span in step.spans)]
+        for draft in step.drafts:
+            self.cut(self.replicas[draft.id], draft)
         starts = {sequence_id: self.replicas[sequence_id].length for sequence_id in ran}
         for sequence_id, seq in self.decoding.items():
             self.write(seq, 1, [block for grown_id, block in step.grown if grown_id == sequence_id])
         assert {sequence_id for sequence_id, _ in step.grown} <= self.decoding.keys()
-        for chunk in step.chunks:
-            seq = self.replicas[chunk.id]
-            seq.token_ids += array("i", chunk.token_ids)
-            self.write(seq, chunk.num_tokens, chunk.new_blocks)
+        for span in step.spans:
+            seq = self.replicas[span.id]
+            seq.token_ids += array("i", span.token_ids)
+            self.write(seq, span.num_tokens, span.new_blocks)
         self.check_work(step)
         self.check_windows(starts)
         held = [self.blocks_of(self.replicas[sequence_id]) for sequence_id in ran]
         assert step.most_tokens == max((max(counts) for counts in held), default=0) * self.config.block_tokens
         sampled = []
+        drafts = {draft.id: draft for draft in step.drafts}
         for sequence_id in ran:
             seq = self.replicas[sequence_id]
             assert self.read(sequence_id) == seq.token_ids[: seq.length]
-            if seq.prompt_left == 0:
+            if sequence_id in drafts:
+                sampled += self.verify(seq, drafts[sequence_id])
+            elif seq.prompt_left == 0:
                 assert seq.length == len(seq.token_ids)
                 seq.token_ids.append(next_token(self.read(sequence_id)))
                 sampled.append(SampledToken(sequence_id, seq.token_ids[-1]))
-        num_rows = len(self.decoding) + sum(chunk.num_tokens for chunk in step.chunks)
+        num_rows = len(self.decoding) + sum(span.num_tokens for span in step.spans)
         found = tuple(self.score(chunk) for chunk in step.chunks if chunk.scored is not None)
         return StepResult(step.id, tuple(sampled), num_rows, 0, prompt_logprobs=found)
+
+    def is_drafted(self, seq: Replica) -> bool:
+        return self.drafter is not None and self.drafter.drafts(seq.new)
+
+    def cut(self, seq: Replica, draft: Draft) -> None:
+        """Nothing is left of what was rejected. The last token is known, but has no KV yet."""
+        assert not any(draft.id in decoding for decoding in self.microbatches)
+        assert self.is_drafted(seq)
+        assert draft.num_tokens >= 1
+        assert draft.start + draft.num_tokens <= seq.new.num_rows
+        assert (seq.length, len(seq.token_ids)) == (draft.start, draft.start + 1)
+        assert seq.token_ids.pop() == array("i", draft.token_ids)[0]
+        seq.most_length = max(seq.most_length, draft.start + draft.num_tokens)
+
+    def verify(self, seq: Replica, draft: Draft) -> list[SampledToken]:
+        """A token after each row that is accepted."""
+        token_ids, found = self.read(draft.id), []
+        for length in range(draft.start + 1, len(token_ids) + 1):
+            found.append(next_token(token_ids[:length]))
+            if length == len(token_ids) or found[-1] != token_ids[length]:
+                break
+        seq.length = draft.start + len(found)
+        seq.token_ids = token_ids[: seq.length] + found[-1:]
+        self.num_accepted += len(found) - 1
+        self.num_rejected += draft.num_tokens - len(found)
+        return [SampledToken(draft.id, token_id) for token_id in found]
 
     def score(self, chunk: Chunk) -> PromptLogprobs:
         """Of each target what all tokens before it say, of which the last one is the row's."""
@@ -316,14 +353,15 @@ class FakeRunner:
         block_tokens, kvp = self.config.block_tokens, self.config.kvp
         even, own = NO_WORK, [NO_WORK] * kvp
         ran = [(seq, 1, True) for seq in self.decoding.values()]
-        ran += [(self.replicas[chunk.id], chunk.num_tokens, False) for chunk in step.chunks]
+        ran += [(self.replicas[span.id], span.num_tokens, False) for span in step.spans]
+        drafted = {draft.id for draft in step.drafts}
         even += Work(sampled_rows=sum(len(chunk.scored.targets) // 4 for chunk in step.chunks if chunk.scored))
         for seq, rows, decodes in ran:
             before, owners = seq.length - rows, [block.owner for block in seq.blocks]
             if decodes:
                 even += Work(decode_rows=1, sampled_rows=1)
             else:
-                even += Work(chunk_rows=rows, sampled_rows=int(seq.prompt_left == 0))
+                even += Work(chunk_rows=rows, sampled_rows=rows if seq.new.id in drafted else int(seq.prompt_left == 0))
             in_turn = all((owner + 1) % kvp == following for owner, following in pairwise(owners))
             if seq.striped and in_turn:
                 even += Work(0, seq.length) if decodes else Work.chunk(rows, before)._replace(chunk_rows=0)
@@ -340,7 +378,9 @@ class FakeRunner:
     def check_plan(self, step) -> None:
         """Every running sequence that can decode does; prompts fill the chunk budget, where that is fixed, those that
         came first of each rank first, where that is the policy."""
-        decodes = [seq.new.id for seq in self.replicas.values() if seq.wants_decode]
+        wanting = [seq for seq in self.replicas.values() if seq.wants_decode]
+        assert all(self.replicas[draft.id] in wanting for draft in step.drafts)
+        decodes = [seq.new.id for seq in wanting if not self.is_drafted(seq)]
         if self.config.pp == 1:
             assert sorted(self.decoding) == sorted(decodes)
         assert all(self.replicas[sequence_id].wants_decode for sequence_id in self.decoding)
@@ -395,7 +435,8 @@ class FakeRunner:
                 slot = block.id * block_tokens + position % block_tokens
                 pools[block.owner][slot] = position, tuple(seq.token_ids[: position + 1])
         seq.length += num_tokens
-        assert len(seq.blocks) == -(-seq.length // block_tokens)
+        seq.most_length = max(seq.most_length, seq.length)
+        assert len(seq.blocks) == -(-seq.most_length // block_tokens)
         self.first_blocks.setdefault(sequence_id, seq.blocks[0].owner)
 
     def blocks_of(self, seq: Replica) -> list[int]:
