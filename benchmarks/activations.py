@@ -54,7 +54,7 @@ def perplexity(model: RankModel, windows: list[tuple[int, ...]]) -> float:
     for index, ids in enumerate(windows):
         logits = []
         for step in prefill_steps(model, index, ids):
-            runner.admit(step)
+            runner.running.admit(step)
             logits.append(model.decoder.logits(runner.forward(step)))
         losses.append(cross_entropy(torch.cat(logits)[:-1], torch.tensor(ids[1:])).item())
     return torch.tensor(losses).mean().exp().item()

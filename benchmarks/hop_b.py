@@ -199,9 +199,9 @@ class Requests:
             )
             for id in range(self.batch)
         )
-        runner.admit(Step(0, new, joining=tuple(range(self.batch))))
+        runner.running.admit(Step(0, new, joining=tuple(range(self.batch))))
         used = [0] * self.kvp
-        for id, sequence in runner.sequences.items():
+        for id, sequence in runner.running.by_id.items():
             blocks = []
             for index in range(self.blocks_each):
                 owner = self.owner(id, index)
@@ -218,7 +218,7 @@ class Requests:
         from longhelix.scheduler.step import Step
         from longhelix.scheduler.work import Work
 
-        for id, sequence in runner.sequences.items():
+        for id, sequence in runner.running.by_id.items():
             sequence.length, sequence.last_token = self.context - 1, 1
             owned = [self.owner(id, block) == self.rank for block in range(self.blocks_each)]
             last = sequence.length % self.block_tokens if owned[-1] else self.block_tokens

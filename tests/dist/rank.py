@@ -4,6 +4,7 @@ Every rank runs the same deterministic scheduler, so no messages are needed; onl
 """
 
 import json
+import random
 import sys
 import traceback
 import warnings
@@ -64,6 +65,7 @@ class RecordingRunner(ModelRunner):
         self.local_lengths = {}
         self.history, self.rows, self.counted, self.fingerprints = [], [], [], []
         self.most_parts = 0
+        self.lengths, self.num_drafted = [], 0
         self.copies = ()  # that the next step makes beside its own
         self.copied_bytes = 0
         self.moves = []  # of sequences that were widened: owners before and after
@@ -79,7 +81,7 @@ class RecordingRunner(ModelRunner):
         self.moves += [(source.owner, target.owner) for source, target in step.moved]
         self.copies, sent_before = (), self.mesh.kvp.exchanged_bytes
         self.expect(step)
-        result, sampled = self.execute(step), self.tokens_of(step) if self._is_last else ()
+        result, sampled = self.execute(step), self.next_tokens.known(step) if self._is_last else ()
         self._results.append(msgspec.structs.replace(result, sampled=sampled))
         self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].exchanged_bytes
         self.fingerprints.append(self._results[-1].fingerprint)
@@ -97,14 +99,18 @@ class RecordingRunner(ModelRunner):
         before = self.counts()
         hidden_TH = super().forward(step)
         self.counted.append([after - at_first for at_first, after in zip(before, self.counts(), strict=True)])
-        counts = dict.fromkeys(self.decoding, 1) | {chunk.id: chunk.num_tokens for chunk in step.chunks}
+        counts = dict.fromkeys(self.running.decoding, 1) | {span.id: span.num_tokens for span in step.spans}
         self.rows.append([counts.get(i, 0) for i in range(self.num_requests)])
-        rows = iter(self.sampling.gather(self.model.logits(hidden_TH)) if self._is_last else ())
+        rows = iter(self.next_tokens.sampling.gather(self.model.logits(hidden_TH)) if self._is_last else ())
+        for draft in step.drafts:  # what was rejected since the last one
+            del self.logits[draft.id][draft.start :]
         for sequence_id, count in counts.items():
             kept = self.logits.setdefault(sequence_id, [])
             kept += [row.numpy().copy() for row in islice(rows, count)]
-            self.local_lengths[sequence_id] = self.sequences[sequence_id].local_length
+            self.local_lengths[sequence_id] = self.running.by_id[sequence_id].local_length
         self.history.append([self.local_lengths.get(i, -1) for i in range(self.num_requests)])
+        self.lengths.append([seq.length for seq in self.running.by_id.values()])
+        self.num_drafted += sum(draft.num_tokens - 1 for draft in step.drafts)
         return hidden_TH
 
     def counts(self):
@@ -142,6 +148,22 @@ class FirstRequest:
     def release(self, scheduler):
         for block in self.blocks if self.moved else ():
             scheduler.pool.allocators[block.owner].release(array("q", [block.id]), 0)
+
+
+class KnownTokens:
+    """Draft tokens of some requests: of what they are known to go on with some, and then wrong ones."""
+
+    def __init__(self, prompts, continuations, requests, seed):
+        self.texts = [prompt + tokens for prompt, tokens in zip(prompts, continuations, strict=True)]
+        self.requests, self.chance = requests, random.Random(seed)
+
+    def drafts(self, request):
+        return request.id in self.requests
+
+    def propose(self, seq):
+        known = seq.num_prompt + len(seq.output)
+        right = self.texts[seq.id][known:][: self.chance.randrange(5)]
+        return array("i", right + [self.chance.randrange(20) for _ in range(self.chance.randrange(3))])
 
 
 class DirectRows:
@@ -254,7 +276,8 @@ def run(case, rank, meshes, direct_rows):
     direct_rows.count = 0
     sent_before = runner.mesh.kvp.exchanged_bytes
     first = FirstRequest(case["cached_tokens"], case["moved"]) if "cached_tokens" in case else None
-    scheduler = Scheduler(config.scheduler, cut=runner.cut, prefixes=first)
+    drafter = KnownTokens(case["prompts"], **case["drafts"]) if "drafts" in case else None
+    scheduler = Scheduler(config.scheduler, cut=runner.cut, prefixes=first, drafter=drafter)
     for allocator in scheduler.pool.allocators:
         count = case.get("pool_blocks", runner.pool.num_blocks)
         allocator.__init__(count, allocator.rank, allocator.index, allocator.evicted)
@@ -305,14 +328,17 @@ def run(case, rank, meshes, direct_rows):
         "moves": np.array(runner.moves if first is None else first.owners),
     }
     arrays["parts"] = np.array(runner.most_parts)
-    arrays["sequences_left"] = np.array(len(runner.sequences))
-    for index in range(len(case["prompts"])):
+    arrays["sequences_left"] = np.array(len(runner.running.by_id))
+    arrays["lengths"] = np.array([length for lengths in runner.lengths for length in lengths])
+    arrays["num_drafted"] = np.array(runner.num_drafted)
+    for index, prompt in enumerate(case["prompts"]):
         arrays[f"tokens_{index}"] = np.array(tokens[index])
         arrays[f"held_{index}"] = np.array(usages[index].kv_tokens_per_rank)
         arrays[f"moved_{index}"] = np.array(usages[index].moved_tokens)
         arrays[f"preemptions_{index}"] = np.array(usages[index].preemptions)
         if rank == config.layout.stage_groups()[-1][0]:
-            arrays[f"logits_{index}"] = np.stack(runner.logits[index])
+            count = len(prompt) + len(tokens[index]) - 1 if "drafts" in case else None
+            arrays[f"logits_{index}"] = np.stack(runner.logits[index][:count])
     np.savez(Path(case["out"]) / f"rank{rank}.npz", **arrays)
 
 
@@ -342,8 +368,8 @@ class mutation:  # noqa: N801 - reads as a statement
     def __enter__(self):
         self.saved = (
             RowMemory.advance,
-            Batches._chunk_rows,
-            Batches._owners,
+            Batches._span_rows,
+            Batches._own,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,
@@ -351,11 +377,11 @@ class mutation:  # noqa: N801 - reads as a statement
             sampler.sample_rows,
             sampler.sample,
         )
-        advance, chunk_rows, owners_of, _, _, exchange_states, choose, _, sample = self.saved
+        advance, span_rows, own, _, _, exchange_states, choose, _, sample = self.saved
         if self.kind == "mask":
 
-            def chunk_rows_that_see_less(*arguments):
-                rows = chunk_rows(*arguments)
+            def span_rows_that_see_less(*arguments):
+                rows = span_rows(*arguments)
                 return rows._replace(limits=np.maximum(rows.limits - 1, 0))
 
             def decode_rows_that_see_less(memory, decoding):
@@ -364,16 +390,13 @@ class mutation:  # noqa: N801 - reads as a statement
                 limits_b[:] = np.maximum(limits_b - 1, 0)
                 return num_held, everywhere
 
-            RowMemory.advance, Batches._chunk_rows = decode_rows_that_see_less, chunk_rows_that_see_less
+            RowMemory.advance, Batches._span_rows = decode_rows_that_see_less, span_rows_that_see_less
         if self.kind == "owner":
 
-            def second_block_has_no_owner(batches, seq, work):
-                owners, index = owners_of(batches, seq, work), 1 - seq.length // batches._block_tokens
-                if 0 <= index < len(owners) and owners[index] == batches._kvp_rank:
-                    owners[index] = -1
-                return owners
+            def second_block_has_no_owner(batches, seq, positions_T):
+                return own(batches, seq, positions_T) & (positions_T // batches._block_tokens != 1)
 
-            Batches._owners = second_block_has_no_owner
+            Batches._own = second_block_has_no_owner
         if self.kind == "merge":
             exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
             SharedMemoryRankGroup.merges = lambda group, head_size: False
@@ -405,8 +428,8 @@ class mutation:  # noqa: N801 - reads as a statement
     def __exit__(self, *_):
         (
             RowMemory.advance,
-            Batches._chunk_rows,
-            Batches._owners,
+            Batches._span_rows,
+            Batches._own,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,

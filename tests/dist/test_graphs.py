@@ -71,5 +71,5 @@ def test_no_request_compiles(tmp_path, seed):
         scheduler.complete(runner.execute(step))
         met.add((config.token_ranges.range_of(step.work.rows), bool(step.work.chunk_rows)))
         rows = [chunk.num_tokens for chunk in step.chunks]
-        assert graphs() == warmed, f"chunks of {rows} tokens beside {len(runner.decoding)} decodes"
+        assert graphs() == warmed, f"chunks of {rows} tokens beside {len(runner.running.decoding)} decodes"
     assert len(met) >= 4

@@ -52,7 +52,9 @@ class AtOnce:
 
     def submit(self, step):
         result = self._runner.execute(step)
-        self._results.append(msgspec.structs.replace(result, sampled=result.sampled or self._runner.tokens_of(step)))
+        self._results.append(
+            msgspec.structs.replace(result, sampled=result.sampled or self._runner.next_tokens.known(step))
+        )
 
     def collect(self, timeout_s):
         return self._results.pop(0)

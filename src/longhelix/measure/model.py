@@ -105,11 +105,11 @@ class LongRequests:
             )
             for index, context in enumerate(contexts)
         )
-        self.runner.admit(Step(0, new))
+        self.runner.running.admit(Step(0, new))
         for number, batch in enumerate(self._batches):
-            self.runner.admit(Step(0, joining=tuple(batch), microbatch=number))
+            self.runner.running.admit(Step(0, joining=tuple(batch), microbatch=number))
         for index, blocks in enumerate(model.blocks(*contexts)):
-            self.runner.sequences[index].add_blocks(blocks, model.kvp_rank)
+            self.runner.running.by_id[index].add_blocks(blocks, model.kvp_rank)
         self._works = [Work.decode(len(batch), max(contexts)) for batch in self._batches]
         self._most_tokens = max(contexts)
 
@@ -129,7 +129,7 @@ class LongRequests:
             self.runner.expect(step)
         for batch, step in zip(self._batches, steps, strict=True):
             for index in batch:
-                seq = self.runner.sequences[index]
+                seq = self.runner.running.by_id[index]
                 seq.length, seq.local_length = self._before[index]
                 if seq.awaited is None:
                     seq.last_token = 1

@@ -127,7 +127,7 @@ def test_the_clock_sees_the_kinds_of_calls_in_a_prefill_and_on_a_decodes_tape(co
 def test_a_long_request_takes_the_same_step_again_and_again(config):
     rank = RankModel.join(config, 0, Path())
     request = LongRequests(rank, 50)
-    sequence = request.runner.sequences[0]
+    sequence = request.runner.running.by_id[0]
     tokens = set()
     for _ in range(2):
         request.step()

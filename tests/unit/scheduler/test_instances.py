@@ -6,14 +6,14 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
-from test_pressure import LONG, ByWork, check_blocks, config, request
+from test_pressure import LONG, ByWork, RandomDrafts, check_blocks, config, request
 from test_scheduler import expected_output, next_token
 
 from longhelix.errors import UserError
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import NewSequence, SampledToken, StepResult
+from longhelix.scheduler.step import Draft, NewSequence, SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 
@@ -42,6 +42,7 @@ class FakeInstances:
         self.pools = [{} for _ in range(config.kvp)]
         self.slots = [{} for _ in range(config.kvp)]
         self.steps, self.ended = [], []
+        self.num_accepted = 0  # draft tokens
 
     def submit(self, step):
         assert step.instances == tuple(sorted(step.instances))
@@ -69,11 +70,11 @@ class FakeInstances:
         for one, part in parts.items():
             for id in self.decoding[one]:
                 rows.setdefault(id, []).append((one, 1, [block for grown, block in part.grown if grown == id], None))
-            for chunk in part.chunks:
-                rows.setdefault(chunk.id, []).append((one, chunk.num_tokens, chunk.new_blocks, chunk))
-        sampled = [self.run(id, each) for id, each in rows.items()]
+            for span in part.spans:
+                rows.setdefault(span.id, []).append((one, span.num_tokens, span.new_blocks, span))
+        sampled = [one for id, each in rows.items() for one in self.run(id, each)]
         assert len(rows) <= step.work.rows * len(step.instances)
-        return StepResult(step.id, tuple(one for one in sampled if one is not None), 0, 0)
+        return StepResult(step.id, tuple(sampled), 0, 0)
 
     def follow(self, one, part):
         """An instance's own share of what a step changes."""
@@ -112,16 +113,21 @@ class FakeInstances:
         instances = followers[0].new.instances
         assert sorted(instances) == sorted(one for one, *_ in each)
         lead = self.followers[instances[0]][id]
+        _, num_tokens, new_blocks, span = each[0]
+        if isinstance(span, Draft):
+            assert not any(id in decoding for decoding in self.decoding)
+            for follower in followers:
+                assert span.start <= follower.length
+                follower.length = span.start
         tokens = self.tokens_of(id, lead)
-        _, num_tokens, new_blocks, chunk = each[0]
         start = lead.length
         assert all(follower.length == start and follower.new.instances == instances for follower in followers)
         assert all((num, blocks) == (num_tokens, list(new_blocks)) for _, num, blocks, _ in map(listed, each))
-        if chunk is None:
+        if span is None:
             assert len({follower.last_token for follower in followers}) == 1
             tokens = [*tokens, lead.last_token]
         else:
-            tokens = [*tokens, *memoryview(chunk.token_ids).cast("i")]
+            tokens = [*tokens, *memoryview(span.token_ids).cast("i")]
         for one, follower in zip((one for one, *_ in each), followers, strict=True):
             follower.local += [block.id for block in new_blocks if block.owner == one]
             follower.blocks += new_blocks
@@ -133,12 +139,24 @@ class FakeInstances:
             block, offset = self.place(lead, position)
             self.pools[block.owner][block.id, offset] = (position, tokens[position])
         assert self.tokens_of(id, lead) == tokens
-        if chunk is not None and not chunk.sample:
-            return None
+        if isinstance(span, Draft):
+            return self.verify(id, tokens, start)
+        if span is not None and not span.sample:
+            return []
         token = next_token(tokens)
         for follower in followers:
             follower.last_token = token
-        return SampledToken(id, token)
+        return [SampledToken(id, token)]
+
+    def verify(self, id, tokens, start):
+        """A token after each row that is accepted."""
+        found = []
+        for length in range(start + 1, len(tokens) + 1):
+            found.append(next_token(tokens[:length]))
+            if length < len(tokens) and found[-1] != tokens[length]:
+                break
+        self.num_accepted += len(found) - 1
+        return [SampledToken(id, token) for token in found]
 
     def place(self, lead, position):
         return lead.blocks[position // self.config.block_tokens], position % self.config.block_tokens
@@ -156,9 +174,9 @@ def listed(one):
 
 
 class Run:
-    def __init__(self, config, choose, depth=2):
+    def __init__(self, config, choose, depth=2, drafter=None):
         self.runner = FakeInstances(config, choose)
-        self.scheduler = Scheduler(config, ByWork())
+        self.scheduler = Scheduler(config, ByWork(), drafter=drafter)
         self.now_s = 0.0
         self.loop = Loop(self.scheduler, self.runner, lambda: self.now_s, depth)
         self.tokens, self.reasons, self.asked, self.usages = {}, {}, {}, {}
@@ -272,7 +290,7 @@ def test_an_aborted_request_ends_on_all_of_its_instances():
 @pytest.mark.parametrize("placement", ["local", "growing", "auto", "striped"])
 @pytest.mark.parametrize("seed", range(8))
 def test_every_request_gets_its_own_tokens(seed, placement, swap_blocks):
-    """Random traffic over short pools: prefix hits, preemption, aborts, steps that end in any order."""
+    """Random traffic over short pools: prefix hits, preemption, aborts, steps that end in any order, draft tokens."""
     chance = random.Random(f"{seed} {placement} {swap_blocks}")
     more = {"kvp_threshold_tokens": 12} if placement == "auto" else {}
     settings = own(
@@ -289,7 +307,8 @@ def test_every_request_gets_its_own_tokens(seed, placement, swap_blocks):
         max_model_len=50,
         **more,
     )
-    run = Run(settings, chance.choice, chance.choice([1, 2, 3]))
+    drafter = RandomDrafts(seed) if seed % 2 else None
+    run = Run(settings, chance.choice, chance.choice([1, 2, 3]), drafter)
     running, next_id = [], 0
     for _ in range(150):
         draw = chance.random()
@@ -307,6 +326,7 @@ def test_every_request_gets_its_own_tokens(seed, placement, swap_blocks):
             run.step()
             check_blocks_between(run.scheduler)
     run.drain()
+    assert (run.runner.num_accepted > 0) == (drafter is not None)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Collection
+from copy import copy
 
 import numpy as np
 import torch
@@ -28,6 +29,14 @@ class TokenCounts:
             self._places.append(token_id - self._vocabulary.start)
             self._counts.append(0)
         self._counts[index] += 1
+
+    def with_token(self, token_id: int) -> "TokenCounts":
+        """Return a copy with one more token."""
+        copied = TokenCounts(self._vocabulary)
+        copied._indices = self._indices.copy()
+        copied._places, copied._counts = self._places[:], self._counts[:]
+        copied.add_one(token_id)
+        return copied
 
     def penalise(self, logits_v: Tensor, presence: float, frequency: float) -> None:
         """Subtract presence + frequency * count where the count is above 0, in place. logits_v: float32."""
@@ -73,6 +82,13 @@ class Adjustments:
         self._part = slice(vocabulary.start, vocabulary.stop)
         self._matcher = matcher
         self.counts = TokenCounts(vocabulary) if params.counts_tokens else None
+
+    def with_draft_token(self, token_id: int) -> "Adjustments":
+        """Return the adjustments of the row after a draft token."""
+        copied = copy(self)
+        copied.counts = None if self.counts is None else self.counts.with_token(token_id)
+        copied._matcher = None if self._matcher is None else self._matcher.with_draft_token(token_id)
+        return copied
 
     @property
     def records(self) -> tuple[Record, ...]:

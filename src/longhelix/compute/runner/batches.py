@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longhelix.compute.cache.block_arena import BlockArena
-from longhelix.compute.cache.int_table import IntTable
 from longhelix.compute.kernels.angles import rotation, rotation_by_axes
 from longhelix.compute.models.batch import Batch, ImageRows, RowRotation, RowView
 from longhelix.compute.models.image_positions import positions as image_positions
@@ -21,17 +19,19 @@ from longhelix.compute.parallel.instance_groups import SharedRows
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.config import takes_images
 from longhelix.compute.runner.decode_rows import DecodeRows
-from longhelix.compute.runner.row_memory import RowMemory, RowParts, RowTensors, first_local, first_seen
+from longhelix.compute.runner.local_tokens import find_blocks, first_local, first_seen
+from longhelix.compute.runner.row_memory import RowMemory, RowParts, RowTensors
+from longhelix.compute.runner.running_sequences import RunningSequences
 from longhelix.compute.runner.sequence_state import HELD, SequenceState, by_instances, token_ids
-from longhelix.scheduler.step import Chunk, Step
+from longhelix.scheduler.step import Chunk, Draft, Step
 from longhelix.spec import ModelSpec
 
 _MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from the last one's
 
 
-class _ChunkRows(NamedTuple):
-    """Rows of a prompt that attend here. int64. positions_3T: by axis, or without images in the prompt those of one.
-    firsts: by view. window_slots: by KV group with a limit."""
+class _SpanRows(NamedTuple):
+    """Rows of a prompt, or of a draft, that attend here. int64. positions_3T: by axis, or without images in the prompt
+    those of one. firsts: by view. window_slots: by KV group with a limit."""
 
     positions_3T: NDArray[np.int64]
     slots: NDArray[np.int64]
@@ -43,7 +43,6 @@ class _ChunkRows(NamedTuple):
 class Batches:
     """Makes a batch of each step, and advances its sequences.
 
-    sequences, numbers, arena: of the sequences that run their states, and where these keep numbers and block ids.
     image_rows: by sequence and place in its prompt, states_LXH: rows that an image fills in the step that comes, as the
     states of `ImageRows` have them.
     """
@@ -52,35 +51,36 @@ class Batches:
         self,
         spec: ModelSpec,
         mesh: Mesh,
-        block_tokens: int,
-        sequences: Mapping[int, SequenceState],
-        numbers: IntTable,
-        arena: BlockArena,
+        running: RunningSequences,
         image_rows: Mapping[tuple[int, int], Tensor],
     ) -> None:
         self._spec, self._mesh = spec, mesh
         self._kvp_rank = mesh.layout.kvp_rank(mesh.rank)
-        self._block_tokens = block_tokens
-        self._sequences, self._numbers, self._arena, self._given_rows = sequences, numbers, arena, image_rows
-        self._device = arena.device
+        self._block_tokens = block_tokens = running.block_tokens
+        self._running, self._given_rows = running, image_rows
+        self._sequences, self._numbers, self._arena = running.by_id, running.numbers, running.arena
+        self._device = self._arena.device
         self._takes_images = takes_images(spec, mesh.layout, mesh.rank)
         self._views = spec.views
         pairs = [rotation.size // 2 for rotation in spec.rotations]
         axes = [rotation.rope.axes for rotation in spec.rotations]
         self._axes_R = [torch.tensor(each, dtype=torch.int64, device=self._device) for each in axes]
-        self._rows = RowMemory(numbers, arena, self._kvp_rank, block_tokens, pairs, self._views)
+        self._rows = RowMemory(self._numbers, self._arena, self._kvp_rank, block_tokens, pairs, self._views)
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
 
-    def of(self, step: Step, decoding: DecodeRows) -> Batch:
-        """The rows of a step: those of the sequences that decode in it, then its chunks."""
+    def of(self, step: Step) -> Batch:
+        """The rows of a step: those of the sequences that decode in it, then its drafts and chunks."""
+        decoding = self._running.decoding
         groups = self._arena.num_groups
         for at in range(0, len(step.grown), groups):
             blocks = tuple(block for _, block in step.grown[at : at + groups])
             self._sequences[step.grown[at][0]].add_blocks(blocks, self._kvp_rank)
         for seq, record in decoding.records:
             record.add_one(seq.last_token)
+        for draft in step.drafts:
+            self._sequences[draft.id].take_draft(draft, self._block_tokens)
         num_held, everywhere = self._rows.advance(decoding)
-        if step.chunks:
+        if step.spans:
             return self._mixed_batch(step, decoding, self._rows.arrays(len(decoding), num_held))
         tensors = self._rows.tensors(len(decoding), num_held)
         held = b"" if everywhere else self._held(decoding.lines).tobytes()
@@ -117,26 +117,26 @@ class Batches:
         return tuple(map(RowView, firsts, slots, blocks))
 
     def _mixed_batch(self, step: Step, decoding: DecodeRows, decodes: RowParts) -> Batch:
-        prompts = [self._sequences[chunk.id] for chunk in step.chunks]
-        tokens = [decodes.token_ids_B, *map(_prompt_tokens, prompts, step.chunks)]
-        chunks = list(map(self._chunk_rows, prompts, step.chunks))
-        lengths = [len(some.limits) for some in chunks if len(some.limits)]
+        sequences = [self._sequences[span.id] for span in step.spans]
+        tokens = [decodes.token_ids_B, *map(_new_tokens, sequences, step.spans)]
+        spans = list(map(self._span_rows, sequences, step.spans))
+        lengths = [len(some.limits) for some in spans if len(some.limits)]
         ends = len(decodes.limits_b) + np.cumsum(lengths, dtype=np.int64)
-        extents = [self._arena.extents.values[seq.extent.line] for seq in prompts if self._kvp_rank in seq.holders]
+        extents = [self._arena.extents.values[seq.extent.line] for seq in sequences if self._kvp_rank in seq.holders]
         token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X, *more = self._on_device(
             tokens,
-            [decodes.positions_b, *(some.positions_3T[0] for some in chunks)],
-            [decodes.slots_b, *(some.slots for some in chunks)],
-            [decodes.limits_b, *(some.limits for some in chunks)],
+            [decodes.positions_b, *(some.positions_3T[0] for some in spans)],
+            [decodes.slots_b, *(some.slots for some in spans)],
+            [decodes.limits_b, *(some.limits for some in spans)],
             [decodes.row_starts_b, ends],
             [decodes.extents_b2.reshape(-1), *extents],
-            *map(list, zip(decodes.firsts, *(some.firsts for some in chunks), strict=True)),
-            *map(list, zip(decodes.window_slots, *(some.window_slots for some in chunks), strict=True)),
+            *map(list, zip(decodes.firsts, *(some.firsts for some in spans), strict=True)),
+            *map(list, zip(decodes.window_slots, *(some.window_slots for some in spans), strict=True)),
         )
-        rotations = self._turn(positions_t, self._frequencies_of(decoding, prompts, lengths))
-        self._turn_by_axes(rotations, prompts, chunks)
-        held_NS = self._held(np.append(decoding.lines, [seq.line for seq in prompts]))
-        counts = [1] * len(decoding) + [chunk.num_tokens for chunk in step.chunks]
+        rotations = self._turn(positions_t, self._frequencies_of(decoding, sequences, lengths))
+        self._turn_by_axes(rotations, sequences, spans)
+        held_NS = self._held(np.append(decoding.lines, [seq.line for seq in sequences]))
+        counts = [1] * len(decoding) + [span.num_tokens for span in step.spans]
         return Batch(
             token_ids_T=token_ids_T,
             holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
@@ -147,11 +147,11 @@ class Batches:
             blocks_X=self._arena.blocks[0],
             extents_b2=bounds_X.view(-1, 2),
             max_rows=max(lengths, default=min(len(decodes.limits_b), 1)),
-            num_sequences=len(decoding) + len(prompts),
+            num_sequences=len(decoding) + len(sequences),
             most_tokens=step.most_tokens,
             parts=step.work.parts,
             shared=self._shared(step, decoding) if step.instances else None,
-            images=self._image_rows(step, len(decoding)),
+            images=self._image_rows(step, len(decoding) + sum(draft.num_tokens for draft in step.drafts)),
             views=self._views_of(slots_t, more[: len(self._views)], more[len(self._views) :]),
         )
 
@@ -166,11 +166,12 @@ class Batches:
         )
 
     def _turn_by_axes(
-        self, rotations: Sequence[RowRotation], prompts: Sequence[SequenceState], chunks: Sequence[_ChunkRows]
+        self, rotations: Sequence[RowRotation], sequences: Sequence[SequenceState], spans: Sequence[_SpanRows]
     ) -> None:
-        """Rotate the rows of prompts with images, the last of all that attend here, by their positions on each axis."""
-        start = len(rotations[0].cos_tR) - sum(len(rows.limits) for rows in chunks)
-        for seq, rows in zip(prompts, chunks, strict=True):
+        """Rotate the rows of prompts with images, by their positions on each axis. spans: the last of all rows that
+        attend here."""
+        start = len(rotations[0].cos_tR) - sum(len(rows.limits) for rows in spans)
+        for seq, rows in zip(sequences, spans, strict=True):
             own = slice(start, start + len(rows.limits))
             if seq.new.images and len(rows.limits):
                 positions_3T = torch.from_numpy(rows.positions_3T).to(self._device)
@@ -209,8 +210,8 @@ class Batches:
         """The rows that other instances have as well."""
         assert self._mesh.instance_groups is not None
         rows = dict[int, range]()
-        sequences = [*decoding.sequences, *(self._sequences[chunk.id] for chunk in step.chunks)]
-        counts = [1] * len(decoding) + [chunk.num_tokens for chunk in step.chunks]
+        sequences = [*decoding.sequences, *(self._sequences[span.id] for span in step.spans)]
+        counts = [1] * len(decoding) + [span.num_tokens for span in step.spans]
         for seq, (start, stop) in zip(sequences, pairwise(accumulate(counts, initial=0)), strict=True):
             rows[seq.new.id] = range(start, stop)
         found: list[SharedRows] = []
@@ -240,36 +241,36 @@ class Batches:
         return Holders.of(held_NT.reshape(self._mesh.layout.kvp, -1), self._kvp_rank, self._device)
 
     def _frequencies_of(
-        self, decoding: DecodeRows, prompts: Sequence[SequenceState], lengths: Sequence[int]
+        self, decoding: DecodeRows, others: Sequence[SequenceState], lengths: Sequence[int]
     ) -> tuple[Tensor, ...]:
         """Those of the rows that attend here, by rotation: frequencies_tR, or frequencies_R where all have the same.
 
-        lengths: of the prompts that keep KV here the rows.
+        others: the sequences with any number of rows. lengths: of those that keep KV here the rows.
         """
         different = decoding.frequencies
-        if prompts:
-            different = different.union(seq.frequencies for seq in prompts)
+        if others:
+            different = different.union(seq.frequencies for seq in others)
         if len(different) == 1:
             return next(iter(different)).of_rotations
-        held = [seq for seq in (*decoding.sequences, *prompts) if self._kvp_rank in seq.holders]
+        held = [seq for seq in (*decoding.sequences, *others) if self._kvp_rank in seq.holders]
         if not held:  # without rows any will do
             return next(iter(different)).of_rotations
         counts = torch.tensor([1] * (len(held) - len(lengths)) + [*lengths], device=self._device)
         of_rotations = zip(*(seq.frequencies.of_rotations for seq in held), strict=True)
         return tuple(torch.stack(same).repeat_interleave(counts, dim=0) for same in of_rotations)
 
-    def _chunk_rows(self, seq: SequenceState, chunk: Chunk) -> _ChunkRows:
-        """The next rows of a prompt, which see and are stored as decodes. None if the sequence keeps no KV here."""
-        start, stop = seq.length, seq.length + chunk.num_tokens
-        owners = self._owners(seq, chunk)
-        seq.add_blocks(chunk.new_blocks, self._kvp_rank)
+    def _span_rows(self, seq: SequenceState, span: Draft | Chunk) -> _SpanRows:
+        """The next rows of a prompt or of a draft, which see and are stored as decodes. None if the sequence keeps no
+        KV here."""
+        start, stop = seq.length, seq.length + span.num_tokens
+        seq.add_blocks(span.new_blocks, self._kvp_rank)
         seq.length = stop
         if self._kvp_rank not in seq.holders:
             empty = np.zeros(0, np.int64)
             num_windows = self._arena.num_groups - 1
-            return _ChunkRows(empty[None], empty, empty, (empty,) * len(self._views), (empty,) * num_windows)
+            return _SpanRows(empty[None], empty, empty, (empty,) * len(self._views), (empty,) * num_windows)
         positions = np.arange(start, stop)
-        mine = np.array(owners)[positions // self._block_tokens - start // self._block_tokens] == self._kvp_rank
+        mine = self._own(seq, positions)
         limits = seq.local_length + mine.cumsum()
         # Local order follows position, so the i-th local token lies in the sequence's local block i // D. A row that
         # writes nothing here may find no block, and takes any.
@@ -284,20 +285,16 @@ class Batches:
         by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
         places = self._arena.places(seq.extent)
         firsts = [first_local(places, first_seen(view, positions), self._block_tokens) for view in self._views]
-        return _ChunkRows(by_axes, slots, limits, tuple(firsts), tuple(window_slots))
+        return _SpanRows(by_axes, slots, limits, tuple(firsts), tuple(window_slots))
 
-    def _owners(self, seq: SequenceState, chunk: Chunk) -> list[int]:
-        """The owners of the KV blocks that the next rows of a prompt go into: new blocks, and before them perhaps the
-        last old one."""
-        stop_block = -(-(seq.length + chunk.num_tokens) // self._block_tokens)
-        new_blocks = chunk.new_blocks[:: self._arena.num_groups]
-        num_old = stop_block - seq.length // self._block_tokens - len(new_blocks)
-        return [seq.last_owner] * num_old + [block.owner for block in new_blocks]
+    def _own(self, seq: SequenceState, positions_T: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of a sequence's positions lie in blocks of this rank."""
+        return find_blocks(self._arena.places(seq.extent), positions_T // self._block_tokens)[1]
 
 
-def _prompt_tokens(seq: SequenceState, chunk: Chunk) -> np.ndarray:
-    """The tokens of a chunk. They count as seen from here on."""
-    ids = token_ids(chunk.token_ids)
-    if seq.seen is not None:
+def _new_tokens(seq: SequenceState, span: Draft | Chunk) -> np.ndarray:
+    """The tokens of a span's rows. Those of a chunk count as seen from here on; those of a draft may be rejected."""
+    ids = token_ids(span.token_ids)
+    if seq.seen is not None and isinstance(span, Chunk):
         seq.seen.add(ids)
     return ids

@@ -86,6 +86,19 @@ class Matcher:
             self._told.append(token_id)
             self._tell(token_id)
 
+    def with_draft_token(self, token_id: int) -> "Matcher":
+        """Return the matcher of the text with a draft token.
+
+        If the guide does not allow the token, the text counts as ended: the token is never accepted, and whatever is
+        sampled after it is dropped.
+        """
+        copied = Matcher(self._matchers, self._guide, self._matcher.deep_copy(), self._shared)
+        copied._told, copied._has_ended, copied._follows = self._told[:], self._has_ended, self._follows
+        if not copied._has_ended and not copied._matcher.validate_tokens([token_id]):
+            copied._has_ended = True
+        copied.add_one(token_id)
+        return copied
+
     @property
     def has_ended(self) -> bool:
         """Whether the text has its end: what comes after it is dropped."""

@@ -14,6 +14,7 @@ from longhelix.compute.cache.int_table import IntTable
 from longhelix.compute.kernels import native
 from longhelix.compute.models.batch import RowRotation
 from longhelix.compute.runner.decode_rows import DecodeRows
+from longhelix.compute.runner.local_tokens import first_local, first_seen
 from longhelix.compute.runner.sequence_state import EXTENT, HELD, LAST_OWNER, LAST_TOKEN, LENGTH, LOCAL_LENGTH, SHIFT
 from longhelix.spec.attention import Visibility
 
@@ -166,21 +167,3 @@ class RowMemory:
                 places = self._arena.places_between(begin, end)
                 firsts_b[row] = first_local(places, seen_b[row : row + 1], self._block_tokens)[0]
         return len(now_bC), bool(held_BN.all())
-
-
-def first_seen(view: Visibility, positions_T: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first positions that rows at these positions see, in a layer with a limit."""
-    if view.window_tokens is not None:
-        return np.maximum(positions_T + 1 - view.window_tokens, 0)
-    assert view.chunk_tokens is not None
-    return positions_T // view.chunk_tokens * view.chunk_tokens
-
-
-def first_local(places: NDArray[np.int64], positions_T: NDArray[np.int64], block_tokens: int) -> NDArray[np.int64]:
-    """How many of a sequence's tokens before each position lie here, in blocks at these places."""
-    block_T, offset_T = np.divmod(positions_T, block_tokens)
-    if not len(places):
-        return np.zeros_like(positions_T)
-    before_T = places.searchsorted(block_T)
-    is_here_T = places.take(before_T, mode="clip") == block_T  # beyond the last place, the block is a later one
-    return before_T * block_tokens + np.where(is_here_T, offset_T, 0)

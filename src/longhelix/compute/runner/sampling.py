@@ -17,32 +17,34 @@ from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner import choice, sampler
 from longhelix.compute.runner.sequence_state import LAST_TOKEN, LENGTH, SequenceState
+from longhelix.compute.runner.verification import DraftRow
 from longhelix.scheduler.request import SamplingParams
 from longhelix.scheduler.step import SampledToken
 from longhelix.scheduler.work import CANDIDATES
 from longhelix.spans import UNTRACED, Spans
 
+SampledRow = SequenceState | DraftRow  # the last row of a sequence, or a row of its draft
+
 
 class _Settings:
-    """How sequences choose their tokens, and where their candidates lie: all that stays while they are the same."""
+    """How tokens are chosen after rows, and where their candidates lie: all that stays while the rows' sequences are
+    the same."""
 
-    def __init__(self, sequences: tuple[SequenceState, ...], device: torch.device) -> None:
-        self.sequences = sequences
-        self.numbers = sequences[0].numbers
-        self.lines_S = np.array([seq.line for seq in sequences], np.int64)
-        self.ids = [seq.new.id for seq in sequences]
-        self.seeds = [seq.new.seed for seq in sequences]
-        self.params = [seq.new.sampling for seq in sequences]
-        self.weighing = _weighing(sequences)
+    def __init__(self, rows: tuple[SampledRow, ...], device: torch.device) -> None:
+        self.rows = rows
+        self.numbers = rows[0].numbers
+        self.lines_S = np.array([row.line for row in rows], np.int64)
+        self.ids = [row.new.id for row in rows]
+        self.seeds = [row.new.seed for row in rows]
+        self.params = [row.new.sampling for row in rows]
+        self.weighing = _weighing(rows)
         self.greedy = not self.weighing.temperatures_S.any()
         self.count = 1 if self.greedy else CANDIDATES
-        self._adjusted = [
-            (row, seq.line, seq.adjustments) for row, seq in enumerate(sequences) if seq.adjustments is not None
-        ]
+        self._adjusted = [(at, row.line, row.adjustments) for at, row in enumerate(rows) if row.adjustments is not None]
         self.asked = [row for row, each in enumerate(self.params) if each.logprobs is not None]
-        self.found = Candidates.new(len(sequences), self.count, device)
+        self.found = Candidates.new(len(rows), self.count, device)
         self.memory_X = self.found.memory()
-        self.tokens_S = torch.empty(len(sequences), dtype=torch.int64)
+        self.tokens_S = torch.empty(len(rows), dtype=torch.int64)
 
     def adjust(self, logits_Sv: Tensor) -> dict[int, str]:
         """What requests want to be done to their logits, in place. Returns why it cannot be, by row."""
@@ -75,15 +77,15 @@ class Sampling:
         self._first_ids = [part.start for part in self._parts]
 
     def __call__(
-        self, logits_Sv: Tensor, sequences: tuple[SequenceState, ...], together: RankGroup
+        self, logits_Sv: Tensor, rows: tuple[SampledRow, ...], together: RankGroup
     ) -> tuple[SampledToken, ...]:
-        """Choose each sequence's `last_token`; the first of the ranks that sample together, which is the first one of a
+        """Choose each row's `last_token`; the first of the ranks that sample together, which is the first one of a
         copy of the vocabulary, returns them, with what else was asked for.
 
         logits_Sv: float32, over this rank's part of the vocabulary; they are used up. What goes wrong with one row ends
         its sequence alone: other requests go on, and so do the ranks that wait for tokens.
         """
-        settings = self._settings(sequences)
+        settings = self._settings(rows)
         asked_AV = self.gather(logits_Sv[settings.asked]) if settings.asked else ()
         refused = settings.adjust(logits_Sv)
         self._choose(logits_Sv, settings, together)
@@ -133,7 +135,7 @@ class Sampling:
     ) -> dict[int, str]:
         """Choose the tokens that are undecided, of whole rows. Returns errors, by row."""
         left = [row for row, token_id in enumerate(token_ids) if token_id == UNDECIDED]
-        undecided = [settings.sequences[row] for row in left]
+        undecided = [settings.rows[row] for row in left]
         left_Uv = logits_Sv if len(left) == len(token_ids) else logits_Sv[left]
         penalise(left_Uv, _weighing(undecided))
         whole_UV = self.gather(left_Uv)
@@ -155,23 +157,21 @@ class Sampling:
             tokens_S.copy_(heard_S)
 
 
-def _weighing(sequences: Sequence[SequenceState]) -> Weighing:
-    params = [seq.new.sampling for seq in sequences]
+def _weighing(rows: Sequence[SampledRow]) -> Weighing:
+    params = [row.new.sampling for row in rows]
     return Weighing(
-        [None if seq.seen is None else seq.seen.words_W for seq in sequences],
+        [None if row.seen is None else row.seen.words_W for row in rows],
         torch.tensor([each.repetition_penalty for each in params], dtype=torch.float32),
         torch.tensor([each.temperature for each in params], dtype=torch.float32),
     )
 
 
-def _sample(
-    sequences: Sequence[SequenceState], logits_SV: Tensor, keys: Sequence[tuple[int, int]]
-) -> list[tuple[int, str]]:
+def _sample(rows: Sequence[SampledRow], logits_SV: Tensor, keys: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     """The token of each, or 0 and why there is none."""
-    token_ids = sampler.sample_rows(logits_SV, [seq.new.sampling for seq in sequences], keys)
+    token_ids = sampler.sample_rows(logits_SV, [row.new.sampling for row in rows], keys)
     return [
-        _sample_alone(logits_V, seq.new.sampling, key) if token_id == UNDECIDED else (token_id, "")
-        for seq, logits_V, token_id, key in zip(sequences, logits_SV, token_ids, keys, strict=True)
+        _sample_alone(logits_V, row.new.sampling, key) if token_id == UNDECIDED else (token_id, "")
+        for row, logits_V, token_id, key in zip(rows, logits_SV, token_ids, keys, strict=True)
     ]
 
 

@@ -20,6 +20,13 @@ class SeenTokens:
         found[token_ids[inside] - self._begin] = True
         self._bytes |= np.packbits(found, bitorder="little")
 
+    def with_token(self, token_id: int) -> "SeenTokens":
+        """Return a copy with one more token."""
+        copied = SeenTokens(range(self._begin, self._end))
+        copied._bytes[:] = self._bytes
+        copied.add_one(token_id)
+        return copied
+
     def add_one(self, token_id: int) -> None:
         if self._begin <= token_id < self._end:
             byte, bit = divmod(token_id - self._begin, 8)

@@ -13,9 +13,10 @@ from longhelix.compute.cache.int_table import IntTable
 from longhelix.compute.models.image_positions import shift
 from longhelix.compute.parallel.pipeline import Travelling
 from longhelix.compute.runner.adjustments import Adjustments, Record
+from longhelix.compute.runner.local_tokens import first_local
 from longhelix.compute.runner.seen_tokens import SeenTokens
 from longhelix.scheduler.kv.blocks import Block
-from longhelix.scheduler.step import NewSequence, Rebalance
+from longhelix.scheduler.step import Draft, NewSequence, Rebalance
 
 # The columns of a sequence's line. SHIFT: what is added to its length for the next row's position. From HELD on one for
 # each KVP rank, 1 if it is among the holders.
@@ -90,6 +91,7 @@ class SequenceState:
         self.awaited: AwaitedTokens | None = None  # with which the last token comes, while it is on its way
         self.microbatch = 0
         self.instances = new.instances
+        self._draft: Draft | None = None  # the last one
         self.numbers = numbers
         self.line = numbers.take()
         self.last_owner, self.last_token = -1, new.last_token or 0
@@ -122,6 +124,18 @@ class SequenceState:
         num_cached = len(blocks) // self._arena.num_groups
         missing = num_cached * block_tokens - self.length if self.last_owner == kvp_rank else 0
         self.local_length = self._arena.num_blocks(self.extent) * block_tokens - missing
+
+    def take_draft(self, draft: Draft, block_tokens: int) -> None:
+        """Discard the rejected tokens of the last draft, and note the accepted ones and the token after them."""
+        known = token_ids(draft.token_ids)[:1].tolist()
+        if self._draft is not None:
+            known = token_ids(self._draft.token_ids)[1 : draft.start - self._draft.start].tolist() + known
+        for record in self.records:
+            for token_id in known:
+                record.add_one(token_id)
+        self._draft = draft
+        self.length = draft.start
+        self.local_length = int(first_local(self._arena.places(self.extent), np.array([draft.start]), block_tokens)[0])
 
     def end(self) -> None:
         self._arena.close(self.extent)

@@ -103,7 +103,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
             case TakeImageRows(id, start, states):
                 runner.take_image_rows(id, start, states)
             case TakeTokens(table):
-                runner.take_tokens(table)
+                runner.running.take_tokens(table)
             case SaveBlocks() | LoadBlocks() as message:
                 socket.send(_carry(saved, message))
             case Stop():

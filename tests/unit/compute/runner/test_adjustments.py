@@ -105,10 +105,10 @@ def expected_tokens(runner, request):
     return tokens
 
 
-def run_all(runner, requests, **settings):
+def run_all(runner, requests, drafter=None, **settings):
     """Every request's tokens, its log-probabilities and what it took, and the sequences that ranks heard of."""
     config = {"kvp": 1, "num_blocks": 64, "max_model_len": 512, "chunk_tokens": 7} | settings
-    scheduler = Scheduler(SchedulerConfig(**config))
+    scheduler = Scheduler(SchedulerConfig(**config), drafter=drafter)
     for request in requests:
         scheduler.add(request)
     tokens, logprobs, usages, new = ({request.id: [] for request in requests} for _ in range(4))
@@ -144,7 +144,7 @@ def test_of_a_batch_those_that_ask_are_adjusted_and_no_others(asked):
     requests = [make_request(0, 20, 30, **others), make_request(1, 9, 30, **asked), make_request(2, 3, 30)]
     found, *_ = run_all(runner, requests)
     assert found == {request.id: expected_tokens(runner, request) for request in requests}
-    assert [seq for seq, _ in runner.decoding.records] == []  # all have ended
+    assert [seq for seq, _ in runner.running.decoding.records] == []  # all have ended
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -216,12 +216,12 @@ def test_ranks_without_a_share_in_the_choice_keep_nothing():
     new = msgspec.structs.replace(new_sequence(4, SamplingParams(min_tokens=3, **PENALTIES)), blocks_per_rank=(1, 1))
     for instances, kept in (((), True), ((0, 1), True), ((1, 0), False)):
         runner = make_runner(kvp=2)
-        runner.admit(Step(1, new=(msgspec.structs.replace(new, instances=instances),)))
-        assert (runner.sequences[0].adjustments is not None) == kept
+        runner.running.admit(Step(1, new=(msgspec.structs.replace(new, instances=instances),)))
+        assert (runner.running.by_id[0].adjustments is not None) == kept
     runner = make_runner()
-    runner._is_last = False
-    runner.admit(Step(1, new=(new,)))
-    assert runner.sequences[0].adjustments is None
+    runner.running._has_head = False
+    runner.running.admit(Step(1, new=(new,)))
+    assert runner.running.by_id[0].adjustments is None
 
 
 # Guides: of a vocabulary of 11 tokens, in which id 4 ends a text.
@@ -267,7 +267,7 @@ def guided_tokens(runner, request):
 
 def guided_runner():
     runner = make_runner()
-    runner.take_tokens(TABLE)
+    runner.running.take_tokens(TABLE)
     return runner
 
 
@@ -334,10 +334,10 @@ def test_guides_of_a_step_are_compiled_once_and_those_beyond_what_is_kept_go_aft
 
     def begin(step_id, *places):
         news = [new_sequence(5, SamplingParams(guide=guides[place])) for place in places]
-        runner.admit(
+        runner.running.admit(
             Step(step_id, tuple(msgspec.structs.replace(new, id=10 * step_id + at) for at, new in enumerate(news)))
         )
-        return runner._matchers.steps, [guide in runner._matchers._kept for guide in guides]
+        return runner.running._matchers.steps, [guide in runner.running._matchers._kept for guide in guides]
 
     assert begin(1, 0, 1, 0) == (2, [True, False, False])
     assert begin(2, 1, 0, 2) == (4, [False, False, True])
@@ -346,7 +346,7 @@ def test_guides_of_a_step_are_compiled_once_and_those_beyond_what_is_kept_go_aft
 def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
     runner = guided_runner()
     monkeypatch.setitem(matchers._LIMITS, "step_max_items", 2)
-    runner.take_tokens(TABLE)
+    runner.running.take_tokens(TABLE)
     requests = [
         ending(make_request(1, 9, 30, guide=Guide("grammar", 'start: "a" | "b" start "b" | "ab"'))),
         make_request(2, 3, 30),
@@ -368,7 +368,7 @@ def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
 def test_what_guides_take_counts_as_progress():
     """Each one that is compiled, each token that it is told and each mask."""
     runner = guided_runner()
-    runner.admit(Step(1, new=(new_sequence(4, SamplingParams(guide=Guide("regex", "[ab]{12}"))),)))
+    runner.running.admit(Step(1, new=(new_sequence(4, SamplingParams(guide=Guide("regex", "[ab]{12}"))),)))
     assert runner.progress().guide_steps == 1
     run_all(runner, [ending(make_request(1, 5, 12, guide=Guide("regex", "[bc]{12}")))])
     assert runner.progress().guide_steps == 1 + 1 + 12 + 11

@@ -176,7 +176,7 @@ def test_only_the_first_rank_returns_tokens_and_all_know_them():
         scheduler.add(make_request(0, 5))
         result = runner.execute(scheduler.schedule(0.0))
         assert len(result.sampled) == (rank == 0)
-        assert runner.sequences[0].seen is None
+        assert runner.running.by_id[0].seen is None
 
 
 def test_what_kernels_take_of_steps_with_chunks_begins_at_multiples_of_16_bytes():
@@ -238,7 +238,7 @@ def test_what_runs_before_the_first_request_captures_decodes_and_chunks_of_evenl
         if batches:
             (bucket,) = {Bucket.of(batch) for batch in batches}
             warm.add(bucket)
-    assert not any(runner.sequences for runner in runners)
+    assert not any(runner.running.by_id for runner in runners)
     lengths = 4096, 16384
     everywhere = {Bucket(rows, rows, 1, most, 1) for rows in (1, 2, 3, 4, 6, 8) for most in lengths}
     everywhere |= {Bucket(64, 2, 64, most, 1) for most in lengths}
@@ -291,9 +291,9 @@ def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
         for id, prompt_tokens in enumerate([tokens, 5, 5, 5, 5, *[5] * idle]):
             scheduler.add(make_request(id, prompt_tokens))
         runner.execute(scheduler.schedule(0.0))
-        runner.admit(Step(2, joining=(3, 0, 4, 1, 2)))
+        runner.running.admit(Step(2, joining=(3, 0, 4, 1, 2)))
         step = Step(3, most_tokens=tokens)
-        lines.add(lines_of(lambda runner=runner, step=step: runner.batches.of(step, runner.decoding)))
+        lines.add(lines_of(lambda runner=runner, step=step: runner.batches.of(step)))
     assert len(lines) == 1
 
 
@@ -349,9 +349,9 @@ def test_a_sequence_begins_with_the_tokens_that_are_cached(placement, num_tokens
     blocks = [*new.cached_blocks, *chunk.new_blocks]
     by_position = [blocks[position // 16] for position in range(130)]
     for rank, runner in enumerate(runners):
-        seq, mine = runner.sequences[1], [block.owner == rank for block in by_position]
+        seq, mine = runner.running.by_id[1], [block.owner == rank for block in by_position]
         assert (seq.length, seq.local_length) == (130, sum(mine))
-        assert runner.arena.ids(seq.extent)[0].tolist() == [block.id for block in blocks if block.owner == rank]
+        assert runner.running.arena.ids(seq.extent)[0].tolist() == [block.id for block in blocks if block.owner == rank]
         owners = range(3) if new.spread else {block.owner for block in blocks}
         assert seq.holders == set(owners)
         if rank not in owners:
@@ -368,7 +368,7 @@ def test_a_sequence_begins_with_the_tokens_that_are_cached(placement, num_tokens
 def test_the_penalty_sees_tokens_that_are_cached():
     donor, fork = make_request(0, 40), make_request(1, 41, repetition_penalty=1.7)
     (runner,), _ = run_forked(1, 40, donor, fork)
-    assert runner.sequences[1].seen.words_W.tolist() == [2**VOCAB - 1, *[0] * 15]
+    assert runner.running.by_id[1].seen.words_W.tolist() == [2**VOCAB - 1, *[0] * 15]
 
 
 def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypatch):
