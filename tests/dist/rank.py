@@ -4,7 +4,6 @@ Every rank runs the same deterministic scheduler, so no messages are needed; onl
 """
 
 import json
-import random
 import sys
 import traceback
 import warnings
@@ -19,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from known_tokens import KnownTokens
 
 from longhelix.compute.kernels import PANELS, native
 from longhelix.compute.kernels.draw import UNDECIDED
@@ -148,22 +148,6 @@ class FirstRequest:
     def release(self, scheduler):
         for block in self.blocks if self.moved else ():
             scheduler.pool.allocators[block.owner].release(array("q", [block.id]), 0)
-
-
-class KnownTokens:
-    """Draft tokens of some requests: of what they are known to go on with some, and then wrong ones."""
-
-    def __init__(self, prompts, continuations, requests, seed):
-        self.texts = [prompt + tokens for prompt, tokens in zip(prompts, continuations, strict=True)]
-        self.requests, self.chance = requests, random.Random(seed)
-
-    def drafts(self, request):
-        return request.id in self.requests
-
-    def propose(self, seq):
-        known = seq.num_prompt + len(seq.output)
-        right = self.texts[seq.id][known:][: self.chance.randrange(5)]
-        return array("i", right + [self.chance.randrange(20) for _ in range(self.chance.randrange(3))])
 
 
 class DirectRows:

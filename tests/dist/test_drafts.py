@@ -1,12 +1,18 @@
 """Draft tokens on real ranks: whatever is accepted, logits and tokens are those of transformers."""
 
 import itertools
+from math import prod
 
 import numpy as np
 import pytest
+from known_tokens import KnownTokens
 from test_equality import PLACEMENTS, assert_equal, make_case
+from test_kv_groups import CASES as WINDOWED_CASES
+from test_kv_groups import GREEDY, engine, make_model
 
+from longhelix.scheduler.drafting import Drafting
 from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, WITH_EXPERTS, make_oracle
+from tiers import few
 
 pytestmark = pytest.mark.dist
 
@@ -55,16 +61,45 @@ def assert_drafted(oracle, ranks):
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
 def test_logits_and_tokens_equal_transformers(worlds, oracles, model, layout, placement, chunk_tokens):
-    oracle, (kvp, tpa, pp) = oracles(model), layout
-    for depth in (2,) if pp == 1 else (pp + 1,):
-        case = drafting(
-            oracle,
-            kvp,
-            tpa,
-            pp,
-            placement,
-            chunk_tokens,
-            CASES.index((model, layout, placement, chunk_tokens)),
-            depth=depth,
-        )
-        assert_drafted(oracle, worlds(kvp * tpa * pp).run(case))
+    oracle, seed = oracles(model), CASES.index((model, layout, placement, chunk_tokens))
+    depth = {} if layout[2] > 1 else {"depth": 1 + seed % 2}
+    case = drafting(oracle, *layout, placement, chunk_tokens, seed, **depth)
+    assert_drafted(oracle, worlds(prod(layout)).run(case))
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 4096])
+@pytest.mark.parametrize("model", ["latents", "native"])
+def test_packed_pools_hold_drafts(worlds, oracles, model, chunk_tokens):
+    oracle = oracles(model)
+    case = drafting(oracle, 2, 1, 1, "striped", chunk_tokens, block_tokens=16)
+    assert_drafted(oracle, worlds(2).run(case))
+
+
+def test_drafts_attend_in_parts(worlds, oracles):
+    """Over gloo, where exchanges travel while ranks attend (HOP-B)."""
+    oracle = oracles("llama")
+    more = {"hop_b": 3, "backend": "gloo", "execution": "eager"}
+    case = drafting(oracle, 2, 1, 1, "striped", 4096, **more)
+    assert_drafted(oracle, worlds(2).run(case | {"prompts": oracle.prompts}))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    return make_model(tmp_path_factory.mktemp("windowed"), kinds)
+
+
+@pytest.mark.parametrize(("layout", "settings"), few(WINDOWED_CASES, 2))
+def test_an_engine_over_windows_has_the_tokens_of_transformers(windowed, layout, settings):
+    """Two of four requests have drafts. The second time most prompts begin with a cached prefix."""
+    with engine(windowed, layout, **settings) as llm:
+        scheduler = llm._core._scheduler
+        for is_cached in (False, True):
+            first = 4 * is_cached
+            prompts = [[]] * first + windowed.prompts
+            tokens = [[]] * first + windowed.tokens
+            drafter = KnownTokens(prompts, tokens, {first, first + 3}, seed=first)
+            scheduler._drafting = Drafting(drafter, layout.pp)
+            results = llm.generate(windowed.prompts, GREEDY)
+            assert [result.token_ids for result in results] == windowed.tokens
+            assert drafter.num_drafted > 0

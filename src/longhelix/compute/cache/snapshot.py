@@ -21,7 +21,7 @@ from longhelix.compute.kernels.stored import StoredPart, stored_parts
 from longhelix.errors import UserError
 
 _NUMBERS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "fp8": "F8_E4M3", "int8": "I8", "int4": "U8"}
-_SCALES = {torch.int16: "BF16", torch.int32: "F32"}
+_SCALES = {torch.uint8: "F8_E4M3", torch.int16: "BF16", torch.int32: "F32"}
 # Checked and then copied by one thread: many, for each copy of a layer takes some time to begin.
 _TURN_BYTES = 2**24
 
@@ -62,7 +62,7 @@ class Snapshot:
         place, kept = layer - self.layers.start, {}
         for name, part in self._parts[place].items():
             entry, vectors = name.split(".")
-            number = _NUMBERS[self.pool.layers[place][entry].format.dtype]
+            number = _NUMBERS.get(self.pool.layers[place][entry].format.dtype, "U8")  # several in a byte
             kept[name] = StoredTensor(_SCALES[part.view.dtype] if vectors.endswith("_scales") else number, part.shape)
         return kept
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels import native
-from longhelix.compute.kernels.numbers import STORED
+from longhelix.compute.kernels.numbers import SCALE_DTYPES, STORED
 from longhelix.errors import UserError
-from longhelix.spec import FORMATS, NumberFormat
+from longhelix.spec import FORMATS, NumberFormat, Scales
 
 
 class KVArrangement(Protocol):
@@ -35,8 +35,9 @@ class KVArrangement(Protocol):
 
 class Rows:
     """A tensor (P, A, D, k, C) of numbers; A is [keys, values], both of C channels, or [keys] alone where values are
-    the first channels of the keys (MLA, absorbed). Narrow numbers have float32 scales (P, A, D, k) beside them. GPUs
-    and the reference read them."""
+    the first channels of the keys (MLA, absorbed). Numbers of fewer than 8 bits share elements. Narrow numbers have
+    scales beside them: (P, A, D, k), or (P, A, D, k, G) where scale blocks are parts of a vector. GPUs and the
+    reference read them."""
 
     name = "rows"
 
@@ -47,10 +48,14 @@ class Rows:
         return self.name in kv and not slow
 
     def new_tensors(self, format: "KVFormat", num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        arrays, stored = len(format.vector_sizes), STORED[format.dtype]
-        shape = num_blocks, arrays, format.block_tokens, format.num_kv_heads, format.key_size
-        scales = None if stored.largest is None else torch.empty(shape[:-1], dtype=torch.float32, device=device)
-        return torch.empty(shape, dtype=stored.dtype, device=device), scales
+        dtype, scales = STORED[format.dtype].dtype, format.scales
+        vectors = num_blocks, len(format.vector_sizes), format.block_tokens, format.num_kv_heads
+        elements = format.key_size * format.number.bits // (8 * dtype.itemsize)
+        values = torch.empty(*vectors, elements, dtype=dtype, device=device)
+        if not scales.bits:
+            return values, None
+        shape = *vectors, *format.scales_per_vector
+        return values, torch.empty(shape, dtype=SCALE_DTYPES[scales.scale_bits], device=device)
 
     def sizes(self, values: Tensor) -> tuple[int, int]:
         return values.shape[2], values.shape[3]
@@ -143,6 +148,17 @@ class KVFormat:
         return FORMATS[self.dtype]
 
     @property
+    def scales(self) -> Scales:
+        """The scales of its numbers."""
+        return self.number.kv[self.arrangement.name]
+
+    @property
+    def scales_per_vector(self) -> tuple[int, ...]:
+        """(G,), the scale blocks of a vector; empty if all of its channels share one scale."""
+        numbers = self.scales.numbers
+        return () if numbers is None else (-(-self.key_size // numbers),)
+
+    @property
     def vector_sizes(self) -> tuple[int, ...]:
         """Channels of what is kept of one token and head."""
         return (self.key_size,) if self.shared_values else (self.key_size, self.value_size)
@@ -150,8 +166,7 @@ class KVFormat:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block: numbers, and the scales of narrow ones."""
-        scales = self.number.kv[self.arrangement.name]
-        bits = sum(self.number.vector_bits(size, scales) for size in self.vector_sizes)
+        bits = sum(self.number.vector_bits(size, self.scales) for size in self.vector_sizes)
         return self.block_tokens * self.num_kv_heads * bits // 8
 
     def new_layer(self, num_blocks: int, device: torch.device) -> "KVLayer":
@@ -191,6 +206,7 @@ class KVLayer:
     def decoded(self, blocks_J: Tensor) -> tuple[Tensor, Tensor]:
         """k_JDkC, v_JDkC of some KV blocks in rows; float32 where they have scales."""
         scales = None if self.scales is None else self.scales[blocks_J]
-        numbers_JADkC = STORED[self.format.dtype].decode(self.values[blocks_J], scales)
+        stored, numbers_per_scale = STORED[self.format.dtype], self.format.scales.numbers
+        numbers_JADkC = stored.decode(self.values[blocks_J], scales, numbers_per_scale)
         keys_JDkC = numbers_JADkC[:, 0]
         return keys_JDkC, keys_JDkC[..., : self.format.value_size] if self.format.shared_values else numbers_JADkC[:, 1]

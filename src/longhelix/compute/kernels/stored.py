@@ -4,6 +4,7 @@ to another one.
 Of a KV block and head: keys (C, D), values (V / 16, D, 16), or (1, D, V) where sixteens do not divide V, scales (D). It
 is the order of tiles of 16 tokens, which kernels of CPUs read, as far as numbers lie one by one there: much may have to
 be moved at once. int4 has two rows in a byte, which is told of as one row: of eight the i-th and the one four further.
+Where numbers share elements in rows, C and V count elements. Scales of scale blocks are (D, G).
 """
 
 import math
@@ -60,17 +61,18 @@ def stored_parts(layer: KVLayer) -> dict[str, StoredPart]:
 
 
 def _in_rows(layer: KVLayer) -> dict[str, StoredPart]:
-    bits_PADkC, parts = layer.values.view(_BITS[layer.format.number.bits]), {}
-    for array, (name, size) in enumerate(_vectors(layer)):
+    bits_PADkC, parts = layer.values.view(_BITS[8 * layer.values.itemsize]), {}
+    for array, (name, _) in enumerate(_vectors(layer)):
         bits_PkDC = bits_PADkC[:, array].transpose(1, 2)
+        size = bits_PkDC.shape[-1]
         view = bits_PkDC.transpose(2, 3)
         if name == "values":
             lanes = size if size % native.LANES else native.LANES
             view = bits_PkDC.unflatten(3, (-1, lanes)).transpose(2, 3)
         parts[name] = StoredPart(view, tuple((dim,) for dim in view.shape[2:]))
         if layer.scales is not None:
-            scales_PkD = layer.scales[:, array].transpose(1, 2).view(torch.int32)
-            parts[f"{name}_scales"] = StoredPart(scales_PkD, (scales_PkD.shape[2:],))
+            scales_PkDG = layer.scales[:, array].transpose(1, 2).view(_BITS[8 * layer.scales.itemsize])
+            parts[f"{name}_scales"] = StoredPart(scales_PkDG, tuple((dim,) for dim in scales_PkDG.shape[2:]))
     return parts
 
 

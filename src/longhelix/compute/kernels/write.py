@@ -44,10 +44,10 @@ def _write_kv(k_TkC, v_TkC, values, scales, slots_T, *format):
         triton_kernels().write_kv(k_TkC, v_TkC, values, scales, slots_T)
         return
     for array, x_TkC in enumerate((k_TkC,) if v_TkC is None else (k_TkC, v_TkC)):
-        stored_TkC, scales_Tk = STORED[layer.format.dtype].encode(x_TkC)
-        reference.write_rows(stored_TkC, values[:, array], slots_T)
-        if scales_Tk is not None:
-            reference.write_rows(scales_Tk, scales[:, array], slots_T)
+        stored_TkX, scales_TkG = STORED[layer.format.dtype].encode(x_TkC, layer.format.scales)
+        reference.write_rows(stored_TkX, values[:, array], slots_T)
+        if scales_TkG is not None:
+            reference.write_rows(scales_TkG, scales[:, array], slots_T)
 
 
 def _write_tiles(k_TkC, v_TkC, layer, slots_T):
