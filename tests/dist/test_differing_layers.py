@@ -1,16 +1,16 @@
-"""A model whose layers differ in heads, head size, rotation, what rows see, and FFN: the tokens of a forward pass in
-float64 that is written out here."""
+"""A model whose layers differ in heads, head size, rotation, what rows see, and FFN: its tokens are those of a forward
+pass in float64."""
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.nn.functional import silu
 
+from float64_layers import EPS, logits_of, random_weights
 from longhelix import LLM, SamplingParams, UserError
-from longhelix.compute.models.parameters import declare
 from longhelix.spec import FAMILIES, GatedFFN, GroupedQueryAttention, LayerSpec, MoE, RopeSpec, Visibility
 from longhelix.spec.hf_config import read_hf_config
 from longhelix.spec.layout import HeadShape, Layout
@@ -19,7 +19,7 @@ from tiers import few
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
-HIDDEN, EPS, NEW_TOKENS = 96, 1e-6, 16
+HIDDEN, NEW_TOKENS = 96, 16
 NEAR, FAR = RopeSpec(theta=10_000.0), RopeSpec(kind="linear", theta=1_000_000.0, factor=4.0)
 EXPERTS = MoE(5, 2, 48, shared_size=32)
 LAYERS = tuple(
@@ -78,79 +78,19 @@ class Model:
 
     def __init__(self, layers, folder, family):
         family(layers)
-        self.layers, self.folder = layers, folder
+        self.folder = folder
         config = CONFIG | {"num_hidden_layers": len(layers)}
-        generator, self.weights = torch.Generator().manual_seed(5), {}
-        for parameter in declare(read_hf_config(config), Layout(), 0):
-            for source in parameter.sources:
-                mean = 1.0 if "norm" in source.name else 0.0
-                self.weights[source.name] = mean + 0.2 * torch.randn(source.shape, generator=generator)
-        save_file(self.weights, folder / "model.safetensors")
+        generator = torch.Generator().manual_seed(5)
+        weights = random_weights(read_hf_config(config), generator)
+        save_file(weights, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(config))
         save_tokenizer_files(folder)
-        self.weights = {name: tensor.double() for name, tensor in self.weights.items()}
         self.prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-        self.tokens = [greedy_of(self.logits, prompt, NEW_TOKENS)[0] for prompt in self.prompts]
-
-    def logits(self, ids):
-        """logits_SV in float64."""
-        x_SH = self.weights["model.embed_tokens.weight"][ids]
-        for index, layer in enumerate(self.layers):
-            own = {name.removeprefix(f"model.layers.{index}."): weight for name, weight in self.weights.items()}
-            x_SH = x_SH + attended(norm(x_SH, own["input_layernorm.weight"]), layer.attention, own)
-            y_SH = norm(x_SH, own["post_attention_layernorm.weight"])
-            x_SH = x_SH + (swiglu(y_SH, own, "mlp.") if layer.moe is None else mixed(y_SH, layer.moe, own))
-        return norm(x_SH, self.weights["model.norm.weight"]) @ self.weights["lm_head.weight"].T
+        logits = partial(logits_of, layers, weights)
+        self.tokens = [greedy_of(logits, prompt, NEW_TOKENS)[0] for prompt in self.prompts]
 
     def engine(self, layout, **settings):
         return LLM(self.folder, layout, **{"dtype": "float32", "device": "cpu", "max_model_len": 400} | settings)
-
-
-def norm(x_SX, weight_X):
-    return x_SX * (x_SX.square().mean(-1, keepdim=True) + EPS) ** -0.5 * weight_X
-
-
-def swiglu(x_SH, own, name):
-    gate_Sf, up_Sf = (x_SH @ own[f"{name}{part}_proj.weight"].T for part in ("gate", "up"))
-    return (silu(gate_Sf) * up_Sf) @ own[f"{name}down_proj.weight"].T
-
-
-def mixed(x_SH, moe, own):
-    """Experts with softmax scores, normalised, and a shared one."""
-    scores_SE = (x_SH @ own["mlp.gate.weight"].T).softmax(-1)
-    best_SY, experts_SY = scores_SE.topk(moe.experts_per_token)
-    out_SH = swiglu(x_SH, own, "mlp.shared_experts.")
-    for expert in range(moe.num_experts):
-        weight_S = (best_SY / best_SY.sum(-1, keepdim=True) * (experts_SY == expert)).sum(-1)
-        out_SH = out_SH + weight_S[:, None] * swiglu(x_SH, own, f"mlp.experts.{expert}.")
-    return out_SH
-
-
-def attended(x_SH, attention, own):
-    def heads(name, count):
-        bias = own[f"self_attn.{name}_proj.bias"] if attention.qkv_bias else 0.0
-        return (x_SH @ own[f"self_attn.{name}_proj.weight"].T + bias).unflatten(1, (count, -1)).transpose(0, 1)
-
-    shape, positions_S = attention.heads, torch.arange(len(x_SH))
-    q_qSC = heads("q", shape.num_query_heads)
-    k_kSC, v_kSC = heads("k", shape.num_kv_heads), heads("v", shape.num_kv_heads)
-    if attention.qk_norm:
-        q_qSC, k_kSC = norm(q_qSC, own["self_attn.q_norm.weight"]), norm(k_kSC, own["self_attn.k_norm.weight"])
-    q_qSC, k_qSC = rotated(q_qSC, attention), rotated(k_kSC, attention).repeat_interleave(shape.group_size, 0)
-    scores_qSS = q_qSC @ k_qSC.transpose(1, 2) * attention.head_size**-0.5
-    first_S1 = torch.tensor([attention.visibility.first_seen(position) for position in positions_S.tolist()])[:, None]
-    seen_SS = (positions_S <= positions_S[:, None]) & (positions_S >= first_S1)
-    weights_qSS = scores_qSS.masked_fill(~seen_SS, -torch.inf).softmax(-1)
-    out_SX = (weights_qSS @ v_kSC.repeat_interleave(shape.group_size, 0)).transpose(0, 1).flatten(1)
-    return out_SX @ own["self_attn.o_proj.weight"].T
-
-
-def rotated(x_nSC, attention):
-    size, rope = attention.rotated_size, attention.rope
-    frequencies_R = rope.theta ** (-torch.arange(0, size, 2).double() / max(size, 1)) / rope.factor
-    turns_SR = torch.exp(1j * torch.arange(x_nSC.shape[1])[:, None] * frequencies_R)
-    pairs_nSR = torch.complex(x_nSC[..., : size // 2], x_nSC[..., size // 2 : size]) * turns_SR
-    return torch.cat((pairs_nSR.real, pairs_nSR.imag, x_nSC[..., size:]), dim=-1)
 
 
 @pytest.mark.parametrize(("layout", "settings"), few(CASES))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 import zmq
+from test_kv_groups import make_model
 
 from longhelix import LLM, EngineError, Layout, SamplingParams, ServiceLevel
 from oracle import FAMILIES, make_oracle, save_tokenizer_files
@@ -26,6 +27,12 @@ def path(tmp_path_factory):
     return str(oracle.path)
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    return str(make_model(tmp_path_factory.mktemp("windowed"), kinds).path)
+
+
 class Router:
     """Knows the blocks of an engine by their numbers: which are in each tier, and which one follows another."""
 
@@ -38,6 +45,7 @@ class Router:
         self.found = {"GPU": set(), "CPU": set()}
         self.after = {}  # by the number of the block before, the tokens and the extra keys
         self.removed = self.cleared = 0
+        self.windows = {}  # by KV group with a window: its tokens, and the blocks that are found there
 
     def read(self):
         """Take the events since the last call. An engine has published all changes when a call of it returns."""
@@ -64,6 +72,18 @@ class Router:
                     assert number not in self.found[medium]
                     self.found[medium].add(number)
                     parent = number
+            case ["BlockStored", *stored, 0, "full_attention", None]:
+                self.take(["BlockStored", *stored])
+            case ["BlockStored", hashes, *_, group, "sliding_window", tokens]:
+                size, found = self.windows.setdefault(group, (tokens, set()))
+                assert size == tokens
+                assert found.isdisjoint(hashes)
+                found.update(hashes)
+            case ["BlockRemoved", hashes, medium, 0]:
+                self.take(["BlockRemoved", hashes, medium])
+            case ["BlockRemoved", hashes, _, group]:
+                assert self.windows[group][1].issuperset(hashes)
+                self.windows[group][1].difference_update(hashes)
             case ["BlockRemoved", hashes, medium]:
                 assert self.found[medium].issuperset(hashes)
                 self.found[medium].difference_update(hashes)
@@ -75,17 +95,29 @@ class Router:
             case _:
                 raise AssertionError(event)
 
-    def hits(self, prompt, salt=""):
+    def hits(self, prompt, salt="", ignore_windows=False):
         """How many tokens of a prompt the engine need not compute. It computes at least one."""
         self.read()
-        parent, stop = None, 0
+        parent, stop, numbers = None, 0, []
         while stop + BLOCK_TOKENS <= len(prompt):
             keys = (salt,) if salt and not stop else ()
             parent = self.after.get((parent, tuple(prompt[stop : stop + BLOCK_TOKENS]), keys))
             if parent not in self.found["GPU"] | self.found["CPU"]:
                 break
             stop += BLOCK_TOKENS
-        return min(stop, len(prompt) - 1)
+            numbers.append(parent)
+        most = min(stop, len(prompt) - 1)
+        return most if ignore_windows else self.within_windows(most, numbers)
+
+    def within_windows(self, num_tokens, numbers):
+        """The most tokens for which each window has what the next row sees."""
+        missing = [
+            place
+            for window_tokens, found in self.windows.values()
+            for place in range(max(num_tokens + 1 - window_tokens, 0) // BLOCK_TOKENS, -(-num_tokens // BLOCK_TOKENS))
+            if numbers[place] not in found
+        ]
+        return self.within_windows(max(missing) * BLOCK_TOKENS, numbers) if missing else num_tokens
 
 
 @contextmanager
@@ -139,6 +171,29 @@ def test_each_prefix_hit_is_predicted(path, tmp_path, layout, settings):
                 hits.append(found)
         assert 0 < sum(map(bool, hits)) < len(hits)
         assert router.removed > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"), few([(Layout(kvp=2), {}), (Layout(kvp=2), {"placement": "local"}), (Layout(tpa=2), {})])
+)
+def test_each_prefix_hit_of_a_model_with_a_window_is_predicted(windowed, tmp_path, layout, settings):
+    """Turns of conversations about a few documents, in pools for two requests."""
+    settings = {"max_running": 2, "kv_cache_tokens": 512, **settings}
+    with routed(windowed, tmp_path, layout, **settings) as (llm, router):
+        hits, cut = [], 0
+        for turn in range(30):
+            document = DOCUMENTS[turn * 5 % 7 % 3]
+            prompt = document[: 30 + turn * 11 % 31]
+            full = router.hits(prompt, ignore_windows=True)
+            answer, found = ask(llm, router, prompt, 1 + turn % 9)
+            hits.append(found)
+            cut += found < full
+            if turn % 4 == 0:
+                _, found = ask(llm, router, [*prompt, *answer, 5, 6, 7])
+                hits.append(found)
+        assert 0 < sum(map(bool, hits)) < len(hits)
+        assert cut > 0
+        assert list(router.windows) == [1]
 
 
 def test_salted_prompts_and_loaded_contexts_are_predicted(path, tmp_path):

@@ -115,7 +115,7 @@ class TokenCore:
             cut=self._pool.cut,
             root=_root(config),
             swap_s=self._pool.cost.swap_seconds(config.scheduler.block_tokens),
-            record=None if on_cache_changes is None else CacheRecord(),
+            record=None if on_cache_changes is None else CacheRecord(len(config.scheduler.windows)),
         )
         cost = self._scheduler.cost
         self._steps = StepLog(lambda work: None if cost is None else cost.seconds(work))

@@ -5,9 +5,10 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Self
+from operator import attrgetter
+from typing import NamedTuple, Self
 
 import msgspec
 import zmq
@@ -15,6 +16,7 @@ import zmq
 from longhelix.engine.options import EngineOptions
 from longhelix.errors import UserError
 from longhelix.scheduler.cache_record import CacheChanges, RemovedBlock, StoredBlock, Tier
+from longhelix.spec.attention import Visibility
 
 _MEDIA: dict[Tier, str] = {"pool": "GPU", "swap": "CPU"}  # vLLM's names of tiers, also for engines without GPUs
 _END = (-1).to_bytes(8, "big", signed=True)  # in place of a sequence number, after the last replayed batch
@@ -42,11 +44,25 @@ class BlockStored(_Event):
     extra_keys: list[tuple[str, ...] | None] | None  # salt and images of each block; None if no block has any
 
 
+class GroupBlockStored(BlockStored, tag="BlockStored"):
+    """KV blocks of one KV group can be found from now on. For models with several KV groups."""
+
+    group_idx: int  # 0: layers whose rows see everything; then those with a limit
+    kv_cache_spec_kind: str
+    kv_cache_spec_sliding_window: int | None  # tokens of the window or the chunk
+
+
 class BlockRemoved(_Event):
     """KV blocks are found no longer."""
 
     block_hashes: list[int]
     medium: str
+
+
+class GroupBlockRemoved(BlockRemoved, tag="BlockRemoved"):
+    """KV blocks of one KV group are found no longer."""
+
+    group_idx: int
 
 
 class AllBlocksCleared(_Event):
@@ -73,7 +89,14 @@ class KVEventPublisher:
     lose messages. They never delay the engine.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, topic: str, block_tokens: int) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None,
+        topic: str,
+        block_tokens: int,
+        limits: Sequence[Visibility] = (),
+    ) -> None:
         """Bind the sockets.
 
         Args:
@@ -81,12 +104,13 @@ class KVEventPublisher:
             replay_endpoint: address of the ROUTER socket. If None, there are no replays.
             topic: first frame of each message.
             block_tokens: number of tokens in a KV block.
+            limits: what the rows of each KV group with a limit see.
 
         Raises:
             UserError: an address cannot be bound.
         """
         self._topic = topic.encode()
-        self._block_tokens = block_tokens
+        self._events = _Events(block_tokens, limits)
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()  # guards the three below
         self._next_sequence = 0
@@ -105,7 +129,7 @@ class KVEventPublisher:
             raise
 
     @classmethod
-    def of(cls, options: EngineOptions) -> Self | None:
+    def of(cls, options: EngineOptions, limits: Sequence[Visibility]) -> Self | None:
         """Return the publisher that the options ask for, or None if they ask for none.
 
         Raises:
@@ -132,12 +156,13 @@ class KVEventPublisher:
             options.kv_events_replay_endpoint,
             options.kv_events_topic or "",
             options.block_tokens,
+            limits,
         )
 
     def publish(self, changes: CacheChanges) -> None:
         """Publish changes of the prefix cache as one batch."""
         # A block that moves to another tier is stored there before it is removed here, so that readers keep its tokens.
-        self._send([*_stored(changes.stored, self._block_tokens), *_removed(changes.removed)])
+        self._send([*self._events.stored(changes.stored), *self._events.removed(changes.removed)])
 
     def clear(self) -> None:
         """Publish that the prefix cache is empty."""
@@ -199,38 +224,65 @@ class KVEventPublisher:
         replaying.send_multipart([reader, b"", b"", _END, b""])
 
 
-def _stored(blocks: Iterable[StoredBlock], block_tokens: int) -> list[KVEvent]:
-    """Return one event for each run of blocks that follow each other."""
-    runs: list[list[StoredBlock]] = []
-    for block in blocks:
-        last = runs[-1][-1] if runs else None
-        if last is not None and (last.tier, last.content_hash) == (block.tier, block.content.parent):
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return [_stored_run(run, block_tokens) for run in runs]
+class _Events(NamedTuple):
+    """Makes events of changes.
 
+    limits: what the rows of each KV group with a limit see. Without any, events have no fields of groups.
+    """
 
-def _stored_run(run: list[StoredBlock], block_tokens: int) -> BlockStored:
-    parent = run[0].content.parent
-    return BlockStored(
-        block_hashes=[_number(block.content_hash) for block in run],
-        parent_block_hash=None if parent is None else _number(parent),
-        token_ids=array("i", b"".join(block.content.token_bytes for block in run)).tolist(),
-        block_size=block_tokens,
-        lora_id=None,
-        medium=_MEDIA[run[0].tier],
-        lora_name=None,
-        extra_keys=[block.content.keys or None for block in run] if any(block.content.keys for block in run) else None,
-    )
+    block_tokens: int
+    limits: Sequence[Visibility]
 
+    def stored(self, blocks: Iterable[StoredBlock]) -> list[KVEvent]:
+        """Return one event for each run of blocks that follow each other."""
+        runs: list[list[StoredBlock]] = []
+        for block in blocks:
+            last = runs[-1][-1] if runs else None
+            place = block.group, block.tier, block.content.parent
+            if last is not None and (last.group, last.tier, last.content_hash) == place:
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        return [self._stored_run(run) for run in runs]
 
-def _removed(blocks: Iterable[RemovedBlock]) -> list[KVEvent]:
-    """Return one event for each run of blocks of one tier."""
-    return [
-        BlockRemoved([_number(block.content_hash) for block in run], _MEDIA[tier])
-        for tier, run in groupby(blocks, key=lambda block: block.tier)
-    ]
+    def _stored_run(self, run: list[StoredBlock]) -> BlockStored:
+        parent, has_keys = run[0].content.parent, any(block.content.keys for block in run)
+        stored = BlockStored(
+            block_hashes=[_number(block.content_hash) for block in run],
+            parent_block_hash=None if parent is None else _number(parent),
+            token_ids=array("i", b"".join(block.content.token_bytes for block in run)).tolist(),
+            block_size=self.block_tokens,
+            lora_id=None,
+            medium=_MEDIA[run[0].tier],
+            lora_name=None,
+            extra_keys=[block.content.keys or None for block in run] if has_keys else None,
+        )
+        if not self.limits:
+            return stored
+        group = run[0].group
+        kind, tokens = self._kind(group)
+        return GroupBlockStored(
+            **msgspec.structs.asdict(stored),
+            group_idx=group,
+            kv_cache_spec_kind=kind,
+            kv_cache_spec_sliding_window=tokens,
+        )
+
+    def _kind(self, group: int) -> tuple[str, int | None]:
+        """vLLM's name of what the rows of a group see, and its tokens."""
+        if group == 0:
+            return "full_attention", None
+        limit = self.limits[group - 1]
+        kind = "chunked_local_attention" if limit.window_tokens is None else "sliding_window"
+        return kind, limit.limit_tokens
+
+    def removed(self, blocks: Iterable[RemovedBlock]) -> list[KVEvent]:
+        """Return one event for each run of blocks of one group and tier."""
+        runs = groupby(blocks, key=attrgetter("group", "tier"))
+        numbers = [(group, _MEDIA[tier], [_number(one.content_hash) for one in run]) for (group, tier), run in runs]
+        if not self.limits:
+            return [BlockRemoved(hashes, medium) for _, medium, hashes in numbers]
+        return [GroupBlockRemoved(hashes, medium, group) for group, medium, hashes in numbers]
 
 
 def _number(content_hash: bytes) -> int:

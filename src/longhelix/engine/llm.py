@@ -136,7 +136,8 @@ class LLM:
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
         self._kv_events: KVEventPublisher | None = None
         try:
-            self._kv_events = KVEventPublisher.of(options)
+            limits = [window.visibility for window in self.config.scheduler.windows]
+            self._kv_events = KVEventPublisher.of(options, limits)
             self._new_core = partial(
                 TokenCore,
                 self.config,

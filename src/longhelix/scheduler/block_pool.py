@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import repeat
 
 from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
@@ -50,8 +51,10 @@ class BlockPool:
             for rank in range(config.kvp)
         ]
         self.matches = Matches(self.allocators, self.index, self.swaps.index)
+        touch = None if record is None else record.touch
         self.windows = tuple(
-            WindowGroup(window, config.kvp, config.block_tokens, config.most_chunk_blocks) for window in config.windows
+            WindowGroup(window, config.kvp, config.block_tokens, config.most_chunk_blocks, touch)
+            for window in config.windows
         )
         self.swaps.watcher = self.matches
         for allocator in self.allocators:
@@ -342,7 +345,16 @@ class BlockPool:
         assert self.record is not None
         index, swapped = self.index, self.swaps.index
         leaving = {content_hash for _, content_hash in self.swaps.evicted}
-        return self.record.take(lambda content_hash: content_hash in index or content_hash in swapped, leaving)
+        return self.record.take(
+            lambda content_hash: content_hash in index or content_hash in swapped,
+            leaving,
+            [partial(self._is_found_in, window) for window in self.windows],
+        )
+
+    def _is_found_in(self, window: WindowGroup, content_hash: bytes) -> bool:
+        """Whether a request that begins with the block of this content finds it in a group with a limit."""
+        block = self.index.get(content_hash)
+        return block is not None and content_hash in window.allocators[block.owner].index
 
     def forget(self) -> None:
         """Let all cached blocks be free."""

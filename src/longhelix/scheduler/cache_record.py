@@ -24,25 +24,30 @@ class BlockContent(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """A block that can be found from now on."""
+    """A block that can be found from now on.
+
+    group: its KV group. 0: layers whose rows see everything; then those with a limit, in their order.
+    """
 
     tier: Tier
     content_hash: bytes
     content: BlockContent
+    group: int = 0
 
 
 class RemovedBlock(NamedTuple):
-    """A block that is found no longer."""
+    """A block that is found no longer. group: see `StoredBlock`."""
 
     tier: Tier
     content_hash: bytes
+    group: int = 0
 
 
 class CacheChanges(NamedTuple):
     """The difference between two states of the prefix cache. A block is stored after the one before it."""
 
-    stored: Items[StoredBlock]
-    removed: Items[RemovedBlock]
+    stored: list[StoredBlock]
+    removed: list[RemovedBlock]
 
 
 class CacheRecord:
@@ -50,9 +55,17 @@ class CacheRecord:
 
     It knows the content of all blocks that can be found, because blocks come back from their slots and move between
     ranks when nobody has their tokens at hand.
+
+    In a KV group with a limit, a block can be found if it is on the rank whose block is found in group 0. So changes of
+    both groups matter, and the record asks about each touched block when the changes are taken.
+
+    Args:
+        num_windows: The number of KV groups with a limit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_windows: int = 0) -> None:
+        self._of_windows: list[set[bytes]] = [set() for _ in range(num_windows)]  # hashes that can be found
+        self._touched: dict[bytes, None] = {}  # hashes whose blocks of these groups may have changed
         self.contents: dict[bytes, BlockContent] = {}
         self._stored: dict[tuple[Tier, bytes], None] = {}
         self._removed: dict[tuple[Tier, bytes], None] = {}
@@ -85,6 +98,7 @@ class CacheRecord:
     def stored(self, tier: Tier, hashes: Iterable[bytes]) -> None:
         """Blocks can be found from now on."""
         for content_hash in hashes:
+            self.touch(content_hash)
             if (tier, content_hash) in self._removed:
                 del self._removed[tier, content_hash]
             else:
@@ -92,23 +106,45 @@ class CacheRecord:
 
     def removed(self, tier: Tier, content_hash: bytes) -> None:
         """A block is found no longer."""
+        self.touch(content_hash)
         self._doubtful.add(content_hash)
         if (tier, content_hash) in self._stored:
             del self._stored[tier, content_hash]
         else:
             self._removed[tier, content_hash] = None
 
-    def take(self, is_found: Callable[[bytes], bool], leaving: Collection[bytes]) -> CacheChanges:
+    def touch(self, content_hash: bytes) -> None:
+        """A block may be found or no longer, in a KV group with a limit."""
+        if self._of_windows:
+            self._touched[content_hash] = None
+
+    def take(
+        self,
+        is_found: Callable[[bytes], bool],
+        leaving: Collection[bytes],
+        windows: Items[Callable[[bytes], bool]] = (),
+    ) -> CacheChanges:
         """The changes since the last call.
 
         Args:
             is_found: whether a block with this hash can be found.
             leaving: hashes of blocks that may be swapped.
+            windows: `is_found` of each KV group with a limit.
         """
         changes = CacheChanges(
             [StoredBlock(tier, content_hash, self.contents[content_hash]) for tier, content_hash in self._stored],
             [RemovedBlock(tier, content_hash) for tier, content_hash in self._removed],
         )
+        for group, (before, is_in_group) in enumerate(zip(self._of_windows, windows, strict=True), start=1):
+            for content_hash in self._touched:
+                is_there = is_in_group(content_hash)
+                if is_there and content_hash not in before:
+                    changes.stored.append(StoredBlock("pool", content_hash, self.contents[content_hash], group))
+                    before.add(content_hash)
+                elif not is_there and content_hash in before:
+                    changes.removed.append(RemovedBlock("pool", content_hash, group))
+                    before.discard(content_hash)
+        self._touched.clear()
         self._stored.clear()
         self._removed.clear()
         lost = {content_hash for content_hash in self._doubtful if not is_found(content_hash)}

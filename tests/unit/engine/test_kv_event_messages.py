@@ -12,6 +12,7 @@ from longhelix.engine import kv_events
 from longhelix.engine.kv_events import KVEventPublisher
 from longhelix.engine.options import EngineOptions
 from longhelix.scheduler.cache_record import BlockContent, CacheChanges, RemovedBlock, StoredBlock
+from longhelix.spec.attention import Visibility
 
 pytestmark = pytest.mark.unit
 
@@ -56,9 +57,9 @@ def unpacked(data):
 class Router:
     """Sockets of a publisher and of its reader."""
 
-    def __init__(self, folder, topic="", block_tokens=2):
+    def __init__(self, folder, topic="", block_tokens=2, limits=()):
         events, replays = f"ipc://{folder}/events", f"ipc://{folder}/replays"
-        self.publisher = KVEventPublisher(events, replays, topic, block_tokens)
+        self.publisher = KVEventPublisher(events, replays, topic, block_tokens, limits)
         self.context = zmq.Context()
         self.reading, self.asking = self.context.socket(zmq.SUB), self.context.socket(zmq.DEALER)
         self.reading.subscribe(topic)
@@ -128,6 +129,23 @@ def test_blocks_that_follow_each_other_are_one_event(router):
         ["BlockStored", [3], 1, [9, 9], 2, None, "CPU", None, None],
     ]
     assert router.topic == b"kv@pod@model"
+
+
+def test_models_with_several_groups_have_events_of_each(tmp_path):
+    """vLLM's fields of groups come last. Runs of blocks are of one group."""
+    router = Router(tmp_path, limits=[Visibility(window_tokens=512), Visibility(chunk_tokens=8192)])
+    first = block(1, None, [5, 3])
+    removed = [RemovedBlock("pool", digest(1)), RemovedBlock("pool", digest(2), 2), RemovedBlock("pool", digest(3), 2)]
+    router.publisher.publish(CacheChanges([first, first._replace(group=1), first._replace(group=2)], removed))
+    content = [1], None, [5, 3], 2, None, "GPU", None, None
+    assert router.events() == [
+        ["BlockStored", *content, 0, "full_attention", None],
+        ["BlockStored", *content, 1, "sliding_window", 512],
+        ["BlockStored", *content, 2, "chunked_local_attention", 8192],
+        ["BlockRemoved", [1], "GPU", 0],
+        ["BlockRemoved", [2, 3], "GPU", 2],
+    ]
+    router.close()
 
 
 def test_removed_blocks_are_told_after_stored_ones(router):
@@ -219,7 +237,7 @@ def test_other_machines_read_events_only_if_they_may(endpoint):
         {"kv_events_endpoint": "ipc://x", "kv_events_replay_endpoint": endpoint},
     ):
         with pytest.raises(UserError, match="other machines can read the tokens of all prompts"):
-            KVEventPublisher.of(EngineOptions.of(names))
+            KVEventPublisher.of(EngineOptions.of(names), [])
 
 
 @pytest.mark.parametrize(
@@ -232,17 +250,17 @@ def test_other_machines_read_events_only_if_they_may(endpoint):
 )
 def test_settings_that_do_not_go_together_are_refused(settings, words):
     with pytest.raises(UserError, match=words):
-        KVEventPublisher.of(EngineOptions.of(settings))
+        KVEventPublisher.of(EngineOptions.of(settings), [])
 
 
 def test_there_are_no_events_by_default():
-    assert KVEventPublisher.of(EngineOptions()) is None
+    assert KVEventPublisher.of(EngineOptions(), []) is None
 
 
 def test_the_options_make_a_publisher(tmp_path):
     settings = {"kv_events_endpoint": f"ipc://{tmp_path}/events", "kv_events_topic": "kv", "block_tokens": 4}
-    publisher = KVEventPublisher.of(EngineOptions.of(settings))
-    assert (publisher._topic, publisher._block_tokens) == (b"kv", 4)
+    publisher = KVEventPublisher.of(EngineOptions.of(settings), [])
+    assert (publisher._topic, publisher._events.block_tokens) == (b"kv", 4)
     publisher.close()
     local = EngineOptions.of({"kv_events_endpoint": "tcp://[::1]:5557"})
     assert kv_events._is_local(local.kv_events_endpoint)

@@ -9,11 +9,13 @@ from test_instances import FakeInstances
 from test_pressure import LONG, ByWork, Pressed, config, request
 from test_scheduler import FakeRunner
 
-from longhelix.scheduler.cache_record import CacheRecord
+from longhelix.scheduler.cache_record import CacheRecord, RemovedBlock
 from longhelix.scheduler.kv.placement import PLACEMENTS
+from longhelix.scheduler.kv.windows import KVWindow
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.request import ImageSpan
 from longhelix.scheduler.scheduler import Scheduler
+from longhelix.spec.attention import Visibility
 
 pytestmark = pytest.mark.unit
 
@@ -25,11 +27,12 @@ class Reader(Pressed):
 
     def __init__(self, config, depth=1, choose=None):
         super().__init__(config, depth)
-        self.record = CacheRecord()
+        self.record = CacheRecord(len(config.windows))
         self.scheduler = Scheduler(config, ByWork(), record=self.record)
         self.runner = FakeInstances(config, choose) if config.own_clocks else FakeRunner(config, in_turn=False)
         self.loop = Loop(self.scheduler, self.runner, lambda: self.now_s, depth)
         self.found = {"pool": {}, "swap": {}}
+        self.of_windows = [set() for _ in config.windows]
 
     def step(self):
         super().step()
@@ -38,11 +41,18 @@ class Reader(Pressed):
     def read(self):
         pool = self.scheduler.pool
         changes = pool.changes()
-        for tier, content_hash, content in changes.stored:
-            assert content_hash not in self.found[tier]
-            self.found[tier][content_hash] = content
-        for tier, content_hash in changes.removed:
-            del self.found[tier][content_hash]
+        for tier, content_hash, content, group in changes.stored:
+            if group:
+                assert content_hash not in self.of_windows[group - 1]
+                self.of_windows[group - 1].add(content_hash)
+            else:
+                assert content_hash not in self.found[tier]
+                self.found[tier][content_hash] = content
+        for tier, content_hash, group in changes.removed:
+            if group:
+                self.of_windows[group - 1].remove(content_hash)
+            else:
+                del self.found[tier][content_hash]
         assert self.found["pool"].keys() == pool.index.keys()
         assert self.found["swap"].keys() == pool.swaps.index.keys()
         leaving = {content_hash for _, content_hash in pool.swaps.evicted}
@@ -57,17 +67,35 @@ class Reader(Pressed):
             self.step()
         return [self.usages[one.id].cached_tokens for one in asked]
 
-    def predicted(self, tokens, salt=""):
-        """The tokens of a prompt that the next request finds, by what the reader knows alone."""
+    def hashes(self, tokens, salt=""):
+        """Those of a prompt's first blocks that are found in layers that see everything."""
         keys = (salt,) if salt else ()
         known = [*self.found["pool"].items(), *self.found["swap"].items()]
         after = {(content.parent, content.token_bytes, content.keys): digest for digest, content in known}
-        parent, size = None, self.scheduler.config.block_tokens
+        size, hashes = self.scheduler.config.block_tokens, []
         for start in range(0, len(tokens) - size + 1, size):
-            parent = after.get((parent, array("i", tokens[start : start + size]).tobytes(), () if start else keys))
-            if parent is None:
-                return start
-        return min(len(tokens) // size * size, len(tokens) - 1)
+            parent = hashes[-1] if hashes else None
+            found = after.get((parent, array("i", tokens[start : start + size]).tobytes(), () if start else keys))
+            if found is None:
+                break
+            hashes.append(found)
+        return hashes
+
+    def predicted(self, tokens, salt=""):
+        """The tokens of a prompt that the next request finds, by what the reader knows alone."""
+        size, hashes = self.scheduler.config.block_tokens, self.hashes(tokens, salt)
+        num_tokens = min(len(hashes) * size, len(tokens) - 1)
+        while num_tokens:
+            missing = [
+                place
+                for window, found in zip(self.scheduler.config.windows, self.of_windows, strict=True)
+                for place in range(window.visibility.first_seen(num_tokens) // size, -(-num_tokens // size))
+                if hashes[place] not in found
+            ]
+            if not missing:
+                break
+            num_tokens = max(missing) * size
+        return num_tokens
 
 
 @pytest.mark.parametrize("swap_blocks", [0, 6, 40])
@@ -83,6 +111,26 @@ def test_hits_are_predicted_while_others_need_the_room(placement, swap_blocks):
         assert engine.ran(request(id, prompt, 1 + id % 9)) == [expected]
         hits.append(expected)
     assert 0 < sum(map(bool, hits)) < len(hits)
+
+
+@pytest.mark.parametrize("window", [Visibility(window_tokens=6), Visibility(chunk_tokens=9)], ids=str)
+@pytest.mark.parametrize("placement", [*PLACEMENTS, "auto"])
+def test_hits_are_predicted_where_layers_see_a_window_or_a_chunk(placement, window):
+    """Blocks of the window go sooner than those of layers that see everything, and later."""
+    more = {"placement": placement, "growth_limit_tokens": 8, "kvp_threshold_tokens": 40}
+    windows = KVWindow(window, 11), KVWindow(Visibility(window_tokens=21), 24)
+    engine = Reader(config(num_blocks=24, windows=windows, **more))
+    hits, cut = [], 0
+    for id in range(60):
+        start = id * 7 % 40
+        prompt = [*(LONG if id % 3 else OTHERS)[start % 3 * 10 : start % 3 * 10 + 21 + start % 20], id]
+        expected = engine.predicted(prompt)
+        full = len(engine.hashes(prompt)) * 4
+        assert engine.ran(request(id, prompt, 1 + id % 9)) == [expected]
+        hits.append(expected)
+        cut += expected < full
+    assert 0 < sum(map(bool, hits)) < len(hits)
+    assert cut > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -169,7 +217,7 @@ def test_what_may_be_swapped_is_known_until_it_is_not():
     record.stored("pool", [b"x"])
     record.take(b"x".__eq__, ())
     record.removed("pool", b"x")
-    assert record.take(b"".__eq__, [b"x"]).removed == [("pool", b"x")]
+    assert record.take(b"".__eq__, [b"x"]).removed == [RemovedBlock("pool", b"x")]
     assert list(record.contents) == [b"x"]
     assert not any(record.take(b"".__eq__, ()))
     assert not record.contents

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from longhelix.scheduler.kv.blocks import Block, BlockAllocator, Slot, by_rank
 from longhelix.scheduler.kv.placement import Placement
@@ -91,11 +91,21 @@ class WindowGroup:
     promised another one.
 
     spare: number of blocks on each rank that admission keeps free for the chunks of a step.
+    touch: called with the hash of each block that may be found from now on, or no longer.
     """
 
-    def __init__(self, window: KVWindow, kvp: int, block_tokens: int, spare: int) -> None:
+    def __init__(
+        self,
+        window: KVWindow,
+        kvp: int,
+        block_tokens: int,
+        spare: int,
+        touch: Callable[[bytes], None] | None = None,
+    ) -> None:
         self.visibility = window.visibility
-        self.allocators = [BlockAllocator(window.num_blocks, rank) for rank in range(kvp)]
+        self._touch = touch
+        record = None if touch is None else _Touched(touch)
+        self.allocators = [BlockAllocator(window.num_blocks, rank, record=record) for rank in range(kvp)]
         self.num_blocks = window.num_blocks
         self._kvp, self._block_tokens = kvp, block_tokens
         self._span = span_blocks(window.visibility, block_tokens)
@@ -188,8 +198,7 @@ class WindowGroup:
     def publish(self, held: HeldWindow, hashes: Items[bytes]) -> None:
         """All blocks have their KV: let them be found."""
         for place in held.new:
-            block = held.blocks[place - held.first]
-            self.allocators[block.owner].name(block.id, hashes[place])
+            self._name(held.blocks[place - held.first], hashes[place])
 
     def has(self, blocks: Items[Block | Slot], hashes: Items[bytes]) -> bool:
         """Whether all that `hold` would hold is cached; then it is the last to be evicted. blocks: those of the layers
@@ -291,8 +300,12 @@ class WindowGroup:
     def name(self, held: WindowBlocks, start: int, hashes: Items[bytes]) -> None:
         """Let a request's full blocks be found by their hashes, from the place `start` on, where it still has them."""
         for place in range(max(held.first, start), start + len(hashes)):
-            block = held.blocks[place - held.first]
-            self.allocators[block.owner].name(block.id, hashes[place - start])
+            self._name(held.blocks[place - held.first], hashes[place - start])
+
+    def _name(self, block: Block, content_hash: bytes) -> None:
+        self.allocators[block.owner].name(block.id, content_hash)
+        if self._touch is not None:
+            self._touch(content_hash)
 
     def share(self, blocks: Iterable[Block]) -> None:
         """Add a holder to blocks that have one or are cached."""
@@ -310,6 +323,15 @@ class WindowGroup:
         """Let all cached blocks be free."""
         for allocator in self.allocators:
             allocator.forget()
+
+
+class _Touched(NamedTuple):
+    """Passes on which contents are found no longer."""
+
+    touch: Callable[[bytes], None]
+
+    def removed(self, tier: Literal["pool"], content_hash: bytes) -> None:
+        self.touch(content_hash)
 
 
 def as_sent(blocks: tuple[Block, ...], windows: Items[Items[Block]]) -> tuple[Block, ...]:
