@@ -4,7 +4,7 @@ of the window that those behind it are written over all the time: the tokens of 
 import pytest
 from transformers import Qwen2Config
 
-from longhelix import LLM, SamplingParams, UserError
+from longhelix import LLM, SamplingParams
 from longhelix.scheduler.kv.windows import span_blocks
 from longhelix.spec.layout import Layout
 from oracle import _COMMON, make_oracle, save_tokenizer_files
@@ -127,7 +127,24 @@ def test_a_saved_context_has_the_end_of_the_window_alone(oracle, tmp_path, saved
         (result,) = llm.generate([prompt[290:]], GREEDY, context="document")
         assert result.cached_tokens == 288
         assert result.token_ids == tokens
-    with engine(oracle, loaded_by, contexts_dir=tmp_path, swap_tokens=512) as llm:
-        assert not llm.config.scheduler.windows, "what is swapped is swapped in all layers"
-        with pytest.raises(UserError, match="leave swap_tokens out"):
-            llm.load_context("document")
+
+
+@pytest.mark.parametrize("layout", few([TWO, Layout(kvp=2, pp=2), Layout(tpa=2)]))
+def test_what_layers_see_is_swapped_in_all_groups(oracle, tmp_path, layout):
+    """Pools for one request. Each one is asked again with all of its answer but the last token, and goes on from there;
+    so does one behind a saved context."""
+    settings = {"max_running": 1, "chunk_tokens": 48, "kv_cache_tokens": 352, "swap_tokens": 4000}
+    with engine(oracle, layout, contexts_dir=tmp_path, **settings) as llm:
+        assert [window.num_slots > 0 for window in llm.config.scheduler.windows] == [True]
+        llm._core._scheduler._swap_s = 0.0  # so small a model computes anything sooner
+        llm.save_context("document", oracle.prompts[0][:290])
+        results = llm.generate(oracle.prompts, GREEDY)
+        assert [result.token_ids for result in results] == oracle.tokens
+        asked = [prompt + tokens[:-1] for prompt, tokens in zip(oracle.prompts, oracle.tokens, strict=True)]
+        results = llm.generate(asked, SamplingParams(max_new_tokens=1, ignore_eos=True))
+        assert [result.token_ids for result in results] == [tokens[-1:] for tokens in oracle.tokens]
+        assert [result.cached_tokens for result in results] == [(len(prompt) - 1) // 16 * 16 for prompt in asked]
+        assert sum(result.swapped_tokens for result in results) > 300
+        llm.load_context("document")
+        (result,) = llm.generate([oracle.prompts[0][290:]], GREEDY, context="document")
+        assert (result.cached_tokens, result.token_ids) == (288, oracle.tokens[0])

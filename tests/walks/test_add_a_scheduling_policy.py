@@ -5,14 +5,13 @@ from collections import deque
 
 import pytest
 
+from longhelix import LLM
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, StepResult
-
-pytestmark = pytest.mark.unit
 
 PROMPTS = [40, 10, 25]
 CONFIG = SchedulerConfig(
@@ -55,6 +54,28 @@ def finished(policy):
     return ended
 
 
+@pytest.mark.unit
 def test_a_policy_says_who_goes_next():
     assert finished(Policy()) == [0, 1, 2]
     assert finished(ShortestFirst()) == [1, 2, 0]
+
+
+def generated(policy):
+    """Token ids by request that an engine generates after PROMPTS, in the order in which the requests end."""
+    settings = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "max_running": 1}
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    with LLM("builtin", policy=policy, **settings) as llm:
+        for place, tokens in enumerate(PROMPTS):
+            llm.add([1000 * place + token for token in range(tokens)], sampling)
+        ended = {}
+        while llm.has_work:
+            ended |= {delta.request_id: delta.result.token_ids for delta in llm.step() if delta.result is not None}
+    return ended
+
+
+@pytest.mark.dist
+def test_an_engine_runs_it():
+    """The order of requests is the policy's, and their tokens are those of any policy."""
+    expected, found = generated("fcfs"), generated(ShortestFirst())
+    assert (list(expected), list(found)) == ([0, 1, 2], [1, 2, 0])
+    assert found == expected

@@ -206,11 +206,6 @@ class Contexts:
                 "and values of different sizes: send the whole prompt with each request",
                 "unsupported_model",
             )
-        if self._config.spec.views and not scheduler.windows:
-            raise UserError(
-                "contexts of a model with sliding windows cannot be saved or loaded while KV is swapped: leave "
-                "swap_tokens out"
-            )
 
     def _write(self, blocks: tuple[Block, ...], folder: Path) -> Iterator[None]:
         """Have the ranks write KV blocks to files in a folder, part by part."""

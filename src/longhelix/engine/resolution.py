@@ -96,8 +96,7 @@ def resolve(
         longest_tokens=longest_tokens,
         taken_bytes=2 * image_bytes,
     )
-    # What is swapped is swapped in all layers.
-    views = () if scheduler.swap_blocks else spec.views
+    views = spec.views
     kinds = spec, layout, dtype, stored_dtype, kv_dtype, device, scheduler, views
     with_ends = min(affordable_blocks(*kinds, *memory) for memory in memories)
     most = min(affordable_blocks(*kinds, *memory, with_ends=False) for memory in memories) if views else with_ends

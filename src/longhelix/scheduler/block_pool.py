@@ -15,8 +15,8 @@ from longhelix.scheduler.kv.windows import HeldWindow, WindowGroup, as_sent, pas
 from longhelix.scheduler.matches import Matches
 from longhelix.scheduler.prefix import Prefix
 from longhelix.scheduler.sequence import Sequence
+from longhelix.scheduler.step import Swap, Turn
 from longhelix.scheduler.swaps import Swaps
-from longhelix.scheduler.turns import Turn
 
 _UNKNOWN = Block(0, 0)
 
@@ -53,8 +53,8 @@ class BlockPool:
         self.matches = Matches(self.allocators, self.index, self.swaps.index)
         touch = None if record is None else record.touch
         self.windows = tuple(
-            WindowGroup(window, config.kvp, config.block_tokens, config.most_chunk_blocks, touch)
-            for window in config.windows
+            WindowGroup(window, config.kvp, config.block_tokens, config.most_chunk_blocks, group, touch)
+            for group, window in enumerate(config.windows, start=1)
         )
         self.swaps.watcher = self.matches
         for allocator in self.allocators:
@@ -331,6 +331,12 @@ class BlockPool:
         for window, block in zip(self.windows, blocks[1:], strict=True):
             window.share([block])
 
+    def swaps_of_step(self, turn: Turn) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
+        """What is swapped out and in with the turn's step, in all groups."""
+        of_all = [self.swaps, *(swaps for window in self.windows for swaps in window.swaps)]
+        out, back = zip(*(swaps.of_step(turn) for swaps in of_all), strict=True)
+        return sum(out, ()), sum(back, ())
+
     def give_back(self, turn: Turn) -> None:
         """What was borrowed of those who take the turn's step."""
         borrowed, self._borrowed = self._borrowed, []
@@ -353,8 +359,8 @@ class BlockPool:
 
     def _is_found_in(self, window: WindowGroup, content_hash: bytes) -> bool:
         """Whether a request that begins with the block of this content finds it in a group with a limit."""
-        block = self.index.get(content_hash)
-        return block is not None and content_hash in window.allocators[block.owner].index
+        block = self.index.get(content_hash) or self.swaps.index.get(content_hash)
+        return block is not None and window.is_found(block.owner, content_hash)
 
     def forget(self) -> None:
         """Let all cached blocks be free."""

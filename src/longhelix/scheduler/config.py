@@ -72,8 +72,6 @@ class SchedulerConfig:
                 "swap_tokens needs the prefix cache, which finds swapped KV: set prefix_cache to True, or leave "
                 "swap_tokens out"
             )
-        if self.swap_blocks and self.windows:
-            raise UserError("swap_tokens does not work with KV windows: leave swap_tokens out")
         if self.own_clocks and self.pp > 1:
             raise UserError(f"own_clocks needs a single pipeline stage, but pp is {self.pp}: set pp to 1")
         one_of("policy", self.policy, POLICIES)
@@ -143,7 +141,11 @@ class SchedulerConfig:
         """
         ends = self.max_running * (2 if self.prefix_cache and with_ends else 1)
         return tuple(
-            KVWindow(one, min(ends * self._span_blocks(one) + self.most_chunk_blocks, num_blocks))
+            KVWindow(
+                one,
+                num_blocks=min(ends * self._span_blocks(one) + self.most_chunk_blocks, num_blocks),
+                num_slots=self.swap_blocks,
+            )
             for one in visibilities
         )
 

@@ -7,8 +7,7 @@ from typing import Protocol
 from longhelix.scheduler.instances import tokens_within
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.step import Step
-from longhelix.scheduler.turns import Turn
+from longhelix.scheduler.step import Step, Turn
 
 
 class Drafter(Protocol):

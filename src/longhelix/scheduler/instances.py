@@ -10,7 +10,7 @@ from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.load import Load, TeamLoad
 from longhelix.scheduler.pending_changes import PendingChanges
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.turns import Turn
+from longhelix.scheduler.step import Turn
 
 
 class Instances:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Set
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.load import Load
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.turns import Turn
+from longhelix.scheduler.step import Turn
 from longhelix.scheduler.work import Cost
 
 # Of steps of one microbatch, where there are others: its next one is on its way to the first stage when the last one

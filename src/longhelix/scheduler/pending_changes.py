@@ -7,8 +7,7 @@ import msgspec
 
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.step import NewSequence
-from longhelix.scheduler.turns import Turn
+from longhelix.scheduler.step import NewSequence, Turn
 
 Copies = tuple[tuple[Block, Block], ...]
 

@@ -64,7 +64,7 @@ class Prefix:
     def copied(self) -> tuple[Block, ...]:
         """The block that it does not fill, in each group. It is not swapped."""
         (last,) = self.kept[-1:]
-        return last, *(window.blocks[-1] for window in self.windows)
+        return last, *kept([window.blocks[-1] for window in self.windows])
 
     def cut(self, num_tokens: int, block_tokens: int) -> "Prefix":
         """The prefix, shortened to at most `num_tokens`."""
@@ -144,10 +144,14 @@ class PrefixCache:
                 known_from[at] = min(known_from[at], first)
             else:
                 blocks = prefix.blocks[:stop]
-                there = (
+                there = tuple(
                     window.cached(first, blocks, hash_at) for window, first in zip(self._windows, firsts, strict=True)
                 )
-                return Prefix(num_tokens, blocks, tuple(there))
+                full = num_tokens // self._block_tokens
+                if full == stop or not any(isinstance(each[-1], Slot) for each in (blocks, *(w.blocks for w in there))):
+                    return Prefix(num_tokens, blocks, there)
+                # A block that is not full is copied in all groups, but what is swapped cannot be copied.
+                num_tokens = full * self._block_tokens
         return NO_PREFIX
 
     def hash_ahead(self, request: Request, most_blocks: int) -> tuple[int, bool]:

@@ -35,9 +35,9 @@ from longhelix.scheduler.prefix import PrefixCache, Prefixes
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
-from longhelix.scheduler.step import Chunk, Draft, PromptLogprobs, SampledToken, Scored, Step, StepResult
+from longhelix.scheduler.step import Chunk, Draft, PromptLogprobs, SampledToken, Scored, Step, StepResult, Turn
 from longhelix.scheduler.token_event import TokenEvent, Usage
-from longhelix.scheduler.turns import Turn, Turns
+from longhelix.scheduler.turns import Turns
 from longhelix.scheduler.widening import Widening
 from longhelix.scheduler.work import Cost
 
@@ -207,7 +207,7 @@ class Scheduler:
         joined = tuple(one for one in joined if one.id in self._running)
         joining += tuple(one.id for one in joined if self._running[one.id] in self._turns and one.id not in joining)
         self._next_step_id += 1
-        swapped_out, swapped_in = self.pool.swaps.of_step(turn)
+        swapped_out, swapped_in = self.pool.swaps_of_step(turn)
         step = Step(
             self._next_step_id,
             new=new,

@@ -6,6 +6,7 @@ what the step says (Medha, section 5: replicated sequence state).
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -138,6 +139,20 @@ class Move(msgspec.Struct, frozen=True, array_like=True, gc=False):
     place: int
 
 
+class Swap(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A KV block whose content goes to a slot outside of its pool, or comes from there.
+
+    Attributes:
+        block: The block.
+        slot: Number of the slot, on the KVP rank of the block.
+        group: Their KV group.
+    """
+
+    block: Block
+    slot: int
+    group: int = 0
+
+
 class Rebalance(msgspec.Struct, frozen=True, array_like=True):
     """A decoding sequence whose KV is from now on placed on other KVP ranks than planned.
 
@@ -150,6 +165,17 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
     id: int
     moves: tuple[Move, ...]
     blocks_per_rank: tuple[int, ...]
+
+
+class Turn(NamedTuple):
+    """What a step is of: a microbatch, and the KVP instances that take it; (): all ranks."""
+
+    microbatch: int = 0
+    instances: tuple[int, ...] = ()
+
+    def has(self, instances: tuple[int, ...]) -> bool:
+        """Whether one of these instances, or all ranks, take the step."""
+        return not self.instances or not instances or any(one in self.instances for one in instances)
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -178,8 +204,8 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
             ranks, because ranks that choose differently would wait for each other forever.
         copies: KV blocks to copy in all layers before the layers run, (source, target) each. Earlier steps or swaps
             have filled the sources. Nothing reads the targets yet, so no block is both, and no target occurs twice.
-        swapped_out: Blocks that earlier steps have filled, each with the slot that it goes to, before `copies`.
-        swapped_in: Slots, each with the block that it goes to, after `swapped_out`. Nothing reads these blocks yet.
+        swapped_out: Blocks that earlier steps have filled. Their content goes to slots before `copies`.
+        swapped_in: Blocks that get the content of slots, after `swapped_out`. Nothing reads these blocks yet.
         microbatch: With pipeline stages, the decoding sequences are split into as many microbatches. The rows of the
             step are those of this one, and sequences in `joining` join it.
         rebalances: Sequences whose blocks move together with the copies. All blocks are read before one is written,
@@ -201,8 +227,8 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     most_tokens: int = 0
     work: Work = NO_WORK
     copies: tuple[tuple[Block, Block], ...] = ()
-    swapped_out: tuple[tuple[Block, int], ...] = ()
-    swapped_in: tuple[tuple[int, Block], ...] = ()
+    swapped_out: tuple[Swap, ...] = ()
+    swapped_in: tuple[Swap, ...] = ()
     microbatch: int = 0
     rebalances: tuple[Rebalance, ...] = ()
     instances: tuple[int, ...] = ()

@@ -1,23 +1,33 @@
 """Swapped KV blocks: what the prefix cache keeps outside of the pools of blocks whose room was needed."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
+from typing import Protocol
 
-from longhelix.scheduler.cache_record import CacheRecord
+from longhelix.scheduler.cache_record import Tier
 from longhelix.scheduler.kv.blocks import Block, CacheWatcher, Slot
-from longhelix.scheduler.turns import Turn
+from longhelix.scheduler.step import Swap, Turn
+
+
+class SwapRecorder(Protocol):
+    """Is told which contents are found in slots, or no longer."""
+
+    def stored(self, tier: Tier, hashes: Iterable[bytes]) -> None: ...
+
+    def removed(self, tier: Tier, content_hash: bytes) -> None: ...
 
 
 class Swaps:
-    """The slots of all KVP ranks, `num_slots` each, for the content of blocks that were evicted.
+    """The slots of all KVP ranks in a KV group, `num_slots` each, for the content of blocks that were evicted.
 
     A slot keeps its content when it is swapped in again, since full blocks never change; where all are in use, the one
     used the longest ago is written next. A step swaps out before it swaps in, so what it reads is not written in it.
 
     found: the blocks in the pools, by content hash. pays: whether a block whose first token is at that position is
-    worth a slot, or had better be computed again. index: slots by content hash. evicted: blocks whose content goes with
-    the next step, and its hash, the first to go first. record: None: nobody records what is found in slots.
+    worth a slot, or had better be computed again; None: it always is. index: slots by content hash. evicted: blocks
+    whose content goes with the next step, and its hash, the first to go first. record: None: nobody records what is
+    found in slots.
     """
 
     def __init__(
@@ -25,10 +35,12 @@ class Swaps:
         kvp: int,
         num_slots: int,
         found: Mapping[bytes, Block],
-        pays: Callable[[int], bool],
-        record: CacheRecord | None = None,
+        pays: Callable[[int], bool] | None = None,
+        record: SwapRecorder | None = None,
+        group: int = 0,
     ) -> None:
         self.num_slots = num_slots
+        self._group = group
         self.index: dict[bytes, Slot] = {}
         self.watcher: CacheWatcher | None = None
         self.evicted: list[tuple[Block, bytes]] = []
@@ -67,7 +79,7 @@ class Swaps:
             self._start(content_hash)
         self.evicted.clear()
 
-    def of_step(self, turn: Turn) -> tuple[tuple[tuple[Block, int], ...], tuple[tuple[int, Block], ...]]:
+    def of_step(self, turn: Turn) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
         """What those swap out and in who take the turn's step."""
         if not (self.evicted or self._in):
             return (), ()
@@ -78,7 +90,7 @@ class Swaps:
             if content_hash in self.index:
                 slot = self.index[content_hash]
                 self._used[slot.owner].move_to_end(slot)
-            elif start is not None and self._pays(start):
+            elif start is not None and (self._pays is None or self._pays(start)):
                 new = self._slot(block.owner, read)
                 if new is not None:
                     self._used[block.owner][new] = content_hash
@@ -86,7 +98,10 @@ class Swaps:
                     if self._record is not None:
                         self._record.stored("swap", [content_hash])
                     out[new] = block
-        return tuple((block, slot.id) for slot, block in out.items()), tuple((slot.id, to) for slot, to in swapped_in)
+        return (
+            tuple(Swap(block, slot.id, self._group) for slot, block in out.items()),
+            tuple(Swap(block, slot.id, self._group) for slot, block in swapped_in),
+        )
 
     def _of(self, turn: Turn) -> tuple[list[tuple[Block, bytes]], list[tuple[Slot, Block]]]:
         """What was evicted of them and what is swapped in, which others need no longer hear of."""
@@ -98,8 +113,11 @@ class Swaps:
         return evicted, swapped_in
 
     def _start(self, content_hash: bytes) -> int | None:
-        """The first position of a block that was evicted. None: another block has its content by now."""
-        return None if content_hash in self._found else self._starts.pop(content_hash, None)
+        """The first position of a block that was evicted, if that matters. None: another block has its content by
+        now."""
+        if content_hash in self._found:
+            return None
+        return 0 if self._pays is None else self._starts.pop(content_hash, None)
 
     def _slot(self, rank: int, read: set[Slot]) -> Slot | None:
         """One that may be written: not `read` in the same step."""

@@ -2,22 +2,12 @@
 
 from collections.abc import Collection, Set
 from collections.abc import Sequence as Items
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.sequence import Sequence
-
-
-class Turn(NamedTuple):
-    """What a step is of: a microbatch, and the KVP instances that take it; (): all ranks."""
-
-    microbatch: int = 0
-    instances: tuple[int, ...] = ()
-
-    def has(self, instances: tuple[int, ...]) -> bool:
-        """Whether one of these instances, or all ranks, take the step."""
-        return not self.instances or not instances or any(one in self.instances for one in instances)
+from longhelix.scheduler.step import Turn
 
 
 class Turns(Protocol):

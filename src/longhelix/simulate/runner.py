@@ -135,8 +135,9 @@ class PredictedRunner(SimulatedRunner):
         sampled, work = self._sampled(step), step.work
         seconds, moved_s = self._cost.seconds(work) if work.rows else 0.0, 0.0
         if step.swapped_out or step.swapped_in:
-            swapped = _most([block for block, _ in step.swapped_out] + [block for _, block in step.swapped_in])
-            seconds += self.stages * self._swap_s / 2 * swapped
+            # The time to swap a block counts all layers, and so only blocks of the first group count.
+            swapped = [swap.block for swap in step.swapped_out + step.swapped_in if not swap.group]
+            seconds += self.stages * self._swap_s / 2 * (_most(swapped) if swapped else 0)
         if step.rebalances and (moved := step.moved):
             moved_s = self._move_s(_most(source for source, _ in moved), _most(target for _, target in moved))
             seconds += self.stages * moved_s

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
+from msgspec.structs import astuple
 from test_pressure import LONG, ByWork, RandomDrafts, check_blocks, config, request
 from test_scheduler import expected_output, next_token
 
@@ -60,7 +61,7 @@ class FakeInstances:
         return self.execute(step)
 
     def execute(self, step):
-        swapped = [block for block, _ in step.swapped_out] + [block for _, block in step.swapped_in]
+        swapped = [swap.block for swap in step.swapped_out + step.swapped_in]
         touched = swapped + [block for copy in step.copies for block in copy]
         assert {block.owner for block in touched} <= set(step.instances)
         parts = {one: step.of_instance(one, self.followers[one]) for one in step.instances}
@@ -85,10 +86,10 @@ class FakeInstances:
         for id in part.leaving:
             del self.decoding[one][id]
         pool, slots = self.pools[one], self.slots[one]
-        for block, slot in part.swapped_out:
+        for block, slot, _ in map(astuple, part.swapped_out):
             if block.owner == one:
                 slots[slot] = [pool.get((block.id, offset)) for offset in range(block_tokens)]
-        for slot, block in part.swapped_in:
+        for block, slot, _ in map(astuple, part.swapped_in):
             if block.owner == one:
                 pool.update({(block.id, offset): entry for offset, entry in enumerate(slots[slot])})
         for source, target in part.copies:

@@ -161,17 +161,42 @@ def test_a_request_whose_window_has_no_room_is_refused():
         engine.add(request(1, LONG[:30], 1))
 
 
-def test_swapped_blocks_are_of_all_layers():
-    with pytest.raises(UserError, match="leave swap_tokens out"):
-        windowed(swap_blocks=3)
+@pytest.mark.parametrize("visibility", [WINDOW, CHUNK])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("num_slots", [0, 20])
+def test_what_a_row_sees_comes_back_after_others_have_had_its_room(visibility, placement, num_slots):
+    """Both groups swap. Without slots for the window, not all rows of the document can be left out."""
+    windows = (KVWindow(visibility, 8, num_slots),)
+    engine = Pressed(config(num_blocks=16, swap_blocks=80, windows=windows, placement=placement))
+    document = [*LONG[:45], 1, 2]
+    engine.add(request(0, document, 1))
+    engine.drain()
+    for id in range(1, 5):
+        engine.add(request(id, LONG[::-1][id * 10 : id * 10 + 50], 14))
+        engine.drain()
+    engine.add(request(9, [*document, 3, 4], 5))
+    engine.drain()
+    assert (engine.usages[9].cached_tokens == 44) == (num_slots > 0)
+    assert (engine.runner.num_swapped[1] > 0) == (num_slots > 0)
+    assert engine.outcomes[9].token_ids == expected_output(request(9, [*document, 3, 4], 5))
+
+
+def test_blocks_behind_a_window_are_not_swapped():
+    """A long prompt passes many. Only those that its last row sees are worth a slot."""
+    engine = Pressed(config(kvp=1, num_blocks=40, swap_blocks=40, windows=(KVWindow(WINDOW, 8, 20),)))
+    for id in range(4):
+        engine.add(request(id, [id, *LONG[:60]], 1))
+        engine.drain()
+    swapped = [swap for step in engine.runner.steps for swap in step.swapped_out if swap.group]
+    assert 0 < len(swapped) <= 3 * 3
 
 
 def test_groups_are_sized_for_all_that_run():
     """Of the shape of gpt-oss-20b: 256 requests, windows of 128 tokens over 4 ranks. Each request needs 11 blocks, 3 of
     a rank; with as many cached ends again and the chunks of a step."""
     made = SchedulerConfig(kvp=4, num_blocks=10**6, max_model_len=131_072, chunk_tokens=2048, max_running=256)
-    ((_, blocks),) = made.windows_of([Visibility(window_tokens=128)], 10**6)
-    assert blocks == 256 * 3 + 2048 // 16 // 4
+    (window,) = made.windows_of([Visibility(window_tokens=128)], 10**6)
+    assert window.num_blocks == 256 * 3 + 2048 // 16 // 4
     cached = SchedulerConfig(**vars(made) | {"prefix_cache": True})
     assert cached.windows_of([Visibility(window_tokens=128)], 10**6)[0].num_blocks == 2 * 256 * 3 + 32
     local = SchedulerConfig(**vars(made) | {"placement": "local"})

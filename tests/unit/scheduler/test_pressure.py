@@ -166,6 +166,14 @@ def check_placements(scheduler):
 
 def check_slots(scheduler):
     """Each has one content, under which it is found; nothing is left over between steps."""
+    for window in scheduler.pool.windows:
+        for rank, swaps in enumerate(window.swaps):
+            assert not swaps.evicted
+            assert not swaps._in
+            used = swaps._used[rank]
+            assert sorted(slot.id for slot in used) == list(range(len(used)))
+            assert len(used) <= swaps.num_slots
+            assert swaps.index == {content_hash: slot for slot, content_hash in used.items()}
     swaps = scheduler.pool.swaps
     assert not swaps.evicted
     assert not swaps._in
@@ -206,7 +214,7 @@ class Traffic(RuleBasedStateMachine):
             adaptive=draw(st.booleans()),
             tbt_target_s=draw(st.sampled_from([None, 0.001, 0.004])),
             prefix_cache=(prefix_cache := draw(st.booleans())),
-            swap_blocks=draw(st.integers(0, 20)) if prefix_cache and not windowed else 0,
+            swap_blocks=draw(st.integers(0, 20)) if prefix_cache else 0,
             pp=(pp := draw(st.sampled_from([1, 1, 2, 3]))),
         )
         least = -(-made.longest_local_tokens // block_tokens)
@@ -232,7 +240,11 @@ class Traffic(RuleBasedStateMachine):
         )
         least = [span_blocks(one, made.block_tokens) for one in visibilities]
         return tuple(
-            KVWindow(one, min(count, num_blocks) + draw(st.integers(0, 12)))
+            KVWindow(
+                one,
+                min(count, num_blocks) + draw(st.integers(0, 12)),
+                draw(st.integers(0, 20)) if made.swap_blocks else 0,
+            )
             for one, count in zip(visibilities, least, strict=True)
         )
 

@@ -115,7 +115,8 @@ class FakeRunner:
         self.window_pools: list[list[dict[int, tuple[int, int]]]] = [
             [{} for _ in range(config.kvp)] for _ in config.windows
         ]
-        self.slots: dict[tuple[int, int], list] = {}  # by owner and slot, what a swapped block had
+        self.slots: dict[tuple[int, int, int], list] = {}  # by group, owner and slot, what a swapped block had
+        self.num_swapped = [0] * self.groups  # blocks that were swapped in, by group
         self.kept: set[Block] = set()  # blocks that something beside the sequences holds
         self.steps = []
         self.first_blocks: dict[int, int] = {}
@@ -227,21 +228,27 @@ class FakeRunner:
 
     def swap(self, step) -> None:
         """Before copies: out to slots that the step does not read, then in to blocks that nobody has."""
-        block_tokens, held = self.config.block_tokens, self.held()
-        out, back = step.swapped_out, step.swapped_in
-        assert len({(block.owner, slot) for block, slot in out}) == len(out)
-        assert len({block for _, block in back}) == len(back)
-        held -= {source for source, _ in step.moved}  # free by now, and cached
-        assert {(block.owner, slot) for block, slot in out}.isdisjoint((block.owner, slot) for slot, block in back)
-        assert held.isdisjoint(block for block, _ in out)
-        assert held.isdisjoint(block for _, block in back)
-        for block, slot in out:
-            assert 0 <= slot < self.config.swap_blocks
-            pool, first = self.pools[block.owner], block.id * block_tokens
-            self.slots[block.owner, slot] = [pool[first + offset] for offset in range(block_tokens)]
-        for slot, block in back:
-            first = block.id * block_tokens
-            self.pools[block.owner] |= dict(enumerate(self.slots[block.owner, slot], first))
+        block_tokens, out, back = self.config.block_tokens, step.swapped_out, step.swapped_in
+        num_slots = [self.config.swap_blocks, *(window.num_slots for window in self.config.windows)]
+        places = {(swap.group, swap.block.owner, swap.slot) for swap in out}
+        assert len(places) == len(out)
+        assert len({(swap.group, swap.block) for swap in back}) == len(back)
+        assert places.isdisjoint((swap.group, swap.block.owner, swap.slot) for swap in back)
+        held = self.held() - {source for source, _ in step.moved}  # free by now, and cached
+        of_groups = [held, *map(self.seen_in, range(len(self.config.windows)))]
+        assert not any(swap.block in of_groups[swap.group] for swap in (*out, *back))
+        for swap in out:
+            assert 0 <= swap.slot < num_slots[swap.group]
+            pool, first = self.pool_of(swap), swap.block.id * block_tokens
+            content = [pool[first + offset] for offset in range(block_tokens)]
+            self.slots[swap.group, swap.block.owner, swap.slot] = content
+        for swap in back:
+            content = self.slots[swap.group, swap.block.owner, swap.slot]
+            self.pool_of(swap).update(enumerate(content, swap.block.id * block_tokens))
+            self.num_swapped[swap.group] += 1
+
+    def pool_of(self, swap) -> dict:
+        return (self.window_pools[swap.group - 1] if swap.group else self.pools)[swap.block.owner]
 
     def copy(self, step) -> None:
         """Before anything else: from blocks that somebody has to blocks that nobody has. All are read before one is

@@ -105,8 +105,8 @@ def test_steps_wait_for_what_they_swap():
     Simulation(Scheduler(settings, ByRows(), swap_s=0.002), runner, arrivals, seen).run()
     prompts = [ran for ran in seen.steps if ran.step.chunks]
     assert [ran.step.work.rows for ran in prompts] == [44, 44, 4]
-    out = [[block.owner for block, _ in ran.step.swapped_out] for ran in prompts]
-    back = [[block.owner for _, block in ran.step.swapped_in] for ran in prompts]
+    out = [[swap.block.owner for swap in ran.step.swapped_out] for ran in prompts]
+    back = [[swap.block.owner for swap in ran.step.swapped_in] for ran in prompts]
     assert [(owners.count(0), owners.count(1)) for owners in out] == [(0, 0), (5, 3), (5, 3)]
     assert [(owners.count(0), owners.count(1)) for owners in back] == [(0, 0), (0, 0), (4, 3)]
     taken_ms = [1e3 * (ran.end_s - ran.begin_s) for ran in prompts]

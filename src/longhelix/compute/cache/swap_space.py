@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,16 +13,18 @@ from longhelix.errors import UserError
 
 
 class SwapSpace:
-    """`num_slots` slots of one KV block each, whose contents start undefined. The file has no name, in the folder of
-    temporary files, and ends with the process.
+    """Slots of one KV block each, `num_slots` of each KV group, whose contents start undefined. The file has no name,
+    in the folder of temporary files, and ends with the process.
 
     swapped_blocks: how many have gone either way so far. Raises UserError where there is no room for all slots.
     """
 
-    def __init__(self, pool: KVPool, num_slots: int) -> None:
+    def __init__(self, pool: KVPool, num_slots: Sequence[int]) -> None:
         self._pool = pool
         self.swapped_blocks = 0
-        size = num_slots * pool.block_bytes()
+        block_bytes = [pool.block_bytes(group) for group in range(pool.num_groups)]
+        sizes = [slots * each for slots, each in zip(num_slots, block_bytes, strict=True)]
+        size = sum(sizes)
         try:
             bytes_X = _pinned(size) if pool.device.type == "cuda" else _mapped(size)
         except (OSError, RuntimeError) as error:
@@ -30,16 +33,19 @@ class SwapSpace:
                 f"swapped KV blocks need {size} bytes of {place} on a rank, which cannot be allocated: {error}; lower "
                 "--swap-tokens" + ("" if pool.device.type == "cuda" else ", or set TMPDIR to a folder on a larger disk")
             ) from error
-        self._slots_SX = bytes_X.view(num_slots, pool.block_bytes())
+        self._slots = [
+            part_X.view(slots, each)
+            for part_X, slots, each in zip(bytes_X.split(sizes), num_slots, block_bytes, strict=True)
+        ]
 
-    def swap_out(self, block: int, slot: int) -> None:
+    def swap_out(self, block: int, slot: int, group: int = 0) -> None:
         """Keep a KV block's content in a slot."""
-        self._slots_SX[slot].copy_(self._pool.read([block]))
+        self._slots[group][slot].copy_(self._pool.read([block], group))
         self.swapped_blocks += 1
 
-    def swap_in(self, slot: int, block: int) -> None:
+    def swap_in(self, slot: int, block: int, group: int = 0) -> None:
         """Fill a KV block with what a slot keeps."""
-        self._pool.write([block], self._slots_SX[slot])
+        self._pool.write([block], self._slots[group][slot], group)
         self.swapped_blocks += 1
 
 

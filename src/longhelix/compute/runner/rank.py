@@ -144,8 +144,9 @@ def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, s
     KV blocks."""
     whole = config.attention == "flashinfer"
     execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool), config.token_ranges)
-    page_lists, num_slots = new_page_lists(config, mesh.rank, pool), config.scheduler.swap_blocks
-    swap_space = SwapSpace(pool, num_slots) if num_slots else None
+    page_lists, scheduler = new_page_lists(config, mesh.rank, pool), config.scheduler
+    num_slots = [scheduler.swap_blocks, *(window.num_slots for window in scheduler.windows)]
+    swap_space = SwapSpace(pool, num_slots) if scheduler.swap_blocks else None
     return ModelRunner(config.spec, mesh, model, pool, execution, page_lists, spans, swap_space)
 
 

@@ -70,8 +70,8 @@ class BlockAllocator:
     memory of their own here. Cached blocks that have `passed` are handed out before others.
 
     index: blocks by content hash, of all ranks whose allocators have the same one. evicted: where cached blocks are
-    noted when they are handed out, with their hashes; None: nobody wants to know. watcher, record: None: nobody
-    watches, or records.
+    noted when they are handed out, with their hashes, but for those that have passed; None: nobody wants to know.
+    watcher, record: None: nobody watches, or records.
     """
 
     num_blocks: int
@@ -173,7 +173,7 @@ class BlockAllocator:
             self.watcher.lost(Block(self.rank, block_id))
         del cached[block_id]
         content_hash = self._forget_hash(block_id)
-        if self.evicted is not None:
+        if self.evicted is not None and cached is self._cached:
             self.evicted.append((Block(self.rank, block_id), content_hash))
         return block_id
 

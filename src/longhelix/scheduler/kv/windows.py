@@ -9,20 +9,24 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from longhelix.scheduler.kv.blocks import Block, BlockAllocator, Slot, by_rank
+from longhelix.scheduler.cache_record import Tier
+from longhelix.scheduler.kv.blocks import Block, BlockAllocator, Slot, by_rank, kept
 from longhelix.scheduler.kv.placement import Placement
+from longhelix.scheduler.swaps import Swaps
 from longhelix.spec.attention import Visibility
 
 PASSED_ID = -1  # of a block that no row sees any longer, or that the request never had
 
 
 class KVWindow(NamedTuple):
-    """What rows of a group see, and the KV blocks of each KVP rank."""
+    """What rows of a group see, and the KV blocks of each KVP rank. num_slots: slots of each KVP rank for the content
+    of evicted blocks."""
 
     visibility: Visibility
     num_blocks: int
+    num_slots: int = 0
 
 
 def span_blocks(visibility: Visibility, block_tokens: int) -> int:
@@ -54,10 +58,14 @@ class WindowBlocks:
 
 class WindowPrefix(NamedTuple):
     """The cached blocks of a group that a request begins with: those that its next row sees, from the place `first`
-    on."""
+    on. Where these are swapped, their slots."""
 
     first: int = 0
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[Block | Slot, ...] = ()
+
+    def full_blocks(self, full: int) -> tuple[Block | Slot, ...]:
+        """Those of its blocks before the place `full`."""
+        return self.blocks[: max(full - self.first, 0)]
 
 
 class HeldWindow(NamedTuple):
@@ -83,7 +91,7 @@ class HeldWindow(NamedTuple):
 
 class WindowGroup:
     """The KV blocks of one group on all KVP ranks. Each rank has an index of its own, because a request that begins
-    with cached blocks needs those that lie with its other blocks.
+    with cached blocks needs those that lie with its other blocks. So do the slots of each rank.
 
     At admission, a request gets a promise for all blocks that it needs at the same time, so requests are rarely
     preempted because of windows. Chunks also use free blocks, and the scheduler shortens a chunk if too few are free.
@@ -91,6 +99,7 @@ class WindowGroup:
     promised another one.
 
     spare: number of blocks on each rank that admission keeps free for the chunks of a step.
+    group: number of the group.
     touch: called with the hash of each block that may be found from now on, or no longer.
     """
 
@@ -100,12 +109,24 @@ class WindowGroup:
         kvp: int,
         block_tokens: int,
         spare: int,
+        group: int,
         touch: Callable[[bytes], None] | None = None,
     ) -> None:
         self.visibility = window.visibility
         self._touch = touch
         record = None if touch is None else _Touched(touch)
-        self.allocators = [BlockAllocator(window.num_blocks, rank, record=record) for rank in range(kvp)]
+        indices = [dict[bytes, Block]() for _ in range(kvp)]
+        self.swaps = [Swaps(kvp, window.num_slots, index, record=record, group=group) for index in indices]
+        self.allocators = [
+            BlockAllocator(
+                window.num_blocks,
+                rank,
+                index,
+                evicted=self.swaps[rank].evicted if window.num_slots else None,
+                record=record,
+            )
+            for rank, index in enumerate(indices)
+        ]
         self.num_blocks = window.num_blocks
         self._kvp, self._block_tokens = kvp, block_tokens
         self._span = span_blocks(window.visibility, block_tokens)
@@ -127,14 +148,15 @@ class WindowGroup:
             prefix: the cached blocks that the request begins with.
             full: number of full blocks in the whole prefix.
         """
-        most, have = self.most_at_once(placement), Counter[int]()
+        most, have, blocks = self.most_at_once(placement), Counter[int](), prefix.full_blocks(full)
+        swapped = Counter(block.owner for block in blocks if isinstance(block, Slot))
         if placement.even:
-            have = Counter(block.owner for block in prefix.blocks[: max(full - prefix.first, 0)])
-        return [min(count, max(most - have[rank], 0)) for rank, count in enumerate(new)]
+            have = Counter(block.owner for block in kept(blocks))
+        return [min(count + swapped[rank], max(most - have[rank], 0)) for rank, count in enumerate(new)]
 
     def fits(self, promises: Items[int], prefix: WindowPrefix, *, alone: bool) -> bool:
         """Whether a request with these promises and this prefix can begin now. alone: no other one runs."""
-        ids, spare = by_rank(prefix.blocks, self._kvp), 0 if alone else self._spare
+        ids, spare = by_rank(kept(prefix.blocks), self._kvp), 0 if alone else self._spare
         return all(
             promises[rank] + len(ids[rank]) + spare <= allocator.available
             for rank, allocator in enumerate(self.allocators)
@@ -156,17 +178,31 @@ class WindowGroup:
         )
 
     def last_missing(
-        self, first: int, stop: int, others: Items[Block | Slot], hash_at: Callable[[int], bytes]
+        self,
+        first: int,
+        stop: int,
+        others: Items[Block | Slot],
+        hash_at: Callable[[int], bytes],
+        *,
+        in_pool: bool = False,
     ) -> int | None:
         """Return the last place from `first` to `stop` whose block is not cached. None if all blocks are cached.
 
         Args:
             others: the prompt's blocks of the layers without a limit.
+            in_pool: whether swapped blocks count as not cached.
         """
         for place in range(stop - 1, first - 1, -1):
-            if hash_at(place) not in self.allocators[others[place].owner].index:
+            rank, content_hash = others[place].owner, hash_at(place)
+            if content_hash not in self.allocators[rank].index and (
+                in_pool or content_hash not in self.swaps[rank].index
+            ):
                 return place
         return None
+
+    def is_found(self, rank: int, content_hash: bytes) -> bool:
+        """Return whether a block of a rank has this content, or a slot."""
+        return content_hash in self.allocators[rank].index or content_hash in self.swaps[rank].index
 
     def cached(self, first: int, others: Items[Block | Slot], hash_at: Callable[[int], bytes]) -> WindowPrefix:
         """Return the blocks of a prompt from the place `first` on. All of them must be cached.
@@ -174,15 +210,18 @@ class WindowGroup:
         Args:
             others: see `last_missing`.
         """
-        places = range(first, len(others))
-        blocks = (self.allocators[others[place].owner].index[hash_at(place)] for place in places)
+        blocks = list[Block | Slot]()
+        for place in range(first, len(others)):
+            rank, content_hash = others[place].owner, hash_at(place)
+            block = self.allocators[rank].index.get(content_hash)
+            blocks.append(self.swaps[rank].index[content_hash] if block is None else block)
         return WindowPrefix(first, tuple(blocks))
 
     def hold(self, owners: Items[int], hashes: Items[bytes]) -> HeldWindow | None:
         """Hold what a request needs that goes on behind a prompt's full blocks or at their last token: what is cached,
         and new blocks. None if these are not free. owners: those of all blocks."""
         first = self.first_place(max((len(hashes) - 1) * self._block_tokens, 0))
-        found = [self.allocators[owners[place]].index.get(hashes[place]) for place in range(first, len(hashes))]
+        found = [self._in_pool(owners[place], hashes[place]) for place in range(first, len(hashes))]
         new = [place for place, block in enumerate(found, first) if block is None]
         cached = [block for block in found if block is not None]
         ids, counts = by_rank(cached, self._kvp), Counter(owners[place] for place in new)
@@ -193,7 +232,15 @@ class WindowGroup:
             Block(owners[place], self.allocators[owners[place]].take()) if block is None else block
             for place, block in enumerate(found, first)
         )
+        written = {blocks[place - first] for place in new}
+        for swaps in self.swaps:
+            swaps.lose(written)
         return HeldWindow(first, blocks, frozenset(new))
+
+    def _in_pool(self, rank: int, content_hash: bytes) -> Block | None:
+        """The block of a rank that has this content by now."""
+        block = self.allocators[rank].index.get(content_hash)
+        return None if block in self.swaps[rank].awaited else block
 
     def publish(self, held: HeldWindow, hashes: Items[bytes]) -> None:
         """All blocks have their KV: let them be found."""
@@ -204,22 +251,34 @@ class WindowGroup:
         """Whether all that `hold` would hold is cached; then it is the last to be evicted. blocks: those of the layers
         without a limit."""
         first = self.first_place(max((len(hashes) - 1) * self._block_tokens, 0))
-        if self.last_missing(first, len(hashes), blocks, hashes.__getitem__) is not None:
+        if self.last_missing(first, len(hashes), blocks, hashes.__getitem__, in_pool=True) is not None:
             return False
         found = self.cached(first, blocks, hashes.__getitem__)
-        for allocator, ids in zip(self.allocators, by_rank(found.blocks, self._kvp), strict=True):
+        for allocator, ids in zip(self.allocators, by_rank(kept(found.blocks), self._kvp), strict=True):
             allocator.refresh(ids)
         return True
 
     def begin(self, promises: list[int], prefix: WindowPrefix, full: int, placement: Placement) -> WindowBlocks:
         """A request holds the blocks of its prefix from now on that are full, those before the place `full`, and is
-        promised others."""
-        shared = prefix.blocks[: max(full - prefix.first, 0)]
-        self.share(shared)
+        promised others, of which it gets those that are swapped in."""
+        blocks = prefix.full_blocks(full)
+        self.share(kept(blocks))
         for allocator, count in zip(self.allocators, promises, strict=True):
             allocator.reserve(count)
         num_apart = 0 if placement.even else full
-        return WindowBlocks(self.most_at_once(placement), promises, deque(shared), min(prefix.first, full), num_apart)
+        held = WindowBlocks(self.most_at_once(placement), promises, first=min(prefix.first, full), num_apart=num_apart)
+        for block in blocks:
+            if isinstance(block, Block):
+                held.blocks.append(block)
+            else:
+                self._swap_in(block, self.take(held, block.owner))
+        return held
+
+    def _swap_in(self, slot: Slot, target: Block) -> None:
+        """Fill a block with the content of a slot, with the next step. It can be found from now on."""
+        swaps = self.swaps[slot.owner]
+        self._name(target, swaps.hash_of(slot))
+        swaps.swap_in([slot], [target])
 
     def has_room(self, held: WindowBlocks, rank: int) -> bool:
         """Whether a request can have one more block of a rank."""
@@ -326,11 +385,15 @@ class WindowGroup:
 
 
 class _Touched(NamedTuple):
-    """Passes on which contents are found no longer."""
+    """Passes on which contents may be found from now on, or no longer."""
 
     touch: Callable[[bytes], None]
 
-    def removed(self, tier: Literal["pool"], content_hash: bytes) -> None:
+    def stored(self, tier: Tier, hashes: Iterable[bytes]) -> None:
+        for content_hash in hashes:
+            self.touch(content_hash)
+
+    def removed(self, tier: Tier, content_hash: bytes) -> None:
         self.touch(content_hash)
 
 

@@ -32,7 +32,7 @@ def filled_pool(format):
 def test_a_block_comes_back_into_another_one(format):
     pool = filled_pool(format)
     blocks = [pool.read([block]).clone() for block in range(6)]
-    space = SwapSpace(pool, 3)
+    space = SwapSpace(pool, [3])
     space.swap_out(1, 2)
     space.swap_out(4, 0)
     for block in (1, 4):
@@ -48,7 +48,7 @@ def test_a_block_comes_back_into_another_one(format):
 
 def test_its_file_has_no_name(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    space = SwapSpace(filled_pool(KVFormat("float32", 16, 2, 8, 8, ROWS)), 3)
+    space = SwapSpace(filled_pool(KVFormat("float32", 16, 2, 8, 8, ROWS)), [3])
     assert not os.listdir(tmp_path)
     with open("/proc/self/maps") as maps:
         assert str(tmp_path) in maps.read()
@@ -58,5 +58,5 @@ def test_its_file_has_no_name(tmp_path, monkeypatch):
 def test_more_than_the_disk_holds_is_refused_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(UserError, match=r"need \d+ bytes of .* on a rank.*lower --swap-tokens, or set TMPDIR"):
-        SwapSpace(filled_pool(KVFormat("float32", 16, 2, 8, 8, ROWS)), 2**46)
+        SwapSpace(filled_pool(KVFormat("float32", 16, 2, 8, 8, ROWS)), [2**46])
     assert not os.listdir(tmp_path)
