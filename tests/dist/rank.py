@@ -99,7 +99,7 @@ class RecordingRunner(ModelRunner):
         before = self.counts()
         hidden_TH = super().forward(step)
         self.counted.append([after - at_first for at_first, after in zip(before, self.counts(), strict=True)])
-        counts = dict.fromkeys(self.running.decoding, 1) | {span.id: span.num_tokens for span in step.spans}
+        counts = dict.fromkeys(self.running.decoding, 1) | {segment.id: segment.num_tokens for segment in step.segments}
         self.rows.append([counts.get(i, 0) for i in range(self.num_requests)])
         rows = iter(self.next_tokens.sampling.gather(self.model.logits(hidden_TH)) if self._is_last else ())
         for draft in step.drafts:  # what was rejected since the last one
@@ -352,7 +352,7 @@ class mutation:  # noqa: N801 - reads as a statement
     def __enter__(self):
         self.saved = (
             RowMemory.advance,
-            Batches._span_rows,
+            Batches._segment_rows,
             Batches._own,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
@@ -361,11 +361,11 @@ class mutation:  # noqa: N801 - reads as a statement
             sampler.sample_rows,
             sampler.sample,
         )
-        advance, span_rows, own, _, _, exchange_states, choose, _, sample = self.saved
+        advance, segment_rows, own, _, _, exchange_states, choose, _, sample = self.saved
         if self.kind == "mask":
 
-            def span_rows_that_see_less(*arguments):
-                rows = span_rows(*arguments)
+            def segment_rows_that_see_less(*arguments):
+                rows = segment_rows(*arguments)
                 return rows._replace(limits=np.maximum(rows.limits - 1, 0))
 
             def decode_rows_that_see_less(memory, decoding):
@@ -374,7 +374,7 @@ class mutation:  # noqa: N801 - reads as a statement
                 limits_b[:] = np.maximum(limits_b - 1, 0)
                 return num_held, everywhere
 
-            RowMemory.advance, Batches._span_rows = decode_rows_that_see_less, span_rows_that_see_less
+            RowMemory.advance, Batches._segment_rows = decode_rows_that_see_less, segment_rows_that_see_less
         if self.kind == "owner":
 
             def second_block_has_no_owner(batches, seq, positions_T):
@@ -412,7 +412,7 @@ class mutation:  # noqa: N801 - reads as a statement
     def __exit__(self, *_):
         (
             RowMemory.advance,
-            Batches._span_rows,
+            Batches._segment_rows,
             Batches._own,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,

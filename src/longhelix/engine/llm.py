@@ -569,13 +569,20 @@ class LLM:
 
     def _take(self, events: list[TokenEvent]) -> None:
         now_s = time.monotonic()
+        # With draft tokens, a request may have several events, and its text may end before the last one.
+        usages = {event.request_id: event.usage for event in events if event.usage is not None}
+        ended: set[int] = set()
         for event in events:
             live = self._live.get(event.request_id)
             if live is not None and event.prompt_logprobs:
                 live.prompt_logprobs += map(dict, event.prompt_logprobs)
             elif live is not None:
-                live.deltas.append(self._delivered(event, now_s))
-            else:  # the call that added this request was interrupted before it recorded the request here
+                delta = self._delivered(event, usages.get(event.request_id), now_s)
+                live.deltas.append(delta)
+                if delta.result is not None:
+                    ended.add(event.request_id)
+            elif event.request_id not in ended:
+                # The call that added this request was interrupted before it recorded the request here.
                 self._core.abort(event.request_id)
 
     def expert_load(self) -> list[list[int]] | None:
@@ -688,22 +695,26 @@ class LLM:
         abandon = partial(self._abandoned.append, request_id)
         return Stream(partial(self._next_delta, deltas), partial(self.abort, request_id), abandon)
 
-    def _delivered(self, event: TokenEvent, now_s: float) -> Delta:
-        """Return the delta that a token event produces. An exception in this method fails only this request."""
+    def _delivered(self, event: TokenEvent, usage: Usage | None, now_s: float) -> Delta:
+        """Return the delta that a token event produces. An exception in this method fails only this request.
+
+        Args:
+            usage: of the request, if the scheduler has ended it.
+        """
         live = self._live[event.request_id]
         if event.finish_reason == "error":
             assert event.sampled is not None
-            return Delta(event.request_id, "", self._ended(live, "error", event.usage, event.sampled.error))
+            return Delta(event.request_id, "", self._ended(live, "error", usage, event.sampled.error))
         result = reasoning = None
         try:
             text, reasoning, finish_reason = live.take(event, now_s)
         except Exception as error:
-            usage = event.usage or self._core.abort(event.request_id)
+            usage = usage or self._core.abort(event.request_id)
             text, result = "", self._ended(live, "error", usage, f"{type(error).__name__}: {error}")
         else:
             live.text += text
             if finish_reason is not None:
-                result = self._ended(live, finish_reason, event.usage or self._core.abort(event.request_id))
+                result = self._ended(live, finish_reason, usage or self._core.abort(event.request_id))
         if event.sampled is None:
             return Delta(event.request_id, text, result, reasoning=reasoning)
         found = Delta(event.request_id, text, result, event.sampled.token_id, reasoning=reasoning)

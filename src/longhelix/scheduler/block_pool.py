@@ -1,5 +1,6 @@
 """The KV blocks of all KVP ranks, as sequences take them, share them and give them back."""
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -236,17 +237,38 @@ class BlockPool:
             seq.unnamed.append(block)
         return block, *map(WindowGroup.take, self.windows, seq.windows, repeat(owner))
 
-    def take_free(self, seq: Sequence, length: int) -> tuple[Block, ...]:
-        """The blocks that a sequence of `length` tokens needs and does not have yet, as steps have them, up to the
-        first one for which there is no room."""
+    def take_free(self, seq: Sequence, length: int, left: int) -> tuple[Block, ...]:
+        """Take blocks for a sequence that may come to have `length` tokens, but leave `left` free blocks on each rank.
+        Returns them as steps have them."""
         taken = list[Block]()
         while seq.num_blocks * self.block_tokens < length:
             self.choose_ranks(seq, seq.num_blocks + 1)
-            blocks = self.take(seq)
+            owner = self.next_owner(seq)
+            blocks = self.take(seq) if seq.promised[owner] or self.allocators[owner].available > left else None
             if blocks is None:
                 break
             taken += blocks
         return tuple(taken)
+
+    def cut(self, seq: Sequence, *, is_promised: bool) -> None:
+        """Take back the blocks behind a sequence's tokens, which were for draft tokens.
+
+        is_promised: the sequence is promised all blocks that it may need, and so is promised them again.
+        """
+        while seq.num_blocks > -(-seq.length // self.block_tokens):
+            owner = seq.last_owner
+            block_id = seq.block_ids[owner].pop()
+            self.allocators[owner].release(array("q", [block_id]), 0)
+            if is_promised:
+                self.allocators[owner].reserve(1)
+                seq.promised[owner] += 1
+            if self._names:
+                seq.unnamed.pop()
+            for window, held in zip(self.windows, seq.windows, strict=True):
+                window.cut(held)
+            seq.num_blocks -= 1
+            seq.last_owner = seq.placement.owner((seq.num_blocks - 1) * self.block_tokens)
+            seq.most_blocks = max(map(len, seq.block_ids))
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
         """Those that the sequence needs at its length and does not have yet, which may be many."""

@@ -14,11 +14,11 @@ class Drafter(Protocol):
     """Guesses the next tokens of requests."""
 
     def drafts(self, request: Request) -> bool:
-        """Return whether it guesses for a request. It is asked once, when the prompt is computed."""
+        """Return whether it guesses for a request. It is asked each time the request has computed its prompt."""
         ...
 
     def propose(self, seq: Sequence) -> "array[int]":
-        """Return draft tokens: the tokens that may come next. May be empty."""
+        """Return draft tokens, as int32: the tokens that may come next. May be empty. The scheduler waits for it."""
         ...
 
 
@@ -42,13 +42,13 @@ class Drafting:
     def __contains__(self, seq: Sequence) -> bool:
         return seq.id in self._ready or seq.id in self._in_flight
 
-    @property
-    def tbt_slo_s(self) -> float:
-        """The shortest time between tokens that any of the sequences asks for."""
-        targets = (seq.request.service.tbt_slo_s for each in (self._ready, self._in_flight) for seq in each.values())
+    def tbt_slo_s(self, turn: Turn) -> float:
+        """Return the shortest time between tokens that the turn's sequences ask for."""
+        sequences = (seq for each in (self._ready, self._in_flight) for seq in each.values())
+        targets = (seq.request.service.tbt_slo_s for seq in sequences if turn.has(seq.instances))
         return min((target_s for target_s in targets if target_s is not None), default=math.inf)
 
-    def takes(self, seq: Sequence) -> bool:
+    def handles(self, seq: Sequence) -> bool:
         """Return whether a sequence has draft tokens from the end of its prompt on."""
         return self._drafter is not None and self._drafter.drafts(seq.request)
 
@@ -72,15 +72,18 @@ class Drafting:
         token_ids = seq.output[-1:] + self._drafter.propose(seq)
         return token_ids[: tokens_within(seq, min(len(token_ids), seq.num_rows - seq.length))]
 
-    def begin_step(self, seq: Sequence) -> None:
+    def submit(self, seq: Sequence) -> None:
         """The step in preparation has a draft of a sequence."""
         self._in_flight[seq.id] = self._ready.pop(seq.id)
 
-    def end_step(self, step: Step) -> None:
-        """The tokens of a step are known, and with them how many draft tokens were accepted."""
+    def take_result(self, step: Step) -> list[Sequence]:
+        """Learn how many draft tokens of a step were accepted. Returns the sequences that are ready for a next step."""
         prompts = (chunk.id for chunk in step.chunks if chunk.sample)
+        ready = list[Sequence]()
         for id in (*prompts, *(draft.id for draft in step.drafts)):
             seq = self._in_flight.pop(id, None)
             if seq is not None:
                 seq.length = seq.known_length
                 self._ready[id] = seq
+                ready.append(seq)
+        return ready

@@ -1,7 +1,8 @@
 """The scheduler: requests in, Steps out. Continuous batching.
 
-It is the only decision maker: admission, blocks, chunks, parts, preemption, ends. It never needs a sampled token's
-value to plan the next step, because workers keep their own copy of every sequence; so several steps may be in flight.
+It is the only decision maker: admission, blocks, chunks, parts, preemption, ends. It needs no sampled token's value to
+plan the next step, because workers keep their own copy of every sequence; so several steps may be in flight. Only
+sequences with draft tokens wait for their last step's result (`Drafting`).
 """
 
 import math
@@ -196,9 +197,9 @@ class Scheduler:
         if self._cut is not None:
             work = work._replace(parts=self._cut.parts(work))
         most_blocks = max([decodes.most_blocks for decodes in decoding], default=0)
-        spans = drafts + chunks
-        if spans:
-            most_blocks = max(most_blocks, *(self._running[span.id].most_blocks for span in spans))
+        segments = drafts + chunks
+        if segments:
+            most_blocks = max(most_blocks, *(self._running[segment.id].most_blocks for segment in segments))
         joining = self._still_running(decode_next)
         leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
         self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
@@ -258,8 +259,8 @@ class Scheduler:
         need a KV block."""
         self._leaving += self._turns.deal()
         step_id, oldest_id = self._next_step_id + 1, self._oldest_id
-        spans = [*self._prompts.values(), *self._drafting.ready(Turn())]
-        for turn in self._turns.in_turn(step_id, oldest_id, busy, spans):
+        with_segments = [*self._prompts.values(), *self._drafting.ready(Turn())]
+        for turn in self._turns.in_turn(step_id, oldest_id, busy, with_segments):
             joined, growing = self._turns.join(turn, step_id, oldest_id), list[Sequence]()
             decoding = self._turns.decoding(turn)
             for decodes in decoding:
@@ -267,7 +268,7 @@ class Scheduler:
                 self._leaving += done
                 growing += more
             if (
-                any(turn.has(seq.instances) for seq in spans)
+                any(turn.has(seq.instances) for seq in with_segments)
                 or any(map(len, decoding))
                 or self._changes.has_ends_for(turn)
             ):
@@ -282,21 +283,25 @@ class Scheduler:
     def _grow(
         self, growing: list[Sequence], drafting: list[Sequence], now_s: float
     ) -> tuple[tuple[tuple[int, Block], ...], list[_Drafted]]:
-        """KV blocks for decodes whose next rows need some, and the tokens of drafts. Where there is no block at all, a
-        request is preempted; where there are too few, a draft is cut."""
+        """KV blocks for decodes whose next rows need some, and the tokens of drafts. Where there is no block for a
+        first row, a request is preempted. Blocks for draft tokens leave one block to each running request on every
+        rank."""
         grown: list[tuple[Sequence, tuple[Block, ...]]] = []
         for seq in growing:
             blocks = self._take(seq, now_s)
             if blocks:
                 self._turns.grew(seq)
                 grown.append((seq, blocks))
+        with_block = [
+            (seq, () if seq.num_blocks * self.config.block_tokens > seq.length else self._take(seq, now_s))
+            for seq in drafting
+            if seq in self._drafting  # or it was preempted just now
+        ]
         drafted: list[_Drafted] = []
-        for seq in drafting:
-            has_room = seq.num_blocks * self.config.block_tokens > seq.length
-            blocks = () if has_room else self._take(seq, now_s)
+        for seq, blocks in with_block:
             if seq in self._drafting:
                 token_ids = self._drafting.token_ids(seq)
-                blocks += self.pool.take_free(seq, seq.length + len(token_ids))
+                blocks += self.pool.take_free(seq, seq.length + len(token_ids), left=len(self._running))
                 room = seq.num_blocks * self.config.block_tokens - seq.length
                 drafted.append(_Drafted(seq, token_ids[:room], blocks))
         return (
@@ -320,13 +325,14 @@ class Scheduler:
     def _draft(self, seq: Sequence, token_ids: "array[int]", new_blocks: tuple[Block, ...], load: AnyLoad) -> Draft:
         """A draft, which is added to the step's load."""
         load.add_draft(seq, len(token_ids))
-        self._drafting.begin_step(seq)
+        self._drafting.submit(seq)
         return Draft(seq.id, seq.length, token_ids.tobytes(), new_blocks)
 
     def _free_some(self, rank: int, growing: Sequence, now_s: float) -> None:
         """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
         its own."""
-        if self._widening.widen(rank, growing, filter(self._decodes, self._running.values())):
+        # What ranks have of a sequence with draft tokens changes with its next draft, and so none of it moves.
+        if self._widening.widen(rank, growing, (seq for seq in self._running.values() if seq in self._turns)):
             self._turns.recount()
         else:
             self._preempt(self._victim(rank, growing, now_s))
@@ -427,7 +433,7 @@ class Scheduler:
         target_s = self.config.tbt_target_s
         if target_s is None:
             target_s = max(DEFAULT_TBT_S, least_s)
-        asked_s = min(self._turns.tbt_slo_s(turn), self._drafting.tbt_slo_s)
+        asked_s = min(self._turns.tbt_slo_s(turn), self._drafting.tbt_slo_s(turn))
         target_s = _MARGIN * min(target_s, max(asked_s, least_s))
         return target_s - self._order.headroom_s(first, now_s, max(target_s - decodes_s, 0.0))
 
@@ -446,7 +452,7 @@ class Scheduler:
             del self._prompts[seq.id]
             self._shares.remove(client)
             if seq.length < seq.num_rows:
-                if self._drafting.takes(seq):
+                if self._drafting.handles(seq):
                     self._drafting.prompt_done(seq)
                 else:
                     self._turns.prompt_done(seq, self._next_step_id + 1)
@@ -482,7 +488,8 @@ class Scheduler:
                 events.append(self._look(seq, sampled))
             else:
                 events.append(TokenEvent(seq.id, sampled))
-        self._drafting.end_step(step)
+        for seq in self._drafting.take_result(step):
+            self.pool.cut(seq, is_promised=seq.job.preemptions >= MOST_PREEMPTIONS)
         return events
 
     def _has(self, request_id: int) -> bool:

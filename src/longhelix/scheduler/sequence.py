@@ -117,8 +117,6 @@ class Sequence:
     def rank_tokens(self) -> list[int]:
         """Of its first `length` tokens those of each KVP rank. Those beyond its blocks count for the last one's."""
         block_tokens = self.placement.block_tokens
-        if self.length <= (self.num_blocks - 1) * block_tokens:  # it has blocks for draft tokens
-            return [self.placement.local_length(rank, self.length) for rank in range(len(self.block_ids))]
         tokens = [len(block_ids) * block_tokens for block_ids in self.block_ids]
         tokens[self.last_owner] += self.length - self.num_blocks * block_tokens
         return tokens

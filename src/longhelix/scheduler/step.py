@@ -261,7 +261,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     @property
-    def spans(self) -> tuple[Draft | Chunk, ...]:
+    def segments(self) -> tuple[Draft | Chunk, ...]:
         """The sequences with any number of rows, in the order of the rows."""
         return self.drafts + self.chunks
 

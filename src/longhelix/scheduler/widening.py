@@ -147,8 +147,7 @@ class Widening:
     def _movable(self, seq: Sequence, blocks: list[Block], rank: int) -> list[int]:
         """The indices of its blocks that may move."""
         allocator, stay = self._allocators[rank], max(len(seq.unnamed), 1)
-        full = seq.length // seq.placement.block_tokens  # of a sequence with draft tokens there may be fewer
-        stop = min([len(blocks) - stay, full, *(held.first for held in seq.windows)])
+        stop = min([len(blocks) - stay, *(held.first for held in seq.windows)])
         return [
             index
             for index, block in enumerate(blocks[: max(stop, 0)])

@@ -71,7 +71,7 @@ class FakeInstances:
         for one, part in parts.items():
             for id in self.decoding[one]:
                 rows.setdefault(id, []).append((one, 1, [block for grown, block in part.grown if grown == id], None))
-            for span in part.spans:
+            for span in part.segments:
                 rows.setdefault(span.id, []).append((one, span.num_tokens, span.new_blocks, span))
         sampled = [one for id, each in rows.items() for one in self.run(id, each)]
         assert len(rows) <= step.work.rows * len(step.instances)
@@ -120,6 +120,9 @@ class FakeInstances:
             for follower in followers:
                 assert span.start <= follower.length
                 follower.length = span.start
+                del follower.blocks[-(-span.start // self.config.block_tokens) :]
+            for one, follower in zip((one for one, *_ in each), followers, strict=True):
+                del follower.local[sum(block.owner == one for block in lead.blocks) :]
         tokens = self.tokens_of(id, lead)
         start = lead.length
         assert all(follower.length == start and follower.new.instances == instances for follower in followers)

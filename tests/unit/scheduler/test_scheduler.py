@@ -66,7 +66,6 @@ class Replica:
     length: int = 0
     blocks: list[Block] = field(default_factory=list)
     windows: list[list[Block]] = field(default_factory=list)  # by KV group with a limit, all places
-    most_length: int = 0  # tokens that had KV, draft tokens included
     striped: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,6 +145,8 @@ class FakeRunner:
         self.decoding = self.microbatches[step.microbatch]
         self.swap(step)
         self.copy(step)
+        for draft in step.drafts:
+            self.cut(self.replicas[draft.id], draft)
         for widened in step.rebalances:
             decodes = any(widened.id in decoding for decoding in self.microbatches) or widened.id in step.joining
             assert decodes or self.is_drafted(self.replicas[widened.id])
@@ -159,14 +160,12 @@ class FakeRunner:
             assert not any(sequence_id in decoding for decoding in self.microbatches)
             self.decoding[sequence_id] = self.replicas[sequence_id]
         self.check_plan(step)
-        ran = [*self.decoding, *(span.id for span in step.spans)]
-        for draft in step.drafts:
-            self.cut(self.replicas[draft.id], draft)
+        ran = [*self.decoding, *(span.id for span in step.segments)]
         starts = {sequence_id: self.replicas[sequence_id].length for sequence_id in ran}
         for sequence_id, seq in self.decoding.items():
             self.write(seq, 1, [block for grown_id, block in step.grown if grown_id == sequence_id])
         assert {sequence_id for sequence_id, _ in step.grown} <= self.decoding.keys()
-        for span in step.spans:
+        for span in step.segments:
             seq = self.replicas[span.id]
             seq.token_ids += array("i", span.token_ids)
             self.write(seq, span.num_tokens, span.new_blocks)
@@ -185,7 +184,7 @@ class FakeRunner:
                 assert seq.length == len(seq.token_ids)
                 seq.token_ids.append(next_token(self.read(sequence_id)))
                 sampled.append(SampledToken(sequence_id, seq.token_ids[-1]))
-        num_rows = len(self.decoding) + sum(span.num_tokens for span in step.spans)
+        num_rows = len(self.decoding) + sum(span.num_tokens for span in step.segments)
         found = tuple(self.score(chunk) for chunk in step.chunks if chunk.scored is not None)
         return StepResult(step.id, tuple(sampled), num_rows, 0, prompt_logprobs=found)
 
@@ -200,7 +199,8 @@ class FakeRunner:
         assert draft.start + draft.num_tokens <= seq.new.num_rows
         assert (seq.length, len(seq.token_ids)) == (draft.start, draft.start + 1)
         assert seq.token_ids.pop() == array("i", draft.token_ids)[0]
-        seq.most_length = max(seq.most_length, draft.start + draft.num_tokens)
+        for blocks in (seq.blocks, *seq.windows):
+            del blocks[-(-seq.length // self.config.block_tokens) :]
 
     def verify(self, seq: Replica, draft: Draft) -> list[SampledToken]:
         """A token after each row that is accepted."""
@@ -289,7 +289,9 @@ class FakeRunner:
         return {
             block
             for seq in self.replicas.values()
-            for block in seq.windows[window][visibility.first_seen(seq.length) // block_tokens :]
+            for block in seq.windows[window][
+                visibility.first_seen(seq.length) // block_tokens : -(-seq.length // block_tokens)
+            ]
         }
 
     def check_windows(self, starts: dict[int, int]) -> None:
@@ -330,7 +332,9 @@ class FakeRunner:
             self.pools[block.owner][slot] = (-1, position, token_ids[position])
 
     def held(self) -> set[Block]:
-        return {block for seq in self.replicas.values() for block in seq.blocks} | self.kept
+        # Blocks behind a sequence's tokens were for draft tokens. The scheduler may have given them to others.
+        counts = {id: -(-seq.length // self.config.block_tokens) for id, seq in self.replicas.items()}
+        return {block for id, seq in self.replicas.items() for block in seq.blocks[: counts[id]]} | self.kept
 
     def replica(self, new: NewSequence) -> Replica:
         """A new one, which reads the tokens that it begins with from the pool."""
@@ -360,7 +364,7 @@ class FakeRunner:
         block_tokens, kvp = self.config.block_tokens, self.config.kvp
         even, own = NO_WORK, [NO_WORK] * kvp
         ran = [(seq, 1, True) for seq in self.decoding.values()]
-        ran += [(self.replicas[span.id], span.num_tokens, False) for span in step.spans]
+        ran += [(self.replicas[span.id], span.num_tokens, False) for span in step.segments]
         drafted = {draft.id for draft in step.drafts}
         even += Work(sampled_rows=sum(len(chunk.scored.targets) // 4 for chunk in step.chunks if chunk.scored))
         for seq, rows, decodes in ran:
@@ -442,8 +446,7 @@ class FakeRunner:
                 slot = block.id * block_tokens + position % block_tokens
                 pools[block.owner][slot] = position, tuple(seq.token_ids[: position + 1])
         seq.length += num_tokens
-        seq.most_length = max(seq.most_length, seq.length)
-        assert len(seq.blocks) == -(-seq.most_length // block_tokens)
+        assert len(seq.blocks) == -(-seq.length // block_tokens)
         self.first_blocks.setdefault(sequence_id, seq.blocks[0].owner)
 
     def blocks_of(self, seq: Replica) -> list[int]:

@@ -80,6 +80,10 @@ class BlockArena:
         self._places[start:end] = places
         self._publish(start, end)
 
+    def cut(self, extent: Extent, count: int) -> None:
+        """Keep the first `count` blocks of an extent."""
+        self.extents.values[extent.line, 1] = self.extents.values[extent.line, 0] + count
+
     def ids(self, extent: Extent) -> NDArray[np.int64]:
         """A sequence's block ids by group, ids_GJ, on the host."""
         begin, end = self.extents.values[extent.line].tolist()

@@ -29,7 +29,7 @@ from longhelix.spec import ModelSpec
 _MOST_BATCHES = 16  # of decodes that are kept: little of a step differs from the last one's
 
 
-class _SpanRows(NamedTuple):
+class _SegmentRows(NamedTuple):
     """Rows of a prompt, or of a draft, that attend here. int64. positions_3T: by axis, or without images in the prompt
     those of one. firsts: by view. window_slots: by KV group with a limit."""
 
@@ -77,10 +77,8 @@ class Batches:
             self._sequences[step.grown[at][0]].add_blocks(blocks, self._kvp_rank)
         for seq, record in decoding.records:
             record.add_one(seq.last_token)
-        for draft in step.drafts:
-            self._sequences[draft.id].take_draft(draft, self._block_tokens)
         num_held, everywhere = self._rows.advance(decoding)
-        if step.spans:
+        if step.segments:
             return self._mixed_batch(step, decoding, self._rows.arrays(len(decoding), num_held))
         tensors = self._rows.tensors(len(decoding), num_held)
         held = b"" if everywhere else self._held(decoding.lines).tobytes()
@@ -117,26 +115,26 @@ class Batches:
         return tuple(map(RowView, firsts, slots, blocks))
 
     def _mixed_batch(self, step: Step, decoding: DecodeRows, decodes: RowParts) -> Batch:
-        sequences = [self._sequences[span.id] for span in step.spans]
-        tokens = [decodes.token_ids_B, *map(_new_tokens, sequences, step.spans)]
-        spans = list(map(self._span_rows, sequences, step.spans))
-        lengths = [len(some.limits) for some in spans if len(some.limits)]
+        sequences = [self._sequences[segment.id] for segment in step.segments]
+        tokens = [decodes.token_ids_B, *map(_new_tokens, sequences, step.segments)]
+        segments = list(map(self._segment_rows, sequences, step.segments))
+        lengths = [len(some.limits) for some in segments if len(some.limits)]
         ends = len(decodes.limits_b) + np.cumsum(lengths, dtype=np.int64)
         extents = [self._arena.extents.values[seq.extent.line] for seq in sequences if self._kvp_rank in seq.holders]
         token_ids_T, positions_t, slots_t, limits_t, row_starts_b, bounds_X, *more = self._on_device(
             tokens,
-            [decodes.positions_b, *(some.positions_3T[0] for some in spans)],
-            [decodes.slots_b, *(some.slots for some in spans)],
-            [decodes.limits_b, *(some.limits for some in spans)],
+            [decodes.positions_b, *(some.positions_3T[0] for some in segments)],
+            [decodes.slots_b, *(some.slots for some in segments)],
+            [decodes.limits_b, *(some.limits for some in segments)],
             [decodes.row_starts_b, ends],
             [decodes.extents_b2.reshape(-1), *extents],
-            *map(list, zip(decodes.firsts, *(some.firsts for some in spans), strict=True)),
-            *map(list, zip(decodes.window_slots, *(some.window_slots for some in spans), strict=True)),
+            *map(list, zip(decodes.firsts, *(some.firsts for some in segments), strict=True)),
+            *map(list, zip(decodes.window_slots, *(some.window_slots for some in segments), strict=True)),
         )
         rotations = self._turn(positions_t, self._frequencies_of(decoding, sequences, lengths))
-        self._turn_by_axes(rotations, sequences, spans)
+        self._turn_by_axes(rotations, sequences, segments)
         held_NS = self._held(np.append(decoding.lines, [seq.line for seq in sequences]))
-        counts = [1] * len(decoding) + [span.num_tokens for span in step.spans]
+        counts = [1] * len(decoding) + [segment.num_tokens for segment in step.segments]
         return Batch(
             token_ids_T=token_ids_T,
             holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
@@ -166,12 +164,12 @@ class Batches:
         )
 
     def _turn_by_axes(
-        self, rotations: Sequence[RowRotation], sequences: Sequence[SequenceState], spans: Sequence[_SpanRows]
+        self, rotations: Sequence[RowRotation], sequences: Sequence[SequenceState], segments: Sequence[_SegmentRows]
     ) -> None:
-        """Rotate the rows of prompts with images, by their positions on each axis. spans: the last of all rows that
+        """Rotate the rows of prompts with images, by their positions on each axis. segments: the last of all rows that
         attend here."""
-        start = len(rotations[0].cos_tR) - sum(len(rows.limits) for rows in spans)
-        for seq, rows in zip(sequences, spans, strict=True):
+        start = len(rotations[0].cos_tR) - sum(len(rows.limits) for rows in segments)
+        for seq, rows in zip(sequences, segments, strict=True):
             own = slice(start, start + len(rows.limits))
             if seq.new.images and len(rows.limits):
                 positions_3T = torch.from_numpy(rows.positions_3T).to(self._device)
@@ -210,8 +208,8 @@ class Batches:
         """The rows that other instances have as well."""
         assert self._mesh.instance_groups is not None
         rows = dict[int, range]()
-        sequences = [*decoding.sequences, *(self._sequences[span.id] for span in step.spans)]
-        counts = [1] * len(decoding) + [span.num_tokens for span in step.spans]
+        sequences = [*decoding.sequences, *(self._sequences[segment.id] for segment in step.segments)]
+        counts = [1] * len(decoding) + [segment.num_tokens for segment in step.segments]
         for seq, (start, stop) in zip(sequences, pairwise(accumulate(counts, initial=0)), strict=True):
             rows[seq.new.id] = range(start, stop)
         found: list[SharedRows] = []
@@ -259,16 +257,16 @@ class Batches:
         of_rotations = zip(*(seq.frequencies.of_rotations for seq in held), strict=True)
         return tuple(torch.stack(same).repeat_interleave(counts, dim=0) for same in of_rotations)
 
-    def _span_rows(self, seq: SequenceState, span: Draft | Chunk) -> _SpanRows:
+    def _segment_rows(self, seq: SequenceState, segment: Draft | Chunk) -> _SegmentRows:
         """The next rows of a prompt or of a draft, which see and are stored as decodes. None if the sequence keeps no
         KV here."""
-        start, stop = seq.length, seq.length + span.num_tokens
-        seq.add_blocks(span.new_blocks, self._kvp_rank)
+        start, stop = seq.length, seq.length + segment.num_tokens
+        seq.add_blocks(segment.new_blocks, self._kvp_rank)
         seq.length = stop
         if self._kvp_rank not in seq.holders:
             empty = np.zeros(0, np.int64)
             num_windows = self._arena.num_groups - 1
-            return _SpanRows(empty[None], empty, empty, (empty,) * len(self._views), (empty,) * num_windows)
+            return _SegmentRows(empty[None], empty, empty, (empty,) * len(self._views), (empty,) * num_windows)
         positions = np.arange(start, stop)
         mine = self._own(seq, positions)
         limits = seq.local_length + mine.cumsum()
@@ -285,16 +283,16 @@ class Batches:
         by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
         places = self._arena.places(seq.extent)
         firsts = [first_local(places, first_seen(view, positions), self._block_tokens) for view in self._views]
-        return _SpanRows(by_axes, slots, limits, tuple(firsts), tuple(window_slots))
+        return _SegmentRows(by_axes, slots, limits, tuple(firsts), tuple(window_slots))
 
     def _own(self, seq: SequenceState, positions_T: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of a sequence's positions lie in blocks of this rank."""
         return find_blocks(self._arena.places(seq.extent), positions_T // self._block_tokens)[1]
 
 
-def _new_tokens(seq: SequenceState, span: Draft | Chunk) -> np.ndarray:
-    """The tokens of a span's rows. Those of a chunk count as seen from here on; those of a draft may be rejected."""
-    ids = token_ids(span.token_ids)
-    if seq.seen is not None and isinstance(span, Chunk):
+def _new_tokens(seq: SequenceState, segment: Draft | Chunk) -> np.ndarray:
+    """The tokens of a segment's rows. Those of a chunk count as seen from here on; those of a draft may be rejected."""
+    ids = token_ids(segment.token_ids)
+    if seq.seen is not None and isinstance(segment, Chunk):
         seq.seen.add(ids)
     return ids

@@ -78,9 +78,11 @@ class Matcher:
         self._told = array("i")
         self._has_ended = False
         self._follows = False
+        self._allowed_V: NDArray[np.bool_] | None = None  # once it was asked for, until the next token
 
     def add_one(self, token_id: int) -> None:
         """The next token of the text. One that nothing allows shows in `allowed`."""
+        self._allowed_V = None
         if not self._has_ended:
             self._has_ended = token_id in self._matchers.eos_ids
             self._told.append(token_id)
@@ -92,12 +94,19 @@ class Matcher:
         If the guide does not allow the token, the text counts as ended: the token is never accepted, and whatever is
         sampled after it is dropped.
         """
+        may_come = not self._has_ended and self._may_come(token_id)
         copied = Matcher(self._matchers, self._guide, self._matcher.deep_copy(), self._shared)
-        copied._told, copied._has_ended, copied._follows = self._told[:], self._has_ended, self._follows
-        if not copied._has_ended and not copied._matcher.validate_tokens([token_id]):
-            copied._has_ended = True
+        copied._told, copied._has_ended, copied._follows = self._told[:], not may_come, self._follows
         copied.add_one(token_id)
         return copied
+
+    def _may_come(self, token_id: int) -> bool:
+        """Whether the row before a draft token can sample it. Asked as that row asks, because what a matcher finds may
+        depend on limits."""
+        try:
+            return bool(self.allowed()[token_id])
+        except GuideError:
+            return False
 
     @property
     def has_ended(self) -> bool:
@@ -107,6 +116,8 @@ class Matcher:
     def allowed(self) -> NDArray[np.bool_]:
         """allowed_V: which tokens of the whole vocabulary may come next, at least one. Raises GuideError if it cannot
         be found, or if the text can neither go on nor end."""
+        if self._allowed_V is not None:
+            return self._allowed_V
         allowed_V = self._mask()
         if allowed_V is None and self._shared:
             # Limits count what others have found out as well, and no text shall end because of others.
@@ -118,6 +129,7 @@ class Matcher:
             allowed_V = self._mask()
         if allowed_V is None:
             raise GuideError(_reason(self._matcher.get_error()))
+        self._allowed_V = allowed_V
         return allowed_V
 
     def _tell(self, token_id: int) -> None:

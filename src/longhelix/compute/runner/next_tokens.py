@@ -83,23 +83,24 @@ class NextTokens:
     def score(self, step: Step, hidden_TH: Tensor) -> tuple[PromptLogprobs, ...]:
         """Return the log-probabilities of prompts' tokens that were asked for, on the ranks that return tokens."""
         found: list[PromptLogprobs] = []
-        for start, span in self._starts(step):
-            seq = self._running.by_id[span.id]
-            if not isinstance(span, Chunk) or span.scored is None or not self._running.leads(seq):
+        for start, chunk in self._starts(step):
+            seq = self._running.by_id[chunk.id]
+            if not isinstance(chunk, Chunk) or chunk.scored is None or not self._running.leads(seq):
                 continue
-            targets_T, first = token_ids(span.scored.targets), start + span.scored.first
+            targets_T, first = token_ids(chunk.scored.targets), start + chunk.scored.first
             count, rows_TH = seq.new.sampling.prompt_logprobs, hidden_TH[first : first + len(targets_T)]
             assert count is not None, "it asks for them"
-            timed = self._spans.begin("scoring", "host")
-            one = self._scoring(span.id, rows_TH, targets_T, count, self._logits, self._together(step))
-            self._spans.end(timed)
+            span = self._spans.begin("scoring", "host")
+            one = self._scoring(chunk.id, rows_TH, targets_T, count, self._logits, self._together(step))
+            self._spans.end(span)
             if one is not None:
                 found.append(one)
         return tuple(found)
 
     def known(self, step: Step) -> tuple[SampledToken, ...]:
         """Return the tokens of the step that ran last, as every rank of the last stage knows them: without logprobs and
-        errors."""
+        errors. Where instances have clocks of their own, tokens of drafts are known to the instance that samples them.
+        """
 
         def last(sequences: Iterable[SequenceState]) -> Iterator[SampledToken]:
             return (SampledToken(seq.new.id, seq.last_token) for seq in sequences)
@@ -113,20 +114,20 @@ class NextTokens:
 
     def _starts(self, step: Step) -> Iterator[tuple[int, Draft | Chunk]]:
         """The first row of each draft and chunk."""
-        starts = accumulate((span.num_tokens for span in step.spans), initial=len(self._running.decoding))
-        return zip(starts, step.spans, strict=False)
+        starts = accumulate((segment.num_tokens for segment in step.segments), initial=len(self._running.decoding))
+        return zip(starts, step.segments, strict=False)
 
     def _places(self, step: Step) -> list[int]:
         """The rows after which this rank samples."""
         leads, by_id = self._running.leads, self._running.by_id
         places = [row for row, seq in enumerate(self._running.decoding.sequences) if leads(seq)]
-        for start, span in self._starts(step):
-            stop = start + span.num_tokens
-            if not leads(by_id[span.id]):
+        for start, segment in self._starts(step):
+            stop = start + segment.num_tokens
+            if not leads(by_id[segment.id]):
                 continue
-            if isinstance(span, Draft):
+            if isinstance(segment, Draft):
                 places += range(start, stop)
-            elif span.sample:
+            elif segment.sample:
                 places.append(stop - 1)
         return places
 

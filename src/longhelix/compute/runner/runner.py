@@ -79,7 +79,8 @@ class ModelRunner:
         self._admit(step)
         moved_s = self._copy(step)
         meter.begin_layers()
-        sampled, scored = self._compute(step) if self.running.decoding or step.spans else ((), ())
+        sampled, scored = self._compute(step) if self.running.decoding or step.segments else ((), ())
+        self._image_rows.clear()
         self._wait_for_device(step)
         self._step_id = 0
         return meter.result(
@@ -118,13 +119,12 @@ class ModelRunner:
         if self.handover is not None:
             self._hand_over(self.handover, step, hidden_TH)
         scored = self.next_tokens.score(step, hidden_TH) if self._is_last else ()
-        self._image_rows.clear()
         self._spans.end(span)
         return sampled, scored
 
     def _wait_for_device(self, step: Step) -> None:
-        """A step that sampled nothing has not waited for it."""
-        if self.device.type == "cuda" and (step.chunks or not self._is_last):
+        """Wait for a GPU to end the step. If this rank has sampled tokens after all rows, it has already waited."""
+        if self.device.type == "cuda" and (step.segments or not self._is_last):
             # Not for the whole device: that may hang on other stages.
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -132,7 +132,7 @@ class ModelRunner:
         """The rows of the step that no other instance counts."""
         running = self.running
         decodes = sum(map(running.leads, running.decoding.sequences)) if step.instances else len(running.decoding)
-        return decodes + sum(span.num_tokens for span in step.spans if running.leads(running.by_id[span.id]))
+        return decodes + sum(span.num_tokens for span in step.segments if running.leads(running.by_id[span.id]))
 
     def expect(self, step: Step) -> None:
         """A step comes, after those before it: what other stages send for it may travel from now on."""

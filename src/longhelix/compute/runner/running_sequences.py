@@ -76,6 +76,8 @@ class RunningSequences:
             seq.end()
         for sequence_id in step.leaving:
             self._microbatches[self.by_id[sequence_id].microbatch].leave(sequence_id)
+        for draft in step.drafts:
+            self.by_id[draft.id].take_draft(draft, self.block_tokens)
         for change in step.rebalances:
             self.by_id[change.id].rebalance(change, self._kvp_rank, self.block_tokens)
         for joined in step.joined:

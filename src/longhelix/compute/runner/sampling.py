@@ -71,7 +71,7 @@ class Sampling:
     def __init__(self, mesh: Mesh, vocab_size: int, device: torch.device, spans: Spans = UNTRACED) -> None:
         self._ffn, self._device = mesh.ffn, device
         self._size, self._spans = vocab_size, spans
-        # Those of each microbatch, and of steps in which prompts end.
+        # Those of each microbatch, and of steps in which prompts end. Rows of drafts are new in every step.
         self._settings = lru_cache(2 * mesh.layout.pp)(partial(_Settings, device=device))
         self._parts = [mesh.layout.vocabulary(vocab_size, rank) for rank in mesh.ffn.ranks]
         self._first_ids = [part.start for part in self._parts]
@@ -85,7 +85,8 @@ class Sampling:
         logits_Sv: float32, over this rank's part of the vocabulary; they are used up. What goes wrong with one row ends
         its sequence alone: other requests go on, and so do the ranks that wait for tokens.
         """
-        settings = self._settings(rows)
+        has_drafts = any(isinstance(row, DraftRow) for row in rows)
+        settings = _Settings(rows, self._device) if has_drafts else self._settings(rows)
         asked_AV = self.gather(logits_Sv[settings.asked]) if settings.asked else ()
         refused = settings.adjust(logits_Sv)
         self._choose(logits_Sv, settings, together)

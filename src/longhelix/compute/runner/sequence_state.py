@@ -135,7 +135,10 @@ class SequenceState:
                 record.add_one(token_id)
         self._draft = draft
         self.length = draft.start
-        self.local_length = int(first_local(self._arena.places(self.extent), np.array([draft.start]), block_tokens)[0])
+        self._num_blocks = -(-draft.start // block_tokens)
+        places = self._arena.places(self.extent)
+        self.local_length = int(first_local(places, np.array([draft.start]), block_tokens)[0])
+        self._arena.cut(self.extent, int(places.searchsorted(self._num_blocks)))
 
     def end(self) -> None:
         self._arena.close(self.extent)

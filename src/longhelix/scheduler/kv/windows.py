@@ -4,6 +4,7 @@ such a group for what its next rows see, and gives back those behind.
 All groups of a request have the same owners: the block at a place of its tokens lies on one KVP rank in all of them.
 """
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
@@ -298,6 +299,16 @@ class WindowGroup:
             block = Block(rank, allocator.take())
         held.blocks.append(block)
         return block
+
+    def cut(self, held: WindowBlocks) -> None:
+        """Take back the last block of a request, and promise it again where the request may need it."""
+        block = held.blocks.pop()
+        allocator = self.allocators[block.owner]
+        allocator.release(array("q", [block.id]), 0)
+        counted = islice(held.blocks, max(held.num_apart - held.first, 0), None)
+        if held.promised[block.owner] + sum(each.owner == block.owner for each in counted) < held.most:
+            allocator.reserve(1)
+            held.promised[block.owner] += 1
 
     def can_swap(self, held: WindowBlocks, one: int, other: int) -> bool:
         """Whether a request can be promised of each of two ranks what it is promised of the other one."""

@@ -84,7 +84,7 @@ def test_flashinfer_attends_to_whole_batches(monkeypatch):
     monkeypatch.setattr(rank, "ModelRunner", lambda spec, mesh, model, pool, execution, *more: execution)
 
     def parts(attention):
-        scheduler = SimpleNamespace(swap_blocks=0)
+        scheduler = SimpleNamespace(swap_blocks=0, windows=())
         config = SimpleNamespace(
             attention=attention, compile=False, replay=True, spec=None, scheduler=scheduler, token_ranges=ONE_RANGE
         )
