@@ -84,17 +84,18 @@ class Decoder(nn.Module):
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """hidden_TH after the layers of this stage. Writes the rows' KV into the pool."""
-        if batch.shards is not None:
-            hidden_TH = batch.shards.own(hidden_TH)
+        token_shards = batch.sharding.token_shards
+        if token_shards is not None:
+            hidden_TH = token_shards.own(hidden_TH)
         for index, layer, entries in zip(self.indices, self.layers, pool.layers, strict=True):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
             self.spans.layer(index)
             hidden_TH = layer(hidden_TH, batch, entries)
             if batch.images is not None:
-                hidden_TH = batch.images.add_after(index, hidden_TH, batch.shards)
+                hidden_TH = batch.images.add_after(index, hidden_TH, token_shards)
         self.spans.layer(None)
-        return hidden_TH if batch.shards is None else batch.shards.whole(hidden_TH)
+        return hidden_TH if token_shards is None else token_shards.whole(hidden_TH)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """logits_Tv: logits over the vocabulary of this rank, float32. For ranks of the last stage."""

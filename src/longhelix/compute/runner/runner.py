@@ -184,7 +184,8 @@ class ModelRunner:
         batch = self.batches.of(step)
         ranges = self.execution.token_ranges
         if ranges.flash_comm and ranges.shards(len(batch.token_ids_T), batch.decodes):
-            batch = replace(batch, shards=TokenShards(self.mesh.ffn, batch.token_ids_T))
+            token_shards = TokenShards(self.mesh.ffn, batch.token_ids_T)
+            batch = replace(batch, sharding=replace(batch.sharding, token_shards=token_shards))
         self._spans.end(span)
         if not self._is_first:
             assert self.handover is not None
