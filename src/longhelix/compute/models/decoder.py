@@ -26,7 +26,7 @@ class Layer(nn.Module):
         self.spans = spans
         layer = spec.layers[index]
         attention = LatentAttention if isinstance(layer.attention, MultiHeadLatentAttention) else Attention
-        self.attention = attention(spec, index, mesh, weights, spans)
+        self.attention = attention(spec, index, mesh, weights, spans=spans)
         ffn = DenseFFN if layer.moe is None else ExpertFFN
         self.ffn = ffn(spec, index, mesh, weights)
 
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
         self.indices = layout.layers(spec.num_layers, rank)
         self.dtype = weights.dtype
-        self.layers = nn.ModuleList(Layer(spec, index, mesh, weights, spans) for index in self.indices)
+        self.layers = nn.ModuleList(Layer(spec, index, mesh, weights, spans=spans) for index in self.indices)
         self.norm = weights.find("norm")
         self.head = weights.product("head") if "head" in weights.left else None
         if layout.has_head(rank) and self.head is None:  # one matrix: embeddings are tied, and this rank has both
@@ -130,4 +130,5 @@ def _tied(weights: Weights) -> tuple[Weight, Weight]:
 def _embedding(weights: Weights) -> Weight:
     """A weight of which only rows are read."""
     embedding_vH = weights.take("embedding")
-    return Weight(embedding_vH, weights.weight_dtype, *embedding_vH.shape, PLAIN)
+    outputs, depth = embedding_vH.shape
+    return Weight(embedding_vH, weights.weight_dtype, outputs, depth, arrangement=PLAIN)

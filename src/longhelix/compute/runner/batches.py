@@ -65,7 +65,14 @@ class Batches:
         pairs = [rotation.size // 2 for rotation in spec.rotations]
         axes = [rotation.rope.axes for rotation in spec.rotations]
         self._axes_R = [torch.tensor(each, dtype=torch.int64, device=self._device) for each in axes]
-        self._rows = RowMemory(self._numbers, self._arena, self._kvp_rank, block_tokens, pairs, self._views)
+        self._rows = RowMemory(
+            numbers=self._numbers,
+            arena=self._arena,
+            kvp_rank=self._kvp_rank,
+            block_tokens=block_tokens,
+            pairs=pairs,
+            views=self._views,
+        )
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
 
     def of(self, step: Step) -> Batch:
@@ -275,7 +282,13 @@ class Batches:
         if self._kvp_rank not in seq.holders:
             empty = np.zeros(0, np.int64)
             num_windows = self._arena.num_groups - 1
-            return _SpanRows(empty[None], empty, empty, (empty,) * len(self._views), (empty,) * num_windows)
+            return _SpanRows(
+                positions_3T=empty[None],
+                slots=empty,
+                limits=empty,
+                firsts=(empty,) * len(self._views),
+                window_slots=(empty,) * num_windows,
+            )
         positions = np.arange(start, stop)
         mine = self._own(seq, positions)
         limits = seq.local_length + mine.cumsum()
@@ -292,7 +305,13 @@ class Batches:
         by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
         places = self._arena.places(seq.extent)
         firsts = [first_local(places, first_seen(view, positions), self._block_tokens) for view in self._views]
-        return _SpanRows(by_axes, slots, limits, tuple(firsts), tuple(window_slots))
+        return _SpanRows(
+            positions_3T=by_axes,
+            slots=slots,
+            limits=limits,
+            firsts=tuple(firsts),
+            window_slots=tuple(window_slots),
+        )
 
     def _own(self, seq: SequenceState, positions_T: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of a sequence's positions lie in blocks of this rank."""

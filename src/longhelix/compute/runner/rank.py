@@ -82,10 +82,10 @@ def load_model(
     weights = Weights(
         open_checkpoint(config.model_path),
         declare(config.spec, config.layout, mesh.rank),
-        getattr(torch, config.dtype),
-        config.product_dtype,
-        device_of(config, mesh.rank),
-        progress,
+        dtype=getattr(torch, config.dtype),
+        weight_dtype=config.product_dtype,
+        device=device_of(config, mesh.rank),
+        progress=progress,
     )
     return Decoder(config.spec, mesh, weights, UNTRACED if config.compile else spans)
 
@@ -98,7 +98,7 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     formats = [_formats(config, rank, spec.layers[layer].attention) for layer in layers]
     groups = [spec.groups[layer] for layer in layers] if windows else ()
     window_blocks = [window.num_blocks for window in windows]
-    pool = KVPool(formats, num_blocks, device, groups, window_blocks)
+    pool = KVPool(formats, num_blocks, device, groups=groups, window_blocks=window_blocks)
     if device.type == "cpu":
         _take_memory(pool, len(config.hosts.ranks[config.hosts.node_of(rank)]))
     return pool
@@ -108,14 +108,14 @@ def _formats(config: EngineConfig, rank: int, attention: Attention) -> dict[str,
     """How a rank keeps the cache entries of a layer with this attention, by their names."""
     entry = attention.cache_entry
     format = KVFormat.choose(
-        config.kv_dtype,
-        config.scheduler.block_tokens,
-        len(config.layout.kv_heads(attention.heads, rank)),
-        entry.key_size,
-        entry.value_size,
-        device_of(config, rank),
-        entry.shared_values,
-        config.attention_dtype is not None,
+        dtype=config.kv_dtype,
+        block_tokens=config.scheduler.block_tokens,
+        num_kv_heads=len(config.layout.kv_heads(attention.heads, rank)),
+        key_size=entry.key_size,
+        value_size=entry.value_size,
+        device=device_of(config, rank),
+        shared_values=entry.shared_values,
+        rounded=config.attention_dtype is not None,
     )
     return {entry.name: format}
 
@@ -146,7 +146,16 @@ def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, s
     execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool), config.token_ranges)
     page_lists, num_slots = new_page_lists(config, mesh.rank, pool), config.scheduler.swap_blocks
     swap_space = SwapSpace(pool, num_slots) if num_slots else None
-    return ModelRunner(config.spec, mesh, model, pool, execution, page_lists, spans, swap_space)
+    return ModelRunner(
+        spec=config.spec,
+        mesh=mesh,
+        model=model,
+        pool=pool,
+        execution=execution,
+        page_lists=page_lists,
+        spans=spans,
+        swap_space=swap_space,
+    )
 
 
 def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
