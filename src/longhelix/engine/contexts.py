@@ -259,11 +259,11 @@ class Contexts:
         return Origin(
             model=self._fingerprint,
             rope=hashlib.sha256(ropes).hexdigest(),
-            dtype=config.dtype,
-            weight_dtype=config.weight_dtype,
-            kv_dtype=config.kv_dtype,
-            activation_dtype=config.activation_dtype,
-            attention_dtype=config.attention_dtype,
+            dtype=config.formats.dtype,
+            weight_dtype=config.formats.weight_dtype,
+            kv_dtype=config.formats.kv_dtype,
+            activation_dtype=config.formats.activation_dtype,
+            attention_dtype=config.formats.attention_dtype,
             block_tokens=config.scheduler.block_tokens,
             frequencies=hashlib.sha256(struct.pack(f"<{len(frequencies)}d", *frequencies)).hexdigest(),
         )

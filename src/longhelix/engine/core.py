@@ -437,7 +437,7 @@ class TokenCore:
 
         The report has the form of `longhelix.passes.SequenceParallel.report`. It is None if the pass is off.
         """
-        if not self.config.token_ranges.by_pass:
+        if not self.config.execution.token_ranges.by_pass:
             return None
         self.check_running()
         try:
