@@ -108,10 +108,11 @@ def measure(arguments: argparse.Namespace) -> int:
     mesh = Mesh.build(config.layout, rank, "gloo")
     latency_s = _latency_s(mesh)
     link = {"scale_out.bytes_per_s": arguments.rate_mbit * 1e6 / 8, "scale_out.latency_s": latency_s}
-    config = replace(config, system=config.system.replaced(link, "this script's link"))
+    system = config.machines.system.replaced(link, "this script's link")
+    config = replace(config, machines=replace(config.machines, system=system))
     requests = Requests(config, rank, arguments.batch, arguments.context)
     runner = requests.attach(new_runner(config, mesh, load_model(config, mesh), requests.pool))
-    cut = Cut(step_cost(config, overlaps=True), config.hop_b)
+    cut = Cut(step_cost(config, overlaps=True), config.execution.hop_b)
     chosen = torch.tensor(cut.parts(Work.decode(arguments.batch, arguments.context)))
     mesh.stage.broadcast(chosen)
     variants = {str(parts): parts for parts in PARTS} | {"cost model": int(chosen)}

@@ -12,7 +12,7 @@ from torch.linalg import multi_dot
 
 from longhelix.compute.kernels import KVFormat, KVLayer, write_kv
 from longhelix.compute.models.attention import Attention
-from longhelix.compute.models.batch import Batch, RowRotation
+from longhelix.compute.models.batch import AttentionRows, Batch, RowRotation, RowView, StepShape
 from longhelix.compute.models.latent_attention import LatentAttention
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.scheduler.kv.placement import Striped
@@ -181,16 +181,15 @@ class LayerCase:
             limits.append(limit_S[prefix:])
         return layer, Batch(
             token_ids_T=torch.zeros(sum(self.rows), dtype=torch.int64),
-            holders=None,
-            rotations=(RowRotation(self.cos_TR, self.sin_TR),),
-            slots_t=torch.cat(slots),
-            limits_t=torch.cat(limits),
-            row_starts_b=torch.tensor([0, *self.rows]).cumsum(0),
-            blocks_X=torch.arange(len(self.rows) * width),
-            extents_b2=torch.arange(0, (len(self.rows) + 1) * width, width).unfold(0, 2, 1),
-            max_rows=max(self.rows),
-            num_sequences=len(self.rows),
-            most_tokens=width * block_tokens,
+            shape=StepShape(num_sequences=len(self.rows), most_tokens=width * block_tokens),
+            attention=AttentionRows(
+                row_starts_b=torch.tensor([0, *self.rows]).cumsum(0),
+                limits_t=torch.cat(limits),
+                extents_b2=torch.arange(0, (len(self.rows) + 1) * width, width).unfold(0, 2, 1),
+                max_rows=max(self.rows),
+                rotations=(RowRotation(self.cos_TR, self.sin_TR),),
+                views=(RowView(torch.cat(slots), torch.arange(len(self.rows) * width)),),
+            ),
         )
 
     # ------------------------------------------------------------------------------------------------------------------

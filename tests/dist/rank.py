@@ -216,9 +216,15 @@ def build(case, rank, meshes):
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)  # a NaN in every dtype
     model = load_model(config, mesh)
-    execution = Execution.resolve(config.compile, config.replay, False, find(mesh, model, pool), config.token_ranges)
+    execution = Execution.resolve(
+        compile=config.execution.compile,
+        replay=config.execution.replay,
+        whole=False,
+        found=find(mesh, model, pool),
+        token_ranges=config.execution.token_ranges,
+    )
     runner = RecordingRunner(config.spec, mesh, model, pool, execution)
-    runner.cut = Cut(step_cost(config, execution.overlaps), config.hop_b) if execution.parts else None
+    runner.cut = Cut(step_cost(config, execution.found.overlaps), config.execution.hop_b) if execution.parts else None
     splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, 2**20, capture=run_again)

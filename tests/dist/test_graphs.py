@@ -40,7 +40,9 @@ def test_no_request_compiles(tmp_path, seed):
         device="cpu", dtype="float32", execution="compiled", kv_cache_tokens=1024, chunk_tokens=32, max_running=6
     )
     config = resolve(open_checkpoint(str(tmp_path)), Layout(), options)
-    config = dataclasses.replace(config, token_ranges=TokenRanges((9, 34)))
+    config = dataclasses.replace(
+        config, execution=dataclasses.replace(config.execution, token_ranges=TokenRanges((9, 34)))
+    )
     model = load_model(config, Mesh.build(config.layout, 0))
     runner = new_runner(config, model.mesh, model, new_pool(config, 0, config.scheduler.num_blocks))
     before = graphs()
@@ -69,7 +71,7 @@ def test_no_request_compiles(tmp_path, seed):
         for rows in images_of.rows(step):
             runner.take_image_rows(rows.id, rows.start, rows.states)
         scheduler.complete(runner.execute(step))
-        met.add((config.token_ranges.range_of(step.work.rows), bool(step.work.chunk_rows)))
+        met.add((config.execution.token_ranges.range_of(step.work.rows), bool(step.work.chunk_rows)))
         rows = [chunk.num_tokens for chunk in step.chunks]
         assert graphs() == warmed, f"chunks of {rows} tokens beside {len(runner.running.decoding)} decodes"
     assert len(met) >= 4

@@ -119,7 +119,7 @@ def test_a_traced_step_has_every_phase_on_every_rank_in_order(oracle, tmp_path):
     trace = tmp_path / "trace.json"
     with LLM(str(oracle.path), Layout(kvp=2), chunk_tokens=64, trace=trace) as llm:
         (result,) = llm.generate([PROMPT], SamplingParams(max_new_tokens=3))
-    assert (llm.config.execution, len(result.token_ids)) == ("recorded", 3)
+    assert (llm.config.execution.mode, len(result.token_ids)) == ("recorded", 3)
     events = json.loads(trace.read_text())
     layer = ["QKV", "attention", "exchange", "merge and output projection", "FFN"]
     for rank in (0, 1):

@@ -206,7 +206,7 @@ def warmed_up(tmp_path, monkeypatch):
 from dataclasses import replace
 from longhelix.compute.runner import execution
 resolve = execution.Execution.resolve.__func__
-execution.Execution.resolve = classmethod(lambda cls, *asked: replace(resolve(cls, *asked), compiles=True))
+execution.Execution.resolve = classmethod(lambda cls, **asked: replace(resolve(cls, **asked), compiles=True))
 """
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -76,7 +76,7 @@ def test_tokens_and_log_probabilities_equal_transformers(oracles, family, execut
     asked = SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=1, ignore_eos=True)
     for chunk_tokens in (7, 4096):
         with LLM(str(oracle.path), device="cuda", execution=execution, chunk_tokens=chunk_tokens) as llm:
-            assert llm.config.device == "cuda"
+            assert llm.config.machines.device == "cuda"
             assert_equals(oracle, llm.generate(oracle.prompts, asked))
             (alone,) = llm.generate(oracle.prompts[-1:], asked)
             assert alone.token_ids == llm.generate(oracle.prompts, asked)[-1].token_ids

@@ -143,12 +143,12 @@ def run(config: EngineConfig) -> tuple[ModelRunner, Tensor]:
 def test_the_engine_runs_it_and_everyone_counts_its_bytes(shifted, dtype, bytes_per_vector, error):
     plain = resolve(builtin(), Layout(), EngineOptions(kv_cache_tokens=64, device="cpu", dtype="float32"))
     plain = replace(plain, spec=TINY)
-    config = replace(plain, kv_dtype=dtype)
+    config = replace(plain, formats=replace(plain.formats, kv_dtype=dtype))
     runner, hidden_H = run(config)
     _, expected_H = run(plain)
     assert 0 < (hidden_H - expected_H).norm() < error * expected_H.norm()
-    system = replace(config.system, flops_per_s={**config.system.flops_per_s, dtype: 1e12})
-    setting = Setting(TINY, system, config.weight_dtype, dtype)
+    system = replace(config.machines.system, flops_per_s={**config.machines.system.flops_per_s, dtype: 1e12})
+    setting = Setting(TINY, system, config.formats.weight_dtype, dtype)
     assert runner.pool.num_bytes == 64 * config.kv_bytes_per_token(0) == 64 * 2 * 2 * bytes_per_vector
     assert memory(setting, Layouts.of([Layout()]), 1.0, 64.0).kv_bytes[0] == runner.pool.num_bytes
 

@@ -75,7 +75,9 @@ def list_(contexts: ContextsFlags = ContextsFlags(), *, json: Flag = False) -> N
     if json:
         print(json_module.dumps({"contexts": [_as_json(saved) for saved in sound] + damaged}))
         return
-    table = Table("name", "tokens", "model", "KV", "size", "saved at", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "tokens", "model", "KV", "size", "saved at"):
+        table.add_column(column)
     for saved in sound:
         origin = saved.origin
         table.add_row(

@@ -381,20 +381,20 @@ def describe(config: EngineConfig) -> list[str]:
     """Describe the resolved configuration in a few lines, with terms that operators can search for in logs."""
     layout, scheduler = config.layout, config.scheduler
     tokens = held_tokens(config)
-    where = "1 GPU" if config.device == "cuda" else f"{min(config.threads_per_rank)} threads"
+    where = "1 GPU" if config.machines.device == "cuda" else f"{min(config.machines.threads_per_rank)} threads"
     placement = scheduler.placement
     if placement == "auto":
         placement = f"auto: requests of up to {count(scheduler.kvp_threshold_tokens)} tokens on one rank"
-    attention = f", attention {config.attention_dtype}" if config.attention_dtype else ""
+    attention = f", attention {config.formats.attention_dtype}" if config.formats.attention_dtype else ""
     weights = (
-        f"{config.weight_dtype}, activations {config.activation_dtype}"
-        if config.activation_dtype
-        else config.weight_dtype
+        f"{config.formats.weight_dtype}, activations {config.formats.activation_dtype}"
+        if config.formats.activation_dtype
+        else config.formats.weight_dtype
     )
     return [
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
-        f"{layout.world_size} ranks x {where}, {config.execution}; {config.dtype}, "
-        f"weights {weights}, KV {config.kv_dtype}{attention}",
+        f"{layout.world_size} ranks x {where}, {config.execution.mode}; {config.formats.dtype}, "
+        f"weights {weights}, KV {config.formats.kv_dtype}{attention}",
         f"KV cache holds {count(tokens)} tokens ({placement}, blocks of {scheduler.block_tokens}); "
         f"max_model_len {count(scheduler.max_model_len)}; chunks of {'up to ' if scheduler.adaptive else ''}"
         f"{count(scheduler.chunk_tokens)} tokens; "

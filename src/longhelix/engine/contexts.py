@@ -212,7 +212,7 @@ class Contexts:
         config = self._config
         totals, before = self._counts(blocks), self._counts(())
         for first, part in _parts(blocks, config):
-            self._core.carry(SaveBlocks(str(folder), first, part, before, totals))
+            self._core.carry(SaveBlocks(str(folder), first, blocks=part, before=before, totals=totals))
             both = zip(before, self._counts(part), strict=True)
             before = tuple(tuple(map(add, *of_group)) for of_group in both)
             yield
@@ -254,11 +254,11 @@ class Contexts:
         return Origin(
             model=self._fingerprint,
             rope=hashlib.sha256(ropes).hexdigest(),
-            dtype=config.dtype,
-            weight_dtype=config.weight_dtype,
-            kv_dtype=config.kv_dtype,
-            activation_dtype=config.activation_dtype,
-            attention_dtype=config.attention_dtype,
+            dtype=config.formats.dtype,
+            weight_dtype=config.formats.weight_dtype,
+            kv_dtype=config.formats.kv_dtype,
+            activation_dtype=config.formats.activation_dtype,
+            attention_dtype=config.formats.attention_dtype,
             block_tokens=config.scheduler.block_tokens,
             frequencies=hashlib.sha256(struct.pack(f"<{len(frequencies)}d", *frequencies)).hexdigest(),
         )
@@ -269,9 +269,14 @@ def _described(folder: Path, rank: int, group: int, config: EngineConfig) -> Sav
     layers = config.layout.layers(config.spec.num_layers, rank)
     heads = config.layout.kv_heads(config.spec.heads_of(group) or config.heads, rank)
     file = RankFile(folder / file_name(rank, group))
-    bounds = (layers.start, layers.stop), (heads.start, heads.stop)
-    of_group = group if config.scheduler.windows else None
-    return SavedFile(file_name(rank, group), *bounds, file.num_bytes, file.checksum, of_group)
+    return SavedFile(
+        name=file_name(rank, group),
+        layers=(layers.start, layers.stop),
+        heads=(heads.start, heads.stop),
+        num_bytes=file.num_bytes,
+        checksum=file.checksum,
+        group=group if config.scheduler.windows else None,
+    )
 
 
 def _parts(blocks: tuple[Block, ...], config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:

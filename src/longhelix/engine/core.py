@@ -103,7 +103,13 @@ class TokenCore:
         # The pool has no reference to this core. An unused core is therefore freed immediately, without the garbage
         # collector. The finaliser keeps the pool intact until then. Otherwise the garbage collector could close the
         # pool's sockets first.
-        self._pool = WorkerPool(config, _shares(config, on_load), on_warm_up, on_traced, cluster)
+        self._pool = WorkerPool(
+            config,
+            on_loaded=_shares(config, on_load),
+            on_warmed=on_warm_up,
+            on_traced=on_traced,
+            cluster=cluster,
+        )
         weakref.finalize(self, self._pool.close)
         layers = 0 if config.spec.vision is None else 1 + config.spec.vision.num_deepstack
         self._images = ShownImages(layers, config.image_bytes)
@@ -431,7 +437,7 @@ class TokenCore:
 
         The report has the form of `longhelix.passes.SequenceParallel.report`. It is None if the pass is off.
         """
-        if not self.config.token_ranges.by_pass:
+        if not self.config.execution.token_ranges.by_pass:
             return None
         self.check_running()
         try:

@@ -47,7 +47,7 @@ class Images:
             )
         if self._patcher is None or self._tower is None:
             self._patcher = Patcher(checkpoint.path)
-            self._tower = Tower(checkpoint, self._config.spec, self._config.dtype, self._config.image_bytes)
+            self._tower = Tower(checkpoint, self._config.spec, self._config.formats.dtype, self._config.image_bytes)
         given = prompt.prompt
         ids = encode(given) if isinstance(given, str) else given
         ids = token_ids(ids, self._config.spec.vocab_size, self._config.scheduler.max_model_len).tolist()

@@ -17,7 +17,7 @@ from longhelix.compute.models.parameters import check
 from longhelix.compute.models.rope import inverse_frequencies
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCheckpoint
-from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.config import EngineConfig, ExecutionConfig, Machines, NumberFormats
 from longhelix.compute.runner.pool_size import affordable_blocks, num_blocks, num_blocks_of_many, split_state_bytes
 from longhelix.engine.options import MOST_CHUNK_TOKENS, EngineOptions
 from longhelix.engine.places import Places
@@ -111,24 +111,30 @@ def resolve(
         model_path=str(checkpoint.path),
         spec=spec,
         layout=layout,
-        dtype=dtype,
-        weight_dtype=weight_dtype,
-        activation_dtype=options.activation_dtype,
-        kv_dtype=kv_dtype,
-        attention_dtype=_attention_dtype(options, kv_dtype, device),
-        hosts=places.hosts,
-        threads_per_rank=tuple(
-            max(cores // len(ranks), 1) for cores, ranks in zip(places.cores, places.hosts.ranks, strict=True)
+        formats=NumberFormats(
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            activation_dtype=options.activation_dtype,
+            kv_dtype=kv_dtype,
+            attention_dtype=_attention_dtype(options, kv_dtype, device),
+        ),
+        machines=Machines(
+            hosts=places.hosts,
+            threads_per_rank=tuple(
+                max(cores // len(ranks), 1) for cores, ranks in zip(places.cores, places.hosts.ranks, strict=True)
+            ),
+            device=device,
+            system=system,
         ),
         scheduler=_with_pools(scheduler, spec, windows, held),
-        device=device,
-        system=system,
-        compile=compile,
-        token_ranges=token_ranges(spec, layout, options, compile),
-        replay=replay,
-        attention=options.attention,
-        hop_b=options.hop_b,
-        trace=options.trace is not None,
+        execution=ExecutionConfig(
+            compile=compile,
+            replay=replay,
+            token_ranges=token_ranges(spec, layout, options, compile),
+            attention=options.attention,
+            hop_b=options.hop_b,
+            trace=options.trace is not None,
+        ),
         image_bytes=image_bytes,
     )
 

@@ -64,8 +64,14 @@ def helix(r1: Setting, dense: Setting, figure_1_model: ModelSpec, preset: Settin
                 Layout(), Layout(tpa=2), Layout(tpa=4), Layout(kvp=2, tpa=2),
             )),
             _figure_3(),
-            PhasesDrawing("helix-figure-4", "Helix, Figure 4: one layer on KVP 2 x TPA 2 (Q 8, K 2, FFN 64 columns)",
-                          HeadShape(8, 2), 64, Layout(kvp=2, tpa=2), Layout(kvp=2, tpa=2, tpf=2, ep=2)),
+            PhasesDrawing(
+                name="helix-figure-4",
+                title="Helix, Figure 4: one layer on KVP 2 x TPA 2 (Q 8, K 2, FFN 64 columns)",
+                heads=HeadShape(8, 2),
+                ffn_size=64,
+                dense=Layout(kvp=2, tpa=2),
+                sparse=Layout(kvp=2, tpa=2, tpf=2, ep=2),
+            ),
             *(_pareto(figure, model) for figure, model in zip("56", models, strict=True)),
             Chart("helix-figure-7", "Helix, Figure 7: with and without HOP-B", [_ablation(model) for model in models]),
         ),
@@ -177,15 +183,17 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
         rows.append(tuple(row))
     columns = ("user gain (x)", "GPU gain (x)", "HOP-B loss, median (%)", "HOP-B loss, maximum (%)")
     return Table(
-        "sensitivity",
-        "Sensitivity of the headline numbers to assumptions",
-        ("assumption", *(f"{model.title}: {column}" for model in models for column in columns)),
-        tuple(rows),
-        "The published user gain, GPU gain and median HOP-B loss are 1.5, 32 and 1 for DeepSeek-R1, and 1.13, 4 and "
-        "12 for Llama-405B. For both models, the gain in tokens/s/user and the loss without HOP-B depend mainly on "
-        "the fixed costs of kernels and collectives. In no row is R1's loss near 1% while the loss of Llama-405B is "
-        "near 12%. The gain in tokens/s/GPU depends mainly on the grid. For R1, it also depends on the arithmetic "
-        "rate of attention, because MLA in FP4 is near the ridge point of the roofline.",
+        name="sensitivity",
+        title="Sensitivity of the headline numbers to assumptions",
+        columns=("assumption", *(f"{model.title}: {column}" for model in models for column in columns)),
+        rows=tuple(rows),
+        note=(
+            "The published user gain, GPU gain and median HOP-B loss are 1.5, 32 and 1 for DeepSeek-R1, and 1.13, 4 "
+            "and 12 for Llama-405B. For both models, the gain in tokens/s/user and the loss without HOP-B depend "
+            "mainly on the fixed costs of kernels and collectives. In no row is R1's loss near 1% while the loss of "
+            "Llama-405B is near 12%. The gain in tokens/s/GPU depends mainly on the grid. For R1, it also depends on "
+            "the arithmetic rate of attention, because MLA in FP4 is near the ridge point of the roofline."
+        ),
     )
 
 

@@ -59,17 +59,19 @@ def measured(preset: Setting, fitted: HardwareSpec) -> Table:
         found = case.gain()
         rows.append((case.assumption, found.interactivity, found.throughput))
     return Table(
-        "measured",
-        "Gains measured on GB300 NVL72 and planned with the preset gb300 (DeepSeek-R1, FP4, 1M tokens)",
-        ("assumption", "user gain (x)", "GPU gain (x)"),
-        tuple(rows),
-        "TensorRT-LLM measured up to 1.8x interactivity and 32x concurrency over conventional parallelism, on decode "
-        "servers with separate prefill servers and without HOP-B (tech blog 22, NVIDIA/TensorRT-LLM, "
-        "docs/source/blogs/tech_blog). The blog does not give the dtypes of attention and KV, the grid of its sweep, "
-        "or the frontier points behind the two numbers. Therefore, no row has exactly the setting of the blog. No "
-        "constant of the preset is fitted to the blog, and no row was chosen to match the blog. Each row after the "
-        "third row changes only the named assumption of the third row. As in the paper, the gain in tokens/s/GPU at "
-        "equal tokens/s/user is the measure of concurrency.",
+        name="measured",
+        title="Gains measured on GB300 NVL72 and planned with the preset gb300 (DeepSeek-R1, FP4, 1M tokens)",
+        columns=("assumption", "user gain (x)", "GPU gain (x)"),
+        rows=tuple(rows),
+        note=(
+            "TensorRT-LLM measured up to 1.8x interactivity and 32x concurrency over conventional parallelism, on "
+            "decode servers with separate prefill servers and without HOP-B (tech blog 22, NVIDIA/TensorRT-LLM, "
+            "docs/source/blogs/tech_blog). The blog does not give the dtypes of attention and KV, the grid of its "
+            "sweep, or the frontier points behind the two numbers. Therefore, no row has exactly the setting of the "
+            "blog. No constant of the preset is fitted to the blog, and no row was chosen to match the blog. Each row "
+            "after the third row changes only the named assumption of the third row. As in the paper, the gain in "
+            "tokens/s/GPU at equal tokens/s/user is the measure of concurrency."
+        ),
     )
 
 

@@ -221,11 +221,13 @@ def _scaling(small: Setting, large: Setting) -> Table:
                 row.append(f"{taken_s:,.4g} s ({one_s / taken_s / stages:.0%})" if fits else "does not fit")
             rows.append(tuple(row))
     return Table(
-        "scaling",
-        "Figure 15: TTFT by number of stages of 8 GPUs (scaling efficiency)",
-        ("model, context", *(f"stages: {stages}" for stages in (1, 2, 4, 8, 16))),
-        tuple(rows),
-        "Scaling efficiency is relative to one stage, even if the request does not fit in the memory of one stage.",
+        name="scaling",
+        title="Figure 15: TTFT by number of stages of 8 GPUs (scaling efficiency)",
+        columns=("model, context", *(f"stages: {stages}" for stages in (1, 2, 4, 8, 16))),
+        rows=tuple(rows),
+        note=(
+            "Scaling efficiency is relative to one stage, even if the request does not fit in the memory of one stage."
+        ),
     )
 
 

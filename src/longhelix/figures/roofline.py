@@ -58,13 +58,15 @@ def figure_1(model: ModelSpec) -> tuple[Chart, Table]:
         *((f"KVP {k}, TPA 8, S 1M", read.kv_us, read.weights_us) for k, read in zip(KVP_WIDTHS, by_kvp, strict=True)),
     ]  # fmt: skip
     table = Table(
-        "figure_1",
-        "Figure 1: microseconds to read one layer's KV and weights",
-        ("setting", "KV (us)", "weights (us)"),
-        tuple(rows),
-        "The times come only from the formula of appendix A at 8000 GB/s, without efficiencies, kernels or "
-        "communication. Beyond TP = K = 8, TP replicates the KV, and the time to read the KV stays the same. KVP "
-        "reduces this time further.",
+        name="figure_1",
+        title="Figure 1: microseconds to read one layer's KV and weights",
+        columns=("setting", "KV (us)", "weights (us)"),
+        rows=tuple(rows),
+        note=(
+            "The times come only from the formula of appendix A at 8000 GB/s, without efficiencies, kernels or "
+            "communication. Beyond TP = K = 8, TP replicates the KV, and the time to read the KV stays the same. KVP "
+            "reduces this time further."
+        ),
     )
     return Chart(
         "helix-figure-1", "Helix, Figure 1: DRAM reads of one layer (B 8, Q 128, K 8, F 65536, FP4)", panels

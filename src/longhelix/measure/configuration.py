@@ -55,14 +55,15 @@ def configure(
     held_tokens = config.scheduler.num_blocks * config.scheduler.block_tokens * layout.kvp
     if held_tokens < longest:
         raise UserError(
-            f"{longest} tokens of {config.kv_dtype} KV do not fit in memory: use at most {held_tokens} tokens, or a "
-            "smaller --kv-dtype if the command has this option",
+            f"{longest} tokens of {config.formats.kv_dtype} KV do not fit in memory: use at most {held_tokens} tokens, "
+            "or a smaller --kv-dtype if the command has this option",
             "out_of_memory",
         )
     if threads is None:
         return config
     check_threads(threads)
-    return replace(config, threads_per_rank=(threads,) * len(config.hosts.ranks))
+    machines = config.machines
+    return replace(config, machines=replace(machines, threads_per_rank=(threads,) * len(machines.hosts.ranks)))
 
 
 def check_threads(*numbers: int) -> None:

@@ -65,14 +65,14 @@ def measure(
 def conditions(config: EngineConfig) -> Row:
     """Columns that describe the configuration of a measurement."""
     return {
-        "weight_dtype": config.weight_dtype,
-        "activation_dtype": config.activation_dtype or "",
-        "kv_dtype": config.kv_dtype,
-        "attention_dtype": config.attention_dtype or "",
+        "weight_dtype": config.formats.weight_dtype,
+        "activation_dtype": config.formats.activation_dtype or "",
+        "kv_dtype": config.formats.kv_dtype,
+        "attention_dtype": config.formats.attention_dtype or "",
         "layout": f"{config.layout.kvp} x {config.layout.tpa}",
         "ranks": config.layout.world_size,
-        "threads": config.threads_of(0),
-        "execution": config.execution,
+        "threads": config.machines.threads_of(0),
+        "execution": config.execution.mode,
     }
 
 

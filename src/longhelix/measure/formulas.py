@@ -58,7 +58,7 @@ def prefill_sent_bytes(config: EngineConfig, chunks: Iterable[int]) -> int | Non
     """
     if config.spec.has_latents or config.spec.moes:
         return None
-    shards = config.token_ranges.shards
+    shards = config.execution.token_ranges.shards
     return sum(
         (_token_shards_bytes if shards(rows, decodes=rows == 1) else _whole_rows_bytes)(config, rows) for rows in chunks
     )
@@ -83,8 +83,8 @@ def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
     padded_rows = -(-rows // ranks) * ranks
     hidden_bytes = padded_rows * _row_bytes(config)
     scales_bytes = -(-spec.hidden_size // _SCALED_NUMBERS) * _FLOAT_BYTES
-    normed_row_bytes = spec.hidden_size + scales_bytes if config.activation_dtype else _row_bytes(config)
-    gathered = blocks if config.token_ranges.flash_comm else blocks - 1
+    normed_row_bytes = spec.hidden_size + scales_bytes if config.formats.activation_dtype else _row_bytes(config)
+    gathered = blocks if config.execution.token_ranges.flash_comm else blocks - 1
     return (
         all_reduce_bytes(rows * _row_bytes(config), ranks)
         + blocks * reduce_scatter_bytes(hidden_bytes, ranks)
@@ -109,7 +109,7 @@ def _row_bytes(config: EngineConfig) -> int:
 
 
 def _number_bytes(config: EngineConfig) -> int:
-    return FORMATS[config.dtype].bits // 8
+    return FORMATS[config.formats.dtype].bits // 8
 
 
 def all_reduce_bytes(tensor_bytes: int, ranks: int) -> int:

@@ -36,7 +36,7 @@ class RankModel:
     @classmethod
     def join(cls, config: EngineConfig, rank: int, directory: Path) -> Self:
         """Connect to the other ranks, and load this rank's shard."""
-        if len(config.hosts.ranks) > 1 and not dist.is_initialized():
+        if len(config.machines.hosts.ranks) > 1 and not dist.is_initialized():
             meet(config.layout.world_size, rank, directory)
         return cls(config, join(config, rank, directory))
 

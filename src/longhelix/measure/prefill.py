@@ -40,7 +40,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
             steps = prefill_steps(model, len(taken_s), token_ids)
             taken_s.append(seconds(lambda: [runner.execute(step) for step in steps]))
 
-        calls = {"prefill": prefill, "matmul": memory.multiplier(getattr(torch, config.dtype))}
+        calls = {"prefill": prefill, "matmul": memory.multiplier(getattr(torch, config.formats.dtype))}
         with Clock() as clock:
             timings = interleave(calls, self.repeats, WARM_UP)
         return {

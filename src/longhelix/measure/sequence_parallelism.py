@@ -62,7 +62,7 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         _, first = self.configs[0]
-        native.set_num_threads(first.threads_of(rank))
+        native.set_num_threads(first.machines.threads_of(rank))
         link = join(rank, directory) if self.rates_mbit else LOOPBACK
         meet(len(RANKS), rank, directory, interface=link.device)
         mesh = Mesh.build(first.layout, rank, "gloo")
@@ -89,8 +89,8 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
                 "burst_bytes": None if rate_mbit is None else burst_bytes(rate_mbit),
                 "prompt": prompt,
                 "variant": name,
-                "execution": config.execution,
-                "activation_dtype": config.activation_dtype or config.dtype,
+                "execution": config.execution.mode,
+                "activation_dtype": config.formats.activation_dtype or config.formats.dtype,
                 **timing.row("prefill_s"),
                 "sent_bytes": prefill.sent_bytes,
             }
@@ -182,12 +182,12 @@ def combine(ranks: list[Row], config: EngineConfig) -> Row:
     row = ranks[0]
     whole, rest = divmod(row["prompt"], config.scheduler.chunk_tokens)
     chunks = [config.scheduler.chunk_tokens] * whole + [rest] * bool(rest)
-    shards = config.token_ranges.shards
+    shards = config.execution.token_ranges.shards
     sent_bytes = sum(rank["sent_bytes"] for rank in ranks) if row["rate_mbit"] is not None else row["sent_bytes"]
     formula_bytes = prefill_sent_bytes(config, chunks)
     return row | {
         "layout": f"{config.layout.kvp} x {config.layout.tpa}",
-        "threads": config.threads_of(0),
+        "threads": config.machines.threads_of(0),
         "chunk_tokens": config.scheduler.chunk_tokens,
         "sharded_tokens": sum(rows for rows in chunks if shards(rows, decodes=rows == 1)),
         "sent_bytes": sent_bytes,

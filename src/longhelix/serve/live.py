@@ -319,8 +319,8 @@ def server_description(model: str, config: EngineConfig) -> LiveServer:
         ],
         placement=scheduler.placement,
         policy=scheduler.policy,
-        kv_dtype=config.kv_dtype,
-        weight_dtype=config.weight_dtype,
+        kv_dtype=config.formats.kv_dtype,
+        weight_dtype=config.formats.weight_dtype,
     )
 
 

@@ -110,8 +110,8 @@ def test_attention_in_bytes_wants_a_processor_that_multiplies_them(monkeypatch, 
     monkeypatch.setattr(resolution, "multiplies_integers", lambda: multiplies)
     options = {"attention_dtype": "int8", "kv_dtype": "int4", "device": "cpu"}
     if multiplies:
-        assert resolved(**options).attention_dtype == "int8"
-        assert resolved(kv_dtype="int4", device="cpu").attention_dtype is None
+        assert resolved(**options).formats.attention_dtype == "int8"
+        assert resolved(kv_dtype="int4", device="cpu").formats.attention_dtype is None
         return
     with pytest.raises(UserError, match="needs the native kernels on a CPU with AVX-512 VNNI"):
         resolved(**options)
@@ -120,8 +120,9 @@ def test_attention_in_bytes_wants_a_processor_that_multiplies_them(monkeypatch, 
 @pytest.mark.parametrize("weight_dtype", [None, "int8"])
 def test_products_in_bytes_have_weights_of_bytes(weight_dtype):
     config, plain = resolved(activation_dtype="int8", weight_dtype=weight_dtype, device="cpu"), resolved(device="cpu")
-    assert (config.weight_dtype, config.activation_dtype, config.product_dtype) == ("int8", "int8", "w8a8")
-    assert (plain.activation_dtype, plain.product_dtype) == (None, plain.weight_dtype)
+    formats, plain_formats = config.formats, plain.formats
+    assert (formats.weight_dtype, formats.activation_dtype, formats.product_dtype) == ("int8", "int8", "w8a8")
+    assert (plain_formats.activation_dtype, plain_formats.product_dtype) == (None, plain_formats.weight_dtype)
     assert config.weight_bytes(0) < resolved(weight_dtype="int8", device="cpu").weight_bytes(0)
 
 

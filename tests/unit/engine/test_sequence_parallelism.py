@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 def ranges(layout=Layout(kvp=2), **options):  # noqa: B008 - frozen
     sound = {"kv_cache_tokens": 1024, "device": "cpu", "execution": "compiled"}
-    return resolve(builtin(), layout, EngineOptions.of(sound | options)).token_ranges
+    return resolve(builtin(), layout, EngineOptions.of(sound | options)).execution.token_ranges
 
 
 @pytest.mark.parametrize(

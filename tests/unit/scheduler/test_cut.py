@@ -26,9 +26,9 @@ SLOW_LATENCY = load_system("cpu").replaced({"scale_out.latency_s": 1.0}, "test")
 LONG_DECODES = Work.decode(8, 100_000)
 
 
-def parts(work, system=SLOW_LINK, **changes):
-    config = replace(BUILTIN, system=system, **changes)
-    return Cut(step_cost(config, overlaps=True), config.hop_b).parts(work)
+def parts(work, system=SLOW_LINK, device="cpu", hop_b=None):
+    config = replace(BUILTIN, machines=replace(BUILTIN.machines, system=system, device=device))
+    return Cut(step_cost(config, overlaps=True), hop_b).parts(work)
 
 
 def test_more_parts_where_a_slow_link_and_long_contexts_take_similar_time():
@@ -71,7 +71,8 @@ def test_the_choice_is_the_cost_models():
 @pytest.mark.parametrize(("mapping", "machines", "inside"), [("0;1", 2, 1), ("0-1;2-3", 2, 2), ("0-2;3", 4 / 3, 1)])
 def test_ranks_of_several_hosts_have_the_machines_of_all_and_wait_for_the_fullest(mapping, machines, inside):
     hosts = Hosts.parse(mapping)
-    config = replace(BUILTIN, layout=Layout(kvp=hosts.world_size), hosts=hosts, system=SLOW_LINK)
+    of_hosts = replace(BUILTIN.machines, hosts=hosts, system=SLOW_LINK)
+    config = replace(BUILTIN, layout=Layout(kvp=hosts.world_size), machines=of_hosts)
     system = SLOW_LINK.of_machines(machines).replaced({"scale_up.ranks": inside, "part_fixed_share": 1.0}, "test")
     expected = StepCost(Setting(config.spec, system, "bfloat16", "bfloat16"), config.layout)
     assert step_cost(config, overlaps=True).seconds(LONG_DECODES) == expected.seconds(LONG_DECODES)

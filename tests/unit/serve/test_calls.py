@@ -48,8 +48,7 @@ class Counting:
             scheduler=scheduler,
             spec=spec,
             heads=HeadShape(2, 2),
-            kv_dtype="int8",
-            weight_dtype="int8",
+            formats=types.SimpleNamespace(kv_dtype="int8", weight_dtype="int8"),
         )
         self.tokenizer = types.SimpleNamespace(encode=list, reasoning_form=lambda parser: None)
         self.contexts_folder, self.is_saving = None, False

@@ -182,8 +182,7 @@ def config_of(layout):
         scheduler=SimpleNamespace(max_model_len=64, block_tokens=16, num_blocks=9, placement="auto", policy="lars"),
         spec=SimpleNamespace(num_layers=7),
         heads=HeadShape(6, 3),
-        kv_dtype="int8",
-        weight_dtype="int8",
+        formats=SimpleNamespace(kv_dtype="int8", weight_dtype="int8"),
     )
 
 

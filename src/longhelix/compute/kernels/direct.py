@@ -124,11 +124,20 @@ def _expanded_format(latents: KVFormat, up_qXZ: Tensor, nope_size: int, count: i
     heads, channels, _ = up_qXZ.shape
     key_size, value_size = nope_size + latents.key_size - latents.value_size, channels - nope_size
     if latents.arrangement is TILES:
-        return KVFormat(latents.dtype, -(-count // native.LANES) * native.LANES, heads, key_size, value_size, TILES)
+        return KVFormat(
+            dtype=latents.dtype,
+            block_tokens=-(-count // native.LANES) * native.LANES,
+            num_kv_heads=heads,
+            key_size=key_size,
+            value_size=value_size,
+            arrangement=TILES,
+        )
     unscaled = STORED[latents.dtype].largest is None
     dtype = latents.dtype if unscaled else str(up_qXZ.dtype).removeprefix("torch.")
     size = max(key_size, value_size)
-    return KVFormat(dtype, count, heads, size, size, ROWS)
+    return KVFormat(
+        dtype=dtype, block_tokens=count, num_kv_heads=heads, key_size=size, value_size=size, arrangement=ROWS
+    )
 
 
 @torch.library.register_fake("longhelix::expand_latents", lib=library)

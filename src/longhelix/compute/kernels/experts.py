@@ -124,7 +124,7 @@ class Experts:
         """Those on `device`, of `num_experts` on all ranks, without rows so far."""
         rows_e = torch.zeros(len(ids), dtype=torch.int64, device=device)
         if rows_e.is_cuda:
-            return cls(ids, gate_up, down, rows_e, addresses(ids, gate_up, down, num_experts))
+            return cls(ids, gate_up, down, rows_e, addresses=addresses(ids, gate_up, down, num_experts))
         found = cls(ids, gate_up, down, rows_e)
         if found.arrangement is PANELS:
             number = next(_NUMBERS)
@@ -253,8 +253,10 @@ def _run_experts(
     if len(addresses) == 1:
         return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *around)
     if not addresses and arrangement == PANELS.name and _is_native(x_TH):
-        gate_ups = (Weight(w, weight_dtype, 2 * f, hidden, PANELS) for w, f in zip(gate_up, columns, strict=True))
-        downs = (Weight(w, weight_dtype, hidden, f, PANELS) for w, f in zip(down, columns, strict=True))
+        gate_ups = (
+            Weight(w, weight_dtype, 2 * f, hidden, arrangement=PANELS) for w, f in zip(gate_up, columns, strict=True)
+        )
+        downs = (Weight(w, weight_dtype, hidden, f, arrangement=PANELS) for w, f in zip(down, columns, strict=True))
         experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
         return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
     if scales_TX is not None or dtype != x_TH.dtype:

@@ -1,7 +1,7 @@
 """One layer's slice of the pool, and its format."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -130,10 +130,18 @@ class KVFormat:
         rounded: bool = False,
     ) -> "KVFormat":
         """In the first arrangement that holds it on `device`. Raises UserError if none does."""
+        make = partial(
+            cls,
+            block_tokens=block_tokens,
+            num_kv_heads=num_kv_heads,
+            key_size=key_size,
+            value_size=value_size,
+            shared_values=shared_values,
+            rounded=rounded,
+        )
         if not num_kv_heads:  # nothing is kept
-            return cls("bfloat16", block_tokens, 0, key_size, value_size, ROWS, shared_values, rounded)
-        sizes = block_tokens, num_kv_heads, key_size, value_size
-        formats = (cls(dtype, *sizes, arrangement, shared_values, rounded) for arrangement in ARRANGEMENTS.values())
+            return make(dtype="bfloat16", arrangement=ROWS)
+        formats = (make(dtype=dtype, arrangement=arrangement) for arrangement in ARRANGEMENTS.values())
         format = next((format for format in formats if format.arrangement.holds(format, device)), None)
         if format is None:
             lanes = native.LANES

@@ -38,7 +38,18 @@ def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool, bool]:
     return format.arrangement.name, format.dtype, format.value_size, format.shared_values, format.rounded
 
 
-def layer_of(values, scales, key_size, arrangement, dtype, value_size, *flags) -> KVLayer:
+def layer_of(values, scales, key_size, arrangement, dtype, value_size, shared_values, rounded) -> KVLayer:
     """The layer that an op was given, put together again from its tensors."""
     chosen = ARRANGEMENTS[arrangement]
-    return KVLayer(KVFormat(dtype, *chosen.sizes(values), key_size, value_size, chosen, *flags), values, scales)
+    block_tokens, num_kv_heads = chosen.sizes(values)
+    format = KVFormat(
+        dtype=dtype,
+        block_tokens=block_tokens,
+        num_kv_heads=num_kv_heads,
+        key_size=key_size,
+        value_size=value_size,
+        arrangement=chosen,
+        shared_values=shared_values,
+        rounded=rounded,
+    )
+    return KVLayer(format, values, scales)

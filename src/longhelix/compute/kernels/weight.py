@@ -40,7 +40,8 @@ class Plain:
         return self.name in FORMATS[dtype].weights or 0 in shape_OI
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
-        return Weight(weight_OI, dtype, *weight_OI.shape, self)
+        outputs, depth = weight_OI.shape
+        return Weight(weight_OI, dtype, outputs, depth, arrangement=self)
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         return weight.values[indices_T]
@@ -72,7 +73,7 @@ class Panels:
         values = new(panels * panel_bytes, dtype=torch.uint8)
         if depth and outputs // halves % native.LANES:
             values.view(halves, -1)[:, -panel_bytes:] = 0
-        return Weight(values, dtype, outputs, depth, self)
+        return Weight(values, dtype, outputs, depth, arrangement=self)
 
     def write(self, rows_OI: Tensor, first: int, weight: "Weight", halves: int) -> None:
         """Lay out some rows of W, float32, bfloat16 or float16, as its outputs `first` and those after it."""

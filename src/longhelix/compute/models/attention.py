@@ -25,7 +25,7 @@ class Attention(nn.Module):
         super().__init__()
         attention = spec.layers[index].attention
         assert isinstance(attention, GroupedQueryAttention)
-        self.view, self.rotation = spec.view_of(index), spec.rotation_of(index)
+        self.group, self.rotation = spec.group_of(index), spec.rotation_of(index)
         layout, heads, prefix = mesh.layout, attention.heads, f"layers.{index}."
         self.mesh = mesh
         self.spans = spans
@@ -48,18 +48,25 @@ class Attention(nn.Module):
     def forward(self, hidden_TH: Tensor, batch: Batch, kv: KVLayer) -> Tensor:
         """hidden_TH with this layer's attention added."""
         span = self.spans.begin("QKV")
-        if batch.holders is None:
+        rows, shared = batch.attention, batch.sharding.shared
+        if batch.sharding.holders is None:
             qkv_tX = project_normed(hidden_TH, self.qkv, self.norm, self.eps, batch, bias=self.qkv_bias)
         else:
             x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
             qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **more)
         q_tqC = rotate_and_write(
-            qkv_tX, self.q_norm, self.k_norm, self.eps, *batch.rotations[self.rotation], kv, batch.slots_of(self.view)
+            qkv_tX,
+            self.q_norm,
+            self.k_norm,
+            self.eps,
+            *rows.rotations[self.rotation],
+            kv,
+            rows.views[self.group].slots_t,
         )
         self.spans.end(span)
-        if batch.shared is not None:
+        if shared is not None:
             out_TnC = attend_and_share(
-                q_tqC, kv, batch, self.scale, self.heads_among, partial_attention, self.view, self.spans
+                q_tqC, kv, batch, self.scale, self.heads_among, partial_attention, self.group, self.spans
             )
         else:
             out_TnC = attend_and_exchange(
@@ -70,11 +77,11 @@ class Attention(nn.Module):
                 self.mesh.kvp,
                 self.merged_heads_per_rank,
                 partial_attention,
-                self.view,
+                self.group,
                 self.spans,
             )
         span = self.spans.follow("merge and output projection")
-        if self.mesh.layout.ffn_replicas > 1 and batch.shared is None:
+        if self.mesh.layout.ffn_replicas > 1 and shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch)
         self.spans.end(span)

@@ -15,8 +15,13 @@ from longhelix.spec.layout import split
 
 @dataclass(frozen=True)
 class ImageRows:
-    """What images do to hidden states. mask_T (bool): the rows that they fill. states: their embeddings there, then
-    what is added to all rows after each of the first layers; states_TH each, zero where no image is."""
+    """What images do to hidden states.
+
+    Attributes:
+        mask_T: Whether an image fills a row. bool.
+        states: Embeddings of these rows, then what is added to all rows after each of the first layers. states_TH each,
+            zero where no image is.
+    """
 
     mask_T: Tensor
     states: tuple[Tensor, ...]
@@ -34,127 +39,169 @@ class ImageRows:
 
 
 class RowRotation(NamedTuple):
-    """How far rows are rotated. R pairs of channels, float32."""
+    """How far rows are rotated, for R pairs of channels.
+
+    Attributes:
+        cos_tR: Cosines of the angles. float32.
+        sin_tR: Sines of the angles. float32.
+    """
 
     cos_tR: Tensor
     sin_tR: Tensor
 
 
 class RowView(NamedTuple):
-    """What differs in layers whose rows see only some tokens.
+    """What differs by KV group: where the rows' KV goes, and which tokens the rows see.
 
     Attributes:
-        firsts_t: the first local token that each row sees.
-        slots_t: as `Batch.slots_t`, in the pool of these layers.
-        blocks_X: as `Batch.blocks_X`, in the pool of these layers.
+        slots_t: Slot of each row's KV in the group's pool, block * block_tokens + offset. -1: another rank keeps it.
+        blocks_X: Blocks of all running sequences on this rank, one sequence after the other.
+        firsts_t: First local token that each row sees. None: token 0.
     """
 
-    firsts_t: Tensor
     slots_t: Tensor
     blocks_X: Tensor
+    firsts_t: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """The t rows that attend on this rank: those of the b sequences that keep KV here.
+
+    All integers are int64. A local token is one whose KV is on this rank.
+
+    Attributes:
+        row_starts_b: (b + 1) First row of each sequence, then t.
+        limits_t: Local token of the row's sequence after the last one that the row sees.
+        extents_b2: Where each sequence's blocks begin and end in `RowView.blocks_X`.
+        max_rows: Number of rows of the sequence with the most rows.
+        rotations: How far each row is rotated, for each of `ModelSpec.rotations`.
+        views: What differs by KV group, for each of them (`ModelSpec.group_of`).
+        stays: Later steps with the same number of rows reuse these tensors, and overwrite their values.
+    """
+
+    row_starts_b: Tensor
+    limits_t: Tensor
+    extents_b2: Tensor
+    max_rows: int
+    rotations: tuple[RowRotation, ...]
+    views: tuple[RowView, ...]
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the scheduler says about the size of a step. The same on all ranks.
+
+    Attributes:
+        num_sequences: Number of sequences of all T rows.
+        most_tokens: No row sees more local tokens, on any rank (`Step.most_tokens`).
+        parts: Number of parts in which the rows attend, one after the other (HOP-B).
+    """
+
+    num_sequences: int
+    most_tokens: int
+    parts: int = 1
+
+
+@dataclass(frozen=True)
+class RowSharding:
+    """Which ranks have which rows. Without any of these, all ranks have all rows.
+
+    Attributes:
+        holders: Which KVP ranks keep KV for which rows. None: each keeps KV for all rows.
+        shared: Rows that other KVP instances have too, where instances have their own clocks. None: they have not.
+        token_shards: How hidden states are split over the FFN ranks between products. None: each has all rows.
+        pass_shards: The same split, if a compiler pass makes it. Then norms are ops of their own, as the pass expects.
+    """
+
+    holders: Holding | None = None
+    shared: tuple[SharedRows, ...] | None = None
+    token_shards: TokenShards | None = None
+    pass_shards: TokenShards | None = None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """T rows, one sequence after the other. Attention takes t of them: those of the b sequences that keep KV on this
-    rank. All integers are int64.
+    """The T rows of one step, one sequence after the other.
 
     Attributes:
-        token_ids_T: The token of each row.
-        holders: Which ranks have which rows. None: all ranks have all rows.
-        rotations: How far each row is rotated, for each of `ModelSpec.rotations`.
-        slots_t: Where the KV of a row goes in this rank's pool. -1: another rank owns it.
-        limits_t: The local token of its request after the last one that a row sees.
-        row_starts_b: (b + 1) first rows.
-        blocks_X: Local KV blocks of all live sequences.
-        extents_b2: Where those of each of the b sequences begin and end there.
-        max_rows: The most rows of one of the b sequences.
-        num_sequences: Sequences of all T rows.
-        most_tokens: The step's.
-        parts: The step's.
-        padding_T: Which rows stand for none. bool. None: all are rows of sequences.
-        shared: Where KVP instances have clocks of their own, the rows that others have as well. None: all ranks have
-            all rows, and exchange those that `holders` says.
-        images: The rows that images fill, on ranks of stages that take these. None: there are none.
-        stays: Later steps with as many rows have the same tensors, and write over what is in them.
-        shards: Hidden states are token shards between products. None: all ranks have all rows of them.
-        pass_shards: A compiler pass makes them such shards: layers have what it needs to see, norms as ops of their
-            own, and experts with token shards.
-        views: What differs in layers whose rows see only some tokens, by view (`ModelSpec.views`).
+        token_ids_T: Token of each row. int64.
+        shape: Size of the step.
+        attention: The rows that attend on this rank.
+        sharding: Which ranks have which rows.
+        images: Rows that images fill, on ranks of the stages that need them. None: no image is in the step.
+        padding_T: Whether each row is padding of a CUDA graph. bool. None: no row is.
     """
 
     token_ids_T: Tensor
-    holders: Holding | None
-    rotations: tuple[RowRotation, ...]
-    slots_t: Tensor
-    limits_t: Tensor
-    row_starts_b: Tensor
-    blocks_X: Tensor
-    extents_b2: Tensor
-    max_rows: int
-    num_sequences: int
-    most_tokens: int
-    parts: int = 1
-    padding_T: Tensor | None = None
-    shared: tuple[SharedRows, ...] | None = None
+    shape: StepShape
+    attention: AttentionRows
+    sharding: RowSharding = RowSharding()
     images: ImageRows | None = None
-    stays: bool = False
-    shards: TokenShards | None = None
-    pass_shards: TokenShards | None = None
-    views: tuple[RowView, ...] = ()
+    padding_T: Tensor | None = None
 
     @property
     def alone(self) -> bool:
         """Whether its layers run op by op, because hardly another step is like it: it has rows of images, or rows that
         others have as well."""
-        return bool(self.shared) or self.images is not None
+        return bool(self.sharding.shared) or self.images is not None
 
     @property
     def decodes(self) -> bool:
         """Whether every sequence has one row."""
-        return self.num_sequences == len(self.token_ids_T)
+        return self.shape.num_sequences == len(self.token_ids_T)
 
     def own_rows(self, hidden_TH: Tensor) -> Tensor:
         """hidden_tH: the rows whose queries, keys and values this rank computes."""
-        return hidden_TH if self.holders is None else take_rows(hidden_TH, self.holders.rows_t)
+        holders = self.sharding.holders
+        return hidden_TH if holders is None else take_rows(hidden_TH, holders.rows_t)
 
-    def firsts_of(self, view: int | None) -> Tensor | None:
-        """The first local token that each row sees in layers of a view. None: token 0."""
-        return None if view is None else self.views[view].firsts_t
+    def cut(self) -> "list[BatchPart]":
+        """The parts that attend one after the other: `StepShape.parts` ranges of all T rows, as even as can be, the
+        same on every rank."""
+        holders = self.sharding.holders
+        if holders is None:
+            ranges = split(len(self.token_ids_T), self.shape.parts)
+            return [self._part(slice(part.start, part.stop), None) for part in ranges]
+        return [self._part(rows, of_part) for rows, of_part in holders.cut(self.shape.parts)]
 
-    def slots_of(self, view: int | None) -> Tensor:
-        """Where the KV of a row goes in layers of a view."""
-        return self.slots_t if view is None else self.views[view].slots_t
-
-    def blocks_of(self, view: int | None) -> Tensor:
-        """Local KV blocks of all live sequences in layers of a view."""
-        return self.blocks_X if view is None else self.views[view].blocks_X
-
-    def cut(self) -> "list[Attended]":
-        """The parts that attend one after the other: `parts` ranges of all T rows, as even as can be, the same on every
-        rank."""
-        if self.holders is None:
-            ranges = split(len(self.token_ids_T), self.parts)
-            return [self._attended(slice(part.start, part.stop), None) for part in ranges]
-        return [self._attended(rows, holders) for rows, holders in self.holders.cut(self.parts)]
-
-    def _attended(self, rows: slice, holders: Holding | None) -> "Attended":
-        if self.max_rows <= 1:
-            starts_b = self.row_starts_b[rows.start : rows.stop + 1] - rows.start
-            return Attended(rows, holders, self.extents_b2[rows], starts_b, self.limits_t[rows], 1)
-        # Sequences that lie outside of the run have no rows in it.
-        starts_b = self.row_starts_b.clamp(rows.start, rows.stop) - rows.start
-        max_rows = min(self.max_rows, rows.stop - rows.start)
-        return Attended(rows, holders, self.extents_b2, starts_b, self.limits_t[rows], max_rows)
+    def _part(self, rows: slice, holders: Holding | None) -> "BatchPart":
+        all_rows = self.attention
+        limits_t = all_rows.limits_t[rows]
+        if all_rows.max_rows <= 1:
+            starts_b = all_rows.row_starts_b[rows.start : rows.stop + 1] - rows.start
+            extents_b2, max_rows = all_rows.extents_b2[rows], 1
+        else:
+            # Sequences that lie outside of the run have no rows in it.
+            starts_b = all_rows.row_starts_b.clamp(rows.start, rows.stop) - rows.start
+            extents_b2, max_rows = all_rows.extents_b2, min(all_rows.max_rows, rows.stop - rows.start)
+        return BatchPart(
+            rows=rows,
+            holders=holders,
+            row_starts_b=starts_b,
+            limits_t=limits_t,
+            extents_b2=extents_b2,
+            max_rows=max_rows,
+        )
 
 
 @dataclass(frozen=True)
-class Attended:
-    """The rows of one part of a batch, as attention takes them."""
+class BatchPart:
+    """A range of the rows that attend on this rank.
+
+    Attributes:
+        rows: Which of the t rows.
+        holders: Which KVP ranks keep KV for which rows of the part. None: each keeps KV for all rows.
+        row_starts_b: As in `AttentionRows`, counted from the part's first row.
+        limits_t: As in `AttentionRows`.
+        extents_b2: As in `AttentionRows`.
+        max_rows: As in `AttentionRows`.
+    """
 
     rows: slice
     holders: Holding | None
-    extents_b2: Tensor
     row_starts_b: Tensor
     limits_t: Tensor
+    extents_b2: Tensor
     max_rows: int

@@ -26,7 +26,7 @@ class Layer(nn.Module):
         self.spans = spans
         layer = spec.layers[index]
         attention = LatentAttention if isinstance(layer.attention, MultiHeadLatentAttention) else Attention
-        self.attention = attention(spec, index, mesh, weights, spans)
+        self.attention = attention(spec, index, mesh, weights, spans=spans)
         ffn = DenseFFN if layer.moe is None else ExpertFFN
         self.ffn = ffn(spec, index, mesh, weights)
 
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
         self.indices = layout.layers(spec.num_layers, rank)
         self.dtype = weights.dtype
-        self.layers = nn.ModuleList(Layer(spec, index, mesh, weights, spans) for index in self.indices)
+        self.layers = nn.ModuleList(Layer(spec, index, mesh, weights, spans=spans) for index in self.indices)
         self.norm = weights.find("norm")
         self.head = weights.product("head") if "head" in weights.left else None
         if layout.has_head(rank) and self.head is None:  # one matrix: embeddings are tied, and this rank has both
@@ -84,17 +84,18 @@ class Decoder(nn.Module):
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
         """hidden_TH after the layers of this stage. Writes the rows' KV into the pool."""
-        if batch.shards is not None:
-            hidden_TH = batch.shards.own(hidden_TH)
+        token_shards = batch.sharding.token_shards
+        if token_shards is not None:
+            hidden_TH = token_shards.own(hidden_TH)
         for index, layer, entries in zip(self.indices, self.layers, pool.layers, strict=True):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
             self.spans.layer(index)
             hidden_TH = layer(hidden_TH, batch, entries)
             if batch.images is not None:
-                hidden_TH = batch.images.add_after(index, hidden_TH, batch.shards)
+                hidden_TH = batch.images.add_after(index, hidden_TH, token_shards)
         self.spans.layer(None)
-        return hidden_TH if batch.shards is None else batch.shards.whole(hidden_TH)
+        return hidden_TH if token_shards is None else token_shards.whole(hidden_TH)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """logits_Tv: logits over the vocabulary of this rank, float32. For ranks of the last stage."""
@@ -129,4 +130,5 @@ def _tied(weights: Weights) -> tuple[Weight, Weight]:
 def _embedding(weights: Weights) -> Weight:
     """A weight of which only rows are read."""
     embedding_vH = weights.take("embedding")
-    return Weight(embedding_vH, weights.weight_dtype, *embedding_vH.shape, PLAIN)
+    outputs, depth = embedding_vH.shape
+    return Weight(embedding_vH, weights.weight_dtype, outputs, depth, arrangement=PLAIN)

@@ -64,10 +64,11 @@ class ExpertFFN(nn.Module):
         if self.mesh.ffn.size == 1:
             return run_experts(x_TH, self.experts, *taken, **more, residual=hidden_TH)
         part_TH = run_experts(x_TH, self.experts, *taken, **more)
-        if batch.pass_shards is not None:
-            return hidden_TH + batch.pass_shards.whole(batch.pass_shards.summed(part_TH))
-        if batch.shards is not None:
-            return hidden_TH + batch.shards.summed(part_TH)
+        sharding = batch.sharding
+        if sharding.pass_shards is not None:
+            return hidden_TH + sharding.pass_shards.whole(sharding.pass_shards.summed(part_TH))
+        if sharding.token_shards is not None:
+            return hidden_TH + sharding.token_shards.summed(part_TH)
         return self.mesh.ffn.all_reduce_add(part_TH, hidden_TH)
 
     def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -75,10 +76,10 @@ class ExpertFFN(nn.Module):
         norms and routes its own rows, and both are gathered, the rows as bytes and scales if experts round them to
         these anyway."""
         norm = {"norm": self.norm, "norm_eps": self.eps}
-        shards = batch.shards or batch.pass_shards
+        shards = batch.sharding.token_shards or batch.sharding.pass_shards
         if shards is None:
             return hidden_TH, linear(hidden_TH, self.router, **norm, dtype=torch.float32), norm
-        if batch.pass_shards is None:
+        if batch.sharding.pass_shards is None:
             x_LH = hidden_TH
         else:
             x_LH, norm = shards.own(rms_norm(hidden_TH, self.norm, self.eps)), {}

@@ -86,12 +86,13 @@ class LatentAttention(nn.Module):
         latent_tX, q_tqC = self._latents_and_queries(hidden_TH, batch)
         self._write(latent_tX, batch, latent)
         # The same on all ranks that exchange: instances with clocks of their own may have chunks beside shared rows.
-        values = self.values_first or batch.shared is not None or not batch.decodes
+        shared = batch.sharding.shared
+        values = self.values_first or shared is not None or not batch.decodes
         if not values:
             q_tqC = self._absorb(q_tqC)
         self.spans.end(span)
         attend = partial(self._attend, values)
-        if batch.shared is not None:
+        if shared is not None:
             out_TnX = attend_and_share(q_tqC, latent, batch, self.scale, self.heads_among, attend, spans=self.spans)
         else:
             out_TnX = attend_and_exchange(
@@ -99,7 +100,7 @@ class LatentAttention(nn.Module):
             )
         span = self.spans.follow("merge and output projection")
         out_TnC = out_TnX if values else torch.einsum("tqz,qcz->tqc", out_TnX, self.value_up_qCZ[self.merged])
-        if self.mesh.layout.ffn_replicas > 1 and batch.shared is None:
+        if self.mesh.layout.ffn_replicas > 1 and shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch)
         self.spans.end(span)
@@ -115,9 +116,10 @@ class LatentAttention(nn.Module):
             latent_tX = linear(x_tH, self.down, bias=self.down_bias, **more)
             q_tX = linear(x_tH, self.query_up, **more)
         else:
-            if batch.shards is not None:
+            token_shards = batch.sharding.token_shards
+            if token_shards is not None:
                 down_LX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
-                down_tX = batch.own_rows(batch.shards.whole(down_LX))
+                down_tX = batch.own_rows(token_shards.whole(down_LX))
             else:
                 x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.down.dtype)
                 down_tX = linear(x_tH, self.down, bias=self.down_bias, **more)
@@ -125,13 +127,15 @@ class LatentAttention(nn.Module):
             q_tX = linear(query_tX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
         q_tqC = q_tX.unflatten(1, (-1, self.head_size))
         plain_tqC, key_tqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
-        return latent_tX, torch.cat((plain_tqC, rotate_heads(key_tqC, *batch.rotations[self.rotation])), dim=-1)
+        return latent_tX, torch.cat(
+            (plain_tqC, rotate_heads(key_tqC, *batch.attention.rotations[self.rotation])), dim=-1
+        )
 
     def _write(self, latent_tX: Tensor, batch: Batch, layer: KVLayer) -> None:
         latent_tZ, key_tC = latent_tX.split((self.mla.kv_lora_rank, self.mla.rope_size), dim=1)
         latent_tZ = rms_norm(latent_tZ, self.latent_norm, _LATENT_EPS)
-        key_t1C = rotate_heads(key_tC.unsqueeze(1), *batch.rotations[self.rotation])
-        write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.slots_t)
+        key_t1C = rotate_heads(key_tC.unsqueeze(1), *batch.attention.rotations[self.rotation])
+        write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.attention.views[0].slots_t)
 
     def _attend(self, values: bool, q_tqC: Tensor, *rows) -> tuple[Tensor, Tensor]:
         """Partial outputs to exchange, and their LSEs. The outputs are values, or latents if the queries are absorbed

@@ -21,28 +21,28 @@ def attend_and_exchange(
     group: RankGroup,
     heads_per_rank: list[int],
     attend: Callable[..., tuple[Tensor, Tensor]],
-    view: int | None = None,
+    kv_group: int = 0,
     spans: Spans = UNTRACED,
 ) -> Tensor:
     """Merged attention of this rank's slice of query heads, out_TnC.
 
     If the batch has several parts, their exchanges run one after the other while later parts attend. attend:
-    `partial_attention`, or another function of the same arguments that gives other channels to exchange. view: what
-    rows see, see `Batch.views`.
+    `partial_attention`, or another function of the same arguments that gives other channels to exchange.
+    kv_group: the layer's.
     """
-    firsts_t = batch.firsts_of(view)
-    if batch.parts == 1:
-        table = batch.blocks_of(view), batch.extents_b2, batch.row_starts_b, batch.limits_t
+    rows, view, most_tokens = batch.attention, batch.attention.views[kv_group], batch.shape.most_tokens
+    if batch.shape.parts == 1:
+        table = view.blocks_X, rows.extents_b2, rows.row_starts_b, rows.limits_t
         span = spans.begin("attention", part=0)
-        out_tqC, lse_tq = attend(q_tqC, layer, *table, scale, batch.max_rows, batch.most_tokens, firsts_t)
+        out_tqC, lse_tq = attend(q_tqC, layer, *table, scale, rows.max_rows, most_tokens, view.firsts_t)
         spans.end(span)
-        return exchange(out_tqC, lse_tq, group, heads_per_rank, batch.holders)
+        return exchange(out_tqC, lse_tq, group, heads_per_rank, batch.sharding.holders)
     under_way = []
     for index, part in enumerate(batch.cut()):
-        table = batch.blocks_of(view), part.extents_b2, part.row_starts_b, part.limits_t
+        table = view.blocks_X, part.extents_b2, part.row_starts_b, part.limits_t
         span = spans.begin("attention", part=index)
-        firsts = None if firsts_t is None else firsts_t[part.rows]
-        out_tqC, lse_tq = attend(q_tqC[part.rows], layer, *table, scale, part.max_rows, batch.most_tokens, firsts)
+        firsts_t = None if view.firsts_t is None else view.firsts_t[part.rows]
+        out_tqC, lse_tq = attend(q_tqC[part.rows], layer, *table, scale, part.max_rows, most_tokens, firsts_t)
         spans.end(span)
         under_way.append(start_exchange(out_tqC, lse_tq, group, heads_per_rank, part.holders))
     return torch.cat([result() for result in under_way])
@@ -55,7 +55,7 @@ def attend_and_share(
     scale: float,
     heads_among: Callable[[int], list[int]],
     attend: Callable[..., tuple[Tensor, Tensor]],
-    view: int | None = None,
+    kv_group: int = 0,
     spans: Spans = UNTRACED,
 ) -> Tensor:
     """Attention of all query heads of a KVP instance with a clock of its own, out_TqC. Rows that other instances have
@@ -63,13 +63,13 @@ def attend_and_share(
 
     heads_among: returns how many heads each of some instances merges.
     """
+    rows, view = batch.attention, batch.attention.views[kv_group]
     span = spans.begin("attention", part=0)
-    table = batch.blocks_of(view), batch.extents_b2, batch.row_starts_b, batch.limits_t
-    firsts_T = batch.firsts_of(view)
-    out_TqC, lse_Tq = attend(q_TqC, layer, *table, scale, batch.max_rows, batch.most_tokens, firsts_T)
+    table = view.blocks_X, rows.extents_b2, rows.row_starts_b, rows.limits_t
+    out_TqC, lse_Tq = attend(q_TqC, layer, *table, scale, rows.max_rows, batch.shape.most_tokens, view.firsts_t)
     spans.end(span)
-    for rows in batch.shared:
-        heads_per_rank = heads_among(rows.group.size)
-        merged_SnC = exchange(out_TqC[rows.rows_S], lse_Tq[rows.rows_S], rows.group, heads_per_rank)
-        out_TqC[rows.rows_S] = gather_heads(merged_SnC, rows.group, heads_per_rank)
+    for shared in batch.sharding.shared:
+        heads_per_rank = heads_among(shared.group.size)
+        merged_SnC = exchange(out_TqC[shared.rows_S], lse_Tq[shared.rows_S], shared.group, heads_per_rank)
+        out_TqC[shared.rows_S] = gather_heads(merged_SnC, shared.group, heads_per_rank)
     return out_TqC

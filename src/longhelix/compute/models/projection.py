@@ -19,9 +19,10 @@ def normed(
     Of token shards they are gathered after the norm, as bytes and scales if products with `weight_dtype` round them to
     these anyway. A compiler pass that does that sees both as ops of their own.
     """
-    if batch.shards is None and batch.pass_shards is None:
+    token_shards = batch.sharding.token_shards
+    if token_shards is None and batch.sharding.pass_shards is None:
         return hidden_XH, {"norm": norm, "norm_eps": eps}
-    gather = _unchanged if batch.shards is None else batch.shards.whole
+    gather = _unchanged if token_shards is None else token_shards.whole
     if FORMATS[weight_dtype].rounds_inputs:
         q_XH, scales_XX = quantise_rows(hidden_XH, norm=norm, norm_eps=eps)
         return gather(q_XH), {"scales_TX": gather(scales_XX), "dtype": hidden_XH.dtype}
@@ -45,12 +46,13 @@ def own_normed(
 def project_normed(hidden_XH: Tensor, weight: Weight, norm: Tensor, eps: float, batch: Batch, **more: Any) -> Tensor:
     """norm(hidden_XH) W^T of all rows. more: as in `linear`. Of token shards, rows that are there are multiplied while
     others travel."""
-    if batch.shards is None:
+    token_shards = batch.sharding.token_shards
+    if token_shards is None:
         x_TH, how = normed(hidden_XH, norm, eps, batch, weight.dtype)
         return linear(x_TH, weight, **how, **more)
     if not FORMATS[weight.dtype].rounds_inputs:
-        return batch.shards.gathered_product((rms_norm(hidden_XH, norm, eps),), lambda x: linear(x, weight, **more))
-    return batch.shards.gathered_product(
+        return token_shards.gathered_product((rms_norm(hidden_XH, norm, eps),), lambda x: linear(x, weight, **more))
+    return token_shards.gathered_product(
         quantise_rows(hidden_XH, norm=norm, norm_eps=eps),
         lambda q, scales: linear(q, weight, scales_TX=scales, dtype=hidden_XH.dtype, **more),
     )
@@ -65,9 +67,10 @@ def add_projected(
     """
     if group.size == 1:
         return linear(x_TX, weight, bias=bias_H, residual=hidden_XH)
-    if batch.shards is None:
+    token_shards = batch.sharding.token_shards
+    if token_shards is None:
         hidden_XH = group.all_reduce_add(linear(x_TX, weight), hidden_XH)
     else:
         row_bytes = hidden_XH.shape[1] * hidden_XH.element_size()
-        hidden_XH = hidden_XH + batch.shards.summed_product(x_TX, lambda x: linear(x, weight), row_bytes)
+        hidden_XH = hidden_XH + token_shards.summed_product(x_TX, lambda x: linear(x, weight), row_bytes)
     return hidden_XH if bias_H is None else hidden_XH + bias_H

@@ -198,7 +198,7 @@ def register() -> None:
     """Make `dist.new_group(ranks, backend=NAME, pg_options=parts)` known to this process. May be called repeatedly."""
 
     def make(given, parts):
-        return HostsProcessGroup(given.store, given.group_rank, given.group_size, given.timeout, parts)
+        return HostsProcessGroup(given.store, given.group_rank, given.group_size, timeout=given.timeout, parts=parts)
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])

@@ -47,7 +47,14 @@ class Holders:
         counts = tuple(held_NT.sum(axis=1).tolist())
         rows_t = torch.from_numpy(held_NT[index].nonzero()[0]).to(device)
         places_NT = torch.from_numpy(_places(held_NT)).to(device)
-        return cls(index, held_NT, counts, rows_t, places_NT, _spans(counts, device))
+        return cls(
+            index=index,
+            held_NT=held_NT,
+            counts=counts,
+            rows_t=rows_t,
+            places_NT=places_NT,
+            spans_N2=_spans(counts, device),
+        )
 
     def cut(self, parts: int) -> list[tuple[slice, Holding]]:
         pieces: list[tuple[slice, Holding]] = []
@@ -85,8 +92,14 @@ class PaddedHolders:
         """Of `rows` that nobody holds KV for."""
         rows_t = torch.zeros(parts * size, dtype=torch.int64, device=device)
         places_NT = torch.full((ranks, rows), -1, dtype=torch.int64, device=device)
-        counts = (parts * size,) * ranks
-        return cls(parts, size, counts, rows_t, places_NT, _spans((size,) * ranks, device))
+        return cls(
+            parts=parts,
+            size=size,
+            counts=(parts * size,) * ranks,
+            rows_t=rows_t,
+            places_NT=places_NT,
+            spans_N2=_spans((size,) * ranks, device),
+        )
 
     def fill(self, holders: Holders) -> Tensor:
         """Take over a step's holders. Returns where the rows of this rank are now among its own and the padding."""
@@ -112,8 +125,14 @@ class PaddedHolders:
         pieces: list[tuple[slice, Holding]] = []
         for index, part in enumerate(ranges):
             own = slice(index * self.size, (index + 1) * self.size)
-            places_NT = self.places_NT[:, part.start : part.stop]
-            piece = PaddedHolders(1, self.size, counts, self.rows_t[own], places_NT, self.spans_N2)
+            piece = PaddedHolders(
+                parts=1,
+                size=self.size,
+                counts=counts,
+                rows_t=self.rows_t[own],
+                places_NT=self.places_NT[:, part.start : part.stop],
+                spans_N2=self.spans_N2,
+            )
             pieces.append((own, piece))
         return pieces
 

@@ -57,9 +57,15 @@ class Mesh:
         kvp = fabric.group_among(layout.kvp_groups())
         # Where there is one copy, its ranks are the stage's.
         ffn = stage if layout.ffn_replicas == 1 else fabric.group_among(layout.ffn_groups())
-        pipeline = Pipeline.build(layout, rank, fabric.hosts, spans) if layout.pp > 1 else None
-        instance_groups = InstanceGroups(kvp, fabric) if layout.ffn_replicas > 1 else None
-        return cls(layout, rank, stage, kvp, ffn, pipeline, instance_groups)
+        return cls(
+            layout=layout,
+            rank=rank,
+            stage=stage,
+            kvp=kvp,
+            ffn=ffn,
+            pipeline=Pipeline.build(layout, rank, fabric.hosts, spans) if layout.pp > 1 else None,
+            instance_groups=InstanceGroups(kvp, fabric) if layout.ffn_replicas > 1 else None,
+        )
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:

@@ -72,7 +72,7 @@ class Pipeline:
     @classmethod
     def build(cls, layout: Layout, rank: int, hosts: Hosts, spans: Spans = UNTRACED) -> "Pipeline":
         """Make the groups, together with all ranks of the world."""
-        return cls(layout, rank, hosts, dist.new_group(), dist.new_group(), spans)
+        return cls(layout, rank, hosts, hidden=dist.new_group(), tokens=dist.new_group(), spans=spans)
 
     def progress(self) -> str:
         """Which other stage this rank waits for, and for what, in words, or "". Any thread may ask."""

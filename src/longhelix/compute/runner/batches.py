@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longhelix.compute.kernels.angles import rotation, rotation_by_axes
-from longhelix.compute.models.batch import Batch, ImageRows, RowRotation, RowView
+from longhelix.compute.models.batch import AttentionRows, Batch, ImageRows, RowRotation, RowSharding, RowView, StepShape
 from longhelix.compute.models.image_positions import positions as image_positions
 from longhelix.compute.parallel.holders import Holders
 from longhelix.compute.parallel.instance_groups import SharedRows
@@ -65,7 +65,14 @@ class Batches:
         pairs = [rotation.size // 2 for rotation in spec.rotations]
         axes = [rotation.rope.axes for rotation in spec.rotations]
         self._axes_R = [torch.tensor(each, dtype=torch.int64, device=self._device) for each in axes]
-        self._rows = RowMemory(self._numbers, self._arena, self._kvp_rank, block_tokens, pairs, self._views)
+        self._rows = RowMemory(
+            numbers=self._numbers,
+            arena=self._arena,
+            kvp_rank=self._kvp_rank,
+            block_tokens=block_tokens,
+            pairs=pairs,
+            views=self._views,
+        )
         self._decode_batch = lru_cache(_MOST_BATCHES)(self._new_decode_batch)
 
     def of(self, step: Step) -> Batch:
@@ -84,35 +91,42 @@ class Batches:
         held = b"" if everywhere else self._held(decoding.lines).tobytes()
         self._turn(tensors.rows.positions_b, self._frequencies_of(decoding, (), ()), tensors.rotations)
         batch = self._decode_batch(tensors, held, step.most_tokens, step.work.parts)
-        return replace(batch, shared=self._shared(step, decoding)) if step.instances else batch
+        if not step.instances:
+            return batch
+        return replace(batch, sharding=RowSharding(batch.sharding.holders, self._shared(step, decoding)))
 
     def _new_decode_batch(self, tensors: RowTensors, held: bytes, most_tokens: int, parts: int) -> Batch:
         """held: which KVP ranks hold KV for which row; empty if all do for all rows."""
         token_ids_B, _, slots_b, limits_b, row_starts_b, extents_b2, firsts, window_slots = tensors.rows
         return Batch(
             token_ids_T=token_ids_B,
-            holders=self._holders(np.frombuffer(held, np.bool_)) if held else None,
-            rotations=tensors.rotations,
-            slots_t=slots_b,
-            limits_t=limits_b,
-            row_starts_b=row_starts_b,
-            blocks_X=self._arena.blocks[0],
-            extents_b2=extents_b2,
-            max_rows=min(len(slots_b), 1),
-            num_sequences=len(token_ids_B),
-            most_tokens=most_tokens,
-            parts=parts,
-            stays=True,
-            views=self._views_of(slots_b, firsts, window_slots),
+            shape=StepShape(len(token_ids_B), most_tokens, parts),
+            attention=AttentionRows(
+                row_starts_b=row_starts_b,
+                limits_t=limits_b,
+                extents_b2=extents_b2,
+                max_rows=min(len(limits_b), 1),
+                rotations=tensors.rotations,
+                views=self._views_of(slots_b, firsts, window_slots),
+                stays=True,
+            ),
+            sharding=RowSharding(holders=self._holders(np.frombuffer(held, np.bool_)) if held else None),
         )
 
     def _views_of(
         self, slots_t: Tensor, firsts: Sequence[Tensor], window_slots: Sequence[Tensor]
     ) -> tuple[RowView, ...]:
-        """What differs by view. Without groups of their own, layers with a limit have the blocks of the others."""
+        """What differs by KV group. Without pools of their own, layers with a limit use the pool of the others.
+
+        Args:
+            slots_t: of layers without a limit.
+            firsts: of each group with a limit.
+            window_slots: of each group with a limit, if these have pools of their own.
+        """
         slots = window_slots or (slots_t,) * len(firsts)
-        blocks = self._arena.blocks[1:] or self._arena.blocks * len(firsts)
-        return tuple(map(RowView, firsts, slots, blocks))
+        blocks_X, *window_blocks = self._arena.blocks
+        blocks = window_blocks or (blocks_X,) * len(firsts)
+        return (RowView(slots_t, blocks_X), *map(RowView, slots, blocks, firsts))
 
     def _mixed_batch(self, step: Step, decoding: DecodeRows, decodes: RowParts) -> Batch:
         sequences = [self._sequences[segment.id] for segment in step.segments]
@@ -137,20 +151,20 @@ class Batches:
         counts = [1] * len(decoding) + [segment.num_tokens for segment in step.segments]
         return Batch(
             token_ids_T=token_ids_T,
-            holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
-            rotations=rotations,
-            slots_t=slots_t,
-            limits_t=limits_t,
-            row_starts_b=row_starts_b,
-            blocks_X=self._arena.blocks[0],
-            extents_b2=bounds_X.view(-1, 2),
-            max_rows=max(lengths, default=min(len(decodes.limits_b), 1)),
-            num_sequences=len(decoding) + len(sequences),
-            most_tokens=step.most_tokens,
-            parts=step.work.parts,
-            shared=self._shared(step, decoding) if step.instances else None,
+            shape=StepShape(len(decoding) + len(sequences), step.most_tokens, step.work.parts),
+            attention=AttentionRows(
+                row_starts_b=row_starts_b,
+                limits_t=limits_t,
+                extents_b2=bounds_X.view(-1, 2),
+                max_rows=max(lengths, default=min(len(decodes.limits_b), 1)),
+                rotations=rotations,
+                views=self._views_of(slots_t, more[: len(self._views)], more[len(self._views) :]),
+            ),
+            sharding=RowSharding(
+                holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
+                shared=self._shared(step, decoding) if step.instances else None,
+            ),
             images=self._image_rows(step, len(decoding) + sum(draft.num_tokens for draft in step.drafts)),
-            views=self._views_of(slots_t, more[: len(self._views)], more[len(self._views) :]),
         )
 
     def _turn(
@@ -266,7 +280,13 @@ class Batches:
         if self._kvp_rank not in seq.holders:
             empty = np.zeros(0, np.int64)
             num_windows = self._arena.num_groups - 1
-            return _SegmentRows(empty[None], empty, empty, (empty,) * len(self._views), (empty,) * num_windows)
+            return _SegmentRows(
+                positions_3T=empty[None],
+                slots=empty,
+                limits=empty,
+                firsts=(empty,) * len(self._views),
+                window_slots=(empty,) * num_windows,
+            )
         positions = np.arange(start, stop)
         mine = self._own(seq, positions)
         limits = seq.local_length + mine.cumsum()
@@ -283,7 +303,13 @@ class Batches:
         by_axes = image_positions(seq.new.images, start, stop) if seq.new.images else positions[None]
         places = self._arena.places(seq.extent)
         firsts = [first_local(places, first_seen(view, positions), self._block_tokens) for view in self._views]
-        return _SegmentRows(by_axes, slots, limits, tuple(firsts), tuple(window_slots))
+        return _SegmentRows(
+            positions_3T=by_axes,
+            slots=slots,
+            limits=limits,
+            firsts=tuple(firsts),
+            window_slots=tuple(window_slots),
+        )
 
     def _own(self, seq: SequenceState, positions_T: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of a sequence's positions lie in blocks of this rank."""

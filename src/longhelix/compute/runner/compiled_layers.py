@@ -45,16 +45,18 @@ class CompiledLayers:
         self._graphs: dict[tuple[tuple[int, int | None], bool, bool], Graph] = {}
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        if batch.holders is not None or batch.shared:
+        sharding = batch.sharding
+        if sharding.holders is not None or sharding.shared:
             return self._layers(hidden_TH, batch)
         tokens = len(hidden_TH)
-        shards = self._ranges.shards(tokens, batch.decodes) and batch.shards is None
+        shards = self._ranges.shards(tokens, batch.decodes) and sharding.token_shards is None
         range_ = self._ranges.range_of(tokens)
         key = range_, shards, batch.images is not None
         if key not in self._graphs:
             self._graphs[key] = self._compile(range_, shards)
         if shards:
-            batch = replace(batch, pass_shards=TokenShards(self._group, batch.token_ids_T))
+            pass_shards = TokenShards(self._group, batch.token_ids_T)
+            batch = replace(batch, sharding=replace(sharding, pass_shards=pass_shards))
         try:
             return self._graphs[key](hidden_TH, batch)
         except RuntimeError as error:  # of collectives in the graph, which no RankGroup sees

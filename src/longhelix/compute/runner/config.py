@@ -20,53 +20,101 @@ def takes_images(spec: ModelSpec, layout: Layout, rank: int) -> bool:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """All that ranks and scheduler need to know. Nothing in it changes after `resolve`.
+class NumberFormats:
+    """Number formats of an engine, by name.
 
-    `activation_dtype`: int8, or None: products round their inputs to bytes. `attention_dtype`: int8, or None: attention
-    rounds queries and softmax weights to bytes. `hosts`: which host runs each rank. `threads_per_rank`: by node rank.
-    `system`: the machine by whose costs the engine decides. `hop_b`: the
-    most parts that a batch attends in, each exchanged while the next one attends; None: as many as take the fewest
-    seconds on `system`. `compile`: layers are one graph of torch.compile. `token_ranges`: which steps have compiled
-    graphs of their own, and which are sequence-parallel. `replay`: layers run from tapes on CPUs and from CUDA graphs
-    on GPUs, where they can. `trace`: ranks report what they do and when. `image_bytes`: the most that the
-    engine's process keeps of images that waiting requests show, and again of those that the vision tower has seen last.
+    Attributes:
+        dtype: Hidden states, and all weights that are not quantised.
+        weight_dtype: Weights of matrix products.
+        activation_dtype: int8: products round their inputs to bytes. None: inputs stay in `dtype`.
+        kv_dtype: KV cache.
+        attention_dtype: int8: attention rounds queries and softmax weights to bytes. None: it does not.
     """
 
-    model_path: str
-    spec: ModelSpec
-    layout: Layout
     dtype: str
     weight_dtype: str
     activation_dtype: str | None
     kv_dtype: str
     attention_dtype: str | None
-    hosts: Hosts
-    threads_per_rank: tuple[int, ...]
-    scheduler: SchedulerConfig
-    device: str
-    system: HardwareSpec
-    compile: bool
-    token_ranges: TokenRanges
-    replay: bool
-    attention: str
-    hop_b: int | None
-    trace: bool
-    image_bytes: int
-
-    @property
-    def execution(self) -> str:
-        """`compile` and `replay` as the value of the option --execution."""
-        return "compiled" if self.compile else "recorded" if self.replay else "eager"
 
     @property
     def product_dtype(self) -> str:
         """The number format of products' weights, which says what becomes of their inputs too."""
         return product_dtype(self.weight_dtype, self.activation_dtype)
 
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines that run the ranks.
+
+    Attributes:
+        hosts: Which host runs each rank.
+        threads_per_rank: Threads of a rank's kernels, by node rank of its host.
+        device: "cpu" or "cuda".
+        system: The machine by whose costs the engine decides.
+    """
+
+    hosts: Hosts
+    threads_per_rank: tuple[int, ...]
+    device: str
+    system: HardwareSpec
+
     def threads_of(self, rank: int) -> int:
         """Threads of a rank's kernels."""
         return self.threads_per_rank[self.hosts.node_of(rank)]
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """How ranks run the layers. A rank resolves it to `execution.Execution`.
+
+    Attributes:
+        compile: Compile all layers to one graph with torch.compile.
+        replay: Run layers from tapes on CPUs and from CUDA graphs on GPUs, where possible.
+        token_ranges: Which steps have compiled graphs of their own, and which are sequence-parallel.
+        attention: Which kernels compute attention on GPUs: "own" or "flashinfer".
+        hop_b: Maximum number of parts in which a batch attends. Each is exchanged while the next one attends. None: the
+            number with the shortest predicted time.
+        trace: Ranks report what they do and when.
+    """
+
+    compile: bool
+    replay: bool
+    token_ranges: TokenRanges
+    attention: str
+    hop_b: int | None
+    trace: bool
+
+    @property
+    def mode(self) -> str:
+        """`compile` and `replay` as the value of the option --execution."""
+        return "compiled" if self.compile else "recorded" if self.replay else "eager"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All that ranks and scheduler need to know. Nothing in it changes after `resolve`.
+
+    Attributes:
+        model_path: Folder or file of the checkpoint.
+        spec: The model.
+        layout: How the model is split over ranks.
+        formats: Number formats.
+        machines: The machines that run the ranks.
+        scheduler: Settings of the scheduler.
+        execution: How ranks run the layers.
+        image_bytes: Memory for images that waiting requests show, in the engine's process. The output of the vision
+            tower for the latest images may use the same amount again.
+    """
+
+    model_path: str
+    spec: ModelSpec
+    layout: Layout
+    formats: NumberFormats
+    machines: Machines
+    scheduler: SchedulerConfig
+    execution: ExecutionConfig
+    image_bytes: int
 
     @property
     def heads(self) -> HeadShape:
@@ -101,11 +149,11 @@ class EngineConfig:
         return Fraction(moe.experts_per_token, moe.num_experts)
 
     def _stored_bytes(self, rank: int) -> dict[str, int]:
-        return stored_bytes(self.spec, self.layout, rank, self.dtype, self.product_dtype)
+        return stored_bytes(self.spec, self.layout, rank, self.formats.dtype, self.formats.product_dtype)
 
     def kv_bytes_per_token(self, rank: int) -> int:
         """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
-        return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, self.device, rank)
+        return kv_bytes_per_token(self.spec, self.layout, self.formats.kv_dtype, self.machines.device, rank)
 
     def kv_bytes(self, rank: int, tokens: int) -> int:
         """Bytes that `rank` keeps of a request with so many tokens on it: in layers with a limit not more than a
@@ -116,7 +164,7 @@ class EngineConfig:
     def _kv_bytes_per_token(self, rank: int, group: int) -> int:
         """Bytes of one token's K and V in the layers of a KV group."""
         groups = [group] if self.scheduler.windows else None
-        return kv_bytes_per_token(self.spec, self.layout, self.kv_dtype, self.device, rank, groups)
+        return kv_bytes_per_token(self.spec, self.layout, self.formats.kv_dtype, self.machines.device, rank, groups)
 
     @property
     def moved_bytes_per_token(self) -> int:

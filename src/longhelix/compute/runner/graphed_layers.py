@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels.flashinfer import PageLists
-from longhelix.compute.models.batch import Batch, RowRotation, RowView
+from longhelix.compute.models.batch import AttentionRows, Batch, RowRotation, RowSharding, RowView, StepShape
 from longhelix.compute.parallel.holders import PaddedHolders
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.parallel.traffic import Traffic
@@ -55,12 +55,18 @@ class Bucket(NamedTuple):
     def of(cls, batch: Batch) -> Self:
         """In decode steps every sequence has one row, and so has the padding. In other steps one more sequence takes
         all rows of the padding."""
-        rows, most_tokens = padded(len(batch.token_ids_T)), length_bucket(batch.most_tokens)
-        held = 0 if batch.holders is None else padded(batch.holders.most_rows(rows, batch.parts))
-        own_rows = rows if not held else batch.parts * held
-        if batch.num_sequences == len(batch.token_ids_T):
-            return cls(rows, own_rows, 1, most_tokens, batch.parts, held)
-        return cls(rows, padded(batch.num_sequences + 1), own_rows, most_tokens, batch.parts, held)
+        rows, most_tokens = padded(len(batch.token_ids_T)), length_bucket(batch.shape.most_tokens)
+        parts, holders = batch.shape.parts, batch.sharding.holders
+        held = 0 if holders is None else padded(holders.most_rows(rows, parts))
+        own_rows = rows if not held else parts * held
+        return cls(
+            rows=rows,
+            sequences=own_rows if batch.decodes else padded(batch.shape.num_sequences + 1),
+            max_rows=1 if batch.decodes else own_rows,
+            most_tokens=most_tokens,
+            parts=parts,
+            held=held,
+        )
 
     @property
     def own_rows(self) -> int:
@@ -83,62 +89,68 @@ class _Inputs:
 
     @classmethod
     def new(cls, bucket: Bucket, hidden_TH: Tensor, batch: Batch) -> Self:
-        rows, own_rows, sequences, holders = bucket.rows, bucket.own_rows, bucket.sequences, None
-        if batch.holders is not None:
-            ranks = len(batch.holders.counts)
-            holders = PaddedHolders.new(ranks, rows, bucket.parts, bucket.held, hidden_TH.device)
+        holders, rows, device = batch.sharding.holders, batch.attention, hidden_TH.device
+        if holders is not None:
+            ranks = len(holders.counts)
+            holders = PaddedHolders.new(ranks, bucket.rows, bucket.parts, bucket.held, device)
+        own_rows = bucket.own_rows
         own = Batch(
-            token_ids_T=batch.token_ids_T.new_zeros(rows),
-            holders=holders,
-            rotations=tuple(
-                RowRotation(*(tensor.new_zeros(own_rows, tensor.shape[1]) for tensor in rotation))
-                for rotation in batch.rotations
+            token_ids_T=batch.token_ids_T.new_zeros(bucket.rows),
+            shape=StepShape(
+                num_sequences=bucket.rows if bucket.max_rows == 1 else bucket.sequences,
+                most_tokens=bucket.most_tokens,
+                parts=bucket.parts,
             ),
-            slots_t=batch.slots_t.new_empty(own_rows),
-            limits_t=batch.limits_t.new_empty(own_rows),
-            row_starts_b=batch.row_starts_b.new_empty(sequences + 1),
-            blocks_X=batch.blocks_X,
-            extents_b2=batch.extents_b2.new_empty(sequences, 2),
-            max_rows=bucket.max_rows,
-            num_sequences=rows if bucket.max_rows == 1 else sequences,
-            most_tokens=bucket.most_tokens,
-            parts=bucket.parts,
-            padding_T=torch.ones(rows, dtype=torch.bool, device=hidden_TH.device),
-            shared=batch.shared,
-            views=tuple(
-                RowView(view.firsts_t.new_empty(own_rows), view.slots_t.new_empty(own_rows), view.blocks_X)
-                for view in batch.views
+            attention=AttentionRows(
+                row_starts_b=rows.row_starts_b.new_empty(bucket.sequences + 1),
+                limits_t=rows.limits_t.new_empty(own_rows),
+                extents_b2=rows.extents_b2.new_empty(bucket.sequences, 2),
+                max_rows=bucket.max_rows,
+                rotations=tuple(
+                    RowRotation(*(tensor.new_zeros(own_rows, tensor.shape[1]) for tensor in rotation))
+                    for rotation in rows.rotations
+                ),
+                views=tuple(_empty_view(view, own_rows) for view in rows.views),
             ),
+            sharding=RowSharding(holders=holders, shared=batch.sharding.shared),
+            padding_T=torch.ones(bucket.rows, dtype=torch.bool, device=device),
         )
-        return cls(hidden_TH.new_zeros(rows, hidden_TH.shape[1]), own)
+        return cls(hidden_TH.new_zeros(bucket.rows, hidden_TH.shape[1]), own)
 
     def fill(self, hidden_TH: Tensor, batch: Batch) -> None:
         """Write a step, then padding: rows that take no expert, write no KV and see no token."""
-        own, sequences = self.batch, len(batch.extents_b2)
+        own, rows, own_holders = self.batch.attention, batch.attention, self.batch.sharding.holders
+        sequences = len(rows.extents_b2)
         self.hidden_TH[: len(hidden_TH)] = hidden_TH
-        own.padding_T.fill_(True)[: len(hidden_TH)] = False
-        if own.holders is None:
+        self.batch.padding_T.fill_(True)[: len(hidden_TH)] = False
+        if own_holders is None:
             at_t = torch.arange(len(hidden_TH), device=hidden_TH.device)
         else:
-            at_t = own.holders.fill(batch.holders)
-        for own_rotation, rotation in zip(own.rotations, batch.rotations, strict=True):
+            at_t = own_holders.fill(batch.sharding.holders)
+        for own_rotation, rotation in zip(own.rotations, rows.rotations, strict=True):
             own_rotation.cos_tR[at_t] = rotation.cos_tR
             own_rotation.sin_tR[at_t] = rotation.sin_tR
-        own.slots_t.fill_(-1)[at_t] = batch.slots_t
-        own.limits_t.zero_()[at_t] = batch.limits_t
-        for own_view, view in zip(own.views, batch.views, strict=True):
-            own_view.firsts_t.zero_()[at_t] = view.firsts_t
+        own.limits_t.zero_()[at_t] = rows.limits_t
+        for own_view, view in zip(own.views, rows.views, strict=True):
             own_view.slots_t.fill_(-1)[at_t] = view.slots_t
+            if view.firsts_t is not None:
+                own_view.firsts_t.zero_()[at_t] = view.firsts_t
         own.extents_b2.zero_()
         if own.max_rows == 1:
-            own.extents_b2[at_t] = batch.extents_b2
-            torch.arange(len(own.slots_t) + 1, out=own.row_starts_b)
+            own.extents_b2[at_t] = rows.extents_b2
+            torch.arange(len(own.limits_t) + 1, out=own.row_starts_b)
             return
-        own.extents_b2[:sequences] = batch.extents_b2
-        own.row_starts_b.fill_(len(own.slots_t))
+        own.extents_b2[:sequences] = rows.extents_b2
+        own.row_starts_b.fill_(len(own.limits_t))
         own.row_starts_b[:1] = 0
         # Padding between the rows of two sequences is the second one's.
-        own.row_starts_b[1 : sequences + 1] = at_t[batch.row_starts_b[1:] - 1] + 1
+        own.row_starts_b[1 : sequences + 1] = at_t[rows.row_starts_b[1:] - 1] + 1
+
+
+def _empty_view(view: RowView, rows: int) -> RowView:
+    """Memory for so many rows of a KV group. The blocks are those of the arena, which stays where it is."""
+    firsts_t = None if view.firsts_t is None else view.firsts_t.new_empty(rows)
+    return RowView(view.slots_t.new_empty(rows), view.blocks_X, firsts_t)
 
 
 @dataclass(frozen=True)
@@ -180,7 +192,7 @@ class GraphedLayers:
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """As `layers`; what it returns is overwritten by the next call."""
-        if batch.alone or batch.shards is not None or len(hidden_TH) > self._most_rows:
+        if batch.alone or batch.sharding.token_shards is not None or len(hidden_TH) > self._most_rows:
             return self._layers(hidden_TH, batch)
         bucket = Bucket.of(batch)
         graph = self._graphs.pop(bucket, None)
@@ -201,7 +213,7 @@ class GraphedLayers:
         if len(self._graphs) == _MOST_GRAPHS:
             unused = self._graphs.pop(next(iter(self._graphs)))
             if self._page_lists is not None:
-                self._page_lists.forget(unused.inputs.batch.limits_t)
+                self._page_lists.forget(unused.inputs.batch.attention.limits_t)
         inputs = _Inputs.new(bucket, hidden_TH, batch)
         self._fill(inputs, hidden_TH, batch)
         traffic: list[Traffic] = []
@@ -221,8 +233,8 @@ class GraphedLayers:
     def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:
         inputs.fill(hidden_TH, batch)
         if self._page_lists is not None:
-            own = inputs.batch
-            self._page_lists.prepare(own.blocks_X, own.extents_b2, own.limits_t, own.max_rows)
+            own = inputs.batch.attention
+            self._page_lists.prepare(own.views[0].blocks_X, own.extents_b2, own.limits_t, own.max_rows)
 
 
 class _CudaCapture:

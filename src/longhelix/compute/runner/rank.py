@@ -33,13 +33,13 @@ _PARTS_OF_LAYER = 8
 
 def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRACED) -> Mesh:
     """Meet the other ranks in a directory that all of them know, and make the layout's groups with them."""
-    native.set_num_threads(config.threads_of(rank))
+    native.set_num_threads(config.machines.threads_of(rank))
     device = device_of(config, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if config.layout.world_size > 1 and not dist.is_initialized():
         meet(config.layout.world_size, rank, directory, "nccl" if device.type == "cuda" else "gloo")
-    return Mesh.build(config.layout, rank, spans=spans, hosts=config.hosts)
+    return Mesh.build(config.layout, rank, spans=spans, hosts=config.machines.hosts)
 
 
 def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo", interface: str = "lo") -> None:
@@ -67,7 +67,7 @@ def meet_at(config: EngineConfig, rank: int, meeting: Meeting, on_port: Callable
         on_port(port)
     else:
         store = dist.TCPStore(meeting.address, meeting.port, is_master=False, wait_for_workers=False)
-    backend = "nccl" if config.device == "cuda" else "gloo"
+    backend = "nccl" if config.machines.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=config.layout.world_size)
 
 
@@ -82,12 +82,12 @@ def load_model(
     weights = Weights(
         open_checkpoint(config.model_path),
         declare(config.spec, config.layout, mesh.rank),
-        getattr(torch, config.dtype),
-        config.product_dtype,
-        device_of(config, mesh.rank),
-        progress,
+        dtype=getattr(torch, config.formats.dtype),
+        weight_dtype=config.formats.product_dtype,
+        device=device_of(config, mesh.rank),
+        progress=progress,
     )
-    return Decoder(config.spec, mesh, weights, UNTRACED if config.compile else spans)
+    return Decoder(config.spec, mesh, weights, UNTRACED if config.execution.compile else spans)
 
 
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
@@ -98,9 +98,10 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     formats = [_formats(config, rank, spec.layers[layer].attention) for layer in layers]
     groups = [spec.groups[layer] for layer in layers] if windows else ()
     window_blocks = [window.num_blocks for window in windows]
-    pool = KVPool(formats, num_blocks, device, groups, window_blocks)
+    pool = KVPool(formats, num_blocks, device, groups=groups, window_blocks=window_blocks)
     if device.type == "cpu":
-        _take_memory(pool, len(config.hosts.ranks[config.hosts.node_of(rank)]))
+        hosts = config.machines.hosts
+        _take_memory(pool, len(hosts.ranks[hosts.node_of(rank)]))
     return pool
 
 
@@ -108,14 +109,14 @@ def _formats(config: EngineConfig, rank: int, attention: Attention) -> dict[str,
     """How a rank keeps the cache entries of a layer with this attention, by their names."""
     entry = attention.cache_entry
     format = KVFormat.choose(
-        config.kv_dtype,
-        config.scheduler.block_tokens,
-        len(config.layout.kv_heads(attention.heads, rank)),
-        entry.key_size,
-        entry.value_size,
-        device_of(config, rank),
-        entry.shared_values,
-        config.attention_dtype is not None,
+        dtype=config.formats.kv_dtype,
+        block_tokens=config.scheduler.block_tokens,
+        num_kv_heads=len(config.layout.kv_heads(attention.heads, rank)),
+        key_size=entry.key_size,
+        value_size=entry.value_size,
+        device=device_of(config, rank),
+        shared_values=entry.shared_values,
+        rounded=config.formats.attention_dtype is not None,
     )
     return {entry.name: format}
 
@@ -142,12 +143,27 @@ def _take_memory(pool: KVPool, sharers: int) -> None:
 def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
     """The runner of this rank's steps. `spans`: those of the model. Raises UserError where there is no room for swapped
     KV blocks."""
-    whole = config.attention == "flashinfer"
-    execution = Execution.resolve(config.compile, config.replay, whole, find(mesh, model, pool), config.token_ranges)
+    asked = config.execution
+    execution = Execution.resolve(
+        compile=asked.compile,
+        replay=asked.replay,
+        whole=asked.attention == "flashinfer",
+        found=find(mesh, model, pool),
+        token_ranges=asked.token_ranges,
+    )
     page_lists, scheduler = new_page_lists(config, mesh.rank, pool), config.scheduler
     num_slots = [scheduler.swap_blocks, *(window.num_slots for window in scheduler.windows)]
     swap_space = SwapSpace(pool, num_slots) if scheduler.swap_blocks else None
-    return ModelRunner(config.spec, mesh, model, pool, execution, page_lists, spans, swap_space)
+    return ModelRunner(
+        spec=config.spec,
+        mesh=mesh,
+        model=model,
+        pool=pool,
+        execution=execution,
+        page_lists=page_lists,
+        spans=spans,
+        swap_space=swap_space,
+    )
 
 
 def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
@@ -157,23 +173,25 @@ def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
         native=native.module is not None,
         overlaps=mesh.kvp.overlaps,
         sums_in_rank_order=mesh.stage.sums_in_rank_order and mesh.kvp.sums_in_rank_order,
-        packed=pool.packed and all(weight.arrangement is PANELS for weight in model.products()),
+        packed=pool.device.type == "cuda"
+        or (pool.packed and all(weight.arrangement is PANELS for weight in model.products())),
     )
 
 
 def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists | None:
     """What lists pages for FlashInfer, where that was asked for. Raises UserError if it cannot read this pool."""
-    if config.attention != "flashinfer":
+    if config.execution.attention != "flashinfer":
         return None
     (attention,) = config.spec.attentions
     num_query_heads = len(config.layout.query_heads(attention.heads, rank))
     if not num_query_heads:
         return None
     (format,) = pool.formats
-    flashinfer.check(format, config.dtype)
-    return PageLists(format, num_query_heads, attention.head_size**-0.5, getattr(torch, config.dtype))
+    flashinfer.check(format, config.formats.dtype)
+    return PageLists(format, num_query_heads, attention.head_size**-0.5, getattr(torch, config.formats.dtype))
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
     """The CPU, or a GPU of its host for every rank."""
-    return torch.device("cuda", config.hosts.local_rank(rank)) if config.device == "cuda" else torch.device("cpu")
+    machines = config.machines
+    return torch.device("cuda", machines.hosts.local_rank(rank)) if machines.device == "cuda" else torch.device("cpu")

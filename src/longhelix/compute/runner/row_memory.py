@@ -38,10 +38,18 @@ class RowParts(NamedTuple):
     def of(cls, memory_X: Any, rows: int, held: int, num_views: int, num_windows: int) -> "RowParts":
         """As `advance` writes them, each with room for all rows."""
         tokens, positions, slots, limits, starts, extents = (memory_X[place * rows :] for place in range(6))
-        parts = tokens[:rows], positions[:held], slots[:held], limits[:held], starts[: held + 1]
-        starts = (cls.size(rows, before) for before in range(num_views + num_windows))
-        more = tuple(memory_X[start : start + held] for start in starts)
-        return cls(*parts, extents[1 : 1 + 2 * held].reshape(held, 2), more[:num_views], more[num_views:])
+        more_starts = (cls.size(rows, before) for before in range(num_views + num_windows))
+        more = tuple(memory_X[start : start + held] for start in more_starts)
+        return cls(
+            token_ids_B=tokens[:rows],
+            positions_b=positions[:held],
+            slots_b=slots[:held],
+            limits_b=limits[:held],
+            row_starts_b=starts[: held + 1],
+            extents_b2=extents[1 : 1 + 2 * held].reshape(held, 2),
+            firsts=more[:num_views],
+            window_slots=more[num_views:],
+        )
 
     @staticmethod
     def size(rows: int, more: int) -> int:

@@ -55,11 +55,18 @@ class ModelRunner:
         self.device = pool.device
         self.kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self.running = RunningSequences(spec, mesh, pool)
-        self.next_tokens = NextTokens(self.running, model.logits, mesh, spec.vocab_size, pool.device, spans)
+        self.next_tokens = NextTokens(
+            running=self.running,
+            logits=model.logits,
+            mesh=mesh,
+            vocab_size=spec.vocab_size,
+            device=pool.device,
+            spans=spans,
+        )
         self.handover = (
             None
             if mesh.pipeline is None
-            else Handover(mesh.pipeline, mesh.layout, spec.hidden_size, model.dtype, pool.device)
+            else Handover(mesh.pipeline, mesh.layout, spec.hidden_size, dtype=model.dtype, device=pool.device)
         )
         self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
         self._step_id = 0
@@ -171,10 +178,16 @@ class ModelRunner:
 
     def progress(self) -> Progress:
         """How far it has come. Any thread may ask."""
-        swapped = 0 if self.swap_space is None else self.swap_space.swapped_blocks
-        awaited = "" if self.mesh.pipeline is None else self.mesh.pipeline.progress()
-        layers_begun, guided = self.model.layers_begun, self.running.guide_steps
-        return Progress(self._step_id, *self.mesh.progress(), layers_begun, swapped, awaited, guided)
+        collectives, collective = self.mesh.progress()
+        return Progress(
+            step_id=self._step_id,
+            collectives=collectives,
+            collective=collective,
+            layers=self.model.layers_begun,
+            swapped_blocks=0 if self.swap_space is None else self.swap_space.swapped_blocks,
+            awaited="" if self.mesh.pipeline is None else self.mesh.pipeline.progress(),
+            guide_steps=self.running.guide_steps,
+        )
 
     def forward(self, step: Step) -> Tensor:
         """Hidden states of all rows of the step after this stage, hidden_TH."""
@@ -184,7 +197,8 @@ class ModelRunner:
         batch = self.batches.of(step)
         ranges = self.execution.token_ranges
         if ranges.flash_comm and ranges.shards(len(batch.token_ids_T), batch.decodes):
-            batch = replace(batch, shards=TokenShards(self.mesh.ffn, batch.token_ids_T))
+            token_shards = TokenShards(self.mesh.ffn, batch.token_ids_T)
+            batch = replace(batch, sharding=replace(batch.sharding, token_shards=token_shards))
         self._spans.end(span)
         if not self._is_first:
             assert self.handover is not None

@@ -124,7 +124,7 @@ class RunningSequences:
         if params.guide is not None:
             assert self._matchers is not None, "the engine has told what tokens stand for"
             matcher = self._matchers.new(params.guide)
-        adjustments = Adjustments(new, self._vocabulary, self._spec.eos_token_ids, self._device, matcher)
+        adjustments = Adjustments(new, self._vocabulary, self._spec.eos_token_ids, device=self._device, matcher=matcher)
         for token_id in token_ids(new.generated_token_ids).tolist():
             for record in adjustments.records:
                 record.add_one(token_id)

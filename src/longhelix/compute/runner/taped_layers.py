@@ -32,10 +32,11 @@ class _Recorded:
         for own, given in zip(self.inputs, _inputs(batch), strict=True):
             if own is not given:
                 own.copy_(given)
-        if batch.holders is not self.holders:
-            self.own_holders.rows_t.copy_(batch.holders.rows_t)
-            self.own_holders.places_NT.copy_(batch.holders.places_NT)
-            self.holders = batch.holders
+        holders = batch.sharding.holders
+        if holders is not self.holders:
+            self.own_holders.rows_t.copy_(holders.rows_t)
+            self.own_holders.places_NT.copy_(holders.places_NT)
+            self.holders = holders
 
 
 class TapedLayers:
@@ -55,7 +56,8 @@ class TapedLayers:
         """As `layers`; what it returns is overwritten by the next call."""
         if not self._possible or not batch.decodes or batch.alone:
             return self._layers(hidden_TH, batch)
-        key = (len(hidden_TH), *(() if batch.holders is None else batch.holders.counts))
+        holders = batch.sharding.holders
+        key = (len(hidden_TH), *(() if holders is None else holders.counts))
         recorded = self._tapes.pop(key, None)
         if recorded is None:
             return self._record(key, hidden_TH, batch)
@@ -78,29 +80,43 @@ class TapedLayers:
         if len(self._tapes) == _MOST_TAPES:
             del self._tapes[next(iter(self._tapes))]
         spans = self._spans.taped(begun)
-        self._tapes[key] = _Recorded(tape, own_TH, _inputs(own), own.holders, batch.holders, result_TH, spans)
+        self._tapes[key] = _Recorded(
+            tape=tape,
+            hidden_TH=own_TH,
+            inputs=_inputs(own),
+            own_holders=own.sharding.holders,
+            holders=batch.sharding.holders,
+            result_TH=result_TH,
+            spans=spans,
+        )
         return result_TH
 
 
-# The blocks are those of the arena, which stays where it is; all else is of this step.
-_VARYING = ("slots_t", "limits_t", "row_starts_b", "extents_b2")
-
-
 def _inputs(batch: Batch) -> list[Tensor]:
-    of_rotations = (tensor for rotation in batch.rotations for tensor in rotation)
-    of_views = (tensor for view in batch.views for tensor in (view.firsts_t, view.slots_t))
-    return [*(getattr(batch, name) for name in _VARYING), *of_rotations, *of_views]
+    """What differs between steps: all but the blocks, which are those of the arena and stay where they are."""
+    rows = batch.attention
+    of_views = [tensor for view in rows.views for tensor in (view.slots_t, view.firsts_t) if tensor is not None]
+    of_rotations = [tensor for rotation in rows.rotations for tensor in rotation]
+    return [rows.row_starts_b, rows.limits_t, rows.extents_b2, *of_rotations, *of_views]
 
 
 def _own(batch: Batch) -> Batch:
     """The same batch in memory that stays."""
-    own = batch
-    if not batch.stays:
-        views = tuple(RowView(view.firsts_t.clone(), view.slots_t.clone(), view.blocks_X) for view in batch.views)
-        rotations = tuple(RowRotation(each.cos_tR.clone(), each.sin_tR.clone()) for each in batch.rotations)
-        varying = {name: getattr(batch, name).clone() for name in _VARYING}
-        own = replace(batch, rotations=rotations, views=views, **varying)
-    if batch.holders is None:
-        return own
-    rows_t, places_NT = batch.holders.rows_t.clone(), batch.holders.places_NT.clone()
-    return replace(own, holders=replace(batch.holders, rows_t=rows_t, places_NT=places_NT))
+    rows, holders = batch.attention, batch.sharding.holders
+    if not rows.stays:
+        rows = replace(
+            rows,
+            row_starts_b=rows.row_starts_b.clone(),
+            limits_t=rows.limits_t.clone(),
+            extents_b2=rows.extents_b2.clone(),
+            rotations=tuple(RowRotation(each.cos_tR.clone(), each.sin_tR.clone()) for each in rows.rotations),
+            views=tuple(map(_own_view, rows.views)),
+        )
+    if holders is not None:
+        holders = replace(holders, rows_t=holders.rows_t.clone(), places_NT=holders.places_NT.clone())
+    return replace(batch, attention=rows, sharding=replace(batch.sharding, holders=holders))
+
+
+def _own_view(view: RowView) -> RowView:
+    firsts_t = None if view.firsts_t is None else view.firsts_t.clone()
+    return RowView(view.slots_t.clone(), view.blocks_X, firsts_t)

@@ -117,13 +117,20 @@ class Tracer(Spans):
         return events
 
     def _new(self, name: str, kind: str, details: dict[str, int], start: Mark, follows: tuple[_Span, ...]) -> _Span:
-        span = _Span(name, kind, start, follows, self._layer | details)
+        span = _Span(name=name, kind=kind, start=start, follows=follows, details=self._layer | details)
         self._spans.append(span)
         return span
 
     def _events(self, spans: Sequence[_Span]) -> list[TraceEvent]:
         return [
-            TraceEvent(span.name, span.kind, self._start_us(span), self._end_us(span), span.details) for span in spans
+            TraceEvent(
+                name=span.name,
+                kind=span.kind,
+                start_us=self._start_us(span),
+                end_us=self._end_us(span),
+                details=span.details,
+            )
+            for span in spans
         ]
 
     def _start_us(self, span: _Span) -> float:

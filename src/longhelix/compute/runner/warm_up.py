@@ -27,9 +27,9 @@ def warm_up(config: EngineConfig, runner: ModelRunner, on_done: Callable[[float]
     """Run the steps that must not wait for the first request. on_done: told of the share that is done, from 0 to 1."""
     scheduler = config.scheduler
     longest_tokens = scheduler.longest_local_tokens
-    lengths = length_buckets(longest_tokens) if config.device == "cuda" else [longest_tokens]
-    images = config.compile and config.spec.vision is not None
-    steps = warm_up_steps(scheduler, lengths, config.token_ranges, images)
+    lengths = length_buckets(longest_tokens) if config.machines.device == "cuda" else [longest_tokens]
+    images = config.execution.compile and config.spec.vision is not None
+    steps = warm_up_steps(scheduler, lengths, config.execution.token_ranges, images)
     for done, step in enumerate(steps, start=1):
         runner.expect(step)
         for sequence in step.new:

@@ -145,7 +145,13 @@ class Membership:
 
     def facts(self, probe_port: int) -> Facts:
         """Return what this host has. `probe_port`: where it listens for the check of connections."""
-        return Facts(self.address, probe_port, host.cores(), host.available_bytes(), free_gpu_bytes())
+        return Facts(
+            address=self.address,
+            probe_port=probe_port,
+            cores=host.cores(),
+            free_bytes=host.available_bytes(),
+            gpu_bytes=free_gpu_bytes(),
+        )
 
 
 def _hosts(options: EngineOptions, layout: Layout) -> Hosts:

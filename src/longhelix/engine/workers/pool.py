@@ -87,7 +87,7 @@ class WorkerPool:
             on_traced: called with a rank and its trace events of one step, if steps are traced.
         """
         self._ranks = range(config.layout.world_size)
-        self._hosts, self._cluster = config.hosts, cluster
+        self._hosts, self._cluster = config.machines.hosts, cluster
         self._watchdog = Watchdog(config)
         self._layout = config.layout
         self._in_flight: dict[int, _InFlight] = {}
@@ -114,15 +114,16 @@ class WorkerPool:
         try:
             if cluster is not None:
                 cluster.launch(on_wait=lambda: on_loaded(0))
-            own = [0] if torchrun.is_active() else config.hosts.ranks[0]
+            own = [0] if torchrun.is_active() else config.machines.hosts.ranks[0]
             self._processes.start("longhelix.engine.workers.worker", own)
             executions = self._await_ready(config, on_loaded, on_warmed)
         except BaseException:
             self.close(grace_s=0)
             raise
-        self.cost = step_cost(config, overlaps=all(rank.overlaps for rank in executions))
-        self.cut = Cut(self.cost, config.hop_b) if all(rank.parts for rank in executions) else None
-        packed, compiles = all(rank.packed for rank in executions), any(rank.compiles for rank in executions)
+        self.cost = step_cost(config, overlaps=all(rank.found.overlaps for rank in executions))
+        self.cut = Cut(self.cost, config.execution.hop_b) if all(rank.parts for rank in executions) else None
+        packed = all(rank.found.packed for rank in executions)
+        compiles = any(rank.compiles for rank in executions)
         self._watchdog.ready(self.cost, packed, compiles)
 
     @property

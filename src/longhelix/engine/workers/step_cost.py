@@ -14,18 +14,20 @@ def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
         overlaps: whether communication overlaps computation. This requires that ranks do not share memory.
     """
     return StepCost(
-        Setting(config.spec, _system(config, overlaps), config.product_dtype, config.kv_dtype), config.layout
+        Setting(config.spec, _system(config, overlaps), config.formats.product_dtype, config.formats.kv_dtype),
+        config.layout,
     )
 
 
 def _system(config: EngineConfig, overlaps: bool) -> HardwareSpec:
     """Return the specification of the engine's machine, with the links that its collectives use."""
-    system = config.system.replaced({"part_fixed_share": 1.0}, "each part is a collective of its own")
-    if config.device == "cpu" and len(config.hosts.ranks) > 1:
-        counts = [len(ranks) for ranks in config.hosts.ranks]
+    machines = config.machines
+    system = machines.system.replaced({"part_fixed_share": 1.0}, "each part is a collective of its own")
+    if machines.device == "cpu" and len(machines.hosts.ranks) > 1:
+        counts = [len(ranks) for ranks in machines.hosts.ranks]
         # The other ranks wait for those of the host that runs the most.
         system = system.of_machines(sum(counts) / max(counts))
         system = system.replaced({"scale_up.ranks": min(counts)}, "ranks of one host")
-    elif config.device == "cpu" and overlaps:  # these ranks communicate in the same way as ranks on different hosts
+    elif machines.device == "cpu" and overlaps:  # these ranks communicate in the same way as ranks on different hosts
         system = system.replaced({"scale_up.ranks": 1}, "ranks that do not share memory")
     return system

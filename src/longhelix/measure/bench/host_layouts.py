@@ -89,8 +89,8 @@ class HostLayoutsJob(msgspec.Struct, frozen=True):
 
     def measure(self, rank: int, directory: Path) -> Iterator[Row]:
         first = next(iter(self.configs.values()))
-        native.set_num_threads(first.threads_of(rank))
-        link = HostsLink.join(first.hosts, rank, directory, self.rates_mbit)
+        native.set_num_threads(first.machines.threads_of(rank))
+        link = HostsLink.join(first.machines.hosts, rank, directory, self.rates_mbit)
         models = {name: RankModel.join(config, rank, directory) for name, config in self.configs.items()}
         for index, (requests, context) in enumerate(self.points):
             batches = {name: LongRequests(model, *(context,) * requests) for name, model in models.items()}
@@ -149,7 +149,7 @@ def chosen_parts(
 
 
 def _cost(config: EngineConfig, system: HardwareSpec) -> StepCost:
-    return StepCost(Setting(config.spec, system, config.product_dtype, config.kv_dtype), config.layout)
+    return StepCost(Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype), config.layout)
 
 
 def predicted_seconds(
@@ -164,9 +164,9 @@ def predicted_seconds(
     """
     config = configs[row["strategy"]]
     stage = range(config.layout.num_ranks)
-    if len(config.hosts.parts(stage)) == 1:
+    if len(config.machines.hosts.parts(stage)) == 1:
         system = system.replaced({"kernel_s": taped_kernel_s}, "kernels on tapes")
-    setting = Setting(config.spec, system, config.product_dtype, config.kv_dtype)
+    setting = Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype)
     shape = Layouts.of([config.layout], hop_b=row["strategy"] == HOP_B)
     requests, context = float(row["requests"]), float(row["context"])
     if config.scheduler.placement != "local":

@@ -127,7 +127,7 @@ class Peers:
             self.remarks.append(f"{peer.name} was left out at {max(contexts)} tokens: the KV does not fit in memory.")
         if not fitting:
             return []
-        threads = config.threads_of(0) * config.layout.world_size
+        threads = config.machines.threads_of(0) * config.layout.world_size
         options = [config.model_path, f"--{what}", "--contexts", *map(str, fitting), "--threads", str(threads)]
         return [peer_row(point) for point in self.points(peer, [*options, "--repeats", "1"])]
 

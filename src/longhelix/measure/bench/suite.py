@@ -213,7 +213,9 @@ class Suite:
         all_hosts = system.of_machines(1 if self._hosts is None else nnodes)
         links, systems = host_link.measure(all_hosts, places.hosts, rates, self._on_point("links"), self._hosts)
         parts = host_layouts.chosen_parts(configs[host_layouts.HOP_B], systems, points)
-        job = host_layouts.HostLayoutsJob(configs, tuple(points), rates, parts, repeats)
+        job = host_layouts.HostLayoutsJob(
+            configs=configs, points=tuple(points), rates_mbit=rates, parts=parts, repeats=repeats
+        )
         on_point = self._on_point("layouts")
         self._report.sections += host_layouts.sections(job, links, systems, system.kernel_s, on_point, self._hosts)
 

@@ -35,7 +35,9 @@ def local_system(measured: Measurements, config: EngineConfig, fitted: Calibrati
     collectives = [
         MeasuredCollective(row["collective"], row["ranks"], row["bytes"], row["shm_s"]) for row in measured.collectives
     ]
-    setting = Setting(config.spec, fit_collectives(started, collectives), config.product_dtype, config.kv_dtype)
+    setting = Setting(
+        config.spec, fit_collectives(started, collectives), config.formats.product_dtype, config.formats.kv_dtype
+    )
     return fit_requests(setting, [measured_request(row) for row in requests])
 
 

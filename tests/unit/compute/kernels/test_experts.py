@@ -26,6 +26,7 @@ from longhelix.compute.kernels import (
     run_experts,
 )
 from longhelix.compute.kernels.experts import _routing
+from longhelix.compute.models.batch import RowSharding
 from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.experts import _make_experts
 from longhelix.compute.models.parameters import declare
@@ -466,9 +467,7 @@ def test_a_decoder_counts_rows_by_layer_and_forgets_them():
     group = RankGroup((0,), 0, None)
     decoder = Decoder(spec, Mesh(Layout(), 0, group, group, group), weights)
     assert decoder.expert_rows() == [[], [0] * 6]
-    decoder.layers[1].ffn(
-        inputs(5, 32, torch.float32, 22), SimpleNamespace(padding_T=None, shards=None, pass_shards=None)
-    )
+    decoder.layers[1].ffn(inputs(5, 32, torch.float32, 22), SimpleNamespace(padding_T=None, sharding=RowSharding()))
     assert decoder.expert_rows() == [[], [5, 5, 0, 0, 0, 0]]  # all scores are equal
     decoder.forget_expert_rows()
     assert decoder.expert_rows() == [[], [0] * 6]

@@ -23,6 +23,7 @@ from longhelix.compute.kernels import PLAIN, Experts, Weight, native, route, run
 from longhelix.compute.kernels.experts import addresses
 from longhelix.compute.kernels.triton import expert_rows, experts
 from longhelix.compute.kernels.triton.expert_rows import most_places_and_tiles, sort_rows
+from longhelix.compute.models.batch import RowSharding
 from longhelix.compute.models.experts import ExpertFFN
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
@@ -328,7 +329,7 @@ def test_nothing_of_a_layer_with_experts_waits_for_the_device(moe, rows, device,
     """Whatever the rows and the experts, the same few launches; nothing is read back."""
     monkeypatch.setattr(native, "module", None)  # which packs weights
     x_TH = normal(rows, 64, seed=3).bfloat16().to(device)
-    launches, batch = set(), SimpleNamespace(padding_T=None, shards=None, pass_shards=None)
+    launches, batch = set(), SimpleNamespace(padding_T=None, sharding=RowSharding())
     for held in ([0, 1, 2, 3], [7], [*range(12)]):
         ffn = layer(moe, held, 64, device)
         if device.type == "cpu":  # where weights have no addresses by themselves

@@ -2,12 +2,12 @@
 
 import importlib.metadata
 from array import array
-from types import SimpleNamespace
 
 import pytest
 
 from builtin import builtin
 from longhelix.compute.machine.devices import free_gpu_bytes, gpu_names
+from longhelix.compute.models.batch import Batch, StepShape
 from longhelix.compute.runner.graphed_layers import Bucket
 from longhelix.compute.runner.warm_up import warm_up_steps
 from longhelix.engine import places
@@ -66,11 +66,11 @@ def configure(monkeypatch, gpu_bytes, layout=Layout(), **options):  # noqa: B008
 
 
 def test_ranks_run_on_gpus_where_there_is_one_for_each(monkeypatch):
-    assert configure(monkeypatch, []).device == "cpu"
-    assert configure(monkeypatch, [GIB]).device == "cuda"
-    assert configure(monkeypatch, [GIB], device="cpu").device == "cpu"
-    assert configure(monkeypatch, [GIB], Layout(kvp=2)).device == "cpu"
-    assert configure(monkeypatch, [GIB, GIB], Layout(kvp=2)).device == "cuda"
+    assert configure(monkeypatch, []).machines.device == "cpu"
+    assert configure(monkeypatch, [GIB]).machines.device == "cuda"
+    assert configure(monkeypatch, [GIB], device="cpu").machines.device == "cpu"
+    assert configure(monkeypatch, [GIB], Layout(kvp=2)).machines.device == "cpu"
+    assert configure(monkeypatch, [GIB, GIB], Layout(kvp=2)).machines.device == "cuda"
 
 
 def test_the_fullest_gpu_bounds_the_pool(monkeypatch):
@@ -130,15 +130,8 @@ def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, n
 def bucket(step, decodes=0):
     """That of a step of which all ranks have all rows."""
     rows = [1] * decodes + [chunk.num_tokens for chunk in step.chunks]
-    batch = SimpleNamespace(
-        token_ids_T=range(sum(rows)),
-        holders=None,
-        max_rows=max(rows),
-        num_sequences=len(rows),
-        most_tokens=step.most_tokens,
-        parts=step.work.parts,
-    )
-    return Bucket.of(batch)
+    shape = StepShape(num_sequences=len(rows), most_tokens=step.most_tokens, parts=step.work.parts)
+    return Bucket.of(Batch(token_ids_T=range(sum(rows)), shape=shape, attention=None))
 
 
 @pytest.mark.parametrize("max_running", [64, 5])

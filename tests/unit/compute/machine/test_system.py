@@ -56,7 +56,7 @@ def test_gpus_are_the_preset_in_their_name(monkeypatch, names, system):
 
 def test_the_configuration_carries_the_machine_to_the_ranks():
     config = configure("builtin", Layout(), [64], weight_dtype=None, kv_dtype=None)
-    assert config.system == load_system("cpu")
+    assert config.machines.system == load_system("cpu")
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig)
     assert sent == config
-    assert sent.system.sources == config.system.sources
+    assert sent.machines.system.sources == config.machines.system.sources

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longhelix.compute.kernels import ROWS, KVFormat, partial_attention, write_kv
-from longhelix.compute.models.batch import Batch, RowRotation
+from longhelix.compute.models.batch import AttentionRows, Batch, RowRotation, RowView, StepShape
 from longhelix.compute.models.overlap import attend_and_exchange
 from longhelix.compute.runner.graphed_layers import Bucket, _Inputs
 
@@ -24,17 +24,15 @@ def batch_of(rows_per_sequence, local_length, parts=1):
     nothing = torch.zeros(rows, 1)
     return Batch(
         token_ids_T=torch.zeros(rows, dtype=torch.int64),
-        holders=None,
-        rotations=(RowRotation(nothing, nothing),),
-        slots_t=torch.full((rows,), -1),
-        limits_t=torch.full((rows,), local_length) - torch.arange(rows) % 3,
-        row_starts_b=starts_b,
-        blocks_X=torch.arange(sequences * blocks),
-        extents_b2=torch.arange(0, (sequences + 1) * blocks, blocks).unfold(0, 2, 1),
-        max_rows=max(rows_per_sequence),
-        num_sequences=len(rows_per_sequence),
-        most_tokens=blocks * BLOCK,
-        parts=parts,
+        shape=StepShape(num_sequences=len(rows_per_sequence), most_tokens=blocks * BLOCK, parts=parts),
+        attention=AttentionRows(
+            row_starts_b=starts_b,
+            limits_t=torch.full((rows,), local_length) - torch.arange(rows) % 3,
+            extents_b2=torch.arange(0, (sequences + 1) * blocks, blocks).unfold(0, 2, 1),
+            max_rows=max(rows_per_sequence),
+            rotations=(RowRotation(nothing, nothing),),
+            views=(RowView(torch.full((rows,), -1), torch.arange(sequences * blocks)),),
+        ),
     )
 
 
@@ -57,12 +55,12 @@ def test_a_batch_is_cut_evenly_in_the_order_of_its_rows(rows_per_sequence, parts
         number
         for piece in pieces
         for extent, rows in zip(piece.extents_b2.tolist(), piece.row_starts_b.diff().tolist(), strict=True)
-        for number in [batch.extents_b2.tolist().index(extent)] * rows
+        for number in [batch.attention.extents_b2.tolist().index(extent)] * rows
     ]
     assert sequences == [number for number, rows in enumerate(rows_per_sequence) for _ in range(rows)]
     assert all(piece.row_starts_b.diff().max() <= piece.max_rows for piece in pieces)
     assert [piece.rows.stop - piece.rows.start for piece in pieces] == expected
-    assert torch.equal(torch.cat([piece.limits_t for piece in pieces]), batch.limits_t)
+    assert torch.equal(torch.cat([piece.limits_t for piece in pieces]), batch.attention.limits_t)
     for piece in pieces:
         assert len(piece.row_starts_b) == len(piece.extents_b2) + 1
         assert piece.row_starts_b.tolist()[0] == 0
@@ -72,10 +70,10 @@ def test_a_batch_is_cut_evenly_in_the_order_of_its_rows(rows_per_sequence, parts
 def test_padding_with_as_many_sequences_as_rows_is_not_taken_for_decodes():
     """127 decodes and a chunk of two rows, padded to 192 of both."""
     batch = batch_of([1] * 127 + [2], 10, parts=2)
-    padded = _Inputs.new(Bucket(192, 192, 192, batch.most_tokens, 2), torch.zeros(129, 4), batch)
+    padded = _Inputs.new(Bucket(192, 192, 192, batch.shape.most_tokens, 2), torch.zeros(129, 4), batch)
     padded.fill(torch.zeros(129, 4), batch)
     rows = [piece.row_starts_b.diff() for piece in padded.batch.cut()]
-    whole = padded.batch.row_starts_b.diff()
+    whole = padded.batch.attention.row_starts_b.diff()
     assert torch.equal(sum(rows), whole)
     assert whole[:129].tolist() == [1] * 127 + [2, 63]
 
@@ -115,10 +113,11 @@ class LateGroup:
 def test_later_parts_attend_before_the_first_is_received(rows_per_sequence):
     torch.manual_seed(0)
     batch = batch_of(rows_per_sequence, 10, parts=2)
-    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, ROWS).new_layer(len(batch.blocks_X), CPU)
-    tokens = len(batch.blocks_X) * BLOCK
+    (view,) = batch.attention.views
+    layer = KVFormat("float32", BLOCK, 2, SIZE, SIZE, ROWS).new_layer(len(view.blocks_X), CPU)
+    tokens = len(view.blocks_X) * BLOCK
     write_kv(torch.randn(tokens, 2, SIZE), torch.randn(tokens, 2, SIZE), layer, torch.arange(tokens))
-    q_TqC = torch.randn(len(batch.limits_t), HEADS, SIZE)
+    q_TqC = torch.randn(len(batch.attention.limits_t), HEADS, SIZE)
     events = []
 
     def attend(*arguments):
@@ -129,9 +128,11 @@ def test_later_parts_attend_before_the_first_is_received(rows_per_sequence):
     parted = attend_and_exchange(q_TqC, layer, batch, SIZE**-0.5, group, [2, 2], attend=attend)
     assert events == ["attend", "send 0", "attend", "send 1", "receive 0", "receive 1"]
     events.clear()
-    whole = attend_and_exchange(q_TqC, layer, replace(batch, parts=1), SIZE**-0.5, group, [2, 2], attend=attend)
+    one_part = replace(batch, shape=replace(batch.shape, parts=1))
+    whole = attend_and_exchange(q_TqC, layer, one_part, SIZE**-0.5, group, [2, 2], attend=attend)
     assert events == ["attend", "send 2", "receive 2"]
     assert torch.equal(parted, whole)
-    table = batch.blocks_X, batch.extents_b2, batch.row_starts_b, batch.limits_t
+    rows = batch.attention
+    table = view.blocks_X, rows.extents_b2, rows.row_starts_b, rows.limits_t
     alone, _ = partial_attention(q_TqC, layer, *table, SIZE**-0.5)
     assert torch.allclose(whole, alone[:, :2], atol=1e-6)

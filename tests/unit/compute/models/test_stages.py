@@ -8,7 +8,7 @@ import torch
 
 from longhelix.compute.cache.pool import KVPool
 from longhelix.compute.kernels import KVFormat
-from longhelix.compute.models.batch import Batch, RowRotation
+from longhelix.compute.models.batch import AttentionRows, Batch, RowRotation, RowView, StepShape
 from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.parameters import declare
 from longhelix.compute.models.weights import Weights
@@ -119,16 +119,15 @@ def prompt(spec):
     angles_tR = torch.linspace(0, 3, ROWS * attention_of(spec).rotated_size // 2).view(ROWS, -1)
     return Batch(
         token_ids_T=ints * 7 % spec.vocab_size,
-        holders=None,
-        rotations=(RowRotation(angles_tR.cos(), angles_tR.sin()),),
-        slots_t=ints,
-        limits_t=ints + 1,
-        row_starts_b=torch.tensor([0, ROWS]),
-        blocks_X=torch.zeros(1, dtype=torch.int64),
-        extents_b2=torch.tensor([[0, 1]]),
-        max_rows=ROWS,
-        num_sequences=1,
-        most_tokens=ROWS,
+        shape=StepShape(num_sequences=1, most_tokens=ROWS),
+        attention=AttentionRows(
+            row_starts_b=torch.tensor([0, ROWS]),
+            limits_t=ints + 1,
+            extents_b2=torch.tensor([[0, 1]]),
+            max_rows=ROWS,
+            rotations=(RowRotation(angles_tR.cos(), angles_tR.sin()),),
+            views=(RowView(ints, torch.zeros(1, dtype=torch.int64)),),
+        ),
     )
 
 

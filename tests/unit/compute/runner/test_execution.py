@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from longhelix.compute.runner import rank
+from longhelix.compute.runner.config import ExecutionConfig
 from longhelix.compute.runner.execution import Execution, Found
 from longhelix.compute.runner.token_ranges import ONE_RANGE
 from longhelix.engine.options import EngineOptions
@@ -39,10 +40,9 @@ def test_every_combination(device, native, transport):
         found = Found(device, native, overlaps, rank_order, packed)
         made = Execution.resolve(compile, replay, whole, found)
         assert (made.compiled, made.tapes, made.graphs) == FLAGS[LAYERS[device, native][compile, replay]]
-        assert (made.overlaps, made.sums_in_rank_order) == (overlaps, rank_order)
+        assert made.found == found
         assert made.parts == (transport in ("gloo", "NCCL") and not compile and not whole)
         assert made.sees_waits == (transport in ("gloo", "NCCL") and device == "cpu" and not compile)
-        assert made.packed == (device == "cuda" or packed)
         assert made.compiles == (device == "cuda" or compile)
 
 
@@ -81,13 +81,14 @@ def test_flashinfer_attends_to_whole_batches(monkeypatch):
     found = Found("cuda", native=True, overlaps=True, sums_in_rank_order=False, packed=False)
     monkeypatch.setattr(rank, "find", lambda *of_a_rank: found)
     monkeypatch.setattr(rank, "new_page_lists", lambda *of_a_pool: None)
-    monkeypatch.setattr(rank, "ModelRunner", lambda spec, mesh, model, pool, execution, *more: execution)
+    monkeypatch.setattr(rank, "ModelRunner", lambda *, execution, **more: execution)
 
     def parts(attention):
         scheduler = SimpleNamespace(swap_blocks=0, windows=())
-        config = SimpleNamespace(
-            attention=attention, compile=False, replay=True, spec=None, scheduler=scheduler, token_ranges=ONE_RANGE
+        execution = ExecutionConfig(
+            compile=False, replay=True, token_ranges=ONE_RANGE, attention=attention, hop_b=None, trace=False
         )
+        config = SimpleNamespace(spec=None, scheduler=scheduler, execution=execution)
         return rank.new_runner(config, SimpleNamespace(rank=0), model=None, pool=None).parts
 
     assert (parts("own"), parts("flashinfer")) == (True, False)

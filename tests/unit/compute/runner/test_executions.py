@@ -114,8 +114,8 @@ def test_every_execution_chooses_the_same_tokens(expected, compile, replay, grap
     # Tapes run their layers out of sight, and so does the compiler; what stands for a graph's replay is Python.
     seen, op_by_op = runner.progress().layers, LAYERS * steps
     assert seen == 0 if compile else seen < op_by_op if replay else seen > op_by_op
-    assert runner.execution.packed == (native.module is not None)
-    assert (runner.execution.overlaps, runner.execution.sums_in_rank_order) == (False, True)
+    assert runner.execution.found.packed == (native.module is not None)
+    assert (runner.execution.found.overlaps, runner.execution.found.sums_in_rank_order) == (False, True)
 
 
 @pytest.mark.parametrize(

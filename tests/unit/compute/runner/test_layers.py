@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.compute.kernels import native, take_rows
-from longhelix.compute.models.batch import Batch, RowRotation
+from longhelix.compute.models.batch import AttentionRows, Batch, RowRotation, RowSharding, RowView, StepShape
 from longhelix.compute.parallel.holders import Holders
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner import graphed_layers, taped_layers
@@ -26,16 +26,15 @@ def decode(rows):
     ints = torch.zeros(rows, dtype=torch.int64)
     return Batch(
         token_ids_T=ints,
-        holders=None,
-        rotations=(RowRotation(torch.ones(rows, 2), torch.zeros(rows, 2)),),
-        slots_t=ints,
-        limits_t=ints + 1,
-        row_starts_b=torch.arange(rows + 1),
-        blocks_X=torch.zeros(1, dtype=torch.int64),
-        extents_b2=torch.zeros(rows, 2, dtype=torch.int64),
-        max_rows=1,
-        num_sequences=rows,
-        most_tokens=1,
+        shape=StepShape(num_sequences=rows, most_tokens=1),
+        attention=AttentionRows(
+            row_starts_b=torch.arange(rows + 1),
+            limits_t=ints + 1,
+            extents_b2=torch.zeros(rows, 2, dtype=torch.int64),
+            max_rows=1,
+            rotations=(RowRotation(torch.ones(rows, 2), torch.zeros(rows, 2)),),
+            views=(RowView(ints, torch.zeros(1, dtype=torch.int64)),),
+        ),
     )
 
 
@@ -68,23 +67,22 @@ def step_batch(rows_per_sequence, held_NB, rank, parts):
     counts_b = torch.tensor([rows_per_sequence[sequence] for sequence in mine_b], dtype=torch.int64)
     return Batch(
         token_ids_T=torch.zeros(held_NT.shape[1], dtype=torch.int64),
-        holders=None if held_NT.all() else Holders.of(held_NT, rank, torch.device("cpu")),
-        rotations=(RowRotation(mine_t[:, None] + 0.25, mine_t[:, None] + 0.5),),
-        slots_t=mine_t + 1000,
-        limits_t=mine_t + 1,
-        row_starts_b=torch.nn.functional.pad(counts_b.cumsum(0), (1, 0)),
-        blocks_X=torch.arange(10),
-        extents_b2=torch.from_numpy(mine_b)[:, None] * 2 + torch.tensor([1, 3]),
-        max_rows=int(counts_b.max()) if len(counts_b) else 0,
-        num_sequences=len(rows_per_sequence),
-        most_tokens=100,
-        parts=parts,
+        shape=StepShape(num_sequences=len(rows_per_sequence), most_tokens=100, parts=parts),
+        attention=AttentionRows(
+            row_starts_b=torch.nn.functional.pad(counts_b.cumsum(0), (1, 0)),
+            limits_t=mine_t + 1,
+            extents_b2=torch.from_numpy(mine_b)[:, None] * 2 + torch.tensor([1, 3]),
+            max_rows=int(counts_b.max()) if len(counts_b) else 0,
+            rotations=(RowRotation(mine_t[:, None] + 0.25, mine_t[:, None] + 0.5),),
+            views=(RowView(mine_t + 1000, torch.arange(10)),),
+        ),
+        sharding=RowSharding(holders=None if held_NT.all() else Holders.of(held_NT, rank, torch.device("cpu"))),
     )
 
 
 def attended(batch):
     """What its parts attend to, row by row: extent, limit, slot, rotation; without rows that see nothing."""
-    found = []
+    found, rows, (view,) = [], batch.attention, batch.attention.views
     for part in batch.cut():
         starts = part.row_starts_b.tolist()
         assert starts[0] == 0
@@ -92,11 +90,11 @@ def attended(batch):
         for extent, first, last in zip(part.extents_b2.tolist(), starts[:-1], starts[1:], strict=True):
             assert 0 <= last - first <= part.max_rows
             for row in range(part.rows.start + first, part.rows.start + last):
-                if batch.limits_t[row]:
-                    rotation = batch.rotations[0].cos_tR[row].item(), batch.rotations[0].sin_tR[row].item()
-                    found.append((extent, batch.limits_t[row].item(), batch.slots_t[row].item(), rotation))
+                if rows.limits_t[row]:
+                    rotation = rows.rotations[0].cos_tR[row].item(), rows.rotations[0].sin_tR[row].item()
+                    found.append((extent, rows.limits_t[row].item(), view.slots_t[row].item(), rotation))
                 else:
-                    assert batch.slots_t[row] == -1
+                    assert view.slots_t[row] == -1
     return found
 
 
@@ -118,13 +116,15 @@ def test_a_padded_step_attends_to_the_same_on_every_rank(rows, parts, everywhere
     for batch in batches:
         hidden_TH = torch.arange(sum(rows)).view(-1, 1).float()
         inputs = _Inputs.new(bucket, hidden_TH, batch)
-        for step in (replace(batch, slots_t=batch.slots_t + 7), batch):
+        (view,) = batch.attention.views
+        moved = replace(batch.attention, views=(RowView(view.slots_t + 7, view.blocks_X),))
+        for step in (replace(batch, attention=moved), batch):
             inputs.fill(hidden_TH, step)
-        assert attended(inputs.batch) == attended(replace(batch, parts=1))
-        assert len(inputs.batch.limits_t) == bucket.own_rows
+        assert attended(inputs.batch) == attended(replace(batch, shape=replace(batch.shape, parts=1)))
+        assert len(inputs.batch.attention.limits_t) == bucket.own_rows
         assert inputs.batch.padding_T.tolist() == [row >= sum(rows) for row in range(bucket.rows)]
         own_tH = inputs.batch.own_rows(inputs.hidden_TH)
-        real_t = inputs.batch.limits_t > 0
+        real_t = inputs.batch.attention.limits_t > 0
         assert torch.equal(own_tH[real_t], batch.own_rows(hidden_TH))
 
 
@@ -176,18 +176,21 @@ def test_tapes_read_what_batches_that_stay_have_now_and_who_holds_what():
 
     def layers(hidden_TH, batch):
         recorded.append(batch)
-        return take_rows(batch.rotations[0].cos_tR, batch.holders.rows_t)
+        return take_rows(batch.attention.rotations[0].cos_tR, batch.sharding.holders.rows_t)
 
     run, hidden_TH = TapedLayers(layers), torch.zeros(3, 4)
     held = [
         Holders.of(np.array(held_NT) == 1, 0, hidden_TH.device)
         for held_NT in ([[1, 0, 1], [0, 1, 1]], [[1, 1, 0], [0, 1, 1]])
     ]
-    stays = replace(decode(3), stays=True)
-    once = replace(decode(3), rotations=(RowRotation(torch.full((3, 2), 7.0), torch.zeros(3, 2)),))
+    batch = decode(3)
+    stays = replace(batch, attention=replace(batch.attention, stays=True))
+    rotations = (RowRotation(torch.full((3, 2), 7.0), torch.zeros(3, 2)),)
+    once = replace(batch, attention=replace(batch.attention, rotations=rotations))
     for batch, holders in [(stays, 0), (stays, 0), (stays, 1), (stays, 0), (once, 1), (stays, 0)]:
-        stays.rotations[0].cos_tR.copy_(torch.rand(3, 2))
-        before, expected = held[holders].rows_t.clone(), batch.rotations[0].cos_tR[held[holders].rows_t]
-        assert torch.equal(run(hidden_TH, replace(batch, holders=held[holders])), expected)
+        stays.attention.rotations[0].cos_tR.copy_(torch.rand(3, 2))
+        before, expected = held[holders].rows_t.clone(), batch.attention.rotations[0].cos_tR[held[holders].rows_t]
+        step = replace(batch, sharding=RowSharding(holders=held[holders]))
+        assert torch.equal(run(hidden_TH, step), expected)
         assert torch.equal(held[holders].rows_t, before)
     assert len(recorded) == 1

@@ -187,8 +187,10 @@ def test_what_kernels_take_of_steps_with_chunks_begins_at_multiples_of_16_bytes(
     mixed = 0
     while (step := scheduler.schedule(0.0)) is not None:
         scheduler.complete(runner.execute(step))
-        for batch in (batch for batch in runner.model.batches if not batch.stays):
-            taken = (batch.token_ids_T, batch.slots_t, batch.limits_t, batch.row_starts_b, batch.extents_b2)
+        for batch in (batch for batch in runner.model.batches if not batch.attention.stays):
+            rows = batch.attention
+            (view,) = rows.views
+            taken = (batch.token_ids_T, view.slots_t, rows.limits_t, rows.row_starts_b, rows.extents_b2)
             assert not any(tensor.data_ptr() % 16 for tensor in taken)
             mixed += len(batch.token_ids_T) % 2
         runner.model.batches.clear()
@@ -213,10 +215,11 @@ def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
             continue
         assert len({Bucket.of(batch) for batch in batches}) == 1
         buckets.add(Bucket.of(batches[0]))
-        most = [int(batch.extents_b2.diff().amax()) * 16 if len(batch.extents_b2) else 0 for batch in batches]
-        assert max(most) == batches[0].most_tokens
+        extents = [batch.attention.extents_b2 for batch in batches]
+        most = [int(extents_b2.diff().amax()) * 16 if len(extents_b2) else 0 for extents_b2 in extents]
+        assert max(most) == batches[0].shape.most_tokens
         local_differs += len({splits.length_bucket(tokens) for tokens in most}) > 1
-        uneven += len({len(batch.slots_t) for batch in batches}) > 1
+        uneven += len({len(batch.attention.limits_t) for batch in batches}) > 1
     assert local_differs > 0
     if placement == "striped":
         assert len({bucket.most_tokens for bucket in buckets}) > 1
@@ -309,7 +312,9 @@ def test_a_rank_has_no_rows_of_sequences_that_turn_differently():
     while (step := scheduler.schedule(0.0)) is not None:
         results = [runner.execute(step) for runner in runners]
         scheduler.complete(results[0])
-    rotated = [[tuple(batch.rotations[0].cos_tR.shape) for batch in runner.model.batches] for runner in runners]
+    rotated = [
+        [tuple(batch.attention.rotations[0].cos_tR.shape) for batch in runner.model.batches] for runner in runners
+    ]
     assert rotated == [[(5, 4), *[(1, 4)] * 7], [(60, 4), *[(1, 4)] * 7], [(0, 4)] * 8]
 
 
@@ -356,13 +361,13 @@ def test_a_sequence_begins_with_the_tokens_that_are_cached(placement, num_tokens
         assert seq.holders == set(owners)
         if rank not in owners:
             continue
-        batch = runner.model.batches[-1]
+        attention = runner.model.batches[-1].attention
         rows = slice(-chunk.num_tokens, None)  # the donor's row comes first
-        assert batch.limits_t[rows].tolist() == np.cumsum(mine)[num_tokens:].tolist()
+        assert attention.limits_t[rows].tolist() == np.cumsum(mine)[num_tokens:].tolist()
         slots = [
             block.id * 16 + position % 16 if block.owner == rank else -1 for position, block in enumerate(by_position)
         ]
-        assert batch.slots_t[rows].tolist() == slots[num_tokens:]
+        assert attention.views[0].slots_t[rows].tolist() == slots[num_tokens:]
 
 
 def test_the_penalty_sees_tokens_that_are_cached():

@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from longhelix.compute.models.batch import Batch, RowRotation
+from longhelix.compute.models.batch import AttentionRows, Batch, RowRotation, RowView, StepShape
 from longhelix.compute.models.overlap import attend_and_exchange
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.runner.trace import TraceEvent, TraceFile
@@ -70,17 +70,15 @@ def layer_of(parts):
     nothing = torch.zeros(ROWS, 1)
     batch = Batch(
         token_ids_T=indices,
-        holders=None,
-        rotations=(RowRotation(nothing, nothing),),
-        slots_t=indices,
-        limits_t=indices,
-        row_starts_b=torch.arange(ROWS + 1),
-        blocks_X=indices,
-        extents_b2=torch.arange(ROWS + 1).unfold(0, 2, 1),
-        max_rows=1,
-        num_sequences=ROWS,
-        most_tokens=ROWS,
-        parts=parts,
+        shape=StepShape(num_sequences=ROWS, most_tokens=ROWS, parts=parts),
+        attention=AttentionRows(
+            row_starts_b=torch.arange(ROWS + 1),
+            limits_t=indices,
+            extents_b2=torch.arange(ROWS + 1).unfold(0, 2, 1),
+            max_rows=1,
+            rotations=(RowRotation(nothing, nothing),),
+            views=(RowView(indices, indices),),
+        ),
     )
     tracer, rank = Tracer(torch.device("cpu")), SlowRank(parts)
     group = RankGroup((0, 1), 0, rank, tracer)

@@ -32,11 +32,15 @@ class ExpertTile(NamedTuple):
 # By the mean number of rows of an expert, up to which they serve. Where an expert has few rows, its weights are what is
 # read, by many programs of few columns each. Shared memory (227 KB) takes all stages of rows and weights (two: gate and
 # up), registers two float32 sums for every row and column.
-_TILES = {16: ExpertTile(16, 32, 128, 4, 4), 64: ExpertTile(64, 64, 64, 4, 4), 2**30: ExpertTile(128, 128, 64, 8, 3)}
+_TILES = {
+    16: ExpertTile(rows=16, columns=32, inputs=128, warps=4, stages=4),
+    64: ExpertTile(rows=64, columns=64, inputs=64, warps=4, stages=4),
+    2**30: ExpertTile(rows=128, columns=128, inputs=64, warps=8, stages=3),
+}
 # For so few rows that what they take would be fewer programs than two for each multiprocessor of a large GPU.
-_NARROW, _PROGRAMS = ExpertTile(16, 16, 256, 4, 4), 264
+_NARROW, _PROGRAMS = ExpertTile(rows=16, columns=16, inputs=256, warps=4, stages=4), 264
 # Full float32 products do not run on tensor cores, and keep their operands in registers.
-_FLOAT32 = ExpertTile(16, 16, 32, 4, 3)
+_FLOAT32 = ExpertTile(rows=16, columns=16, inputs=32, warps=4, stages=3)
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
