@@ -132,8 +132,8 @@ class FirstRequest:
         """Once its prompt is computed. A block that is moved goes as many ranks further as blocks lie before it."""
         block_tokens, kvp = scheduler.config.block_tokens, scheduler.config.kvp
         seq = scheduler._running[0]
-        ids = [iter(of_rank) for of_rank in seq.block_ids]
-        owners = [seq.placement.owner(position) for position in range(0, self.num_tokens, block_tokens)]
+        ids = [iter(of_rank) for of_rank in seq.kv.block_ids]
+        owners = [seq.kv.placement.owner(position) for position in range(0, self.num_tokens, block_tokens)]
         self.blocks = tuple(Block(owner, next(ids[owner])) for owner in owners)
         if self.moved:
             targets = []

@@ -112,11 +112,11 @@ def _running(seq: Sequence) -> RunningRequest:
         client=request.service.client,
         prompt_tokens=request.given_tokens,
         prefilled_tokens=min(seq.length, request.given_tokens),
-        new_tokens=request.num_generated + len(seq.output),
-        cached_tokens=job.cached_tokens,
-        preemptions=job.preemptions,
-        placement=seq.placement.name,
-        kv_blocks_per_rank=tuple(map(len, seq.block_ids)),
+        new_tokens=request.num_generated + len(seq.output.token_ids),
+        cached_tokens=job.history.cached_tokens,
+        preemptions=job.history.preemptions,
+        placement=seq.kv.placement.name,
+        kv_blocks_per_rank=tuple(map(len, seq.kv.block_ids)),
     )
 
 

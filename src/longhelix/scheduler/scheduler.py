@@ -198,10 +198,10 @@ class Scheduler:
         most_blocks = max([decodes.most_blocks for decodes in decoding], default=0)
         spans = drafts + chunks
         if spans:
-            most_blocks = max(most_blocks, *(self._running[span.id].most_blocks for span in spans))
+            most_blocks = max(most_blocks, *(self._running[span.id].kv.most_blocks for span in spans))
         joining = self._still_running(decode_next)
-        leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
-        self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
+        leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.schedule.instances)])
+        self._leaving = [seq for seq in self._leaving if not turn.has(seq.schedule.instances)]
         new, copies = self._changes.take_started(turn)
         self._guides.heard(new)
         joined = tuple(one for one in joined if one.id in self._running)
@@ -267,7 +267,7 @@ class Scheduler:
                 self._leaving += done
                 growing += more
             if (
-                any(turn.has(seq.instances) for seq in spans)
+                any(turn.has(seq.schedule.instances) for seq in spans)
                 or any(map(len, decoding))
                 or self._changes.has_ends_for(turn)
             ):
@@ -292,12 +292,12 @@ class Scheduler:
                 grown.append((seq, blocks))
         drafted: list[_Drafted] = []
         for seq in drafting:
-            has_room = seq.num_blocks * self.config.block_tokens > seq.length
+            has_room = seq.kv.num_blocks * self.config.block_tokens > seq.length
             blocks = () if has_room else self._take(seq, now_s)
             if seq in self._drafting:
                 token_ids = self._drafting.token_ids(seq)
                 blocks += self.pool.take_free(seq, seq.length + len(token_ids))
-                room = seq.num_blocks * self.config.block_tokens - seq.length
+                room = seq.kv.num_blocks * self.config.block_tokens - seq.length
                 drafted.append(_Drafted(seq, token_ids[:room], blocks))
         return (
             tuple((seq.id, block) for seq, blocks in grown if seq in self._turns for block in blocks),
@@ -306,7 +306,7 @@ class Scheduler:
 
     def _take(self, seq: Sequence, now_s: float) -> tuple[Block, ...]:
         """The next KV block of a sequence that decodes. Empty if it had to be preempted for want of one."""
-        self.pool.choose_ranks(seq, seq.num_blocks + 1)
+        self.pool.choose_ranks(seq, seq.kv.num_blocks + 1)
         blocks = None
         while blocks is None and self._decodes(seq):
             blocks = self.pool.take(seq)
@@ -334,25 +334,25 @@ class Scheduler:
     def _victim(self, rank: int, growing: Sequence, now_s: float) -> Sequence:
         """The sequence that is preempted, of `growing` and those that have blocks on a KVP rank or are promised some:
         one of the lowest priority, and then as the policy says."""
-        others = (seq for seq in self._running.values() if seq.block_ids[rank] or seq.promised[rank])
+        others = (seq for seq in self._running.values() if seq.kv.block_ids[rank] or seq.kv.promised[rank])
         return min(
             (seq for seq in (growing, *others) if self._may_be_preempted(seq)),
             key=lambda seq: self._order.preemption(seq, self._lost_s(seq), now_s),
         )
 
     def _lost_s(self, seq: Sequence) -> float:
-        return self._times.until(seq.known_length, seq.placement.alone_tokens)
+        return self._times.until(seq.known_length, seq.kv.placement.alone_tokens)
 
     def _may_be_preempted(self, seq: Sequence) -> bool:
         """Not if no rank knows it yet, if it is done but for a token on its way, or if it was preempted so
         often that it has been promised all that it needs."""
         runs = seq.prompt_left > 0 or seq in self._drafting or self._turns.may_lose(seq)
-        return runs and not self._changes.is_new(seq) and seq.job.preemptions < MOST_PREEMPTIONS
+        return runs and not self._changes.is_new(seq) and seq.job.history.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's blocks. It is computed again once there is room for it, from the tokens that it has."""
         self._leave(seq)
-        seq.last_step = self._next_step_id
+        seq.schedule.last_step = self._next_step_id
         self._preempted[seq.id] = seq
 
     def _leave(self, seq: Sequence) -> None:
@@ -373,28 +373,22 @@ class Scheduler:
         """Let preempted requests wait to be admitted, once all of their tokens have come back, and all ranks know."""
         for seq in [seq for seq in self._preempted.values() if self._has_come_back(seq)]:
             del self._preempted[seq.id]
-            request, job = seq.request.resumed(seq.output), seq.job
-            self._waiting.push(
-                replace(
-                    job,
-                    request=request,
-                    prefill_s=self._prefill_s(request),
-                    preemptions=job.preemptions + 1,
-                    lost_tokens=seq.known_length,
-                ),
-                now_s,
-            )
+            request, history = seq.request.resumed(seq.output.token_ids), seq.job.history
+            history = replace(history, preemptions=history.preemptions + 1, lost_tokens=seq.known_length)
+            job = replace(seq.job, request=request, prefill_s=self._prefill_s(request), history=history)
+            self._waiting.push(job, now_s)
 
     def _has_come_back(self, seq: Sequence) -> bool:
-        if not seq.instances:
-            return seq.last_step < self._oldest_id
-        steps = (step for id, step in self._in_flight.items() if id <= seq.last_step)
-        under_way = any(Turn(instances=step.instances).has(seq.instances) for step in steps)
+        schedule = seq.schedule
+        if not schedule.instances:
+            return schedule.last_step < self._oldest_id
+        steps = (step for id, step in self._in_flight.items() if id <= schedule.last_step)
+        under_way = any(Turn(instances=step.instances).has(schedule.instances) for step in steps)
         return not under_way and seq.id not in self._changes.ended_ids
 
     def _chunks(self, turn: Turn, load: AnyLoad, now_s: float) -> tuple[Chunk, ...]:
         """The next chunks of prompts, which are added to the step's load."""
-        prompts = [seq for seq in self._prompts.values() if turn.has(seq.instances)]
+        prompts = [seq for seq in self._prompts.values() if turn.has(seq.schedule.instances)]
         if not prompts:
             return ()
         if len(prompts) > 1:
@@ -438,14 +432,14 @@ class Scheduler:
         seq.length += num_tokens
         if self.pool.windows:
             self._chunked.append(seq)
-        alone_s = self._times.between(start, seq.length, seq.placement.alone_tokens)
+        alone_s = self._times.between(start, seq.length, seq.kv.placement.alone_tokens)
         self._shares.charge(client, alone_s)
         self._order.pace.add(self._next_step_id + 1, alone_s)
         ends = not seq.prompt_left
         if ends:
             del self._prompts[seq.id]
             self._shares.remove(client)
-            if seq.length < seq.num_rows:
+            if seq.length < seq.schedule.num_rows:
                 if self._drafting.takes(seq):
                     self._drafting.prompt_done(seq)
                 else:
@@ -465,7 +459,7 @@ class Scheduler:
         for rebalance in step.rebalances:
             seq = self._running.get(rebalance.id) or self._preempted.get(rebalance.id)
             if rebalance.moves and seq is not None:
-                seq.job.moved_s += result.moved_s
+                seq.job.history.moved_s += result.moved_s
         # Moves, and guides that are compiled, take time that no cost knows of.
         guided = any(one.sampling.guide is not None for one in step.new)
         if self.cost is not None and not step.moved and not guided:
@@ -477,8 +471,8 @@ class Scheduler:
             if seq is None:
                 continue
             output, token_id = seq.output, sampled.token_id
-            output.append(token_id)
-            if len(output) == seq.next_look or token_id in seq.stop_token_ids or sampled.error:
+            output.token_ids.append(token_id)
+            if len(output.token_ids) == output.next_look or token_id in output.stop_token_ids or sampled.error:
                 events.append(self._look(seq, sampled))
             else:
                 events.append(TokenEvent(seq.id, sampled))
@@ -497,20 +491,21 @@ class Scheduler:
 
     def _look(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
         """The event of a token after which a block is full, or the request ends."""
-        num_output = len(seq.output)
-        seq.next_look = seq.max_output
+        output = seq.output
+        num_output = len(output.token_ids)
+        output.next_look = output.max_tokens
         if self._cache is not None:
             unfilled = -(seq.num_prompt + num_output - 1) % self.config.block_tokens
             if not unfilled:
                 self.pool.name_of(seq, *self._cache.named(seq))
-            seq.next_look = min(num_output + (unfilled or self.config.block_tokens), seq.max_output)
+            output.next_look = min(num_output + (unfilled or self.config.block_tokens), output.max_tokens)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", self.end(seq.id))
         if not seq.request.sampling.max_new_tokens:
             return TokenEvent(seq.id, None, "length", self.end(seq.id))
-        if sampled.token_id in seq.stop_token_ids:
+        if sampled.token_id in output.stop_token_ids:
             return TokenEvent(seq.id, None, "stop", self.end(seq.id), ending=sampled)
-        if num_output == seq.max_output:
+        if num_output == output.max_tokens:
             return TokenEvent(seq.id, sampled, "length", self.end(seq.id))
         return TokenEvent(seq.id, sampled)
 
@@ -523,7 +518,7 @@ class Scheduler:
         if seq is not None:
             self._leave(seq)
             length = seq.known_length
-            held = tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
+            held = tuple(seq.kv.placement.local_length(rank, length) for rank in range(self.config.kvp))
             return Usage.of(seq.job, held)
         preempted = self._preempted.pop(request_id, None)
         job = self._waiting.cancel(request_id) if preempted is None else preempted.job
@@ -535,7 +530,7 @@ def _scored_rows(seq: Sequence, num_tokens: int) -> Scored | None:
     rows = seq.scored(num_tokens)
     if not rows:
         return None
-    seq.job.scored_tokens = rows.stop
+    seq.job.history.scored_tokens = rows.stop
     return Scored(rows.start - seq.length, seq.request.prompt_token_ids[rows.start + 1 : rows.stop + 1].tobytes())
 
 

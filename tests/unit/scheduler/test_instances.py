@@ -218,10 +218,10 @@ class Run:
 def check_blocks_between(scheduler):
     """On every rank: free, held and cached ones are all there are. Some may be held for a copy that is to come."""
     for rank, allocator in enumerate(scheduler.pool.allocators):
-        held = {block for seq in scheduler._running.values() for block in seq.block_ids[rank]}
+        held = {block for seq in scheduler._running.values() for block in seq.kv.block_ids[rank]}
         borrowed = {block.id for block, *_ in scheduler.pool._borrowed if block.owner == rank}
         assert allocator._num_free + len(held | borrowed) + allocator.num_cached == allocator.num_blocks
-        assert allocator.reserved == sum(seq.promised[rank] for seq in scheduler._running.values())
+        assert allocator.reserved == sum(seq.kv.promised[rank] for seq in scheduler._running.values())
 
 
 def own(**more):

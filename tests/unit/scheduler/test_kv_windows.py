@@ -27,7 +27,7 @@ def windowed(visibility=WINDOW, blocks=30, **more):
 
 
 def held_in(engine, at=0):
-    return [seq.windows[at] for seq in engine.scheduler._running.values()]
+    return [seq.kv.windows[at] for seq in engine.scheduler._running.values()]
 
 
 @pytest.mark.parametrize("visibility", [WINDOW, CHUNK, Visibility(window_tokens=1), Visibility(window_tokens=4)])

@@ -149,7 +149,7 @@ def test_a_request_moves_once_in_a_step():
 
 def test_a_request_does_not_move_from_where_it_was_promised_blocks():
     engine, seq = until_rank_0_is_full()
-    seq.promised[1] = 1
+    seq.kv.promised[1] = 1
     assert not engine.scheduler._widening._relieve(0, [seq])
 
 

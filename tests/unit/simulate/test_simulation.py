@@ -135,7 +135,7 @@ def test_steps_wait_for_what_moves_between_ranks(stages):
         assert ran.end_s - ran.begin_s >= ran.result.taken_s - 1e-9
     assert moving
     assert all(ran.result.moved_s == 0 for ran in seen.steps if not ran.step.moved)
-    assert sum(job.moved_s for job in jobs.values()) == pytest.approx(sum(ran.result.moved_s for ran in moving))
+    assert sum(job.history.moved_s for job in jobs.values()) == pytest.approx(sum(ran.result.moved_s for ran in moving))
 
 
 def test_two_requests_share_the_machine():
