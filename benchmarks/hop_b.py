@@ -118,7 +118,7 @@ def measure(arguments: argparse.Namespace) -> int:
     waits_s = dict.fromkeys(variants, 0.0)
 
     def decode(name: str) -> None:
-        waits_s[name] += requests.run(runner, variants[name]).exposed_s
+        waits_s[name] += requests.run(runner, variants[name]).measured.exposed_s
 
     with torch.inference_mode():
         timings = interleave({name: lambda name=name: decode(name) for name in variants}, arguments.repeats, warm_up=0)

@@ -67,7 +67,7 @@ def busy(decodes: int, cached_tokens: int) -> tuple[list[float], list[float], li
         scheduler.add(Request(-1 - part, tokens, SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
         while scheduler.has_work and (step := scheduler.schedule(0.0)) is not None:
             ends = tuple(SampledToken(chunk.id, 1) for chunk in step.chunks if chunk.sample)
-            scheduler.complete(StepResult(step.id, ends, 0, 0))
+            scheduler.complete(StepResult(step.id, ends, 0))
     assert sum(allocator.num_cached for allocator in scheduler.pool.allocators) >= 0.99 * blocks
     sampling = SamplingParams(max_new_tokens=4 * STEPS)
     for id in range(decodes):
@@ -174,13 +174,13 @@ def _team_result(scheduler: Scheduler, step: Step, joined: set[int]) -> StepResu
         seq.id for seq in scheduler.running if seq.id in joined and set(seq.schedule.instances) <= set(step.instances)
     ]
     ids = [id for id in decode if id not in ends and scheduler.prefilled_tokens(id)]
-    return StepResult(step.id, tuple(SampledToken(id, 1) for id in (*ends, *ids)), step.work.rows, 0)
+    return StepResult(step.id, tuple(SampledToken(id, 1) for id in (*ends, *ids)), step.work.rows)
 
 
 def _result(scheduler: Scheduler, step: Step, decodes: int) -> StepResult:
     ends = [chunk.id for chunk in step.chunks if chunk.sample]
     ids = range(decodes) if step.work.decode_rows == decodes else ends
-    return StepResult(step.id, tuple(SampledToken(id, 1) for id in ids), step.work.rows, 0)
+    return StepResult(step.id, tuple(SampledToken(id, 1) for id in ids), step.work.rows)
 
 
 def _run(scheduler: Scheduler, decodes: int, warm_up: int = WARM_UP) -> tuple[list[float], list[float], list[int]]:

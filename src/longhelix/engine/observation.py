@@ -143,10 +143,10 @@ class StepLog:
                         chunks=tuple(map(_ran_chunk, step.chunks)),
                         parts=int(step.work.parts),
                         predicted_s=predicted_s,
-                        taken_s=result.taken_s,
-                        exposed_s=result.exposed_s,
-                        exchanged_bytes=result.exchanged_bytes,
-                        network_bytes=result.network_bytes,
+                        taken_s=result.measured.taken_s,
+                        exposed_s=result.measured.exposed_s,
+                        exchanged_bytes=result.measured.exchanged_bytes,
+                        network_bytes=result.measured.network_bytes,
                     )
                 )
 

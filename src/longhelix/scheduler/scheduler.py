@@ -454,16 +454,16 @@ class Scheduler:
         step = self._in_flight.pop(result.step_id)
         self._turns.ended(Turn(step.microbatch, step.instances))
         if step.chunks:
-            self._step_s = result.taken_s
-            self._order.pace.ended(step.id, result.taken_s)
+            self._step_s = result.measured.taken_s
+            self._order.pace.ended(step.id, result.measured.taken_s)
         for rebalance in step.rebalances:
             seq = self._running.get(rebalance.id) or self._preempted.get(rebalance.id)
             if rebalance.moves and seq is not None:
-                seq.job.history.moved_s += result.moved_s
+                seq.job.history.moved_s += result.measured.moved_s
         # Moves, and guides that are compiled, take time that no cost knows of.
         guided = any(one.sampling.guide is not None for one in step.new)
         if self.cost is not None and not step.moved and not guided:
-            self.cost.observe(step.work, result.taken_s)
+            self.cost.observe(step.work, result.measured.taken_s)
         running = self._running
         events = [self._prompt_event(found) for found in result.prompt_logprobs if self._has(found.sequence_id)]
         for sampled in result.sampled:

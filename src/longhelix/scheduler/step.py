@@ -275,33 +275,46 @@ class PromptLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
+class StepMeasurements(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What was measured of a step. A rank reports its own numbers, and the runner combines those of all ranks.
+
+    Attributes:
+        taken_s: Seconds that the step took. Combined: the longest. 0 if nothing measured it.
+        moved_s: Of these, the seconds in which blocks moved between ranks. Combined: the longest.
+        exposed_s: Seconds in which a rank waited for exchanges and had nothing left to attend to. Combined: the
+            longest. None if nothing measured it.
+        exchanged_bytes: Bytes sent in exchanges of attention. Combined: the sum.
+        network_bytes: Bytes sent to ranks of other hosts, in all collectives. Combined: the sum.
+        fingerprint: Fingerprint of the collectives that the rank ran. The same on all ranks.
+        parts: The step's number of parts. The same on all ranks.
+    """
+
+    taken_s: float = 0.0
+    moved_s: float = 0.0
+    exposed_s: float | None = None
+    exchanged_bytes: int = 0
+    network_bytes: int = 0
+    fingerprint: int = 0
+    parts: int = 1
+
+
+NOT_MEASURED = StepMeasurements()
+
+
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a step produced. A rank reports its own numbers, and the runner combines those of all ranks.
+    """What a step produced. A rank reports its own tokens, and the runner combines those of all ranks.
 
     Attributes:
         step_id: Number of the step.
         sampled: Sampled tokens, in the order of the step's rows. Of a draft those that were sampled after its last
             token and after each accepted draft token.
-        num_tokens: Rows that ran.
-        exchanged_bytes: Bytes sent in exchanges of attention. Combined: the sum.
-        parts: The step's number of parts.
-        exposed_s: Seconds in which a rank waited for exchanges and had nothing left to attend to. Combined: the
-            longest. None if nothing measured it.
-        fingerprint: Fingerprint of the collectives that the rank ran. The same on all ranks.
-        taken_s: Seconds that the step took. Combined: the longest. 0 if nothing measured it.
-        moved_s: Of these, the seconds in which blocks moved between ranks.
+        num_tokens: Rows that ran. Combined: the sum over ranks that return tokens.
         prompt_logprobs: In the order of the step's chunks.
-        network_bytes: Bytes sent to ranks of other hosts, in all collectives. Combined: the sum.
+        measured: What was measured of the step.
     """
 
     step_id: int
     sampled: tuple[SampledToken, ...]
     num_tokens: int
-    exchanged_bytes: int
-    parts: int = 1
-    exposed_s: float | None = None
-    fingerprint: int = 0
-    taken_s: float = 0.0
-    moved_s: float = 0.0
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    network_bytes: int = 0
+    measured: StepMeasurements = NOT_MEASURED

@@ -126,7 +126,7 @@ def test_what_a_step_has_compiled_takes_little_or_is_one(data, own_clocks, most_
             if in_flight and data.draw(st.booleans()):
                 done = in_flight.pop(0)
                 sampled = tuple(SampledToken(chunk.id, 1) for chunk in done.chunks if chunk.sample)
-                scheduler.complete(StepResult(done.id, sampled, 0, 0))
+                scheduler.complete(StepResult(done.id, sampled, 0))
             if id and data.draw(st.booleans()):
                 scheduler.end(data.draw(st.integers(0, id - 1)))
 

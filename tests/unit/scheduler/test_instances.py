@@ -74,7 +74,7 @@ class FakeInstances:
                 rows.setdefault(span.id, []).append((one, span.num_tokens, span.new_blocks, span))
         sampled = [one for id, each in rows.items() for one in self.run(id, each)]
         assert len(rows) <= step.work.rows * len(step.instances)
-        return StepResult(step.id, tuple(sampled), 0, 0)
+        return StepResult(step.id, tuple(sampled), 0)
 
     def follow(self, one, part):
         """An instance's own share of what a step changes."""

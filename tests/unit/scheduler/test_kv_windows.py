@@ -110,7 +110,7 @@ def test_a_million_tokens_take_the_blocks_of_a_window():
         step = scheduler.schedule(0.0)
         most = max(most, *(allocator.num_held for allocator in scheduler.pool.windows[0].allocators))
         done = any(chunk.sample for chunk in step.chunks) or not step.chunks
-        events = scheduler.complete(StepResult(step.id, (SampledToken(0, 1),) if done else (), 1, 0))
+        events = scheduler.complete(StepResult(step.id, (SampledToken(0, 1),) if done else (), 1))
         ended = any(event.finish_reason for event in events)
     assert 8192 / 16 / 4 < most <= 8192 / 16 / 4 + span_blocks(Visibility(window_tokens=128), 16) / 4 + 1
 
@@ -195,7 +195,7 @@ def test_a_prompt_keeps_no_more_room_than_its_window_once_its_chunk_is_behind():
             sampled = [chunk.id for chunk in step.chunks if chunk.sample] + [
                 seq.id for seq in scheduler.running if seq in scheduler._turns and seq.id not in step.joining
             ]
-            scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in dict.fromkeys(sampled)), 1, 0))
+            scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in dict.fromkeys(sampled)), 1))
         return count
 
     visibility = Visibility(window_tokens=128)

@@ -186,7 +186,7 @@ class FakeRunner:
                 sampled.append(SampledToken(sequence_id, seq.token_ids[-1]))
         num_rows = len(self.decoding) + sum(span.num_tokens for span in step.spans)
         found = tuple(self.score(chunk) for chunk in step.chunks if chunk.scored is not None)
-        return StepResult(step.id, tuple(sampled), num_rows, 0, prompt_logprobs=found)
+        return StepResult(step.id, tuple(sampled), num_rows, prompt_logprobs=found)
 
     def is_drafted(self, seq: Replica) -> bool:
         return self.drafter is not None and self.drafter.drafts(seq.new)
@@ -989,7 +989,7 @@ def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
         scheduler.add(request(request_id, 3, 5))
     step = scheduler.schedule(0.0)
     events = scheduler.complete(
-        StepResult(step.id, (SampledToken(1, 0, error="ValueError: no"), SampledToken(2, 7)), step.work.rows, 0)
+        StepResult(step.id, (SampledToken(1, 0, error="ValueError: no"), SampledToken(2, 7)), step.work.rows)
     )
     assert [(event.request_id, event.finish_reason) for event in events] == [(1, "error"), (2, None)]
     assert events[0].sampled.error == "ValueError: no"
@@ -997,6 +997,6 @@ def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
     step = scheduler.schedule(0.0)
     assert step.ended == (1,)
     assert (step.joining, step.work.decode_rows, step.chunks) == ((2,), 1, ())
-    (event,) = scheduler.complete(StepResult(step.id, (SampledToken(2, 0, error="ValueError: no"),), 1, 0))
+    (event,) = scheduler.complete(StepResult(step.id, (SampledToken(2, 0, error="ValueError: no"),), 1))
     assert sum(event.usage.kv_tokens_per_rank) == 4  # that of the token before the one that failed as well
     assert [allocator.available for allocator in scheduler.pool.allocators] == [100, 100]

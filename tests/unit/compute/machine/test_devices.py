@@ -160,7 +160,7 @@ def test_a_plain_run_of_several_requests_finds_all_its_buckets_warm(max_running)
         if step.work.rows:
             met.add(bucket(step, len(decoding)))
         sampled = [*decoding, *(chunk.id for chunk in step.chunks if chunk.sample)]
-        scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in sampled), step.work.rows, 0))
+        scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in sampled), step.work.rows))
     assert len(met) > 8
     assert met <= warm
     for decodes in range(1, max_running + 1):

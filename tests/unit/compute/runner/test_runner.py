@@ -389,8 +389,8 @@ def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypat
     copies = ((Block(0, 7), Block(0, 9)),)
     result = runner.execute(msgspec.structs.replace(scheduler.schedule(0.0), copies=copies))
     assert order == [copies, "layers"]
-    assert result.exchanged_bytes == 0
-    assert result.fingerprint == runner.mesh.fingerprint(since=(Traffic(),) * len(runner.mesh.groups)) != 0
+    assert result.measured.exchanged_bytes == 0
+    assert result.measured.fingerprint == runner.mesh.fingerprint(since=(Traffic(),) * len(runner.mesh.groups)) != 0
     assert group.exchanged_bytes == 1000
     order.clear()
     scheduler.complete(result)
