@@ -43,7 +43,9 @@ class BlockPool:
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[tuple[Block, ...]] = []
         self.index: dict[bytes, Block] = {}
-        self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays, record)
+        self.swaps = Swaps(
+            kvp=config.kvp, num_slots=config.swap_blocks, found=self.index, pays=swap_pays, record=record
+        )
         evicted = self.swaps.evicted if config.swap_blocks else None
         self.allocators = [
             BlockAllocator(config.num_blocks, rank, self.index, evicted=evicted, record=record)

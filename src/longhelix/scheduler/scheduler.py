@@ -91,17 +91,25 @@ class Scheduler:
         self._cache: PrefixCache | None = None
         if config.prefix_cache and prefixes is None:
             prefixes = self._cache = PrefixCache(
-                self.pool.index,
-                self.pool.swaps.index,
-                self.pool.matches,
-                config.block_tokens,
-                _root(config, root),
-                record,
-                self.pool.windows,
+                index=self.pool.index,
+                swapped=self.pool.swaps.index,
+                matches=self.pool.matches,
+                block_tokens=config.block_tokens,
+                root=_root(config, root),
+                record=record,
+                windows=self.pool.windows,
             )
         limits = GrowthLimits(config, cost)
         self._guides = CompiledGuides(config.clocks)
-        self._waiting = Admission(config, self.pool, self._order, limits, prefixes, self._cache, self._guides)
+        self._waiting = Admission(
+            config=config,
+            pool=self.pool,
+            order=self._order,
+            limits=limits,
+            prefixes=prefixes,
+            cache=self._cache,
+            guides=self._guides,
+        )
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way

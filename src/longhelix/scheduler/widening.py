@@ -180,7 +180,13 @@ class Widening:
         allocator, block_tokens = self._allocators[blocks[indices[0]].owner], kv.placement.block_tokens
         contents = {} if self._pool.record is None else self._pool.record.contents
         self._named[seq.id] = [
-            _Named(move.source, move.target, digest, index * block_tokens, contents.get(digest))
+            _Named(
+                source=move.source,
+                target=move.target,
+                digest=digest,
+                start=index * block_tokens,
+                content=contents.get(digest),
+            )
             for move, index in zip(moves, indices, strict=True)
             if (digest := allocator.hash_of(move.source.id)) is not None
         ]

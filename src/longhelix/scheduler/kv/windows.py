@@ -210,7 +210,13 @@ class WindowGroup:
         for allocator, count in zip(self.allocators, promises, strict=True):
             allocator.reserve(count)
         num_apart = 0 if placement.even else full
-        return WindowBlocks(self.most_at_once(placement), promises, deque(shared), min(prefix.first, full), num_apart)
+        return WindowBlocks(
+            most=self.most_at_once(placement),
+            promised=promises,
+            blocks=deque(shared),
+            first=min(prefix.first, full),
+            num_apart=num_apart,
+        )
 
     def has_room(self, held: WindowBlocks, rank: int) -> bool:
         """Whether a request can have one more block of a rank."""
