@@ -185,7 +185,7 @@ class Requests:
         """The runner with these requests admitted, their last token not written."""
         from longhelix.scheduler.kv.blocks import Block
         from longhelix.scheduler.request import SamplingParams
-        from longhelix.scheduler.step import NewSequence, Step
+        from longhelix.scheduler.step import InitialKV, NewSequence, Step
 
         params = SamplingParams()
         new = tuple(
@@ -194,8 +194,7 @@ class Requests:
                 params,
                 seed=0,
                 capacity_tokens=self.context,
-                blocks_per_rank=(-(-self.blocks_each // self.kvp),) * self.kvp,
-                spread=True,
+                kv=InitialKV((-(-self.blocks_each // self.kvp),) * self.kvp, spread=True),
             )
             for id in range(self.batch)
         )

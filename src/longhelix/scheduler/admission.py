@@ -21,7 +21,7 @@ from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
 from longhelix.scheduler.queue import WaitingQueue
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Job, Sequence, SequenceKV
-from longhelix.scheduler.step import NewSequence
+from longhelix.scheduler.step import NO_TOKENS, InitialKV, KnownTokens, NewSequence
 
 # After so many a request is admitted only with all that it may ever need, so that none is preempted again and again.
 MOST_PREEMPTIONS = 2
@@ -268,16 +268,17 @@ class Admission:
             self._cache.begin(seq, len(full_blocks))
         blocks, copies = self._take_over(prefix, seq)
         new = NewSequence(
-            request.id,
-            request.sampling,
-            request.seed,
-            request.capacity_tokens,
-            tuple(room),
-            placement.spread,
-            prefix.num_tokens,
-            blocks,
-            prefix.seen_token_ids(request),
-            request.generated_token_ids,
+            id=request.id,
+            sampling=request.sampling,
+            seed=request.seed,
+            capacity_tokens=request.capacity_tokens,
+            kv=InitialKV(
+                blocks_per_rank=tuple(room),
+                spread=placement.spread,
+                cached_tokens=prefix.num_tokens,
+                cached_blocks=blocks,
+            ),
+            known=_known_tokens(request, prefix),
             images=request.images,
         )
         return StartedSequence(seq, new, copies)
@@ -392,3 +393,9 @@ class Admission:
             return self.place(request)
         start, *later = self._pool.in_order(last, held)
         return self.place(request, start, tuple(later))
+
+
+def _known_tokens(request: Request, prefix: Prefix) -> KnownTokens:
+    """Return the tokens that ranks need of a request that begins with a prefix."""
+    seen_ids, generated_ids = prefix.seen_token_ids(request), request.generated_token_ids
+    return KnownTokens(seen_ids, generated_ids) if seen_ids or generated_ids else NO_TOKENS

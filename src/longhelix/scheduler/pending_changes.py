@@ -7,7 +7,7 @@ import msgspec
 
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.step import NewSequence
+from longhelix.scheduler.step import NO_TOKENS, InitialKV, KnownTokens, NewSequence
 from longhelix.scheduler.turns import Turn
 
 Copies = tuple[tuple[Block, Block], ...]
@@ -121,15 +121,17 @@ def _joined(seq: Sequence) -> NewSequence:
     kv = seq.kv
     request = seq.request
     return NewSequence(
-        seq.id,
-        request.sampling,
-        request.seed,
-        request.capacity_tokens,
-        blocks_per_rank=tuple(kv.room),
-        spread=kv.placement.spread,
-        cached_tokens=seq.known_length,
-        cached_blocks=(Block(kv.last_owner, 0),) * (1 + len(kv.windows)) if kv.num_blocks else (),
+        id=seq.id,
+        sampling=request.sampling,
+        seed=request.seed,
+        capacity_tokens=request.capacity_tokens,
+        kv=InitialKV(
+            blocks_per_rank=tuple(kv.room),
+            spread=kv.placement.spread,
+            cached_tokens=seq.known_length,
+            cached_blocks=(Block(kv.last_owner, 0),) * (1 + len(kv.windows)) if kv.num_blocks else (),
+        ),
+        known=KnownTokens(last_id=seq.output.token_ids[-1]) if seq.output.token_ids else NO_TOKENS,
         instances=seq.schedule.instances,
-        last_token=seq.output.token_ids[-1] if seq.output.token_ids else None,
         images=request.images,
     )

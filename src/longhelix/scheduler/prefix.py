@@ -51,7 +51,7 @@ class Prefix:
         )
 
     def seen_token_ids(self, request: Request) -> bytes:
-        """`seen_token_ids` of the `NewSequence`."""
+        """`seen_ids` of the `KnownTokens`."""
         if request.sampling.repetition_penalty == 1:
             return b""
         return array("i", sorted(set(request.prompt_token_ids[: self.num_tokens]))).tobytes()

@@ -16,6 +16,41 @@ from longhelix.scheduler.work import NO_WORK, Work
 TOKEN_BYTES = 4
 
 
+class InitialKV(msgspec.Struct, frozen=True, array_like=True):
+    """Where the KV of a new sequence goes, and what of it is cached.
+
+    Attributes:
+        blocks_per_rank: The most KV blocks that the sequence ever has, by KVP rank.
+        spread: Every KVP rank takes part in its attention from the first row on. Otherwise only ranks with its KV do.
+        cached_tokens: Tokens at its start whose KV exists when the step's layers run. Chunks bring the other tokens of
+            the prompt.
+        cached_blocks: The blocks with this KV, in position order. The sequence only writes to the last one, and only
+            if that is not full.
+    """
+
+    blocks_per_rank: tuple[int, ...]
+    spread: bool
+    cached_tokens: int = 0
+    cached_blocks: tuple[Block, ...] = ()
+
+
+class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of a new sequence that ranks need and that no chunk brings. Ids are int32 in this machine's byte order.
+
+    Attributes:
+        seen_ids: The different tokens among the cached ones, if the sequence has a repetition penalty.
+        generated_ids: The tokens that it had generated before it was preempted, if its sampling depends on them.
+        last_id: The last token that was sampled for it. None if there is none.
+    """
+
+    seen_ids: bytes = b""
+    generated_ids: bytes = b""
+    last_id: int | None = None
+
+
+NO_TOKENS = KnownTokens()
+
+
 class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request that ranks see for the first time.
 
@@ -25,19 +60,10 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
         seed: Of its random numbers.
         capacity_tokens: Tokens of its prompt and answer at most. They decide its RoPE frequencies if these depend on
             length.
-        blocks_per_rank: The most KV blocks that it ever has, by KVP rank.
-        spread: Every KVP rank takes part in its attention from the first row on. Otherwise only ranks with its KV do.
-        cached_tokens: Tokens at its start whose KV exists when the step's layers run. Chunks bring the other tokens of
-            the prompt.
-        cached_blocks: The blocks with this KV, in position order. The sequence only writes to the last one, and only
-            if that is not full.
-        seen_token_ids: The different tokens among the cached ones, if it has a repetition penalty. int32 in this
-            machine's byte order.
-        generated_token_ids: The tokens that it had generated before it was preempted, if its sampling depends on them.
-            int32 in this machine's byte order.
+        kv: Where its KV goes, and what of it is cached.
+        known: Tokens that ranks need and that no chunk brings.
         instances: If KVP instances have their own clocks, those that take part in it from now on. The first one samples
             its tokens.
-        last_token: The last token that was sampled for it. None if there is none.
         images: The images in its prompt, in order. Ranks that need the images have them by their digests.
     """
 
@@ -45,14 +71,9 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling: SamplingParams
     seed: int
     capacity_tokens: int
-    blocks_per_rank: tuple[int, ...]
-    spread: bool
-    cached_tokens: int = 0
-    cached_blocks: tuple[Block, ...] = ()
-    seen_token_ids: bytes = b""
-    generated_token_ids: bytes = b""
+    kv: InitialKV
+    known: KnownTokens = NO_TOKENS
     instances: tuple[int, ...] = ()
-    last_token: int | None = None
     images: tuple[ImageSpan, ...] = ()
 
     @property
@@ -144,7 +165,7 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         id: The sequence's id.
         moves: The blocks that move, in position order.
-        blocks_per_rank: As in `NewSequence`, from now on.
+        blocks_per_rank: As in `InitialKV`, from now on.
     """
 
     id: int

@@ -11,7 +11,7 @@ from longhelix.scheduler import guide as guide_module
 from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.guide import Guide, KeptGuides
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import NewSequence, SampledToken, StepResult
+from longhelix.scheduler.step import InitialKV, NewSequence, SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 
@@ -21,7 +21,7 @@ def guided(asked, name, guide_s):
 
 
 def new(asked):
-    return NewSequence(asked.id, asked.sampling, asked.seed, asked.capacity_tokens, (1,), True)
+    return NewSequence(asked.id, asked.sampling, asked.seed, asked.capacity_tokens, InitialKV((1,), True))
 
 
 def begun(engine):

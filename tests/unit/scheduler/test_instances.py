@@ -98,10 +98,10 @@ class FakeInstances:
         for new in part.new:
             assert one in new.instances
             assert new.id not in followers
-            blocks = list(new.cached_blocks)
+            blocks = list(new.kv.cached_blocks)
             last_owner = blocks[-1].owner if blocks else -1
             local = [block.id for block in blocks if block.owner == one]
-            followers[new.id] = Follower(new, new.cached_tokens, new.last_token, local, last_owner, blocks)
+            followers[new.id] = Follower(new, new.kv.cached_tokens, new.known.last_id, local, last_owner, blocks)
         for joined in part.joined:
             followers[joined.id].new = joined
         for id in part.joining:
@@ -273,8 +273,8 @@ def test_a_request_that_decodes_takes_instances_one_after_the_other(depth):
     # 2 rows of the prompt, then one each: the fifth row and the ninth need other instances' blocks.
     assert with_rows == [(0,)] * 3 + [(0, 1)] * 4 + [(0, 1, 2)] * 6
     joined = [one for step in run.runner.steps for one in step.joined]
-    assert [(one.instances, one.cached_tokens) for one in joined] == [((0, 1), 4), ((0, 1, 2), 8)]
-    assert [one.last_token for one in joined] == [run.tokens[0][2], run.tokens[0][6]]
+    assert [(one.instances, one.kv.cached_tokens) for one in joined] == [((0, 1), 4), ((0, 1, 2), 8)]
+    assert [one.known.last_id for one in joined] == [run.tokens[0][2], run.tokens[0][6]]
 
 
 def test_an_aborted_request_ends_on_all_of_its_instances():
