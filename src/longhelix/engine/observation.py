@@ -112,7 +112,7 @@ def _running(seq: Sequence) -> RunningRequest:
         client=request.service.client,
         prompt_tokens=request.given_tokens,
         prefilled_tokens=min(seq.length, request.given_tokens),
-        new_tokens=request.num_generated + len(seq.output.token_ids),
+        new_tokens=request.num_generated + len(seq.tokens.output),
         cached_tokens=job.history.cached_tokens,
         preemptions=job.history.preemptions,
         placement=seq.kv.placement.name,

@@ -70,7 +70,7 @@ class Drafting:
     def token_ids(self, seq: Sequence) -> "array[int]":
         """Return a sequence's last token and its draft tokens, for as many rows as it can have."""
         assert self._drafter is not None, "it takes the sequence"
-        token_ids = seq.output.token_ids[-1:] + self._drafter.propose(seq)
+        token_ids = seq.tokens.output[-1:] + self._drafter.propose(seq)
         return token_ids[: tokens_within(seq, min(len(token_ids), seq.schedule.num_rows - seq.length))]
 
     def begin_step(self, seq: Sequence) -> None:

@@ -117,10 +117,10 @@ class Load:
     def _work(self, decode_kv_tokens: int = 0, chunk_kv_tokens: int = 0, pairs: float = 0) -> Work:
         """That of a rank which has so much of the KV that is not spread evenly."""
         return Work(
-            decode_rows=self.decode_rows,
-            decode_kv_tokens=self._decode_kv_tokens + self._kvp * decode_kv_tokens,
-            chunk_rows=self.chunk_rows,
-            chunk_kv_tokens=self._chunk_kv_tokens + self._kvp * chunk_kv_tokens,
+            self.decode_rows,
+            self._decode_kv_tokens + self._kvp * decode_kv_tokens,
+            self.chunk_rows,
+            self._chunk_kv_tokens + self._kvp * chunk_kv_tokens,
             chunk_pairs=self._pairs + self._kvp * pairs,
             sampled_rows=self._sampled_rows,
             parts=self._parts,

@@ -60,7 +60,7 @@ class Order:
 
     def left_s(self, seq: Sequence) -> float:
         """What is left of its prefill."""
-        return self.times.between(seq.length, seq.num_prompt, seq.kv.placement.alone_tokens)
+        return self.times.between(seq.length, seq.tokens.num_prompt, seq.kv.placement.alone_tokens)
 
     def headroom_s(self, seq: Sequence, now_s: float, spare_s: float) -> float:
         """How much of a step's time is left unused where this prompt goes first. spare_s: what decodes leave of it."""

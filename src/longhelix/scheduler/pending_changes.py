@@ -131,7 +131,7 @@ def _joined(seq: Sequence) -> NewSequence:
             cached_tokens=seq.known_length,
             cached_blocks=(Block(kv.last_owner, 0),) * (1 + len(kv.windows)) if kv.num_blocks else (),
         ),
-        known=KnownTokens(last_id=seq.output.token_ids[-1]) if seq.output.token_ids else NO_TOKENS,
+        known=KnownTokens(last_id=seq.tokens.output[-1]) if seq.tokens.output else NO_TOKENS,
         instances=seq.schedule.instances,
         images=request.images,
     )

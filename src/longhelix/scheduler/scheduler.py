@@ -381,7 +381,7 @@ class Scheduler:
         """Let preempted requests wait to be admitted, once all of their tokens have come back, and all ranks know."""
         for seq in [seq for seq in self._preempted.values() if self._has_come_back(seq)]:
             del self._preempted[seq.id]
-            request, history = seq.request.resumed(seq.output.token_ids), seq.job.history
+            request, history = seq.request.resumed(seq.tokens.output), seq.job.history
             history = replace(history, preemptions=history.preemptions + 1, lost_tokens=seq.known_length)
             job = replace(seq.job, request=request, prefill_s=self._prefill_s(request), history=history)
             self._waiting.push(job, now_s)
@@ -478,9 +478,10 @@ class Scheduler:
             seq = running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
             if seq is None:
                 continue
-            output, token_id = seq.output, sampled.token_id
-            output.token_ids.append(token_id)
-            if len(output.token_ids) == output.next_look or token_id in output.stop_token_ids or sampled.error:
+            tokens, token_id = seq.tokens, sampled.token_id
+            output = tokens.output
+            output.append(token_id)
+            if len(output) == tokens.next_look or token_id in tokens.stop_ids or sampled.error:
                 events.append(self._look(seq, sampled))
             else:
                 events.append(TokenEvent(seq.id, sampled))
@@ -499,21 +500,21 @@ class Scheduler:
 
     def _look(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
         """The event of a token after which a block is full, or the request ends."""
-        output = seq.output
-        num_output = len(output.token_ids)
-        output.next_look = output.max_tokens
+        tokens = seq.tokens
+        num_output = len(tokens.output)
+        tokens.next_look = tokens.max_output
         if self._cache is not None:
-            unfilled = -(seq.num_prompt + num_output - 1) % self.config.block_tokens
+            unfilled = -(tokens.num_prompt + num_output - 1) % self.config.block_tokens
             if not unfilled:
                 self.pool.name_of(seq, *self._cache.named(seq))
-            output.next_look = min(num_output + (unfilled or self.config.block_tokens), output.max_tokens)
+            tokens.next_look = min(num_output + (unfilled or self.config.block_tokens), tokens.max_output)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", self.end(seq.id))
         if not seq.request.sampling.max_new_tokens:
             return TokenEvent(seq.id, None, "length", self.end(seq.id))
-        if sampled.token_id in output.stop_token_ids:
+        if sampled.token_id in tokens.stop_ids:
             return TokenEvent(seq.id, None, "stop", self.end(seq.id), ending=sampled)
-        if num_output == output.max_tokens:
+        if num_output == tokens.max_output:
             return TokenEvent(seq.id, sampled, "length", self.end(seq.id))
         return TokenEvent(seq.id, sampled)
 

@@ -123,20 +123,22 @@ class SequenceSchedule:
 
 
 @dataclass(eq=False, slots=True)
-class SequenceOutput:
+class SequenceTokens:
     """The tokens of a sequence that have come back, and which of the next ones needs a look. Written by `Scheduler`.
 
     Attributes:
-        token_ids: The tokens since it began, in order.
-        next_look: Number of tokens after which there is more to do than to pass one on.
-        max_tokens: The most tokens that may come back. Never changes.
-        stop_token_ids: Tokens that end the answer. Never changes.
+        num_prompt: Tokens of its prompt. Never changes.
+        output: The tokens that have come back since it began, in order.
+        next_look: Number of output tokens after which there is more to do than to pass one on.
+        max_output: The most tokens that may come back. Never changes.
+        stop_ids: Tokens that end the answer. Never changes.
     """
 
-    token_ids: "array[int]"
+    num_prompt: int
+    output: "array[int]"
     next_look: int
-    max_tokens: int
-    stop_token_ids: frozenset[int]
+    max_output: int
+    stop_ids: frozenset[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +150,7 @@ class Sequence:
         kv: Its KV blocks.
         request: The request of the job. Never changes.
         id: The request's id. Never changes.
-        output: The tokens that have come back.
+        tokens: The tokens that have come back.
         schedule: Which steps have rows of it.
         unhashed: Its blocks that have no content hash yet.
         length: Tokens whose rows have been submitted. If it decodes, as of the last look of `Decodes`, which writes it
@@ -160,7 +162,7 @@ class Sequence:
     kv: SequenceKV
     request: Request = field(init=False)
     id: int = field(init=False)
-    output: SequenceOutput = field(init=False)
+    tokens: SequenceTokens = field(init=False)
     schedule: SequenceSchedule = field(init=False)
     unhashed: UnhashedBlocks = field(default_factory=UnhashedBlocks)
     length: int = 0
@@ -169,22 +171,18 @@ class Sequence:
         request = self.request = self.job.request
         self.id = request.id
         self.schedule = SequenceSchedule(request.num_rows)
-        self.output = SequenceOutput(
-            token_ids=array("i"),
+        self.tokens = SequenceTokens(
+            num_prompt=len(request.prompt_token_ids),
+            output=array("i"),
             next_look=1,
-            max_tokens=request.sampling.most_sampled,
-            stop_token_ids=request.stop_token_ids,
+            max_output=request.sampling.most_sampled,
+            stop_ids=request.stop_token_ids,
         )
-
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of its prompt."""
-        return len(self.request.prompt_token_ids)
 
     @property
     def prompt_left(self) -> int:
         """Tokens of its prompt whose rows have not been submitted."""
-        return max(len(self.request.prompt_token_ids) - self.length, 0)
+        return max(self.tokens.num_prompt - self.length, 0)
 
     @property
     def is_scored(self) -> bool:
@@ -211,12 +209,12 @@ class Sequence:
     @property
     def known_length(self) -> int:
         """Of its first tokens, those that are known and whose rows have been submitted."""
-        output = self.output.token_ids
-        return self.num_prompt + len(output) - 1 if output else min(self.length, self.num_prompt)
+        tokens = self.tokens
+        return tokens.num_prompt + len(tokens.output) - 1 if tokens.output else min(self.length, tokens.num_prompt)
 
     def token_bytes(self, start: int, stop: int) -> bytes:
         """Known tokens from `start` to `stop`, int32 in this machine's byte order."""
-        num_prompt, output = self.num_prompt, self.output.token_ids
+        num_prompt, output = self.tokens.num_prompt, self.tokens.output
         if start >= num_prompt:
             return output[start - num_prompt : stop - num_prompt].tobytes()
         prompt = self.request.prompt_token_ids[start:stop].tobytes()

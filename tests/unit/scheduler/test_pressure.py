@@ -46,7 +46,7 @@ class RandomDrafts:
         return request.id % 3 > 0
 
     def propose(self, seq):
-        known, found = [*seq.request.prompt_token_ids, *seq.output.token_ids], array("i")
+        known, found = [*seq.request.prompt_token_ids, *seq.tokens.output], array("i")
         for _ in range(self._chance.randrange(12)):
             found.append(next_token([*known, *found]) if self._chance.random() < 0.8 else self._chance.randrange(VOCAB))
         return found
