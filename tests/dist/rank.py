@@ -83,7 +83,7 @@ class RecordingRunner(ModelRunner):
         self.expect(step)
         result, sampled = self.execute(step), self.next_tokens.known(step) if self._is_last else ()
         self._results.append(msgspec.structs.replace(result, sampled=sampled))
-        self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].exchanged_bytes
+        self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].measured.exchanged_bytes
         self.fingerprints.append(self._results[-1].measured.fingerprint)
 
     def collect(self, timeout_s):
