@@ -119,7 +119,7 @@ def measure(arguments: argparse.Namespace) -> int:
     waits_s = dict.fromkeys(variants, 0.0)
 
     def decode(name: str) -> None:
-        waits_s[name] += requests.run(runner, variants[name]).exposed_s
+        waits_s[name] += requests.run(runner, variants[name]).measured.exposed_s
 
     with torch.inference_mode():
         timings = interleave({name: lambda name=name: decode(name) for name in variants}, arguments.repeats, warm_up=0)
@@ -186,7 +186,7 @@ class Requests:
         """The runner with these requests admitted, their last token not written."""
         from longhelix.scheduler.kv.blocks import Block
         from longhelix.scheduler.request import SamplingParams
-        from longhelix.scheduler.step import NewSequence, Step
+        from longhelix.scheduler.step import InitialKV, NewSequence, Step
 
         params = SamplingParams()
         new = tuple(
@@ -195,8 +195,7 @@ class Requests:
                 params,
                 seed=0,
                 capacity_tokens=self.context,
-                blocks_per_rank=(-(-self.blocks_each // self.kvp),) * self.kvp,
-                spread=True,
+                kv=InitialKV((-(-self.blocks_each // self.kvp),) * self.kvp, spread=True),
             )
             for id in range(self.batch)
         )

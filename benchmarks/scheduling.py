@@ -31,6 +31,7 @@ from longhelix.spec.presets import load_model, load_system
 
 STEPS, WARM_UP, PRICES = 1000, 20, 10_000
 MODELS = ("llama-3-8b", "deepseek-r1")
+EVEN = SimpleNamespace(placement=SimpleNamespace(home=None, even=True))  # the KV of a sequence, spread evenly
 
 
 def planned(decodes: int) -> tuple[list[float], list[float], list[int]]:
@@ -66,7 +67,7 @@ def busy(decodes: int, cached_tokens: int) -> tuple[list[float], list[float], li
         scheduler.add(Request(-1 - part, tokens, SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))
         while scheduler.has_work and (step := scheduler.schedule(0.0)) is not None:
             ends = tuple(SampledToken(chunk.id, 1) for chunk in step.chunks if chunk.sample)
-            scheduler.complete(StepResult(step.id, ends, 0, 0))
+            scheduler.complete(StepResult(step.id, ends, 0))
     assert sum(allocator.num_cached for allocator in scheduler.pool.allocators) >= 0.99 * blocks
     sampling = SamplingParams(max_new_tokens=4 * STEPS)
     for id in range(decodes):
@@ -169,15 +170,17 @@ def arriving(cached_tokens: int) -> tuple[int, float, float]:
 def _team_result(scheduler: Scheduler, step: Step, joined: set[int]) -> StepResult:
     """joined: the requests that decode, some of them in steps after this one."""
     ends = {chunk.id for chunk in step.chunks if chunk.sample}
-    decode = [seq.id for seq in scheduler.running if seq.id in joined and set(seq.instances) <= set(step.instances)]
+    decode = [
+        seq.id for seq in scheduler.running if seq.id in joined and set(seq.schedule.instances) <= set(step.instances)
+    ]
     ids = [id for id in decode if id not in ends and scheduler.prefilled_tokens(id)]
-    return StepResult(step.id, tuple(SampledToken(id, 1) for id in (*ends, *ids)), step.work.rows, 0)
+    return StepResult(step.id, tuple(SampledToken(id, 1) for id in (*ends, *ids)), step.work.rows)
 
 
 def _result(scheduler: Scheduler, step: Step, decodes: int) -> StepResult:
     ends = [chunk.id for chunk in step.chunks if chunk.sample]
     ids = range(decodes) if step.work.decode_rows == decodes else ends
-    return StepResult(step.id, tuple(SampledToken(id, 1) for id in ids), step.work.rows, 0)
+    return StepResult(step.id, tuple(SampledToken(id, 1) for id in ids), step.work.rows)
 
 
 def _run(scheduler: Scheduler, decodes: int, warm_up: int = WARM_UP) -> tuple[list[float], list[float], list[int]]:
@@ -199,7 +202,7 @@ def chunk_us(prompts: int) -> float:
     setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
     rule = AdaptiveChunks(StepCost(setting, Layout(kvp=4, tpa=2)), 2048)
     waiting = [
-        SimpleNamespace(prompt_left=300 if index else 10**6, length=100_000, home=None, even=True, is_scored=False)
+        SimpleNamespace(prompt_left=300 if index else 10**6, length=100_000, kv=EVEN, is_scored=False)
         for index in range(prompts)
     ]
     besides = [_decoding(100_000 + step) for step in range(STEPS)]
@@ -213,7 +216,7 @@ def _decoding(length: int) -> Load:
     """A row of each of 64 sequences."""
     load = Load(4)
     for _ in range(64):
-        load.add_decode(SimpleNamespace(length=length, even=True))
+        load.add_decode(SimpleNamespace(length=length, kv=EVEN))
     return load
 
 

@@ -19,7 +19,7 @@ class KnownTokens:
         return request.id in self._requests
 
     def propose(self, seq):
-        known = seq.num_prompt + len(seq.output)
+        known = seq.tokens.num_prompt + len(seq.tokens.output)
         right = self._texts[seq.id][known:][: self._chance.randrange(5)]
         found = right + [self._chance.randrange(20) for _ in range(self._chance.randrange(3))]
         self.num_drafted += len(found)

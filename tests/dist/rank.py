@@ -83,8 +83,8 @@ class RecordingRunner(ModelRunner):
         self.expect(step)
         result, sampled = self.execute(step), self.next_tokens.known(step) if self._is_last else ()
         self._results.append(msgspec.structs.replace(result, sampled=sampled))
-        self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].exchanged_bytes
-        self.fingerprints.append(self._results[-1].fingerprint)
+        self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].measured.exchanged_bytes
+        self.fingerprints.append(self._results[-1].measured.fingerprint)
 
     def collect(self, timeout_s):
         """Of ranks that decide alike, all need the tokens, and not the last stage alone."""
@@ -132,8 +132,8 @@ class FirstRequest:
         """Once its prompt is computed. A block that is moved goes as many ranks further as blocks lie before it."""
         block_tokens, kvp = scheduler.config.block_tokens, scheduler.config.kvp
         seq = scheduler._running[0]
-        ids = [iter(of_rank) for of_rank in seq.block_ids]
-        owners = [seq.placement.owner(position) for position in range(0, self.num_tokens, block_tokens)]
+        ids = [iter(of_rank) for of_rank in seq.kv.block_ids]
+        owners = [seq.kv.placement.owner(position) for position in range(0, self.num_tokens, block_tokens)]
         self.blocks = tuple(Block(owner, next(ids[owner])) for owner in owners)
         if self.moved:
             targets = []

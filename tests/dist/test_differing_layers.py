@@ -103,7 +103,7 @@ def test_tokens_equal_those_of_float64(tmp_path, family, layout, settings):
             while llm.has_work:
                 deltas = llm.step()
                 results |= {delta.request_id: delta.result.token_ids for delta in deltas if delta.result is not None}
-                shared_steps += any(len(seq.instances) > 1 for seq in llm._core._scheduler.running)
+                shared_steps += any(len(seq.schedule.instances) > 1 for seq in llm._core._scheduler.running)
             assert [results[request] for request in requests] == model.tokens
     assert (shared_steps > 0) == (layout == TIED), "instances share the longest request"
 

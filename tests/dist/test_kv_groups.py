@@ -67,7 +67,7 @@ def engine(oracle, layout, **settings):
 
 def held_in_window(llm):
     """The most blocks of a request that runs."""
-    return max((len(seq.windows[0].blocks) for seq in llm._core._scheduler.running), default=0)
+    return max((len(seq.kv.windows[0].blocks) for seq in llm._core._scheduler.running), default=0)
 
 
 @pytest.mark.parametrize(("layout", "settings"), few(CASES, 2))

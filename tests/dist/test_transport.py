@@ -30,7 +30,7 @@ from longhelix.engine.workers.transport import (
     WorkerSocket,
 )
 from longhelix.errors import UserError
-from longhelix.scheduler.step import Step, StepResult
+from longhelix.scheduler.step import Step, StepMeasurements, StepResult
 from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.dist
@@ -42,7 +42,7 @@ FROM_WORKERS = [
     Loaded(2**40),
     Warmed(0.25),
     Ready(Execution.resolve(compile=False, replay=True, whole=False, found=FOUND)),
-    Done(StepResult(7, (), 1, 0, fingerprint=2**64 - 1)),
+    Done(StepResult(7, (), 1, measured=StepMeasurements(fingerprint=2**64 - 1))),
     Traced([TraceEvent("attention", "compute", 1.5, 2.5, {"layer": 3})]),
     RowCounts([[1, 2], []]),
     Failed("it broke: \u00e9", lost_peer=True, user_error_code="out_of_memory"),

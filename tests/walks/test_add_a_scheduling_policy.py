@@ -36,7 +36,7 @@ class OneTokenEach:
 
     def submit(self, step):
         sampled = tuple(SampledToken(chunk.id, 1) for chunk in step.chunks if chunk.sample)
-        self.results.append(StepResult(step.id, sampled, step.work.rows, exchanged_bytes=0))
+        self.results.append(StepResult(step.id, sampled, step.work.rows))
 
     def collect(self, timeout_s):
         return self.results.popleft()

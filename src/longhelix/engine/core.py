@@ -50,10 +50,10 @@ class Counters:
     def add(self, result: StepResult) -> None:
         self.steps += 1
         self.rows += result.num_tokens
-        self.exchanged_bytes += result.exchanged_bytes
-        self.network_bytes += result.network_bytes
+        self.exchanged_bytes += result.measured.exchanged_bytes
+        self.network_bytes += result.measured.network_bytes
         if result.num_tokens:
-            self.exchanges.add(result)
+            self.exchanges.add(result.measured)
 
 
 class TokenCore:

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from longhelix.scheduler.step import StepResult
+from longhelix.scheduler.step import StepMeasurements
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ExchangeLog:
         """The current totals."""
         return self._now
 
-    def add(self, step: StepResult) -> None:
+    def add(self, step: StepMeasurements) -> None:
         """Add a step to the totals."""
         now = self._now
         while self._peaks and self._peaks[-1][1] <= step.parts:

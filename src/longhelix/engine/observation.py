@@ -112,11 +112,11 @@ def _running(seq: Sequence) -> RunningRequest:
         client=request.service.client,
         prompt_tokens=request.given_tokens,
         prefilled_tokens=min(seq.length, request.given_tokens),
-        new_tokens=request.num_generated + len(seq.output),
-        cached_tokens=job.cached_tokens,
-        preemptions=job.preemptions,
-        placement=seq.placement.name,
-        kv_blocks_per_rank=tuple(map(len, seq.block_ids)),
+        new_tokens=request.num_generated + len(seq.tokens.output),
+        cached_tokens=job.history.cached_tokens,
+        preemptions=job.history.preemptions,
+        placement=seq.kv.placement.name,
+        kv_blocks_per_rank=tuple(map(len, seq.kv.block_ids)),
     )
 
 
@@ -143,10 +143,10 @@ class StepLog:
                         chunks=tuple(map(_ran_chunk, step.chunks)),
                         parts=int(step.work.parts),
                         predicted_s=predicted_s,
-                        taken_s=result.taken_s,
-                        exposed_s=result.exposed_s,
-                        exchanged_bytes=result.exchanged_bytes,
-                        network_bytes=result.network_bytes,
+                        taken_s=result.measured.taken_s,
+                        exposed_s=result.measured.exposed_s,
+                        exchanged_bytes=result.measured.exchanged_bytes,
+                        network_bytes=result.measured.network_bytes,
                     )
                 )
 

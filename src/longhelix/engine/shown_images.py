@@ -72,7 +72,7 @@ class ShownImages:
         """Yield the image rows in the chunks of the next step."""
         for new in step.new:
             if new.id in self._of_request:
-                self._lengths[new.id] = new.cached_tokens
+                self._lengths[new.id] = new.kv.cached_tokens
         for chunk in step.chunks:
             images = self._of_request.get(chunk.id)
             if images is None:

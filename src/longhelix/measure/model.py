@@ -19,7 +19,7 @@ from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import Placement
 from longhelix.scheduler.kv.windows import with_any
 from longhelix.scheduler.request import SamplingParams
-from longhelix.scheduler.step import Chunk, NewSequence, Step
+from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, Step
 from longhelix.scheduler.work import Work
 
 _FILL_BLOCKS = 1024
@@ -100,8 +100,7 @@ class LongRequests:
                 SamplingParams(),
                 seed=0,
                 capacity_tokens=context,
-                blocks_per_rank=model.blocks_per_rank(context, index),
-                spread=model.place(context).spread,
+                kv=InitialKV(model.blocks_per_rank(context, index), spread=model.place(context).spread),
             )
             for index, context in enumerate(contexts)
         )
@@ -175,8 +174,7 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
             SamplingParams(),
             seed=0,
             capacity_tokens=length,
-            blocks_per_rank=model.blocks_per_rank(length),
-            spread=model.place(length).spread,
+            kv=InitialKV(model.blocks_per_rank(length), spread=model.place(length).spread),
         ),
     )
     ended = (request_id - 1,) if request_id else ()

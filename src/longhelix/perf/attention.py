@@ -100,13 +100,13 @@ def _attention(setting: Setting, layouts: Layouts, attention: Attention, own: Wo
         chunk = _where(_is_direct(attention, own), _direct(setting, layouts, attention, own), chunk)
     launched = kernels("attention", setting, layouts, count=2.0)
     return CostItem(
-        "attention",
-        decode.seconds + chunk.seconds + launched.seconds,
-        decode.flops + chunk.flops,
-        decode.hbm_bytes + chunk.hbm_bytes,
-        launched.net_bytes,
-        launched.fixed_s,
-        np.where(decode.seconds >= chunk.seconds, decode.compute_bound, chunk.compute_bound),
+        name="attention",
+        seconds=decode.seconds + chunk.seconds + launched.seconds,
+        flops=decode.flops + chunk.flops,
+        hbm_bytes=decode.hbm_bytes + chunk.hbm_bytes,
+        net_bytes=launched.net_bytes,
+        fixed_s=launched.fixed_s,
+        compute_bound=np.where(decode.seconds >= chunk.seconds, decode.compute_bound, chunk.compute_bound),
     )
 
 
@@ -160,13 +160,13 @@ def _absorbed_rows(attention: MultiHeadLatentAttention, own: Work) -> Array:
 
 def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
     return CostItem(
-        first.name,
-        np.where(chosen, first.seconds, second.seconds),
-        np.where(chosen, first.flops, second.flops),
-        np.where(chosen, first.hbm_bytes, second.hbm_bytes),
-        first.net_bytes,
-        first.fixed_s,
-        np.where(chosen, first.compute_bound, second.compute_bound),
+        name=first.name,
+        seconds=np.where(chosen, first.seconds, second.seconds),
+        flops=np.where(chosen, first.flops, second.flops),
+        hbm_bytes=np.where(chosen, first.hbm_bytes, second.hbm_bytes),
+        net_bytes=first.net_bytes,
+        fixed_s=first.fixed_s,
+        compute_bound=np.where(chosen, first.compute_bound, second.compute_bound),
     )
 
 
@@ -217,7 +217,13 @@ def _exchanged(setting: Setting, layouts: Layouts, heads: HeadShape, own: Work, 
 
 def _overlap(setting: Setting, attention: CostItem, exchange: Sent) -> Overlap:
     fixed_s, fixed_share = attention.fixed_s + setting.system.part_s, setting.system.part_fixed_share
-    return Overlap(attention.seconds, fixed_s, exchange.seconds, exchange.fixed_s, fixed_share)
+    return Overlap(
+        attention_s=attention.seconds,
+        attention_fixed_s=fixed_s,
+        exchange_s=exchange.seconds,
+        exchange_fixed_s=exchange.fixed_s,
+        part_fixed_share=fixed_share,
+    )
 
 
 def _exposed(setting: Setting, layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostItem:

@@ -28,13 +28,13 @@ class CostItem:
     def times(self, count: float | Array) -> "CostItem":
         """The same, `count` times."""
         return CostItem(
-            self.name,
-            self.seconds * count,
-            self.flops * count,
-            self.hbm_bytes * count,
-            self.net_bytes * count,
-            self.fixed_s * count,
-            self.compute_bound,
+            name=self.name,
+            seconds=self.seconds * count,
+            flops=self.flops * count,
+            hbm_bytes=self.hbm_bytes * count,
+            net_bytes=self.net_bytes * count,
+            fixed_s=self.fixed_s * count,
+            compute_bound=self.compute_bound,
         )
 
     def where(self, mask: Mask) -> "CostItem":
@@ -61,9 +61,14 @@ def kernels(
     compute_s = flops / (system.rate(dtype) * efficiency * share)
     fixed_s = zeros + count * system.kernel_s
     return CostItem(
-        name, np.maximum(memory_s, compute_s) + fixed_s, zeros + flops, zeros + hbm_bytes, zeros, fixed_s,
-        compute_s > memory_s,
-    )  # fmt: skip
+        name=name,
+        seconds=np.maximum(memory_s, compute_s) + fixed_s,
+        flops=zeros + flops,
+        hbm_bytes=zeros + hbm_bytes,
+        net_bytes=zeros,
+        fixed_s=fixed_s,
+        compute_bound=compute_s > memory_s,
+    )
 
 
 def product(
@@ -84,7 +89,15 @@ def product(
 def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> CostItem:
     """A collective, or a send."""
     zeros = np.zeros_like(seconds)
-    return CostItem(name, seconds, zeros, zeros, net_bytes, fixed_s, np.zeros_like(seconds, dtype=np.bool_))
+    return CostItem(
+        name=name,
+        seconds=seconds,
+        flops=zeros,
+        hbm_bytes=zeros,
+        net_bytes=net_bytes,
+        fixed_s=fixed_s,
+        compute_bound=np.zeros_like(seconds, dtype=np.bool_),
+    )
 
 
 def total_seconds(items: Iterable[CostItem]) -> Array:

@@ -46,7 +46,18 @@ class Layouts:
         stages = [layout.stage_layers or (0,) for layout in layouts]
         most, last = (np.array(list(map(chosen, stages)), dtype=np.float64) for chosen in (max, itemgetter(-1)))
         overlapping = np.full(len(layouts), hop_b)
-        return cls(groups, kvp / groups, tpa, tpf, ep, pp, ffn_replicas, most, last, overlapping)
+        return cls(
+            dp=groups,
+            kvp=kvp / groups,
+            tpa=tpa,
+            tpf=tpf,
+            ep=ep,
+            pp=pp,
+            ffn_replicas=ffn_replicas,
+            most_layers=most,
+            last_layers=last,
+            hop_b=overlapping,
+        )
 
     def __len__(self) -> int:
         return len(self.kvp)

@@ -23,14 +23,24 @@ def balanced(setting: Setting, layout: Layout) -> Layout:
     if layout.pp == 1 or layout.stage_layers is not None:
         return layout
     ends_s, layers_s = np.zeros(layout.pp), 0.0
-    one_stage = Layout(layout.kvp, layout.tpa, layout.tpf, layout.ep, 1, layout.ffn_replicas)
+    one_stage = Layout(
+        kvp=layout.kvp, tpa=layout.tpa, tpf=layout.tpf, ep=layout.ep, pp=1, ffn_replicas=layout.ffn_replicas
+    )
     for item in step_items(setting.as_scheduled(even=True), Layouts.of([one_stage]), _STEP):
         if item.name in _ENDS:
             ends_s[_ENDS[item.name]] += item.seconds[0]
         elif item.name != "host":
             layers_s += item.seconds[0]
     counts = _moved([len(stage) for stage in split(num_layers, layout.pp)], layers_s / num_layers, ends_s)
-    return Layout(layout.kvp, layout.tpa, layout.tpf, layout.ep, layout.pp, layout.ffn_replicas, counts)
+    return Layout(
+        kvp=layout.kvp,
+        tpa=layout.tpa,
+        tpf=layout.tpf,
+        ep=layout.ep,
+        pp=layout.pp,
+        ffn_replicas=layout.ffn_replicas,
+        stage_layers=counts,
+    )
 
 
 def _moved(counts: list[int], layer_s: float, ends_s: Array) -> list[int]:

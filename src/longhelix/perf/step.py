@@ -210,6 +210,11 @@ def _sum(name: str, items: Sequence[CostItem]) -> CostItem:
         return total
 
     return CostItem(
-        name, total("seconds"), total("flops"), total("hbm_bytes"), total("net_bytes"), total("fixed_s"),
-        reduce(np.logical_or, (item.compute_bound for item in items)),
-    )  # fmt: skip
+        name=name,
+        seconds=total("seconds"),
+        flops=total("flops"),
+        hbm_bytes=total("hbm_bytes"),
+        net_bytes=total("net_bytes"),
+        fixed_s=total("fixed_s"),
+        compute_bound=reduce(np.logical_or, (item.compute_bound for item in items)),
+    )

@@ -20,8 +20,8 @@ from longhelix.scheduler.pending_changes import StartedSequence
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
 from longhelix.scheduler.queue import WaitingQueue
 from longhelix.scheduler.request import Request
-from longhelix.scheduler.sequence import Job, Sequence
-from longhelix.scheduler.step import NewSequence
+from longhelix.scheduler.sequence import Job, Sequence, SequenceKV
+from longhelix.scheduler.step import NO_TOKENS, InitialKV, KnownTokens, NewSequence
 
 # After so many a request is admitted only with all that it may ever need, so that none is preempted again and again.
 MOST_PREEMPTIONS = 2
@@ -240,6 +240,7 @@ class Admission:
 
         There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
         """
+        history = job.history
         request = job.request
         for placement, prefix in self._beginnings(job, alone=alone):
             room, promised = self._room(job, placement, self._shared(prefix))
@@ -256,26 +257,28 @@ class Admission:
         self._guides.begin(request, clock)
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         self._waiting.pop(request.id)
-        seq = Sequence(job, placement, room, promised, [array("q") for _ in room])
-        if job.preemptions:
-            job.recomputed_tokens += max(job.lost_tokens - prefix.num_tokens, 0)
+        kv = SequenceKV(placement=placement, room=room, promised=promised, block_ids=[array("q") for _ in room])
+        seq = Sequence(job, kv)
+        if history.preemptions:
+            history.recomputed_tokens += max(history.lost_tokens - prefix.num_tokens, 0)
         else:
-            job.cached_tokens = prefix.num_tokens
-        job.swapped_tokens += prefix.swapped_tokens(self._config.block_tokens)
+            history.cached_tokens = prefix.num_tokens
+        history.swapped_tokens += prefix.swapped_tokens(self._config.block_tokens)
         if self._cache is not None:
             self._cache.begin(seq, len(full_blocks))
         blocks, copies = self._take_over(prefix, seq)
         new = NewSequence(
-            request.id,
-            request.sampling,
-            request.seed,
-            request.capacity_tokens,
-            tuple(room),
-            placement.spread,
-            prefix.num_tokens,
-            blocks,
-            prefix.seen_token_ids(request),
-            request.generated_token_ids,
+            id=request.id,
+            sampling=request.sampling,
+            seed=request.seed,
+            capacity_tokens=request.capacity_tokens,
+            kv=InitialKV(
+                blocks_per_rank=tuple(room),
+                spread=placement.spread,
+                cached_tokens=prefix.num_tokens,
+                cached_blocks=blocks,
+            ),
+            known=_known_tokens(request, prefix),
             images=request.images,
         )
         return StartedSequence(seq, new, copies)
@@ -302,7 +305,7 @@ class Admission:
         """The blocks that a request may come to have of each rank, and those that it is promised when it begins.
         shared: how many of each rank it need not be promised."""
         whole = blocks_needed(placement, job.request.num_rows)
-        bound = job.preemptions >= MOST_PREEMPTIONS
+        bound = job.history.preemptions >= MOST_PREEMPTIONS
         wanted = whole if bound else blocks_needed(placement, len(job.request.prompt_token_ids))
         later = () if self._config.batch_invariant else later_ranks(placement)
         most = max((whole[rank] for rank in later), default=0)
@@ -352,8 +355,8 @@ class Admission:
     def _most_cached_tokens(self, job: Job) -> int:
         """The length of the longest prefix that a request may begin with."""
         request = job.request
-        if request.sampling.prompt_logprobs is not None and job.scored_tokens < request.given_tokens - 1:
-            return job.scored_tokens
+        if request.sampling.prompt_logprobs is not None and job.history.scored_tokens < request.given_tokens - 1:
+            return job.history.scored_tokens
         # One token is left, because its logits are wanted.
         return len(request.prompt_token_ids) - 1
 
@@ -366,7 +369,7 @@ class Admission:
         swapped = [block for block in rest if isinstance(block, Slot)]
         if copied:
             self._pool.borrow(copied)
-        new = list(seq.promised)
+        new = list(seq.kv.promised)
         blocks = self._pool.begin(seq, full_blocks)
         self._pool.begin_windows(seq, new, prefix)
         seq.length = prefix.num_tokens
@@ -390,3 +393,9 @@ class Admission:
             return self.place(request)
         start, *later = self._pool.in_order(last, held)
         return self.place(request, start, tuple(later))
+
+
+def _known_tokens(request: Request, prefix: Prefix) -> KnownTokens:
+    """Return the tokens that ranks need of a request that begins with a prefix."""
+    seen_ids, generated_ids = prefix.seen_token_ids(request), request.generated_token_ids
+    return KnownTokens(seen_ids, generated_ids) if seen_ids or generated_ids else NO_TOKENS

@@ -45,7 +45,9 @@ class BlockPool:
         self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
         self._borrowed: list[tuple[Block, ...]] = []
         self.index: dict[bytes, Block] = {}
-        self.swaps = Swaps(config.kvp, config.swap_blocks, self.index, swap_pays, record)
+        self.swaps = Swaps(
+            kvp=config.kvp, num_slots=config.swap_blocks, found=self.index, pays=swap_pays, record=record
+        )
         evicted = self.swaps.evicted if config.swap_blocks else None
         self.allocators = [
             BlockAllocator(config.num_blocks, rank, self.index, evicted=evicted, record=record)
@@ -138,33 +140,34 @@ class BlockPool:
 
     def begin_windows(self, seq: Sequence, new: Items[int], prefix: Prefix) -> None:
         """A sequence has a prefix in the groups with a limit from now on, and promises. new: see `fits_windows`."""
-        full, placement = prefix.num_tokens // self.block_tokens, seq.placement
-        seq.windows = tuple(
+        full, placement = prefix.num_tokens // self.block_tokens, seq.kv.placement
+        seq.kv.windows = tuple(
             window.begin(window.promises(new, of_prefix, full, placement), of_prefix, full, placement)
             for window, of_prefix in zip(self.windows, prefix.of_windows(len(self.windows)), strict=True)
         )
 
     def make_room(self, seq: Sequence, room: list[int]) -> bool:
         """Let a sequence that runs come to have other numbers of blocks. False: the ranks cannot list so many."""
-        listed = [count + more - less for count, more, less in zip(self._listed, room, seq.room, strict=True)]
+        listed = [count + more - less for count, more, less in zip(self._listed, room, seq.kv.room, strict=True)]
         if max(listed) > self._most_listed:
             return False
-        self._listed, seq.room = listed, room
+        self._listed, seq.kv.room = listed, room
         return True
 
     def begin(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
         """A sequence holds the full blocks of its prefix from now on, and is promised others, of which it gets those
         that are swapped in."""
+        kv = seq.kv
         shared = kept(full_blocks)
         self.share(shared)
         for rank, allocator in enumerate(self.allocators):
-            allocator.reserve(seq.promised[rank])
-            self._listed[rank] += seq.room[rank]
+            allocator.reserve(kv.promised[rank])
+            self._listed[rank] += kv.room[rank]
         blocks = shared if len(shared) == len(full_blocks) else self._swapped_in(seq, full_blocks)
-        for of_rank, ids in zip(seq.block_ids, by_rank(blocks, len(self.allocators)), strict=True):
+        for of_rank, ids in zip(kv.block_ids, by_rank(blocks, len(self.allocators)), strict=True):
             of_rank.extend(ids)
-        seq.num_blocks, seq.most_blocks = len(blocks), max(map(len, seq.block_ids))
-        seq.last_owner = blocks[-1].owner if blocks else 0
+        kv.num_blocks, kv.most_blocks = len(blocks), max(map(len, kv.block_ids))
+        kv.last_owner = blocks[-1].owner if blocks else 0
         return blocks
 
     def _swapped_in(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
@@ -172,7 +175,7 @@ class BlockPool:
         blocks, slots, targets = list[Block](), list[Slot](), list[Block]()
         for index, block in enumerate(full_blocks):
             if isinstance(block, Slot):
-                seq.promised[block.owner] -= 1
+                seq.kv.promised[block.owner] -= 1
                 target = Block(block.owner, self.allocators[block.owner].take_reserved())
                 self.name([target], [self.swaps.hash_of(block)], index * self.block_tokens)
                 slots.append(block)
@@ -190,61 +193,65 @@ class BlockPool:
 
     def next_owner(self, seq: Sequence) -> int:
         """The KVP rank of the sequence's next block."""
-        return seq.placement.next_owner(seq.last_owner, seq.num_blocks)
+        kv = seq.kv
+        return kv.placement.next_owner(kv.last_owner, kv.num_blocks)
 
     def pass_by(self, seq: Sequence) -> None:
         """Take back the blocks that no coming row of the sequence sees."""
-        for window, held in zip(self.windows, seq.windows, strict=True):
-            window.pass_by(held, seq.known_length, lambda rank: seq.room[rank] - len(seq.block_ids[rank]))
+        kv = seq.kv
+        for window, held in zip(self.windows, kv.windows, strict=True):
+            window.pass_by(held, seq.known_length, lambda rank: kv.room[rank] - len(kv.block_ids[rank]))
 
     def tokens_within(self, seq: Sequence, num_tokens: int) -> int:
         """Of a prompt's next tokens, at least one, those for which there are blocks in all groups with a limit."""
+        kv = seq.kv
         if not self.windows:
             return num_tokens
-        num = -(-(seq.length + num_tokens) // self.block_tokens) - seq.num_blocks
-        shares = seq.placement.shares(seq.last_owner, seq.num_blocks, num) if num > 0 else ()
-        for window, held in zip(self.windows, seq.windows, strict=True):
+        num = -(-(seq.length + num_tokens) // self.block_tokens) - kv.num_blocks
+        shares = kv.placement.shares(kv.last_owner, kv.num_blocks, num) if num > 0 else ()
+        for window, held in zip(self.windows, kv.windows, strict=True):
             room = window.room(held)
             for rank, count, places in shares:
                 if count > room[rank]:
                     num = min(num, places.start + room[rank] * (places.step or 1))
                 room[rank] = max(room[rank] - count, 0)
-        return min(num_tokens, (seq.num_blocks + max(num, 0)) * self.block_tokens - seq.length)
+        return min(num_tokens, (kv.num_blocks + max(num, 0)) * self.block_tokens - seq.length)
 
     def take(self, seq: Sequence) -> tuple[Block, ...] | None:
         """The sequence's next KV block, in each group. None: there is none for it."""
+        kv = seq.kv
         owner = self.next_owner(seq)
         allocator = self.allocators[owner]
         if self.windows:
             self.pass_by(seq)
-            if not all(map(WindowGroup.has_room, self.windows, seq.windows, repeat(owner))):
+            if not all(map(WindowGroup.has_room, self.windows, kv.windows, repeat(owner))):
                 return None
-        if seq.promised[owner]:
-            seq.promised[owner] -= 1
+        if kv.promised[owner]:
+            kv.promised[owner] -= 1
             block_id = allocator.take_reserved()
         elif allocator.available > 0:
             block_id = allocator.take()
         else:
             return None
-        seq.last_owner = owner
-        block_ids = seq.block_ids[owner]
+        kv.last_owner = owner
+        block_ids = kv.block_ids[owner]
         block_ids.append(block_id)
-        seq.num_blocks += 1
-        if len(block_ids) > seq.most_blocks:
-            seq.most_blocks = len(block_ids)
+        kv.num_blocks += 1
+        if len(block_ids) > kv.most_blocks:
+            kv.most_blocks = len(block_ids)
         block = Block(owner, block_id)
         if self._names:
-            seq.unnamed.append(block)
-        return block, *map(WindowGroup.take, self.windows, seq.windows, repeat(owner))
+            seq.unhashed.blocks.append(block)
+        return block, *map(WindowGroup.take, self.windows, kv.windows, repeat(owner))
 
     def take_free(self, seq: Sequence, length: int, left: int) -> tuple[Block, ...]:
         """Take blocks for a sequence that may come to have `length` tokens, but leave `left` free blocks on each rank.
         Returns them as steps have them."""
         taken = list[Block]()
-        while seq.num_blocks * self.block_tokens < length:
-            self.choose_ranks(seq, seq.num_blocks + 1)
+        while seq.kv.num_blocks * self.block_tokens < length:
+            self.choose_ranks(seq, seq.kv.num_blocks + 1)
             owner = self.next_owner(seq)
-            blocks = self.take(seq) if seq.promised[owner] or self.allocators[owner].available > left else None
+            blocks = self.take(seq) if seq.kv.promised[owner] or self.allocators[owner].available > left else None
             if blocks is None:
                 break
             taken += blocks
@@ -255,63 +262,66 @@ class BlockPool:
 
         is_promised: the sequence is promised all blocks that it may need, and so is promised them again.
         """
-        while seq.num_blocks > -(-seq.length // self.block_tokens):
-            owner = seq.last_owner
-            block_id = seq.block_ids[owner].pop()
+        kv = seq.kv
+        while kv.num_blocks > -(-seq.length // self.block_tokens):
+            owner = kv.last_owner
+            block_id = kv.block_ids[owner].pop()
             self.allocators[owner].release(array("q", [block_id]), 0)
             if is_promised:
                 self.allocators[owner].reserve(1)
-                seq.promised[owner] += 1
+                kv.promised[owner] += 1
             if self._names:
-                seq.unnamed.pop()
-            for window, held in zip(self.windows, seq.windows, strict=True):
+                seq.unhashed.blocks.pop()
+            for window, held in zip(self.windows, kv.windows, strict=True):
                 window.cut(held)
-            seq.num_blocks -= 1
-            seq.last_owner = seq.placement.owner((seq.num_blocks - 1) * self.block_tokens)
-            seq.most_blocks = max(map(len, seq.block_ids))
+            kv.num_blocks -= 1
+            kv.last_owner = kv.placement.owner((kv.num_blocks - 1) * self.block_tokens)
+            kv.most_blocks = max(map(len, kv.block_ids))
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
         """Those that the sequence needs at its length and does not have yet, which may be many."""
-        num = -(-seq.length // self.block_tokens) - seq.num_blocks
+        kv = seq.kv
+        num = -(-seq.length // self.block_tokens) - kv.num_blocks
         if num < 1:
             return ()
-        blocks, promised = [_UNKNOWN] * num, seq.promised
-        for rank, count, places in seq.placement.shares(seq.last_owner, seq.num_blocks, num):
+        blocks, promised = [_UNKNOWN] * num, kv.promised
+        for rank, count, places in kv.placement.shares(kv.last_owner, kv.num_blocks, num):
             reserved = min(count, promised[rank])
             promised[rank] -= reserved
             ids = self.allocators[rank].take_many(count, reserved)
-            block_ids = seq.block_ids[rank]
+            block_ids = kv.block_ids[rank]
             block_ids.extend(ids)
-            if len(block_ids) > seq.most_blocks:
-                seq.most_blocks = len(block_ids)
+            if len(block_ids) > kv.most_blocks:
+                kv.most_blocks = len(block_ids)
             blocks[places] = map(Block, repeat(rank), ids)
-        seq.last_owner = blocks[-1].owner
-        seq.num_blocks += num
+        kv.last_owner = blocks[-1].owner
+        kv.num_blocks += num
         if self._names:
-            seq.unnamed.extend(blocks)
-        for window, held in zip(self.windows, seq.windows, strict=True):
+            seq.unhashed.blocks.extend(blocks)
+        for window, held in zip(self.windows, kv.windows, strict=True):
             for block in blocks:
                 window.take(held, block.owner)
         return tuple(blocks)
 
     def as_sent(self, seq: Sequence, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
         """The last blocks of a sequence as steps have them, see `Step`."""
-        held = (tuple(held.blocks)[-len(blocks) :] if blocks else () for held in seq.windows)
+        held = (tuple(held.blocks)[-len(blocks) :] if blocks else () for held in seq.kv.windows)
         return as_sent(blocks, [passed(blocks, each) for each in held])
 
     def release(self, seq: Sequence) -> None:
         """Take back all that a sequence has and was promised."""
+        kv = seq.kv
         for rank, allocator in enumerate(self.allocators):
-            self._listed[rank] -= seq.room[rank]
-            allocator.release(seq.block_ids[rank], seq.promised[rank])
-        for window, held in zip(self.windows, seq.windows, strict=True):
+            self._listed[rank] -= kv.room[rank]
+            allocator.release(kv.block_ids[rank], kv.promised[rank])
+        for window, held in zip(self.windows, kv.windows, strict=True):
             window.release(held, seq.known_length)
-        seq.unnamed.clear()
+        seq.unhashed.blocks.clear()
 
     def name_of(self, seq: Sequence, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
         """Let a sequence's blocks that follow each other be found, in all groups. start: see `name`."""
         self.name(blocks, hashes, start)
-        for window, held in zip(self.windows, seq.windows, strict=True):
+        for window, held in zip(self.windows, seq.kv.windows, strict=True):
             window.name(held, start // self.block_tokens, hashes)
 
     def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:

@@ -102,14 +102,14 @@ def _shared(budget_tokens: int, prompts: Items[Sequence]) -> list[int]:
     these leave over to the first."""
     if len(prompts) == 1:
         return [min(prompts[0].prompt_left, budget_tokens)]
-    sharers = {seq.home for seq in prompts}
+    sharers = {seq.kv.placement.home for seq in prompts}
     if len(sharers) == 1 and prompts[0].prompt_left >= budget_tokens:
         return [budget_tokens] + [0] * (len(prompts) - 1)
     left = dict.fromkeys(sharers, budget_tokens // len(sharers))
     sizes = []
     for seq in prompts:
-        sizes.append(min(seq.prompt_left, left[seq.home]))
-        left[seq.home] -= sizes[-1]
+        sizes.append(min(seq.prompt_left, left[seq.kv.placement.home]))
+        left[seq.kv.placement.home] -= sizes[-1]
     over = budget_tokens - sum(sizes)
     for index, seq in enumerate(prompts):
         if not over:

@@ -39,7 +39,7 @@ class Decodes:
     def most_blocks(self) -> int:
         """The most KV blocks that any of the sequences has on one rank."""
         if self._most_blocks is None:
-            self._most_blocks = max((seq.most_blocks for seq in self._sequences), default=0)
+            self._most_blocks = max((seq.kv.most_blocks for seq in self._sequences), default=0)
         return self._most_blocks
 
     @property
@@ -49,7 +49,8 @@ class Decodes:
 
     def has_more_rows(self, seq: Sequence) -> bool:
         """Whether one of the sequences has not had its last row."""
-        return seq.length + self._round - seq.looked_at < seq.num_rows
+        schedule = seq.schedule
+        return seq.length + self._round - schedule.looked_at < schedule.num_rows
 
     @property
     def work(self) -> Work:
@@ -63,38 +64,41 @@ class Decodes:
         return [
             seq
             for seq in self._due.get(next_round, ())
-            if seq.due == next_round and seq.length + next_round - seq.looked_at <= seq.num_rows
+            if (schedule := seq.schedule).due == next_round
+            and seq.length + next_round - schedule.looked_at <= schedule.num_rows
         ]
 
     def longest(self) -> Sequence | None:
         """The longest of the sequences that have more rows; of equal ones that which came first."""
         left = (seq for seq in self._sequences if self.has_more_rows(seq))
-        return max(left, key=lambda seq: (seq.length + self._round - seq.looked_at, -seq.id), default=None)
+        return max(left, key=lambda seq: (seq.length + self._round - seq.schedule.looked_at, -seq.id), default=None)
 
     def join(self, seq: Sequence) -> None:
         """From the next round on, the sequence has a row."""
         if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:
             self._tbt_slos_s[tbt_slo_s] += 1
         self._sequences.add(seq)
-        seq.looked_at = self._round
+        seq.schedule.looked_at = self._round
         self._count(seq)
         self._look(seq)
 
     def grew(self, seq: Sequence) -> None:
         """The sequence has the KV block that its row of this round needs."""
-        if not seq.even and seq.last_owner != seq.counted_on:
-            for rank, more in ((seq.counted_on, -1), (seq.last_owner, 1)):
+        kv, schedule = seq.kv, seq.schedule
+        if not kv.placement.even and kv.last_owner != schedule.counted_on:
+            for rank, more in ((schedule.counted_on, -1), (kv.last_owner, 1)):
                 self.rank_tokens[rank] += more
                 self._num_writing[rank] += more
-            seq.counted_on = seq.last_owner
+            schedule.counted_on = kv.last_owner
         self._look(seq)
 
     def _look(self, seq: Sequence) -> None:
         """Set the round in which a sequence is due, from the KV blocks that it has now."""
-        seq.due = self._round + 1 + min(seq.num_blocks * self._block_tokens, seq.num_rows) - seq.length
-        self._due[seq.due].append(seq)
-        if self._most_blocks is not None and seq.most_blocks > self._most_blocks:
-            self._most_blocks = seq.most_blocks
+        kv, schedule = seq.kv, seq.schedule
+        schedule.due = self._round + 1 + min(kv.num_blocks * self._block_tokens, schedule.num_rows) - seq.length
+        self._due[schedule.due].append(seq)
+        if self._most_blocks is not None and kv.most_blocks > self._most_blocks:
+            self._most_blocks = kv.most_blocks
 
     def recount(self) -> None:
         """Sequences have other numbers of blocks on their ranks."""
@@ -106,28 +110,30 @@ class Decodes:
 
     def _count(self, seq: Sequence, times: int = 1) -> None:
         """Count a sequence's tokens, or with -1 no longer."""
-        since = self._round - seq.looked_at
-        if seq.even:
+        schedule = seq.schedule
+        since = self._round - schedule.looked_at
+        if seq.kv.placement.even:
             self.num_even += times
             self.kv_tokens += times * (seq.length + since)
             return
-        seq.counted_on = seq.last_owner
-        self._num_writing[seq.counted_on] += times
-        self.rank_tokens[seq.counted_on] += times * since
+        schedule.counted_on = seq.kv.last_owner
+        self._num_writing[schedule.counted_on] += times
+        self.rank_tokens[schedule.counted_on] += times * since
         for rank, tokens in enumerate(seq.rank_tokens):
             self.rank_tokens[rank] += times * tokens
 
     def leave(self, seq: Sequence) -> None:
-        if seq in (due := self._due.get(seq.due, [])):  # it may come back, or be due in another set
+        schedule = seq.schedule
+        if seq in (due := self._due.get(schedule.due, [])):  # it may come back, or be due in another set
             due.remove(seq)
         self._count(seq, -1)
-        seq.length += self._round - seq.looked_at
-        seq.due = 0
+        seq.length += self._round - schedule.looked_at
+        schedule.due = 0
         self._sequences.remove(seq)
         if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:
             self._tbt_slos_s[tbt_slo_s] -= 1
             self._tbt_slos_s += Counter()  # without what is 0
-        if self._most_blocks is not None and seq.most_blocks >= self._most_blocks:
+        if self._most_blocks is not None and seq.kv.most_blocks >= self._most_blocks:
             self._most_blocks = None
 
     def advance(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -136,13 +142,14 @@ class Decodes:
         new_round = self._round + 1
         done, growing = [], []
         for seq in self._due.pop(new_round, ()):
-            if seq.due != new_round:
+            schedule = seq.schedule
+            if schedule.due != new_round:
                 continue
-            length = seq.length + new_round - seq.looked_at
-            if length > seq.num_rows:
+            length = seq.length + new_round - schedule.looked_at
+            if length > schedule.num_rows:
                 done.append(seq)
             else:
-                seq.length, seq.looked_at = length, new_round
+                seq.length, schedule.looked_at = length, new_round
                 growing.append(seq)
         for seq in done:
             self.leave(seq)

@@ -45,7 +45,7 @@ class Drafting:
     def tbt_slo_s(self, turn: Turn) -> float:
         """Return the shortest time between tokens that the turn's sequences ask for."""
         sequences = (seq for each in (self._ready, self._in_flight) for seq in each.values())
-        targets = (seq.request.service.tbt_slo_s for seq in sequences if turn.has(seq.instances))
+        targets = (seq.request.service.tbt_slo_s for seq in sequences if turn.has(seq.schedule.instances))
         return min((target_s for target_s in targets if target_s is not None), default=math.inf)
 
     def handles(self, seq: Sequence) -> bool:
@@ -64,13 +64,13 @@ class Drafting:
     def ready(self, turn: Turn) -> list[Sequence]:
         """Return the sequences that the turn's step takes."""
         most = -(-(len(self._ready) + len(self._in_flight)) // self._pp)
-        return [seq for seq in self._ready.values() if turn.has(seq.instances)][:most]
+        return [seq for seq in self._ready.values() if turn.has(seq.schedule.instances)][:most]
 
     def token_ids(self, seq: Sequence) -> "array[int]":
         """Return a sequence's last token and its draft tokens, for as many rows as it can have."""
         assert self._drafter is not None, "it takes the sequence"
-        token_ids = seq.output[-1:] + self._drafter.propose(seq)
-        return token_ids[: tokens_within(seq, min(len(token_ids), seq.num_rows - seq.length))]
+        token_ids = seq.tokens.output[-1:] + self._drafter.propose(seq)
+        return token_ids[: tokens_within(seq, min(len(token_ids), seq.schedule.num_rows - seq.length))]
 
     def submit(self, seq: Sequence) -> None:
         """The step in preparation has a draft of a sequence."""

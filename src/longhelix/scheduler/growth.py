@@ -24,38 +24,39 @@ def choose_ranks(
     of those that it does not have yet. What it was promised of the rank whose turn it was, it is promised of that one,
     in groups with a limit as well.
     """
-    growing = _growing(seq.placement)
+    kv = seq.kv
+    growing = _growing(kv.placement)
     if growing is None:
         return
-    last = seq.last_owner if seq.num_blocks else seq.placement.start
-    held = {last, *(rank for rank, block_ids in enumerate(seq.block_ids) if block_ids)}
-    for index in growing.openings(seq.num_blocks, num_blocks):
-        in_turn = seq.placement.next_owner(last, index)
+    last = kv.last_owner if kv.num_blocks else kv.placement.start
+    held = {last, *(rank for rank, block_ids in enumerate(kv.block_ids) if block_ids)}
+    for index in growing.openings(kv.num_blocks, num_blocks):
+        in_turn = kv.placement.next_owner(last, index)
         others = [
             rank
             for rank in range(growing.kvp)
             if rank not in held
-            and all(group.can_swap(blocks, in_turn, rank) for group, blocks in zip(windows, seq.windows, strict=True))
+            and all(group.can_swap(blocks, in_turn, rank) for group, blocks in zip(windows, kv.windows, strict=True))
         ]
         if not others:
             return
-        last = max(others, key=lambda rank: (allocators[rank].available + seq.promised[rank], -rank))
+        last = max(others, key=lambda rank: (allocators[rank].available + kv.promised[rank], -rank))
         held.add(last)
         if last != in_turn:
             _swap(seq, in_turn, last, allocators)
-            for group, blocks in zip(windows, seq.windows, strict=True):
+            for group, blocks in zip(windows, kv.windows, strict=True):
                 group.swap(blocks, in_turn, last)
 
 
 def _swap(seq: Sequence, one: int, other: int, allocators: Items[BlockAllocator]) -> None:
     """Two ranks of which a sequence has no block change places in its order."""
-    placement, promised = seq.placement, seq.promised
+    kv, placement, promised = seq.kv, seq.kv.placement, seq.kv.promised
     if isinstance(placement, Continued):
         assert isinstance(placement.base, Growing)
-        seq.placement = replace(placement, base=placement.base.swapped(one, other))
+        kv.placement = replace(placement, base=placement.base.swapped(one, other))
     else:
         assert isinstance(placement, Growing)
-        seq.placement = placement.swapped(one, other)
+        kv.placement = placement.swapped(one, other)
     for rank in (one, other):
         allocators[rank].unreserve(promised[rank])
     promised[one], promised[other] = promised[other], promised[one]

@@ -37,47 +37,49 @@ class Instances:
         self._in_flight = [0] * kvp
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._each.get(seq.instances, ())
+        return seq in self._each.get(seq.schedule.instances, ())
 
     def may_begin(self, busy: Set[int]) -> bool:
         return len(busy) < self._kvp
 
     def begin(self, seq: Sequence) -> None:
-        owners = dict.fromkeys(rank for rank, blocks in enumerate(seq.block_ids) if blocks)
-        first = seq.placement.start
-        others = range(self._kvp) if seq.placement.spread else owners
-        seq.instances = (first, *(rank for rank in others if rank != first))
-        self._running[seq.instances] += 1
+        kv = seq.kv
+        owners = dict.fromkeys(rank for rank, blocks in enumerate(kv.block_ids) if blocks)
+        first = kv.placement.start
+        others = range(self._kvp) if kv.placement.spread else owners
+        seq.schedule.instances = (first, *(rank for rank in others if rank != first))
+        self._running[seq.schedule.instances] += 1
 
     def prompt_done(self, seq: Sequence, step_id: int) -> None:
         self._joining.append(seq)
 
     def leave(self, seq: Sequence) -> None:
         if seq in self:
-            self._each[seq.instances].leave(seq)
+            self._each[seq.schedule.instances].leave(seq)
         elif seq in self._joining:
             self._joining.remove(seq)
-        self._running[seq.instances] -= 1
+        self._running[seq.schedule.instances] -= 1
         self._running += Counter()  # without what is 0
 
     def _join_set(self, seq: Sequence) -> None:
-        self._each.setdefault(seq.instances, Decodes(self._block_tokens, self._kvp)).join(seq)
+        self._each.setdefault(seq.schedule.instances, Decodes(self._block_tokens, self._kvp)).join(seq)
 
     def _reach(self, seq: Sequence) -> None:
         """A sequence's next row needs a KV block. The instance that has it takes part from now on."""
-        if self._pool.next_owner(seq) in seq.instances:
+        schedule = seq.schedule
+        if self._pool.next_owner(seq) in schedule.instances:
             return
         if self._chooses:
-            choose_ranks(seq, seq.num_blocks + 1, self._pool.allocators, self._pool.windows)
+            choose_ranks(seq, seq.kv.num_blocks + 1, self._pool.allocators, self._pool.windows)
         owner = self._pool.next_owner(seq)
         decodes = seq in self
         if decodes:
-            self._each[seq.instances].leave(seq)
-        self._running[seq.instances] -= 1
+            self._each[schedule.instances].leave(seq)
+        self._running[schedule.instances] -= 1
         self._running += Counter()
-        lead, *others = seq.instances
-        seq.instances = (lead, *sorted([*others, owner]))  # one set for each of these
-        self._running[seq.instances] += 1
+        lead, *others = schedule.instances
+        schedule.instances = (lead, *sorted([*others, owner]))  # one set for each of these
+        self._running[schedule.instances] += 1
         if decodes:
             self._join_set(seq)
         self._changes.add_joined(seq)
@@ -85,12 +87,14 @@ class Instances:
     def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
         """Teams that have something to do, the one first whose last step is the longest ago."""
         self._each = {instances: decodes for instances, decodes in self._each.items() if len(decodes)}
-        begun = (seq for seq in (*prompts, *self._joining) if seq.length == seq.num_blocks * self._block_tokens)
+        begun = (seq for seq in (*prompts, *self._joining) if seq.length == seq.kv.num_blocks * self._block_tokens)
         decoding = (seq for decodes in self._each.values() for seq in decodes.next_growing())
         for seq in [*begun, *decoding]:
             self._reach(seq)
-        wanted = {one for seq in prompts for one in seq.instances}
-        wanted |= {one for instances in (*self._each, *(seq.instances for seq in self._joining)) for one in instances}
+        wanted = {one for seq in prompts for one in seq.schedule.instances}
+        wanted |= {
+            one for instances in (*self._each, *(seq.schedule.instances for seq in self._joining)) for one in instances
+        }
         turns = [Turn(instances=team) for team in self._teams() if busy.isdisjoint(team)]
         turns = [turn for turn in turns if not wanted.isdisjoint(turn.instances) or self._changes.has_ends_for(turn)]
         turns = [turn for turn in turns if self._has_tokens(turn)]
@@ -99,9 +103,9 @@ class Instances:
     def _has_tokens(self, turn: Turn) -> bool:
         """Return whether the last tokens of all sequences that another instance joins are known."""
         return not any(
-            any(self._in_flight[one] for one in seq.instances)
+            any(self._in_flight[one] for one in seq.schedule.instances)
             for seq in self._changes.joined
-            if not seq.prompt_left and turn.has(seq.instances)
+            if not seq.prompt_left and turn.has(seq.schedule.instances)
         )
 
     def _teams(self) -> list[tuple[int, ...]]:
@@ -116,7 +120,7 @@ class Instances:
         return []
 
     def join(self, turn: Turn, step_id: int, oldest_id: int) -> list[Sequence]:
-        joined = [seq for seq in self._joining if turn.has(seq.instances)]
+        joined = [seq for seq in self._joining if turn.has(seq.schedule.instances)]
         for seq in joined:
             self._joining.remove(seq)
             self._join_set(seq)
@@ -141,7 +145,7 @@ class Instances:
         return seq in self
 
     def grew(self, seq: Sequence) -> None:
-        self._each[seq.instances].grew(seq)
+        self._each[seq.schedule.instances].grew(seq)
 
     def recount(self) -> None:
         for decodes in self._each.values():
@@ -160,10 +164,11 @@ class Instances:
 def tokens_within(seq: Sequence, num_tokens: int) -> int:
     """Of a prompt's next tokens, those whose KV is for instances that take part in it by now; all where ranks have one
     clock."""
-    if not seq.instances:
+    if not seq.schedule.instances:
         return num_tokens
-    block_tokens = seq.placement.block_tokens
-    num_blocks = -(-(seq.length + num_tokens) // block_tokens) - seq.num_blocks
-    shares = seq.placement.shares(seq.last_owner, seq.num_blocks, num_blocks) if num_blocks > 0 else ()
-    beyond = [share.places.start for share in shares if share.rank not in seq.instances]
-    return min(num_tokens, (seq.num_blocks + min(beyond)) * block_tokens - seq.length) if beyond else num_tokens
+    kv = seq.kv
+    block_tokens = kv.placement.block_tokens
+    num_blocks = -(-(seq.length + num_tokens) // block_tokens) - kv.num_blocks
+    shares = kv.placement.shares(kv.last_owner, kv.num_blocks, num_blocks) if num_blocks > 0 else ()
+    beyond = [share.places.start for share in shares if share.rank not in seq.schedule.instances]
+    return min(num_tokens, (kv.num_blocks + min(beyond)) * block_tokens - seq.length) if beyond else num_tokens

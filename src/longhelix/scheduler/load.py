@@ -74,7 +74,7 @@ class Load:
         """A row of one that is about to decode."""
         self.decode_rows += 1
         self._sampled_rows += 1
-        if seq.even:
+        if seq.kv.placement.even:
             self._decode_kv_tokens += seq.length
         else:
             _add(self._by_rank().decode_kv_tokens, seq.rank_tokens)
@@ -84,7 +84,7 @@ class Load:
         self._sampled_rows += num_tokens == seq.prompt_left
         if seq.is_scored:
             self._sampled_rows += len(seq.scored(num_tokens))
-        if seq.even:
+        if seq.kv.placement.even:
             self._add_even_rows(seq, num_tokens)
             return
         self.chunk_rows += num_tokens
@@ -99,11 +99,11 @@ class Load:
         together, as those of a chunk do."""
         self.num_drafts += 1
         self._sampled_rows += num_tokens
-        if seq.even:
+        if seq.kv.placement.even:
             self._add_even_rows(seq, num_tokens)
             return
         self.chunk_rows += num_tokens
-        own, local_length = self._by_rank(), seq.placement.local_length
+        own, local_length = self._by_rank(), seq.kv.placement.local_length
         for rank in range(self._kvp):
             lengths = [local_length(rank, seq.length + row + 1) for row in range(num_tokens)]
             own.chunk_kv_tokens[rank] += lengths[-1]
@@ -121,9 +121,9 @@ class Load:
             self._decode_kv_tokens + self._kvp * decode_kv_tokens,
             self.chunk_rows,
             self._chunk_kv_tokens + self._kvp * chunk_kv_tokens,
-            self._pairs + self._kvp * pairs,
-            self._sampled_rows,
-            self._parts,
+            chunk_pairs=self._pairs + self._kvp * pairs,
+            sampled_rows=self._sampled_rows,
+            parts=self._parts,
         )
 
     def _works(self, own: _Own) -> list[Work]:
@@ -180,11 +180,11 @@ class TeamLoad:
         return TeamLoad({one: load.copy() for one, load in self._loads.items()})
 
     def add_chunk(self, seq: Sequence, num_tokens: int) -> None:
-        for one in seq.instances:
+        for one in seq.schedule.instances:
             self._loads[one].add_chunk(seq, num_tokens)
 
     def add_draft(self, seq: Sequence, num_tokens: int) -> None:
-        for one in seq.instances:
+        for one in seq.schedule.instances:
             self._loads[one].add_draft(seq, num_tokens)
 
     def seconds(self, cost: Cost) -> float:
@@ -202,12 +202,13 @@ AnyLoad = Load | TeamLoad
 
 def _add_rows(seq: Sequence, num_tokens: int, tokens: list[int], pairs: list[float]) -> None:
     """The KV of a chunk's own tokens, of which all rows from its own one on see each."""
-    block_tokens, last = seq.placement.block_tokens, seq.last_owner
-    filled = min(seq.num_blocks * block_tokens - seq.length, num_tokens)
+    kv = seq.kv
+    block_tokens, last = kv.placement.block_tokens, kv.last_owner
+    filled = min(kv.num_blocks * block_tokens - seq.length, num_tokens)
     new_blocks = -(-(num_tokens - filled) // block_tokens)
     tokens[last] += filled
     pairs[last] += filled * (num_tokens - (filled - 1) / 2)
-    for rank, count, places in seq.placement.shares(last, seq.num_blocks, new_blocks) if new_blocks else ():
+    for rank, count, places in kv.placement.shares(last, kv.num_blocks, new_blocks) if new_blocks else ():
         step = places.step or 1
         start = filled + block_tokens * (places.start + step * (count - 1) / 2)  # of a block, on the average
         tokens[rank] += count * block_tokens

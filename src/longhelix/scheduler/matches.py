@@ -5,9 +5,24 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from longhelix.scheduler.chain import Chain
 from longhelix.scheduler.kv.blocks import Block, BlockAllocator, Slot
+
+
+class RunCounts(NamedTuple):
+    """How many blocks a run has, by KVP rank.
+
+    Attributes:
+        owned: All blocks.
+        swapped: Of these, the swapped ones.
+        unheld: Of these, the ones in the pool that no sequence holds.
+    """
+
+    owned: list[int]
+    swapped: list[int]
+    unheld: list[int]
 
 
 @dataclass(eq=False, slots=True)
@@ -15,17 +30,24 @@ class Run:
     """Cached blocks that follow each other in at least one waiting prompt, and do not branch.
 
     Runs form a tree. The prefix of a waiting request is all runs from the root to the one where its match ends.
+
+    Attributes:
+        before: The run before it. None: it is the root.
+        start: The number of blocks before it.
+        counts: How many blocks it has.
+        blocks: Its blocks, in position order.
+        hashes: The content hash of each of them.
+        after: The runs that follow it, by the hash of their first block.
+        matches: The matches that end with it.
     """
 
     before: "Run | None"
-    start: int  # the number of blocks before it
-    owners: list[int]  # its blocks by KVP rank
-    slots: list[int]  # of these the swapped ones
-    unheld: list[int]  # of these the ones in the pool that no sequence holds
+    start: int
+    counts: RunCounts
     blocks: list[Block | Slot] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
-    after: "dict[bytes, Run]" = field(default_factory=dict)  # by the hash of their first block
-    matches: "set[Match]" = field(default_factory=set)  # those that end with it
+    after: "dict[bytes, Run]" = field(default_factory=dict)
+    matches: "set[Match]" = field(default_factory=set)
 
     @property
     def stop(self) -> int:
@@ -60,7 +82,7 @@ class Match:
         run: Run | None = self.run
         count = 0
         while run is not None:
-            count += len(run.blocks) - sum(run.slots) - sum(run.unheld)
+            count += len(run.blocks) - sum(run.counts.swapped) - sum(run.counts.unheld)
             run = run.before
         return count
 
@@ -69,11 +91,11 @@ class Match:
         owners, kept, unheld = Counter[int](), Counter[int](), Counter[int]()
         run: Run | None = self.run
         while run is not None:
-            for rank, count in enumerate(run.owners):
+            for rank, (count, num_swapped, num_unheld) in enumerate(zip(*run.counts, strict=True)):
                 if count:
                     owners[rank] += count
-                    kept[rank] += count - run.slots[rank]
-                    unheld[rank] += run.unheld[rank]
+                    kept[rank] += count - num_swapped
+                    unheld[rank] += num_unheld
             run = run.before
         return owners, kept, unheld
 
@@ -151,7 +173,7 @@ class Matches:
 
     def _new_run(self, before: Run | None, start: int) -> Run:
         kvp = len(self._allocators)
-        return Run(before, start, [0] * kvp, [0] * kvp, [0] * kvp)
+        return Run(before, start, RunCounts(owned=[0] * kvp, swapped=[0] * kvp, unheld=[0] * kvp))
 
     def _fill(self, run: Run, blocks: Items[Block | Slot], hashes: Items[bytes]) -> None:
         run.blocks += blocks
@@ -166,12 +188,13 @@ class Matches:
 
     def _count(self, run: Run, blocks: Items[Block | Slot], sign: int) -> None:
         self.num_visits += len(blocks)
+        owned, swapped, unheld = run.counts
         for block in blocks:
-            run.owners[block.owner] += sign
+            owned[block.owner] += sign
             if isinstance(block, Slot):
-                run.slots[block.owner] += sign
+                swapped[block.owner] += sign
             elif self._allocators[block.owner].is_cached(block.id):
-                run.unheld[block.owner] += sign
+                unheld[block.owner] += sign
 
     def _runs_of(self, block: Block | Slot) -> dict[int, Run]:
         return (self._run_of_slot if isinstance(block, Slot) else self._run_of_block)[block.owner]
@@ -266,7 +289,7 @@ class Matches:
             for block_id in ids:
                 run = runs.get(block_id)
                 if run is not None:
-                    run.unheld[rank] += sign
+                    run.counts.unheld[rank] += sign
 
     def lost(self, block: Block | Slot) -> None:
         """A block's content is no longer found, or is found elsewhere."""

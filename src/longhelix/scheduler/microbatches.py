@@ -32,7 +32,7 @@ class Microbatches:
         self._last = self._current = -1  # of the step that was made last, and of the one that is made
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._each[seq.microbatch]
+        return seq in self._each[seq.schedule.microbatch]
 
     def decoding(self, turn: Turn) -> tuple[Decodes]:
         return (self._each[turn.microbatch],)
@@ -71,7 +71,7 @@ class Microbatches:
         return moved
 
     def _let_join(self, seq: Sequence, microbatch: int, after: int) -> None:
-        seq.microbatch, seq.joins_after = microbatch, after
+        seq.schedule.microbatch, seq.schedule.joins_after = microbatch, after
         self._joining[microbatch].append(seq)
 
     def _load(self, microbatch: int) -> tuple[float, int]:
@@ -105,7 +105,9 @@ class Microbatches:
         stage waits for it longer than for those of a whole round."""
         pp = len(self._each)
         return [
-            seq for seq in self._joining[microbatch] if step_id >= seq.joins_after + pp or seq.joins_after < oldest_id
+            seq
+            for seq in self._joining[microbatch]
+            if step_id >= seq.schedule.joins_after + pp or seq.schedule.joins_after < oldest_id
         ]
 
     def join(self, turn: Turn, step_id: int, oldest_id: int) -> list[Sequence]:
@@ -119,11 +121,11 @@ class Microbatches:
         return joined
 
     def may_lose(self, seq: Sequence) -> bool:
-        decodes = self._each[seq.microbatch]
-        return seq in decodes and (seq.microbatch == self._current or decodes.has_more_rows(seq))
+        decodes = self._each[seq.schedule.microbatch]
+        return seq in decodes and (seq.schedule.microbatch == self._current or decodes.has_more_rows(seq))
 
     def grew(self, seq: Sequence) -> None:
-        self._each[seq.microbatch].grew(seq)
+        self._each[seq.schedule.microbatch].grew(seq)
 
     def recount(self) -> None:
         for decodes in self._each:
@@ -131,8 +133,8 @@ class Microbatches:
 
     def leave(self, seq: Sequence) -> None:
         if seq in self:
-            self._each[seq.microbatch].leave(seq)
-        elif seq in (joining := self._joining[seq.microbatch]):
+            self._each[seq.schedule.microbatch].leave(seq)
+        elif seq in (joining := self._joining[seq.schedule.microbatch]):
             joining.remove(seq)
 
     def began(self, turn: Turn, step_id: int) -> None:

@@ -38,13 +38,13 @@ class Order:
         ordered = sorted((self._key(seq.job, left_s[seq], now_s), seq) for seq in left_s)
         homes: dict[int | None, list[tuple[Key, Sequence]]] = {}
         for key, seq in ordered:
-            homes.setdefault(seq.home, []).append((key, seq))
+            homes.setdefault(seq.kv.placement.home, []).append((key, seq))
         for of_home in homes.values():
             first = self._first(of_home, left_s, now_s)
             place = [seq for _, seq in of_home].index(first)
             of_home.insert(0, of_home.pop(place))
         rest = {home: iter(of_home) for home, of_home in homes.items()}
-        return [next(rest[seq.home])[1] for _, seq in ordered]
+        return [next(rest[seq.kv.placement.home])[1] for _, seq in ordered]
 
     def _first(self, ordered: list[tuple[Key, Sequence]], left_s: Mapping[Sequence, float], now_s: float) -> Sequence:
         peers = [seq for key, seq in ordered if key[:_POLICY] == ordered[0][0][:_POLICY]]
@@ -60,7 +60,7 @@ class Order:
 
     def left_s(self, seq: Sequence) -> float:
         """What is left of its prefill."""
-        return self.times.between(seq.length, seq.num_prompt, seq.placement.alone_tokens)
+        return self.times.between(seq.length, seq.tokens.num_prompt, seq.kv.placement.alone_tokens)
 
     def headroom_s(self, seq: Sequence, now_s: float, spare_s: float) -> float:
         """How much of a step's time is left unused where this prompt goes first. spare_s: what decodes leave of it."""

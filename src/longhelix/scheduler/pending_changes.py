@@ -7,7 +7,7 @@ import msgspec
 
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.step import NewSequence, Turn
+from longhelix.scheduler.step import NO_TOKENS, InitialKV, KnownTokens, NewSequence, Turn
 
 Copies = tuple[tuple[Block, Block], ...]
 
@@ -62,7 +62,7 @@ class PendingChanges:
         self._joined.pop(seq.id, None)
         started = self._started.pop(seq.id, None)
         if started is None:
-            self._ended.append((seq.id, seq.instances))
+            self._ended.append((seq.id, seq.schedule.instances))
         return () if started is None else started.copies
 
     def has_ends_for(self, turn: Turn) -> bool:
@@ -80,7 +80,7 @@ class PendingChanges:
 
     def take_started(self, turn: Turn) -> tuple[tuple[NewSequence, ...], Copies]:
         """Return the sequences that start with the turn's step, and the block copies for them."""
-        started = [one for one in self._started.values() if turn.has(one.seq.instances)]
+        started = [one for one in self._started.values() if turn.has(one.seq.schedule.instances)]
         for one in started:
             del self._started[one.seq.id]
         return tuple(_with_instances(one) for one in started), tuple(copy for one in started for copy in one.copies)
@@ -91,7 +91,7 @@ class PendingChanges:
         No step that samples a token of these sequences is in flight, so their state here is the one that the instance
         needs.
         """
-        joined = [seq for seq in self._joined.values() if turn.has(seq.instances)]
+        joined = [seq for seq in self._joined.values() if turn.has(seq.schedule.instances)]
         for seq in joined:
             del self._joined[seq.id]
         return tuple(map(_joined, joined))
@@ -111,23 +111,26 @@ class PendingChanges:
 
 def _with_instances(started: StartedSequence) -> NewSequence:
     """Return what the ranks receive. More instances may have joined since the request was admitted."""
-    instances = started.seq.instances
+    instances = started.seq.schedule.instances
     return msgspec.structs.replace(started.new, instances=instances) if instances else started.new
 
 
 def _joined(seq: Sequence) -> NewSequence:
     """Describe a running sequence to an instance that has none of its KV. Other instances have all of its tokens."""
+    kv = seq.kv
     request = seq.request
     return NewSequence(
-        seq.id,
-        request.sampling,
-        request.seed,
-        request.capacity_tokens,
-        blocks_per_rank=tuple(seq.room),
-        spread=seq.placement.spread,
-        cached_tokens=seq.known_length,
-        cached_blocks=(Block(seq.last_owner, 0),) * (1 + len(seq.windows)) if seq.num_blocks else (),
-        instances=seq.instances,
-        last_token=seq.output[-1] if seq.output else None,
+        id=seq.id,
+        sampling=request.sampling,
+        seed=request.seed,
+        capacity_tokens=request.capacity_tokens,
+        kv=InitialKV(
+            blocks_per_rank=tuple(kv.room),
+            spread=kv.placement.spread,
+            cached_tokens=seq.known_length,
+            cached_blocks=(Block(kv.last_owner, 0),) * (1 + len(kv.windows)) if kv.num_blocks else (),
+        ),
+        known=KnownTokens(last_id=seq.tokens.output[-1]) if seq.tokens.output else NO_TOKENS,
+        instances=seq.schedule.instances,
         images=request.images,
     )

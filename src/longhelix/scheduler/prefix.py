@@ -51,7 +51,7 @@ class Prefix:
         )
 
     def seen_token_ids(self, request: Request) -> bytes:
-        """`seen_token_ids` of the `NewSequence`."""
+        """`seen_ids` of the `KnownTokens`."""
         if request.sampling.repetition_penalty == 1:
             return b""
         return array("i", sorted(set(request.prompt_token_ids[: self.num_tokens]))).tobytes()
@@ -234,21 +234,22 @@ class PrefixCache:
 
     def begin(self, seq: Sequence, num_blocks: int) -> None:
         """A sequence begins with the first `num_blocks` of the prefix that was found for it."""
-        seq.digest = self._chain(seq.request).before(num_blocks)
+        seq.unhashed.parent_hash = self._chain(seq.request).before(num_blocks)
         self.forget(seq.id)
 
     def named(self, seq: Sequence) -> tuple[list[Block], list[bytes], int]:
         """The blocks of a sequence that are full by now and have no hash yet, their hashes, and the position of their
         first token."""
-        unnamed, block_tokens = seq.unnamed, self._block_tokens
-        start = (seq.num_blocks - len(unnamed)) * block_tokens
+        unhashed = seq.unhashed
+        unnamed, block_tokens = unhashed.blocks, self._block_tokens
+        start = (seq.kv.num_blocks - len(unnamed)) * block_tokens
         full = min((seq.known_length - start) // block_tokens, len(unnamed))
         if full < 1:
             return [], [], start
         blocks, token_bytes = unnamed[:full], seq.token_bytes(start, start + full * block_tokens)
-        hashes = block_hashes(seq.digest, token_bytes, full, start, seq.request.images)
+        hashes = block_hashes(unhashed.parent_hash, token_bytes, full, start, seq.request.images)
         if self._record is not None:
-            self._record.learn(hashes, seq.digest if start else None, token_bytes, start, seq.request)
+            self._record.learn(hashes, unhashed.parent_hash if start else None, token_bytes, start, seq.request)
         del unnamed[:full]
-        seq.digest = hashes[-1]
+        unhashed.parent_hash = hashes[-1]
         return blocks, hashes, start

@@ -292,7 +292,7 @@ class Request:
 
     @property
     def generated_token_ids(self) -> bytes:
-        """Generated ids as int32 bytes, for `NewSequence`; empty if sampling does not need them."""
+        """Generated ids as int32 bytes, for `KnownTokens`; empty if sampling does not need them."""
         if not (self.num_generated and self.sampling.needs_generated):
             return b""
         return self.prompt_token_ids[self.given_tokens : len(self.prompt_token_ids)].tobytes()

@@ -92,17 +92,25 @@ class Scheduler:
         self._cache: PrefixCache | None = None
         if config.prefix_cache and prefixes is None:
             prefixes = self._cache = PrefixCache(
-                self.pool.index,
-                self.pool.swaps.index,
-                self.pool.matches,
-                config.block_tokens,
-                _root(config, root),
-                record,
-                self.pool.windows,
+                index=self.pool.index,
+                swapped=self.pool.swaps.index,
+                matches=self.pool.matches,
+                block_tokens=config.block_tokens,
+                root=_root(config, root),
+                record=record,
+                windows=self.pool.windows,
             )
         limits = GrowthLimits(config, cost)
         self._guides = CompiledGuides(config.clocks)
-        self._waiting = Admission(config, self.pool, self._order, limits, prefixes, self._cache, self._guides)
+        self._waiting = Admission(
+            config=config,
+            pool=self.pool,
+            order=self._order,
+            limits=limits,
+            prefixes=prefixes,
+            cache=self._cache,
+            guides=self._guides,
+        )
         self._running: dict[int, Sequence] = {}
         self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
         self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
@@ -199,10 +207,10 @@ class Scheduler:
         most_blocks = max([decodes.most_blocks for decodes in decoding], default=0)
         segments = drafts + chunks
         if segments:
-            most_blocks = max(most_blocks, *(self._running[segment.id].most_blocks for segment in segments))
+            most_blocks = max(most_blocks, *(self._running[segment.id].kv.most_blocks for segment in segments))
         joining = self._still_running(decode_next)
-        leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.instances)])
-        self._leaving = [seq for seq in self._leaving if not turn.has(seq.instances)]
+        leaving = self._still_running([seq for seq in self._leaving if turn.has(seq.schedule.instances)])
+        self._leaving = [seq for seq in self._leaving if not turn.has(seq.schedule.instances)]
         new, copies = self._changes.take_started(turn)
         self._guides.heard(new)
         joined = tuple(one for one in joined if one.id in self._running)
@@ -268,7 +276,7 @@ class Scheduler:
                 self._leaving += done
                 growing += more
             if (
-                any(turn.has(seq.instances) for seq in with_segments)
+                any(turn.has(seq.schedule.instances) for seq in with_segments)
                 or any(map(len, decoding))
                 or self._changes.has_ends_for(turn)
             ):
@@ -293,7 +301,7 @@ class Scheduler:
                 self._turns.grew(seq)
                 grown.append((seq, blocks))
         with_block = [
-            (seq, () if seq.num_blocks * self.config.block_tokens > seq.length else self._take(seq, now_s))
+            (seq, () if seq.kv.num_blocks * self.config.block_tokens > seq.length else self._take(seq, now_s))
             for seq in drafting
             if seq in self._drafting  # or it was preempted just now
         ]
@@ -302,7 +310,7 @@ class Scheduler:
             if seq in self._drafting:
                 token_ids = self._drafting.token_ids(seq)
                 blocks += self.pool.take_free(seq, seq.length + len(token_ids), left=len(self._running))
-                room = seq.num_blocks * self.config.block_tokens - seq.length
+                room = seq.kv.num_blocks * self.config.block_tokens - seq.length
                 drafted.append(_Drafted(seq, token_ids[:room], blocks))
         return (
             tuple((seq.id, block) for seq, blocks in grown if seq in self._turns for block in blocks),
@@ -311,7 +319,7 @@ class Scheduler:
 
     def _take(self, seq: Sequence, now_s: float) -> tuple[Block, ...]:
         """The next KV block of a sequence that decodes. Empty if it had to be preempted for want of one."""
-        self.pool.choose_ranks(seq, seq.num_blocks + 1)
+        self.pool.choose_ranks(seq, seq.kv.num_blocks + 1)
         blocks = None
         while blocks is None and self._decodes(seq):
             blocks = self.pool.take(seq)
@@ -340,25 +348,25 @@ class Scheduler:
     def _victim(self, rank: int, growing: Sequence, now_s: float) -> Sequence:
         """The sequence that is preempted, of `growing` and those that have blocks on a KVP rank or are promised some:
         one of the lowest priority, and then as the policy says."""
-        others = (seq for seq in self._running.values() if seq.block_ids[rank] or seq.promised[rank])
+        others = (seq for seq in self._running.values() if seq.kv.block_ids[rank] or seq.kv.promised[rank])
         return min(
             (seq for seq in (growing, *others) if self._may_be_preempted(seq)),
             key=lambda seq: self._order.preemption(seq, self._lost_s(seq), now_s),
         )
 
     def _lost_s(self, seq: Sequence) -> float:
-        return self._times.until(seq.known_length, seq.placement.alone_tokens)
+        return self._times.until(seq.known_length, seq.kv.placement.alone_tokens)
 
     def _may_be_preempted(self, seq: Sequence) -> bool:
         """Not if no rank knows it yet, if it is done but for a token on its way, or if it was preempted so
         often that it has been promised all that it needs."""
         runs = seq.prompt_left > 0 or seq in self._drafting or self._turns.may_lose(seq)
-        return runs and not self._changes.is_new(seq) and seq.job.preemptions < MOST_PREEMPTIONS
+        return runs and not self._changes.is_new(seq) and seq.job.history.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's blocks. It is computed again once there is room for it, from the tokens that it has."""
         self._leave(seq)
-        seq.last_step = self._next_step_id
+        seq.schedule.last_step = self._next_step_id
         self._preempted[seq.id] = seq
 
     def _leave(self, seq: Sequence) -> None:
@@ -379,28 +387,22 @@ class Scheduler:
         """Let preempted requests wait to be admitted, once all of their tokens have come back, and all ranks know."""
         for seq in [seq for seq in self._preempted.values() if self._has_come_back(seq)]:
             del self._preempted[seq.id]
-            request, job = seq.request.resumed(seq.output), seq.job
-            self._waiting.push(
-                replace(
-                    job,
-                    request=request,
-                    prefill_s=self._prefill_s(request),
-                    preemptions=job.preemptions + 1,
-                    lost_tokens=seq.known_length,
-                ),
-                now_s,
-            )
+            request, history = seq.request.resumed(seq.tokens.output), seq.job.history
+            history = replace(history, preemptions=history.preemptions + 1, lost_tokens=seq.known_length)
+            job = replace(seq.job, request=request, prefill_s=self._prefill_s(request), history=history)
+            self._waiting.push(job, now_s)
 
     def _has_come_back(self, seq: Sequence) -> bool:
-        if not seq.instances:
-            return seq.last_step < self._oldest_id
-        steps = (step for id, step in self._in_flight.items() if id <= seq.last_step)
-        under_way = any(Turn(instances=step.instances).has(seq.instances) for step in steps)
+        schedule = seq.schedule
+        if not schedule.instances:
+            return schedule.last_step < self._oldest_id
+        steps = (step for id, step in self._in_flight.items() if id <= schedule.last_step)
+        under_way = any(Turn(instances=step.instances).has(schedule.instances) for step in steps)
         return not under_way and seq.id not in self._changes.ended_ids
 
     def _chunks(self, turn: Turn, load: AnyLoad, now_s: float) -> tuple[Chunk, ...]:
         """The next chunks of prompts, which are added to the step's load."""
-        prompts = [seq for seq in self._prompts.values() if turn.has(seq.instances)]
+        prompts = [seq for seq in self._prompts.values() if turn.has(seq.schedule.instances)]
         if not prompts:
             return ()
         if len(prompts) > 1:
@@ -444,14 +446,14 @@ class Scheduler:
         seq.length += num_tokens
         if self.pool.windows:
             self._chunked.append(seq)
-        alone_s = self._times.between(start, seq.length, seq.placement.alone_tokens)
+        alone_s = self._times.between(start, seq.length, seq.kv.placement.alone_tokens)
         self._shares.charge(client, alone_s)
         self._order.pace.add(self._next_step_id + 1, alone_s)
         ends = not seq.prompt_left
         if ends:
             del self._prompts[seq.id]
             self._shares.remove(client)
-            if seq.length < seq.num_rows:
+            if seq.length < seq.schedule.num_rows:
                 if self._drafting.handles(seq):
                     self._drafting.prompt_done(seq)
                 else:
@@ -466,30 +468,31 @@ class Scheduler:
         step = self._in_flight.pop(result.step_id)
         self._turns.ended(Turn(step.microbatch, step.instances))
         if step.chunks:
-            self._step_s = result.taken_s
-            self._order.pace.ended(step.id, result.taken_s)
+            self._step_s = result.measured.taken_s
+            self._order.pace.ended(step.id, result.measured.taken_s)
         for rebalance in step.rebalances:
             seq = self._running.get(rebalance.id) or self._preempted.get(rebalance.id)
             if rebalance.moves and seq is not None:
-                seq.job.moved_s += result.moved_s
+                seq.job.history.moved_s += result.measured.moved_s
         # Moves, and guides that are compiled, take time that no cost knows of.
         guided = any(one.sampling.guide is not None for one in step.new)
         if self.cost is not None and not step.moved and not guided:
-            self.cost.observe(step.work, result.taken_s)
+            self.cost.observe(step.work, result.measured.taken_s)
         running = self._running
         events = [self._prompt_event(found) for found in result.prompt_logprobs if self._has(found.sequence_id)]
         for sampled in result.sampled:
             seq = running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
             if seq is None:
                 continue
-            output, token_id = seq.output, sampled.token_id
+            tokens, token_id = seq.tokens, sampled.token_id
+            output = tokens.output
             output.append(token_id)
-            if len(output) == seq.next_look or token_id in seq.stop_token_ids or sampled.error:
+            if len(output) == tokens.next_look or token_id in tokens.stop_ids or sampled.error:
                 events.append(self._look(seq, sampled))
             else:
                 events.append(TokenEvent(seq.id, sampled))
         for seq in self._drafting.take_result(step):
-            self.pool.cut(seq, is_promised=seq.job.preemptions >= MOST_PREEMPTIONS)
+            self.pool.cut(seq, is_promised=seq.job.history.preemptions >= MOST_PREEMPTIONS)
         return events
 
     def _has(self, request_id: int) -> bool:
@@ -504,20 +507,21 @@ class Scheduler:
 
     def _look(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
         """The event of a token after which a block is full, or the request ends."""
-        num_output = len(seq.output)
-        seq.next_look = seq.max_output
+        tokens = seq.tokens
+        num_output = len(tokens.output)
+        tokens.next_look = tokens.max_output
         if self._cache is not None:
-            unfilled = -(seq.num_prompt + num_output - 1) % self.config.block_tokens
+            unfilled = -(tokens.num_prompt + num_output - 1) % self.config.block_tokens
             if not unfilled:
                 self.pool.name_of(seq, *self._cache.named(seq))
-            seq.next_look = min(num_output + (unfilled or self.config.block_tokens), seq.max_output)
+            tokens.next_look = min(num_output + (unfilled or self.config.block_tokens), tokens.max_output)
         if sampled.error:
             return TokenEvent(seq.id, sampled, "error", self.end(seq.id))
         if not seq.request.sampling.max_new_tokens:
             return TokenEvent(seq.id, None, "length", self.end(seq.id))
-        if sampled.token_id in seq.stop_token_ids:
+        if sampled.token_id in tokens.stop_ids:
             return TokenEvent(seq.id, None, "stop", self.end(seq.id), ending=sampled)
-        if num_output == seq.max_output:
+        if num_output == tokens.max_output:
             return TokenEvent(seq.id, sampled, "length", self.end(seq.id))
         return TokenEvent(seq.id, sampled)
 
@@ -530,7 +534,7 @@ class Scheduler:
         if seq is not None:
             self._leave(seq)
             length = seq.known_length
-            held = tuple(seq.placement.local_length(rank, length) for rank in range(self.config.kvp))
+            held = tuple(seq.kv.placement.local_length(rank, length) for rank in range(self.config.kvp))
             return Usage.of(seq.job, held)
         preempted = self._preempted.pop(request_id, None)
         job = self._waiting.cancel(request_id) if preempted is None else preempted.job
@@ -542,7 +546,7 @@ def _scored_rows(seq: Sequence, num_tokens: int) -> Scored | None:
     rows = seq.scored(num_tokens)
     if not rows:
         return None
-    seq.job.scored_tokens = rows.stop
+    seq.job.history.scored_tokens = rows.stop
     return Scored(rows.start - seq.length, seq.request.prompt_token_ids[rows.start + 1 : rows.stop + 1].tobytes())
 
 

@@ -9,127 +9,211 @@ from longhelix.scheduler.kv.windows import WindowBlocks
 from longhelix.scheduler.request import Request
 
 
-@dataclass(eq=False, slots=True)
-class Job:
-    """A request and what is known of it before it runs.
+@dataclass(slots=True)
+class JobHistory:
+    """What has happened to a request so far, in all of its runs: it begins anew after each preemption.
 
-    deadline_s: when its first token is due. prefill_s: the predicted seconds of its prefill, if it runs alone.
-    cached_tokens: of its prompt, those whose KV was there when it began. preemptions: how often it was preempted;
-    lost_tokens: with KV, the last time; recomputed_tokens: those that were computed again, all times. swapped_tokens:
-    those whose KV was swapped and came back when it began, all times. overtaken: requests that were admitted before it,
-    although it came first, because they fit and it did not. was_tried: it has not fitted before. moved_tokens: those
-    whose KV moved between KVP ranks while it ran, all times; moved_s: how long the steps that moved them were busy with
-    that. scored_tokens: of its prompt's first ones, those after whose rows steps were asked for log-probabilities,
-    which are not asked for again.
+    Attributes:
+        cached_tokens: Tokens of its prompt whose KV was there when it first began. Written by `Admission`.
+        preemptions: How often it was preempted. Written by `Scheduler`, as is `lost_tokens`.
+        lost_tokens: Tokens with KV at its last preemption.
+        recomputed_tokens: Tokens whose KV was computed again after a preemption. Written by `Admission`.
+        swapped_tokens: Tokens whose KV was swapped and came back when it began. Written by `Admission`.
+        moved_tokens: Tokens whose KV moved between KVP ranks while it ran. Written by `Widening`.
+        moved_s: Seconds that steps spent on these moves. Written by `Scheduler`.
+        scored_tokens: First tokens of its prompt after whose rows steps were asked for log-probabilities. They are not
+            asked for again. Written by `Scheduler`.
     """
 
-    request: Request
-    deadline_s: float
-    prefill_s: float
     cached_tokens: int = 0
     preemptions: int = 0
+    lost_tokens: int = 0
     recomputed_tokens: int = 0
     swapped_tokens: int = 0
-    lost_tokens: int = 0
-    overtaken: int = 0
-    was_tried: bool = False
     moved_tokens: int = 0
     moved_s: float = 0.0
     scored_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
-    """length: tokens whose rows have been submitted; for a sequence that decodes, as of the last look of `Decodes`; for
-    one with draft tokens, only those that are known to be accepted.
+class Job:
+    """A request and what is known of it before it runs.
 
-    room: how many KV blocks each KVP rank may come to have of it. promised: those that are promised to it and that it
-    does not have yet. block_ids: those that it has on each rank, in position order. unnamed: of its last blocks those
-    without a content hash, in order; digest: the hash of the block before them. output: tokens that have come back.
-    num_rows: of its prompt and its answer; the last token has none. is_scored: whether log-probabilities of its prompt
-    are asked for. max_output: the most tokens that may come back. windows: its blocks of each group with a limit.
-    next_look: after so many of them there is more to do than to pass one on.
-    microbatch: its microbatch, once its prompt is done. looked_at, due: rounds of `Decodes`, and counted_on: the KVP
-    rank for which it counts the sequence's next tokens; it alone uses them.
-    joins_after, last_step: ids of the step that samples the token of its first row in a microbatch, and of the last
-    step before its preemption. instances: see `NewSequence`.
+    Attributes:
+        request: The request. After a preemption its prompt contains the tokens that it has generated.
+        deadline_s: When its first token is due, in seconds on the engine's clock.
+        prefill_s: The predicted seconds of its prefill, if it runs alone.
+        history: What has happened to it.
+        overtaken: Requests that were admitted before it although it came first, because they fit and it did not.
+            Written by `Admission`, as is `was_tried`.
+        was_tried: Whether it has failed to fit before.
     """
 
-    job: Job
+    request: Request
+    deadline_s: float
+    prefill_s: float
+    history: JobHistory = field(default_factory=JobHistory)
+    overtaken: int = 0
+    was_tried: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class SequenceKV:
+    """The KV blocks of a sequence, by KVP rank. Written by `BlockPool`, and where they change ranks by `Widening`.
+
+    Attributes:
+        placement: Which rank owns each block. Also written by `choose_ranks`.
+        room: The most blocks that each rank may come to have.
+        promised: Blocks of each rank that are promised to it and that it does not have yet.
+        block_ids: Ids of the blocks that it has on each rank, in position order.
+        num_blocks: Blocks that it has on all ranks together.
+        most_blocks: The most blocks that it has on one rank.
+        last_owner: The rank of its last block.
+        windows: Its blocks of each KV group with a limit.
+    """
+
     placement: Placement
     room: list[int]
     promised: list[int]
     block_ids: "list[array[int]]"
-    request: Request = field(init=False)
-    id: int = field(init=False)
-    num_prompt: int = field(init=False)
-    num_rows: int = field(init=False)
-    max_output: int = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
-    is_scored: bool = field(init=False)
-    output: "array[int]" = field(default_factory=lambda: array("i"))
-    next_look: int = 1
-    length: int = 0
     num_blocks: int = 0
-    most_blocks: int = 0  # on one rank
+    most_blocks: int = 0
     last_owner: int = 0
-    unnamed: list[Block] = field(default_factory=list)
-    digest: bytes = b""
+    windows: tuple[WindowBlocks, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class UnhashedBlocks:
+    """The last blocks of a sequence, which have no content hash yet, so that the prefix cache does not find them.
+
+    Attributes:
+        blocks: The blocks, in position order. `BlockPool` adds to them, and `PrefixCache` takes what it hashes.
+        parent_hash: Hash of the block before them. Written by `PrefixCache`.
+    """
+
+    blocks: list[Block] = field(default_factory=list)
+    parent_hash: bytes = b""
+
+
+@dataclass(eq=False, slots=True)
+class SequenceSchedule:
+    """Which steps have rows of a sequence.
+
+    Attributes:
+        num_rows: Rows of its prompt and its answer. The last token has none. Never changes.
+        instances: See `NewSequence`. Written by `Instances`.
+        microbatch: Its microbatch once its prompt is done. Written by `Microbatches`.
+        joins_after: Id of the step that samples the token of its first row in the microbatch. Written by
+            `Microbatches`.
+        last_step: Id of the last step before its preemption. Written by `Scheduler`.
+        looked_at: The round of `Decodes` in which its length was last brought up to date. `Decodes` alone uses this and
+            what follows.
+        due: The round in which there is something to do for it.
+        counted_on: The KVP rank on which its next tokens are counted.
+    """
+
+    num_rows: int
+    instances: tuple[int, ...] = ()
     microbatch: int = 0
+    joins_after: int = 0
+    last_step: int = 0
     looked_at: int = 0
     due: int = 0
     counted_on: int = 0
-    joins_after: int = 0
-    last_step: int = 0
-    instances: tuple[int, ...] = ()
-    windows: tuple[WindowBlocks, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class SequenceTokens:
+    """The tokens of a sequence that have come back, and which of the next ones needs a look. Written by `Scheduler`.
+
+    Attributes:
+        num_prompt: Tokens of its prompt. Never changes.
+        output: The tokens that have come back since it began, in order.
+        next_look: Number of output tokens after which there is more to do than to pass one on.
+        max_output: The most tokens that may come back. Never changes.
+        stop_ids: Tokens that end the answer. Never changes.
+    """
+
+    num_prompt: int
+    output: "array[int]"
+    next_look: int
+    max_output: int
+    stop_ids: frozenset[int]
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A running request.
+
+    Attributes:
+        job: The request as it waited.
+        kv: Its KV blocks.
+        request: The request of the job. Never changes.
+        id: The request's id. Never changes.
+        tokens: The tokens that have come back.
+        schedule: Which steps have rows of it.
+        unhashed: Its blocks that have no content hash yet.
+        length: Tokens whose rows have been submitted. If it decodes, as of the last look of `Decodes`, which writes it
+            then. If it has draft tokens, only those that are known to be accepted. Written by `Scheduler` and
+            `Drafting`.
+    """
+
+    job: Job
+    kv: SequenceKV
+    request: Request = field(init=False)
+    id: int = field(init=False)
+    tokens: SequenceTokens = field(init=False)
+    schedule: SequenceSchedule = field(init=False)
+    unhashed: UnhashedBlocks = field(default_factory=UnhashedBlocks)
+    length: int = 0
 
     def __post_init__(self) -> None:
-        self.request = self.job.request
-        self.id = self.request.id
-        self.num_prompt = len(self.request.prompt_token_ids)
-        self.num_rows = self.request.num_rows
-        self.max_output = self.request.sampling.most_sampled
-        self.is_scored = self.request.sampling.prompt_logprobs is not None
-        self.stop_token_ids = self.request.stop_token_ids
+        request = self.request = self.job.request
+        self.id = request.id
+        self.schedule = SequenceSchedule(request.num_rows)
+        self.tokens = SequenceTokens(
+            num_prompt=len(request.prompt_token_ids),
+            output=array("i"),
+            next_look=1,
+            max_output=request.sampling.most_sampled,
+            stop_ids=request.stop_token_ids,
+        )
 
     @property
     def prompt_left(self) -> int:
-        return max(self.num_prompt - self.length, 0)
+        """Tokens of its prompt whose rows have not been submitted."""
+        return max(self.tokens.num_prompt - self.length, 0)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for."""
+        return self.request.sampling.prompt_logprobs is not None
 
     def scored(self, num_tokens: int) -> range:
         """Of its next tokens those after whose rows log-probabilities of the prompt's next ones are wanted. What it has
         generated before a preemption is not asked about, and neither is its first new token."""
         stop = min(self.length + num_tokens, self.request.given_tokens - 1) if self.is_scored else 0
-        return range(max(self.length, self.job.scored_tokens), stop)
-
-    @property
-    def home(self) -> int | None:
-        """The KVP rank that alone computes the prompt; None where several take part."""
-        return self.placement.home
-
-    @property
-    def even(self) -> bool:
-        """Whether all KVP ranks have the same share of its tokens."""
-        return self.placement.even
+        return range(max(self.length, self.job.history.scored_tokens), stop)
 
     @property
     def rank_tokens(self) -> list[int]:
         """Of its first `length` tokens those of each KVP rank. Those beyond its blocks count for the last one's."""
-        block_tokens = self.placement.block_tokens
-        tokens = [len(block_ids) * block_tokens for block_ids in self.block_ids]
-        tokens[self.last_owner] += self.length - self.num_blocks * block_tokens
+        kv, length = self.kv, self.length
+        block_tokens = kv.placement.block_tokens
+        tokens = [len(block_ids) * block_tokens for block_ids in kv.block_ids]
+        tokens[kv.last_owner] += length - kv.num_blocks * block_tokens
         return tokens
 
     @property
     def known_length(self) -> int:
         """Of its first tokens, those that are known and whose rows have been submitted."""
-        return self.num_prompt + len(self.output) - 1 if self.output else min(self.length, self.num_prompt)
+        tokens = self.tokens
+        return tokens.num_prompt + len(tokens.output) - 1 if tokens.output else min(self.length, tokens.num_prompt)
 
     def token_bytes(self, start: int, stop: int) -> bytes:
         """Known tokens from `start` to `stop`, int32 in this machine's byte order."""
-        num_prompt = self.num_prompt
+        num_prompt, output = self.tokens.num_prompt, self.tokens.output
         if start >= num_prompt:
-            return self.output[start - num_prompt : stop - num_prompt].tobytes()
+            return output[start - num_prompt : stop - num_prompt].tobytes()
         prompt = self.request.prompt_token_ids[start:stop].tobytes()
-        return prompt if stop <= num_prompt else prompt + self.output[: stop - num_prompt].tobytes()
+        return prompt if stop <= num_prompt else prompt + output[: stop - num_prompt].tobytes()

@@ -17,6 +17,41 @@ from longhelix.scheduler.work import NO_WORK, Work
 TOKEN_BYTES = 4
 
 
+class InitialKV(msgspec.Struct, frozen=True, array_like=True):
+    """Where the KV of a new sequence goes, and what of it is cached.
+
+    Attributes:
+        blocks_per_rank: The most KV blocks that the sequence ever has, by KVP rank.
+        spread: Every KVP rank takes part in its attention from the first row on. Otherwise only ranks with its KV do.
+        cached_tokens: Tokens at its start whose KV exists when the step's layers run. Chunks bring the other tokens of
+            the prompt.
+        cached_blocks: The blocks with this KV, in position order. The sequence only writes to the last one, and only
+            if that is not full.
+    """
+
+    blocks_per_rank: tuple[int, ...]
+    spread: bool
+    cached_tokens: int = 0
+    cached_blocks: tuple[Block, ...] = ()
+
+
+class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of a new sequence that ranks need and that no chunk brings. Ids are int32 in this machine's byte order.
+
+    Attributes:
+        seen_ids: The different tokens among the cached ones, if the sequence has a repetition penalty.
+        generated_ids: The tokens that it had generated before it was preempted, if its sampling depends on them.
+        last_id: The last token that was sampled for it. None if there is none.
+    """
+
+    seen_ids: bytes = b""
+    generated_ids: bytes = b""
+    last_id: int | None = None
+
+
+NO_TOKENS = KnownTokens()
+
+
 class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request that ranks see for the first time.
 
@@ -26,19 +61,10 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
         seed: Of its random numbers.
         capacity_tokens: Tokens of its prompt and answer at most. They decide its RoPE frequencies if these depend on
             length.
-        blocks_per_rank: The most KV blocks that it ever has, by KVP rank.
-        spread: Every KVP rank takes part in its attention from the first row on. Otherwise only ranks with its KV do.
-        cached_tokens: Tokens at its start whose KV exists when the step's layers run. Chunks bring the other tokens of
-            the prompt.
-        cached_blocks: The blocks with this KV, in position order. The sequence only writes to the last one, and only
-            if that is not full.
-        seen_token_ids: The different tokens among the cached ones, if it has a repetition penalty. int32 in this
-            machine's byte order.
-        generated_token_ids: The tokens that it had generated before it was preempted, if its sampling depends on them.
-            int32 in this machine's byte order.
+        kv: Where its KV goes, and what of it is cached.
+        known: Tokens that ranks need and that no chunk brings.
         instances: If KVP instances have their own clocks, those that take part in it from now on. The first one samples
             its tokens.
-        last_token: The last token that was sampled for it. None if there is none.
         images: The images in its prompt, in order. Ranks that need the images have them by their digests.
     """
 
@@ -46,14 +72,9 @@ class NewSequence(msgspec.Struct, frozen=True, omit_defaults=True):
     sampling: SamplingParams
     seed: int
     capacity_tokens: int
-    blocks_per_rank: tuple[int, ...]
-    spread: bool
-    cached_tokens: int = 0
-    cached_blocks: tuple[Block, ...] = ()
-    seen_token_ids: bytes = b""
-    generated_token_ids: bytes = b""
+    kv: InitialKV
+    known: KnownTokens = NO_TOKENS
     instances: tuple[int, ...] = ()
-    last_token: int | None = None
     images: tuple[ImageSpan, ...] = ()
 
     @property
@@ -159,7 +180,7 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         id: The sequence's id.
         moves: The blocks that move, in position order.
-        blocks_per_rank: As in `NewSequence`, from now on.
+        blocks_per_rank: As in `InitialKV`, from now on.
     """
 
     id: int
@@ -301,33 +322,46 @@ class PromptLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
+class StepMeasurements(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What was measured of a step. A rank reports its own numbers, and the runner combines those of all ranks.
+
+    Attributes:
+        taken_s: Seconds that the step took. Combined: the longest. 0 if nothing measured it.
+        moved_s: Of these, the seconds in which blocks moved between ranks. Combined: the longest.
+        exposed_s: Seconds in which a rank waited for exchanges and had nothing left to attend to. Combined: the
+            longest. None if nothing measured it.
+        exchanged_bytes: Bytes sent in exchanges of attention. Combined: the sum.
+        network_bytes: Bytes sent to ranks of other hosts, in all collectives. Combined: the sum.
+        fingerprint: Fingerprint of the collectives that the rank ran. The same on all ranks.
+        parts: The step's number of parts. The same on all ranks.
+    """
+
+    taken_s: float = 0.0
+    moved_s: float = 0.0
+    exposed_s: float | None = None
+    exchanged_bytes: int = 0
+    network_bytes: int = 0
+    fingerprint: int = 0
+    parts: int = 1
+
+
+NOT_MEASURED = StepMeasurements()
+
+
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a step produced. A rank reports its own numbers, and the runner combines those of all ranks.
+    """What a step produced. A rank reports its own tokens, and the runner combines those of all ranks.
 
     Attributes:
         step_id: Number of the step.
         sampled: Sampled tokens, in the order of the step's rows. Of a draft those that were sampled after its last
             token and after each accepted draft token.
-        num_tokens: Rows that ran.
-        exchanged_bytes: Bytes sent in exchanges of attention. Combined: the sum.
-        parts: The step's number of parts.
-        exposed_s: Seconds in which a rank waited for exchanges and had nothing left to attend to. Combined: the
-            longest. None if nothing measured it.
-        fingerprint: Fingerprint of the collectives that the rank ran. The same on all ranks.
-        taken_s: Seconds that the step took. Combined: the longest. 0 if nothing measured it.
-        moved_s: Of these, the seconds in which blocks moved between ranks.
+        num_tokens: Rows that ran. Combined: the sum over ranks that return tokens.
         prompt_logprobs: In the order of the step's chunks.
-        network_bytes: Bytes sent to ranks of other hosts, in all collectives. Combined: the sum.
+        measured: What was measured of the step.
     """
 
     step_id: int
     sampled: tuple[SampledToken, ...]
     num_tokens: int
-    exchanged_bytes: int
-    parts: int = 1
-    exposed_s: float | None = None
-    fingerprint: int = 0
-    taken_s: float = 0.0
-    moved_s: float = 0.0
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    network_bytes: int = 0
+    measured: StepMeasurements = NOT_MEASURED

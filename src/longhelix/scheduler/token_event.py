@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Usage(NamedTuple):
-    """What a request held at its end, on each KVP rank, and what it took: see `Job`."""
+    """What a request held at its end, on each KVP rank, and what it took: see `JobHistory`."""
 
     kv_tokens_per_rank: tuple[int, ...]
     cached_tokens: int = 0
@@ -24,27 +24,28 @@ class Usage(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, kv_tokens_per_rank: tuple[int, ...]) -> "Usage":
+        history = job.history
         return cls(
-            kv_tokens_per_rank,
-            job.cached_tokens,
-            job.preemptions,
-            job.recomputed_tokens,
-            job.swapped_tokens,
-            job.moved_tokens,
-            job.moved_s,
+            kv_tokens_per_rank=kv_tokens_per_rank,
+            cached_tokens=history.cached_tokens,
+            preemptions=history.preemptions,
+            recomputed_tokens=history.recomputed_tokens,
+            swapped_tokens=history.swapped_tokens,
+            moved_tokens=history.moved_tokens,
+            moved_s=history.moved_s,
         )
 
     def after(self, earlier: "Usage") -> "Usage":
         """Of a request that had begun in another engine before: together with what it took there. Cached were the
         tokens that it found when it first began."""
         return Usage(
-            self.kv_tokens_per_rank,
-            earlier.cached_tokens,
-            earlier.preemptions + self.preemptions,
-            earlier.recomputed_tokens + self.recomputed_tokens,
-            earlier.swapped_tokens + self.swapped_tokens,
-            earlier.moved_tokens + self.moved_tokens,
-            earlier.moved_s + self.moved_s,
+            kv_tokens_per_rank=self.kv_tokens_per_rank,
+            cached_tokens=earlier.cached_tokens,
+            preemptions=earlier.preemptions + self.preemptions,
+            recomputed_tokens=earlier.recomputed_tokens + self.recomputed_tokens,
+            swapped_tokens=earlier.swapped_tokens + self.swapped_tokens,
+            moved_tokens=earlier.moved_tokens + self.moved_tokens,
+            moved_s=earlier.moved_s + self.moved_s,
         )
 
 

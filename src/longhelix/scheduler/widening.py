@@ -67,14 +67,14 @@ class Widening:
         level = sum(allocator.available for allocator in self._allocators) // len(self._allocators)
         if level < self._least_level:
             return False
-        able = [seq for seq in sequences if seq not in self._of_step and not any(seq.promised)]
-        able.sort(key=lambda seq: (-len(seq.block_ids[rank]), seq.id))
-        return any(self._move(seq, rank, level) for seq in able if seq.block_ids[rank])
+        able = [seq for seq in sequences if seq not in self._of_step and not any(seq.kv.promised)]
+        able.sort(key=lambda seq: (-len(seq.kv.block_ids[rank]), seq.id))
+        return any(self._move(seq, rank, level) for seq in able if seq.kv.block_ids[rank])
 
     def _go_elsewhere(self, seq: Sequence) -> bool:
         """Let a sequence's next block go to the rank with the most room."""
         room = [
-            allocator.available * all(map(WindowGroup.has_room, self._pool.windows, seq.windows, repeat(rank)))
+            allocator.available * all(map(WindowGroup.has_room, self._pool.windows, seq.kv.windows, repeat(rank)))
             for rank, allocator in enumerate(self._allocators)
         ]
         if not any(room):
@@ -85,7 +85,7 @@ class Widening:
     def of_step(self) -> tuple[Rebalance, ...]:
         """Return what the next step carries, and forget it."""
         for seq, one in self._of_step.items():
-            seq.job.moved_tokens += len(one.moves) * seq.placement.block_tokens
+            seq.job.history.moved_tokens += len(one.moves) * seq.kv.placement.block_tokens
         rebalances = tuple(self._of_step.values())
         self._of_step.clear()
         return rebalances
@@ -135,19 +135,20 @@ class Widening:
 
     def _place(self, seq: Sequence, owners: list[int]) -> bool:
         """Let a sequence's blocks have other owners. False: a rank would have too many of them."""
-        placement = Continued(Striped(seq.placement.kvp, seq.placement.block_tokens), tuple(owners))
-        room = blocks_needed(placement, seq.num_rows)
+        kv = seq.kv
+        placement = Continued(Striped(kv.placement.kvp, kv.placement.block_tokens), tuple(owners))
+        room = blocks_needed(placement, seq.schedule.num_rows)
         if max(room) > self._most_blocks or not self._pool.make_room(seq, room):
             return False
-        seq.placement = placement
+        kv.placement = placement
         before = self._of_step.get(seq)
         self._of_step[seq] = Rebalance(seq.id, () if before is None else before.moves, tuple(room))
         return True
 
     def _movable(self, seq: Sequence, blocks: list[Block], rank: int) -> list[int]:
         """The indices of its blocks that may move."""
-        allocator, stay = self._allocators[rank], max(len(seq.unnamed), 1)
-        stop = min([len(blocks) - stay, *(held.first for held in seq.windows)])
+        allocator, stay = self._allocators[rank], max(len(seq.unhashed.blocks), 1)
+        stop = min([len(blocks) - stay, *(held.first for held in seq.kv.windows)])
         return [
             index
             for index, block in enumerate(blocks[: max(stop, 0)])
@@ -165,29 +166,37 @@ class Widening:
 
     def _moves(self, seq: Sequence, blocks: list[Block], indices: Items[int], targets: Items[int]) -> tuple[Move, ...]:
         """Give a sequence its new blocks, and take back those that they replace."""
+        kv = seq.kv
         new = {rank: iter(self._allocators[rank].take_many(count, 0)) for rank, count in Counter(targets).items()}
         moved = {index: Block(target, next(new[target])) for index, target in zip(indices, targets, strict=True)}
-        block_ids, moves, left = [array("q") for _ in seq.block_ids], [], array("q")
+        block_ids, moves, left = [array("q") for _ in kv.block_ids], [], array("q")
         for index, source in enumerate(blocks):
             block = moved.get(index, source)
             if block is not source:
                 moves.append(Move(source, block, index))
                 left.append(source.id)
             block_ids[block.owner].append(block.id)
-        allocator, block_tokens = self._allocators[blocks[indices[0]].owner], seq.placement.block_tokens
+        allocator, block_tokens = self._allocators[blocks[indices[0]].owner], kv.placement.block_tokens
         contents = {} if self._pool.record is None else self._pool.record.contents
         self._named[seq.id] = [
-            _Named(move.source, move.target, digest, index * block_tokens, contents.get(digest))
+            _Named(
+                source=move.source,
+                target=move.target,
+                digest=digest,
+                start=index * block_tokens,
+                content=contents.get(digest),
+            )
             for move, index in zip(moves, indices, strict=True)
             if (digest := allocator.hash_of(move.source.id)) is not None
         ]
         allocator.release(left, 0)
-        seq.block_ids, seq.most_blocks = block_ids, max(map(len, block_ids))
+        kv.block_ids, kv.most_blocks = block_ids, max(map(len, block_ids))
         return tuple(moves)
 
 
 def _blocks(seq: Sequence) -> list[Block]:
     """A sequence's blocks, in position order."""
-    ids, placement = [iter(of_rank) for of_rank in seq.block_ids], seq.placement
-    starts = range(0, seq.num_blocks * placement.block_tokens, placement.block_tokens)
+    kv = seq.kv
+    ids, placement = [iter(of_rank) for of_rank in kv.block_ids], kv.placement
+    starts = range(0, kv.num_blocks * placement.block_tokens, placement.block_tokens)
     return [Block(owner, next(ids[owner])) for owner in map(placement.owner, starts)]

@@ -40,7 +40,12 @@ class Work(NamedTuple):
     def chunk(cls, rows: Number, prefix: Number, *, sampled: bool = False) -> "Work":
         """`rows` tokens of a prompt after `prefix` others, spread evenly. sampled: the last of them is the prompt's
         last."""
-        return cls(0, 0, rows, prefix + rows, rows * (prefix + (rows + 1) / 2), int(sampled))
+        return cls(
+            chunk_rows=rows,
+            chunk_kv_tokens=prefix + rows,
+            chunk_pairs=rows * (prefix + (rows + 1) / 2),
+            sampled_rows=int(sampled),
+        )
 
     @classmethod
     def growing_chunk(cls, rows: float, prefix: float, kvp: int, alone_tokens: float) -> "Work":
@@ -49,7 +54,11 @@ class Work(NamedTuple):
         def counted(tokens: float) -> float:
             return max(tokens, kvp * min(tokens, alone_tokens))
 
-        return cls(0, 0, rows, counted(prefix + rows), rows * counted(prefix + (rows + 1) / 2))
+        return cls(
+            chunk_rows=rows,
+            chunk_kv_tokens=counted(prefix + rows),
+            chunk_pairs=rows * counted(prefix + (rows + 1) / 2),
+        )
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]  # tuples are joined by it, work adds up
         """Both in one step, of one part."""

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from longhelix.scheduler.kv.blocks import Block
-from longhelix.scheduler.step import SampledToken, Step, StepResult
+from longhelix.scheduler.step import SampledToken, Step, StepMeasurements, StepResult
 from longhelix.scheduler.work import Cost
 
 
@@ -51,7 +51,7 @@ class SimulatedRunner(ABC):
         begin_s = max(self.now_s, *(left_s[0] for left_s in clocks))
         if self.stages > 1 and step.work.decode_rows:
             begin_s = max(begin_s, self._tokens_s(step))
-        end_s, stage_s = begin_s, result.taken_s / self.stages
+        end_s, stage_s = begin_s, result.measured.taken_s / self.stages
         for stage in range(self.stages):
             end_s = max(end_s, *(left_s[stage] for left_s in clocks)) + stage_s
             for left_s in clocks:
@@ -145,10 +145,7 @@ class PredictedRunner(SimulatedRunner):
             step_id=step.id,
             sampled=sampled,
             num_tokens=work.rows,
-            exchanged_bytes=0,
-            parts=work.parts,
-            taken_s=seconds,
-            moved_s=moved_s,
+            measured=StepMeasurements(taken_s=seconds, moved_s=moved_s, parts=work.parts),
         )
 
     def _sampled(self, step: Step) -> tuple[SampledToken, ...]:

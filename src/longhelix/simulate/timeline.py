@@ -34,8 +34,8 @@ class Timeline:
         self.next_s = 0.0
 
     def add(self, time_s: float, running: Collection[Sequence], waiting: int) -> None:
-        degrees = [len(list(filter(None, seq.block_ids))) for seq in running if seq.num_blocks]
-        kv_tokens = self._block_tokens * sum([seq.num_blocks for seq in running])
+        degrees = [len(list(filter(None, seq.kv.block_ids))) for seq in running if seq.kv.num_blocks]
+        kv_tokens = self._block_tokens * sum([seq.kv.num_blocks for seq in running])
         mean = sum(degrees) / len(degrees) if degrees else 0.0
         self.samples.append(
             Sample(

@@ -298,7 +298,7 @@ def _swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim, experts: Dim 
 
 
 def _product(name: str, tensor: str, rows: Dim, columns: Dim, experts: Dim = _ONCE) -> WeightSpec:
-    return WeightSpec(name, tensor, rows, columns, experts, stored=WeightDtype.PRODUCT)
+    return WeightSpec(name, tensor, rows, columns, experts=experts, stored=WeightDtype.PRODUCT)
 
 
 def _hidden(spec: ModelSpec) -> Dim:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhelix.engine.exchanges import ExchangeLog, HopB
-from longhelix.scheduler.step import StepResult
+from longhelix.scheduler.step import StepMeasurements
 
 pytestmark = pytest.mark.unit
 
@@ -19,8 +19,8 @@ def test_a_request_sees_the_steps_between_its_arrival_and_its_end(steps, kvp, da
     arrival = data.draw(st.integers(0, len(steps)))
     log = ExchangeLog(kvp)
     moments = [log.now]
-    for index, (parts, exposed_s) in enumerate(steps):
-        log.add(StepResult(index, (), 1, 0, parts, exposed_s))
+    for parts, exposed_s in steps:
+        log.add(StepMeasurements(exposed_s=exposed_s, parts=parts))
         moments.append(log.now)
     own = steps[arrival:]
     assert log.since(moments[arrival]) == HopB(
@@ -33,5 +33,5 @@ def test_a_request_sees_the_steps_between_its_arrival_and_its_end(steps, kvp, da
 def test_the_log_keeps_no_more_than_the_parts_that_there_are():
     log = ExchangeLog(2)
     for index in range(10_000):
-        log.add(StepResult(index, (), 1, 0, index * 7919 % 13 + 1, 0.0))
+        log.add(StepMeasurements(exposed_s=0.0, parts=index * 7919 % 13 + 1))
     assert len(log._peaks) <= 13

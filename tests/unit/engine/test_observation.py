@@ -9,7 +9,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import SampledToken, StepResult
+from longhelix.scheduler.step import SampledToken, StepMeasurements, StepResult
 
 pytestmark = pytest.mark.unit
 
@@ -26,7 +26,9 @@ class Instantly:
         self.decoding = [id for id in (*self.decoding, *step.joining) if id not in (*step.leaving, *step.ended)]
         sampled = [*self.decoding, *(chunk.id for chunk in step.chunks if chunk.sample)]
         tokens = tuple(SampledToken(id, 7) for id in sampled)
-        self.steps.append(StepResult(step.id, tokens, len(tokens), 10, exposed_s=0.25, taken_s=2.0))
+        self.steps.append(
+            StepResult(step.id, tokens, len(tokens), measured=StepMeasurements(2.0, exposed_s=0.25, exchanged_bytes=10))
+        )
 
     def collect(self, timeout_s):
         return self.steps.pop(0)

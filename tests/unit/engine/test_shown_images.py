@@ -4,7 +4,7 @@ import pytest
 
 from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.scheduler.request import ImageSpan, SamplingParams
-from longhelix.scheduler.step import Chunk, NewSequence, Step
+from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, Step
 
 LAYERS, ROW_BYTES = 2, 3
 
@@ -24,7 +24,7 @@ def image(start, tokens, mark=b"x", made=None):
 
 
 def step(*chunks, new=()):
-    begun = tuple(NewSequence(id, SamplingParams(), 0, 100, (9,), True, cached) for id, cached in new)
+    begun = tuple(NewSequence(id, SamplingParams(), 0, 100, InitialKV((9,), True, cached)) for id, cached in new)
     return Step(1, begun, chunks=tuple(Chunk(id, bytes(4 * count), (), False) for id, count in chunks))
 
 

@@ -18,10 +18,14 @@ from longhelix.spec.presets import load_model, load_system
 pytestmark = pytest.mark.unit
 
 
+def kv(home=None):
+    return SimpleNamespace(placement=SimpleNamespace(home=home, even=True))
+
+
 def decodes(count, length):
     load = Load(1)
     for _ in range(count):
-        load.add_decode(SimpleNamespace(length=length, even=True))
+        load.add_decode(SimpleNamespace(length=length, kv=kv()))
     return load
 
 
@@ -32,7 +36,7 @@ TARGET_S = 0.02
 
 
 def prompt(left, length=0, home=None):
-    return SimpleNamespace(prompt_left=left, length=length, home=home, even=True, is_scored=False)
+    return SimpleNamespace(prompt_left=left, length=length, kv=kv(home), is_scored=False)
 
 
 def work(prompts, sizes, beside):

@@ -11,7 +11,7 @@ from longhelix.scheduler import guide as guide_module
 from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.guide import Guide, KeptGuides
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import NewSequence, SampledToken, StepResult
+from longhelix.scheduler.step import InitialKV, NewSequence, SampledToken, StepResult
 
 pytestmark = pytest.mark.unit
 
@@ -21,7 +21,7 @@ def guided(asked, name, guide_s):
 
 
 def new(asked):
-    return NewSequence(asked.id, asked.sampling, asked.seed, asked.capacity_tokens, (1,), True)
+    return NewSequence(asked.id, asked.sampling, asked.seed, asked.capacity_tokens, InitialKV((1,), True))
 
 
 def begun(engine):
@@ -126,7 +126,7 @@ def test_what_a_step_has_compiled_takes_little_or_is_one(data, own_clocks, most_
             if in_flight and data.draw(st.booleans()):
                 done = in_flight.pop(0)
                 sampled = tuple(SampledToken(chunk.id, 1) for chunk in done.chunks if chunk.sample)
-                scheduler.complete(StepResult(done.id, sampled, 0, 0))
+                scheduler.complete(StepResult(done.id, sampled, 0))
             if id and data.draw(st.booleans()):
                 scheduler.end(data.draw(st.integers(0, id - 1)))
 

@@ -60,7 +60,7 @@ def test_a_long_cached_prompt_begins_with_all_that_is_cached_after_some_steps(ha
     assert steps == 7  # of 25 blocks
     assert most <= 4 + 1  # the request that runs fills blocks as well
     (new,) = engine.runner.steps[-1].new
-    assert new.cached_tokens == len(LONG) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert new.kv.cached_tokens == len(LONG) // BLOCK_TOKENS * BLOCK_TOKENS
     assert engine.drain()[1].token_ids == expected_output(asked)
 
 

@@ -75,7 +75,7 @@ class FakeInstances:
                 rows.setdefault(span.id, []).append((one, span.num_tokens, span.new_blocks, span))
         sampled = [one for id, each in rows.items() for one in self.run(id, each)]
         assert len(rows) <= step.work.rows * len(step.instances)
-        return StepResult(step.id, tuple(sampled), 0, 0)
+        return StepResult(step.id, tuple(sampled), 0)
 
     def follow(self, one, part):
         """An instance's own share of what a step changes."""
@@ -99,10 +99,10 @@ class FakeInstances:
         for new in part.new:
             assert one in new.instances
             assert new.id not in followers
-            blocks = list(new.cached_blocks)
+            blocks = list(new.kv.cached_blocks)
             last_owner = blocks[-1].owner if blocks else -1
             local = [block.id for block in blocks if block.owner == one]
-            followers[new.id] = Follower(new, new.cached_tokens, new.last_token, local, last_owner, blocks)
+            followers[new.id] = Follower(new, new.kv.cached_tokens, new.known.last_id, local, last_owner, blocks)
         for joined in part.joined:
             followers[joined.id].new = joined
         for id in part.joining:
@@ -222,10 +222,10 @@ class Run:
 def check_blocks_between(scheduler):
     """On every rank: free, held and cached ones are all there are. Some may be held for a copy that is to come."""
     for rank, allocator in enumerate(scheduler.pool.allocators):
-        held = {block for seq in scheduler._running.values() for block in seq.block_ids[rank]}
+        held = {block for seq in scheduler._running.values() for block in seq.kv.block_ids[rank]}
         borrowed = {block.id for block, *_ in scheduler.pool._borrowed if block.owner == rank}
         assert allocator._num_free + len(held | borrowed) + allocator.num_cached == allocator.num_blocks
-        assert allocator.reserved == sum(seq.promised[rank] for seq in scheduler._running.values())
+        assert allocator.reserved == sum(seq.kv.promised[rank] for seq in scheduler._running.values())
 
 
 def own(**more):
@@ -277,8 +277,8 @@ def test_a_request_that_decodes_takes_instances_one_after_the_other(depth):
     # 2 rows of the prompt, then one each: the fifth row and the ninth need other instances' blocks.
     assert with_rows == [(0,)] * 3 + [(0, 1)] * 4 + [(0, 1, 2)] * 6
     joined = [one for step in run.runner.steps for one in step.joined]
-    assert [(one.instances, one.cached_tokens) for one in joined] == [((0, 1), 4), ((0, 1, 2), 8)]
-    assert [one.last_token for one in joined] == [run.tokens[0][2], run.tokens[0][6]]
+    assert [(one.instances, one.kv.cached_tokens) for one in joined] == [((0, 1), 4), ((0, 1, 2), 8)]
+    assert [one.known.last_id for one in joined] == [run.tokens[0][2], run.tokens[0][6]]
 
 
 def test_an_aborted_request_ends_on_all_of_its_instances():

@@ -27,7 +27,7 @@ def windowed(visibility=WINDOW, blocks=30, **more):
 
 
 def held_in(engine, at=0):
-    return [seq.windows[at] for seq in engine.scheduler._running.values()]
+    return [seq.kv.windows[at] for seq in engine.scheduler._running.values()]
 
 
 @pytest.mark.parametrize("visibility", [WINDOW, CHUNK, Visibility(window_tokens=1), Visibility(window_tokens=4)])
@@ -110,7 +110,7 @@ def test_a_million_tokens_take_the_blocks_of_a_window():
         step = scheduler.schedule(0.0)
         most = max(most, *(allocator.num_held for allocator in scheduler.pool.windows[0].allocators))
         done = any(chunk.sample for chunk in step.chunks) or not step.chunks
-        events = scheduler.complete(StepResult(step.id, (SampledToken(0, 1),) if done else (), 1, 0))
+        events = scheduler.complete(StepResult(step.id, (SampledToken(0, 1),) if done else (), 1))
         ended = any(event.finish_reason for event in events)
     assert 8192 / 16 / 4 < most <= 8192 / 16 / 4 + span_blocks(Visibility(window_tokens=128), 16) / 4 + 1
 
@@ -137,9 +137,9 @@ def test_a_hit_is_what_all_groups_have():
         engine.step()
         check_blocks(engine.scheduler)
         engine.drain()
-    cached = [engine.runner.new[id].cached_tokens for id in (1, 2, 3)]
+    cached = [engine.runner.new[id].kv.cached_tokens for id in (1, 2, 3)]
     assert cached == [39, 40, 0]
-    blocks = engine.runner.new[2].cached_blocks[1::2]
+    blocks = engine.runner.new[2].kv.cached_blocks[1::2]
     passed = [block.id == PASSED_ID for block in blocks]
     assert passed == [True] * 8 + [False] * 2, "rows behind token 40 see tokens from 35 on"
 
@@ -151,7 +151,7 @@ def test_a_prompt_goes_on_where_its_window_is_still_there():
     engine.drain()
     engine.add(request(1, [*LONG[:20], 1, 1], 1))
     engine.drain()
-    assert engine.runner.new[1].cached_tokens == 20
+    assert engine.runner.new[1].kv.cached_tokens == 20
 
 
 def test_a_request_whose_window_has_no_room_is_refused():
@@ -220,7 +220,7 @@ def test_a_prompt_keeps_no_more_room_than_its_window_once_its_chunk_is_behind():
             sampled = [chunk.id for chunk in step.chunks if chunk.sample] + [
                 seq.id for seq in scheduler.running if seq in scheduler._turns and seq.id not in step.joining
             ]
-            scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in dict.fromkeys(sampled)), 1, 0))
+            scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in dict.fromkeys(sampled)), 1))
         return count
 
     visibility = Visibility(window_tokens=128)
@@ -239,7 +239,7 @@ def test_a_long_prompt_leaves_the_ends_of_others_cached():
     for id, one in enumerate(chats, start=10):
         engine.add(request(id, [*one.prompt_token_ids, 1, 2], 1))
         engine.drain()
-    assert [engine.runner.new[id].cached_tokens for id in (10, 11, 12)] == [20, 20, 20]
+    assert [engine.runner.new[id].kv.cached_tokens for id in (10, 11, 12)] == [20, 20, 20]
 
 
 def test_a_prefix_is_looked_through_once(monkeypatch):
@@ -258,7 +258,7 @@ def test_a_prefix_is_looked_through_once(monkeypatch):
     monkeypatch.setattr(WindowGroup, "last_missing", counted)
     engine.add(request(1, [*(LONG * 6)[:500], 1], 1))
     engine.drain()
-    assert engine.runner.new[1].cached_tokens == 0
+    assert engine.runner.new[1].kv.cached_tokens == 0
     assert looked <= 500 / 4 + 1
 
 
@@ -273,7 +273,7 @@ def test_a_prefix_waits_for_room_in_the_window_beside_others():
         engine.step()
     engine.add(request(3, [*LONG[:60], 1], 1))
     engine.drain()
-    assert engine.runner.new[3].cached_tokens == 60
+    assert engine.runner.new[3].kv.cached_tokens == 60
 
 
 def test_a_request_that_waits_for_something_else_begins_once_that_is_there():

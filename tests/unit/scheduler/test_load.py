@@ -140,7 +140,7 @@ def test_chunks_adapt_to_the_rank_that_attends(placement, smaller):
     works = []
     while scheduler.has_work and sum(work.chunk_rows for work in works) < 18_000:
         works.append(scheduler.schedule(0.0).work)
-        scheduler.complete(StepResult(len(works), (), works[-1].chunk_rows, 0))
+        scheduler.complete(StepResult(len(works), (), works[-1].chunk_rows))
     before, rows = sum(work.chunk_rows for work in works[:-1]), works[-1].chunk_rows
     target_s = 4 * 0.85 * 0.02
     assert 0.8 * target_s < 4e-9 * smaller * rows * (before + (rows + 1) / 2) <= target_s

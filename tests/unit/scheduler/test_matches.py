@@ -79,7 +79,7 @@ def test_a_request_begins_when_an_answer_has_the_blocks_that_it_has_no_room_for(
         assert 1 not in engine.runner.new
     engine.step()
     assert 1 in engine.runner.new
-    assert engine.runner.new[1].cached_tokens == 12
+    assert engine.runner.new[1].kv.cached_tokens == 12
     engine.drain()
 
 

@@ -22,7 +22,7 @@ from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.shares import Shares
-from longhelix.scheduler.step import SampledToken, StepResult
+from longhelix.scheduler.step import SampledToken, StepMeasurements, StepResult
 from longhelix.scheduler.work import Work
 
 pytestmark = pytest.mark.unit
@@ -51,7 +51,7 @@ class Clock:
         taken_s = self.slower * self.cost.seconds(step.work)
         self.now_s += taken_s
         sampled = tuple(SampledToken(chunk.id, 1) for chunk in step.chunks if chunk.sample)
-        self.results.append(StepResult(step.id, sampled, step.work.rows, 0, taken_s=taken_s))
+        self.results.append(StepResult(step.id, sampled, step.work.rows, measured=StepMeasurements(taken_s)))
 
     def collect(self, timeout_s):
         return self.results.popleft()

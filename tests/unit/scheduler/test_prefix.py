@@ -17,7 +17,7 @@ from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.request import Request, SamplingParams
-from longhelix.scheduler.step import NewSequence, Step
+from longhelix.scheduler.step import InitialKV, KnownTokens, NewSequence, Step
 
 pytestmark = pytest.mark.unit
 
@@ -108,8 +108,8 @@ def test_full_blocks_are_shared_and_the_rest_of_the_prompt_is_computed(placement
     engine = forked(donor, fork, config(placement=placement, growth_limit_tokens=8), whole=True)
     step = engine.runner.steps[-1]
     new = step.new[0]
-    assert (new.cached_tokens, step.copies) == (28, ())
-    assert list(new.cached_blocks) == engine.runner.replicas[0].blocks[:7]
+    assert (new.kv.cached_tokens, step.copies) == (28, ())
+    assert list(new.kv.cached_blocks) == engine.runner.replicas[0].blocks[:7]
     assert [(chunk.id, chunk.num_tokens) for chunk in step.chunks] == [(1, 5)]
     assert_outputs(engine, donor, fork)
 
@@ -121,11 +121,11 @@ def test_a_block_that_is_not_full_is_copied_on_its_rank_in_the_step_that_names_t
     step = engine.runner.steps[-1]
     new = step.new[0]
     ((source, target),) = step.copies
-    assert new.cached_tokens == 30
+    assert new.kv.cached_tokens == 30
     assert source == engine.runner.replicas[0].blocks[7]
-    assert target == new.cached_blocks[-1] != source
+    assert target == new.kv.cached_blocks[-1] != source
     assert source.owner == target.owner
-    assert list(new.cached_blocks[:-1]) == engine.runner.replicas[0].blocks[:7]
+    assert list(new.kv.cached_blocks[:-1]) == engine.runner.replicas[0].blocks[:7]
     assert_outputs(engine, donor, fork)
 
 
@@ -134,7 +134,7 @@ def test_one_token_of_the_prompt_is_left_to_compute(num_tokens):
     donor, fork = request(0, LONG[:30], 9), request(1, LONG[:num_tokens], 9)
     engine = forked(donor, fork)
     step = engine.runner.steps[-1]
-    assert step.new[0].cached_tokens == num_tokens - 1
+    assert step.new[0].kv.cached_tokens == num_tokens - 1
     assert [(chunk.id, chunk.num_tokens, chunk.sample) for chunk in step.chunks] == [(1, 1, True)]
     assert len(step.copies) == bool((num_tokens - 1) % BLOCK_TOKENS)
     assert_outputs(engine, donor, fork)
@@ -178,7 +178,7 @@ def test_blocks_are_free_after_the_last_of_those_that_share_them(ends):
     for one in asked:
         engine.add(one)
         engine.step()
-    assert [new.cached_tokens for step in engine.runner.steps for new in step.new] == [0, 30, 30]
+    assert [new.kv.cached_tokens for step in engine.runner.steps for new in step.new] == [0, 30, 30]
     free = [engine.free_blocks()]
     for id in ends:
         assert sum(engine.abort(id)) >= 30
@@ -196,9 +196,9 @@ def test_a_request_goes_on_by_its_own_placement_after_another_ones_blocks(tail):
     short, long = request(0, LONG[: 24 + tail], 8), request(1, LONG[:60], 8)
     engine = forked(short, long, asked)
     new = engine.runner.steps[-1].new[0]
-    assert new.cached_tokens == 24 + tail
-    assert len({block.owner for block in new.cached_blocks}) == 1
-    assert new.spread
+    assert new.kv.cached_tokens == 24 + tail
+    assert len({block.owner for block in new.kv.cached_blocks}) == 1
+    assert new.kv.spread
     assert_outputs(engine, short, long)
     held = engine.outcomes[1].kv_tokens_per_rank
     assert sum(held) == 67
@@ -207,10 +207,10 @@ def test_a_request_goes_on_by_its_own_placement_after_another_ones_blocks(tail):
     long, short = request(0, LONG[:60], 8), request(1, [*LONG[: 24 + tail], 1, 2], 8)
     engine = forked(long, short, asked)
     new = engine.runner.steps[-1].new[0]
-    assert new.cached_tokens == 24 + tail
-    assert {block.owner for block in new.cached_blocks} == {0, 1, 2}
-    assert not new.spread
-    last = new.cached_blocks[-1].owner
+    assert new.kv.cached_tokens == 24 + tail
+    assert {block.owner for block in new.kv.cached_blocks} == {0, 1, 2}
+    assert not new.kv.spread
+    last = new.kv.cached_blocks[-1].owner
     assert_outputs(engine, long, short)
     grown = {block.owner for step in engine.runner.steps for id, block in step.grown if id == 1}
     assert grown <= {last}
@@ -222,12 +222,12 @@ def test_a_prefix_that_leaves_a_rank_too_much_is_not_used():
     fork = request(1, LONG[:96], 4)
     asked = config(num_blocks=30, max_model_len=100, placement="auto", kvp_threshold_tokens=48)
     engine = forked(donor, fork, asked)
-    assert engine.runner.new[1].cached_tokens == 0
+    assert engine.runner.new[1].kv.cached_tokens == 0
     assert_outputs(engine, donor, fork)
     engine = forked(donor, request(1, LONG[:72], 4), asked)
-    assert engine.runner.new[1].cached_tokens == 0
+    assert engine.runner.new[1].kv.cached_tokens == 0
     engine = forked(donor, request(1, LONG[:56], 4), asked)
-    assert engine.runner.new[1].cached_tokens == 40
+    assert engine.runner.new[1].kv.cached_tokens == 40
 
 
 @pytest.mark.parametrize("placement", ["striped", "auto"])
@@ -236,20 +236,20 @@ def test_bits_do_not_depend_on_who_has_computed_a_prefix_where_that_is_promised(
     asked = config(placement=placement, kvp_threshold_tokens=40, batch_invariant=True)
     short, long = request(0, LONG[:24], 8), request(1, LONG[:60], 8)
     engine = forked(short, long, asked)
-    assert engine.runner.new[1].cached_tokens == (24 if placement == "striped" else 0)
+    assert engine.runner.new[1].kv.cached_tokens == (24 if placement == "striped" else 0)
     assert_outputs(engine, short, long)
     engine = forked(long, replace(long, id=2), asked)
-    assert engine.runner.new[2].cached_tokens == 59
+    assert engine.runner.new[2].kv.cached_tokens == 59
     engine.drain()
     engine = forked(short, replace(short, id=2), asked)  # on one rank, whichever that is
-    assert engine.runner.new[2].cached_tokens == 23
+    assert engine.runner.new[2].kv.cached_tokens == 23
     engine.drain()
 
 
 def test_a_repetition_penalty_is_told_which_tokens_it_has_not_seen():
     for penalty, told in ((1.0, []), (1.5, sorted({*LONG[:29]}))):
         engine = forked(request(0, LONG[:30], 9), request(1, LONG[:30], 9, repetition_penalty=penalty))
-        assert array("i", engine.runner.new[1].seen_token_ids).tolist() == told
+        assert array("i", engine.runner.new[1].known.seen_ids).tolist() == told
         engine.drain()
 
 
@@ -265,7 +265,7 @@ def test_a_kept_prefix_outlives_its_request():
     assert engine.free_blocks() == [96, 96]
     engine.add(fork)
     engine.step()
-    assert engine.runner.new[1].cached_tokens == 30
+    assert engine.runner.new[1].kv.cached_tokens == 30
     while engine.loop.has_work:
         engine.step()
     assert engine.outcomes[1].token_ids == expected_output(fork)
@@ -338,16 +338,16 @@ def test_any_requests_that_begin_alike_get_their_own_output_and_leave_nothing(wo
 
 def test_messages_say_nothing_of_what_a_step_has_not():
     sampling = SamplingParams()
-    new = NewSequence(3, sampling, 0, 9, (1,), False)
+    new = NewSequence(3, sampling, 0, 9, InitialKV((1,), False))
     step = Step(7, (new,))
     found = msgspec.msgpack.decode(msgspec.msgpack.encode(step))
     assert found.keys() == {"id", "new"}
-    assert found["new"][0].keys() == {"id", "sampling", "seed", "capacity_tokens", "blocks_per_rank", "spread"}
+    assert found["new"][0].keys() == {"id", "sampling", "seed", "capacity_tokens", "kv"}
 
 
 def test_messages_carry_copies_and_what_is_cached():
     source, target = Block(1, 5), Block(0, 2)
-    new = NewSequence(3, SamplingParams(), 0, 9, (1,), False, 3, (target,), b"1234")
+    new = NewSequence(3, SamplingParams(), 0, 9, InitialKV((1,), False, 3, (target,)), KnownTokens(b"1234"))
     step = Step(7, (new,), copies=((source, target),))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step) == step
 
@@ -369,7 +369,7 @@ def test_sequences_that_share_list_no_more_ids_than_workers_have_room_for():
             for id in step.ended:
                 arena.close(extents.pop(id))
             for new in step.new:
-                extents[new.id] = arena.open(new.blocks_per_rank[0])
+                extents[new.id] = arena.open(new.kv.blocks_per_rank[0])
             most = max(most, len(extents))
         seen = len(engine.runner.steps)
         engine.step()

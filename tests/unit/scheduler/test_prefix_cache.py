@@ -34,8 +34,8 @@ def test_a_second_question_about_a_document_finds_it_where_it_lies(placement, kv
     blocks = dict(engine.scheduler.pool.index)
     assert ran(engine, request(1, [*LONG[:40], 3, 4, 5], 5)) == [40]
     new = engine.runner.new[1]
-    assert set(new.cached_blocks) <= set(blocks.values())
-    assert [engine.scheduler.pool.allocators[block.owner].is_cached(block.id) for block in new.cached_blocks] == [
+    assert set(new.kv.cached_blocks) <= set(blocks.values())
+    assert [engine.scheduler.pool.allocators[block.owner].is_cached(block.id) for block in new.kv.cached_blocks] == [
         True
     ] * 10
 

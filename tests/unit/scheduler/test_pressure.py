@@ -46,7 +46,7 @@ class RandomDrafts:
         return request.id % 3 > 0
 
     def propose(self, seq):
-        known, found = [*seq.request.prompt_token_ids, *seq.output], array("i")
+        known, found = [*seq.request.prompt_token_ids, *seq.tokens.output], array("i")
         for _ in range(self._chance.randrange(12)):
             found.append(next_token([*known, *found]) if self._chance.random() < 0.8 else self._chance.randrange(VOCAB))
         return found
@@ -103,11 +103,11 @@ def request(id, tokens, new_tokens, stop=(), arrival_s=0.0, prompt_logprobs=None
 def check_blocks(scheduler):
     """On every rank: free, held and cached ones are all there are, and holders are counted."""
     for rank, allocator in enumerate(scheduler.pool.allocators):
-        held = Counter(block for seq in scheduler._running.values() for block in seq.block_ids[rank])
+        held = Counter(block for seq in scheduler._running.values() for block in seq.kv.block_ids[rank])
         assert allocator._num_free + len(held) + allocator.num_cached == allocator.num_blocks
         assert held.keys().isdisjoint(allocator._cached)
         assert allocator._more_holders == {block: count - 1 for block, count in held.items() if count > 1}
-        assert allocator.reserved == sum(seq.promised[rank] for seq in scheduler._running.values())
+        assert allocator.reserved == sum(seq.kv.promised[rank] for seq in scheduler._running.values())
         assert allocator.available >= 0
     assert sorted(scheduler.pool.index.values(), key=lambda block: (block.owner, block.id)) == sorted(
         scheduler.pool.allocators[0].index.values(), key=lambda block: (block.owner, block.id)
@@ -126,19 +126,19 @@ def check_window(scheduler, at, window):
     block_tokens = scheduler.config.block_tokens
     running = list(scheduler._running.values())
     for rank, allocator in enumerate(window.allocators):
-        held = Counter(block.id for seq in running for block in seq.windows[at].blocks if block.owner == rank)
+        held = Counter(block.id for seq in running for block in seq.kv.windows[at].blocks if block.owner == rank)
         assert allocator._num_free + len(held) + allocator.num_cached == allocator.num_blocks
         assert held.keys().isdisjoint([*allocator._cached, *allocator._passed])
         assert allocator._more_holders == {block: count - 1 for block, count in held.items() if count > 1}
-        promised = sum(seq.windows[at].promised[rank] for seq in running)
+        promised = sum(seq.kv.windows[at].promised[rank] for seq in running)
         assert allocator.reserved == promised + sum(allocator._more_holders.values())
         assert allocator.available >= 0
         assert len(allocator.index) == len(allocator._hashes)
     for seq in running:
-        held = seq.windows[at]
-        assert held.first + len(held.blocks) == seq.num_blocks
+        held = seq.kv.windows[at]
+        assert held.first + len(held.blocks) == seq.kv.num_blocks
         assert [block.owner for block in held.blocks] == [
-            seq.placement.owner(place * block_tokens) for place in range(held.first, seq.num_blocks)
+            seq.kv.placement.owner(place * block_tokens) for place in range(held.first, seq.kv.num_blocks)
         ]
         assert held.first * block_tokens <= window.visibility.first_seen(seq.length)
 
@@ -147,19 +147,22 @@ def check_placements(scheduler):
     """The closed forms say where the blocks of each sequence are, and no rank has more than there is room for."""
     block_tokens = scheduler.config.block_tokens
     for seq in scheduler._running.values():
-        blocks = [len(ids) for ids in seq.block_ids]
-        tokens = seq.num_blocks * block_tokens
-        assert [seq.placement.local_length(rank, tokens) for rank in range(len(blocks))] == [
+        blocks = [len(ids) for ids in seq.kv.block_ids]
+        tokens = seq.kv.num_blocks * block_tokens
+        assert [seq.kv.placement.local_length(rank, tokens) for rank in range(len(blocks))] == [
             count * block_tokens for count in blocks
         ]
-        most = [-(-seq.placement.local_length(rank, seq.num_rows) // block_tokens) for rank in range(len(blocks))]
-        assert all(count <= room for count, room in zip(most, seq.room, strict=True))
+        most = [
+            -(-seq.kv.placement.local_length(rank, seq.schedule.num_rows) // block_tokens)
+            for rank in range(len(blocks))
+        ]
+        assert all(count <= room for count, room in zip(most, seq.kv.room, strict=True))
         assert all(
-            count + promised <= room for count, promised, room in zip(blocks, seq.promised, seq.room, strict=True)
+            count + promised <= room for count, promised, room in zip(blocks, seq.kv.promised, seq.kv.room, strict=True)
         )
-        assert max(seq.room) <= scheduler.config.num_blocks
-        assert all(block.id in seq.block_ids[block.owner] for block in seq.unnamed)
-    listed = [sum(rooms) for rooms in zip(*(seq.room for seq in scheduler._running.values()), strict=True)]
+        assert max(seq.kv.room) <= scheduler.config.num_blocks
+        assert all(block.id in seq.kv.block_ids[block.owner] for block in seq.unhashed.blocks)
+    listed = [sum(rooms) for rooms in zip(*(seq.kv.room for seq in scheduler._running.values()), strict=True)]
     assert scheduler.pool._listed == (listed or [0] * scheduler.config.kvp)
     assert max(scheduler.pool._listed) <= scheduler.pool._most_listed
 
@@ -400,8 +403,8 @@ def test_the_request_that_loses_least_is_preempted_and_ends_with_its_own_tokens(
     assert engine.usages[1].preemptions == 1
     again = [step.new for step in engine.runner.steps if any(new.id == 1 for new in step.new)]
     assert len(again) == 2
-    assert engine.usages[1].recomputed_tokens + again[1][0].cached_tokens >= 16
-    assert (again[1][0].cached_tokens > 0) == prefix_cache
+    assert engine.usages[1].recomputed_tokens + again[1][0].kv.cached_tokens >= 16
+    assert (again[1][0].kv.cached_tokens > 0) == prefix_cache
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -429,7 +432,7 @@ def test_a_prompt_that_is_preempted_is_scored_once(chunk_tokens, depth, prefix_c
         scored[step.id >= begun[1]] += sum(len(c.scored.targets) // 4 for c in step.chunks if c.scored)
     assert sum(scored.values()) == 29
     assert (scored[False] < 29) == (chunk_tokens < 512)
-    cached = [new.cached_tokens for step in engine.runner.steps for new in step.new if new.id == 2]
+    cached = [new.kv.cached_tokens for step in engine.runner.steps for new in step.new if new.id == 2]
     assert cached[0] == 0
     assert cached[1] <= scored[False] or not scored[True]
 

@@ -69,7 +69,7 @@ class Replica:
     striped: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.striped = self.new.spread
+        self.striped = self.new.kv.spread
 
     def local_length(self, rank: int, length: int, block_tokens: int) -> int:
         """How many of the first `length` tokens are in blocks of a rank."""
@@ -186,7 +186,7 @@ class FakeRunner:
                 sampled.append(SampledToken(sequence_id, seq.token_ids[-1]))
         num_rows = len(self.decoding) + sum(span.num_tokens for span in step.segments)
         found = tuple(self.score(chunk) for chunk in step.chunks if chunk.scored is not None)
-        return StepResult(step.id, tuple(sampled), num_rows, 0, prompt_logprobs=found)
+        return StepResult(step.id, tuple(sampled), num_rows, prompt_logprobs=found)
 
     def is_drafted(self, seq: Replica) -> bool:
         return self.drafter is not None and self.drafter.drafts(seq.new)
@@ -317,7 +317,10 @@ class FakeRunner:
             passed = group.visibility.first_seen(seq.length) // self.config.block_tokens
             assert all(move.place < passed for move in widened.moves)
             seq.windows[at] = [Block(block.owner, -1) for block in seq.blocks[:passed]] + seq.windows[at][passed:]
-        seq.new, seq.striped = structs.replace(seq.new, blocks_per_rank=widened.blocks_per_rank), True
+        seq.new, seq.striped = (
+            structs.replace(seq.new, kv=structs.replace(seq.new.kv, blocks_per_rank=widened.blocks_per_rank)),
+            True,
+        )
         for move in widened.moves:
             assert seq.blocks[move.place] == move.target
         assert widened.moves == tuple(sorted(widened.moves, key=lambda move: seq.blocks.index(move.target)))
@@ -338,25 +341,25 @@ class FakeRunner:
 
     def replica(self, new: NewSequence) -> Replica:
         """A new one, which reads the tokens that it begins with from the pool."""
-        if not new.cached_blocks:
-            assert not new.cached_tokens
+        if not new.kv.cached_blocks:
+            assert not new.kv.cached_tokens
             return Replica(new, [], windows=[[] for _ in self.config.windows])
-        block_tokens, blocks = self.config.block_tokens, list(new.cached_blocks[:: self.groups])
-        windows = [list(new.cached_blocks[1 + at :: self.groups]) for at in range(len(self.config.windows))]
+        block_tokens, blocks = self.config.block_tokens, list(new.kv.cached_blocks[:: self.groups])
+        windows = [list(new.kv.cached_blocks[1 + at :: self.groups]) for at in range(len(self.config.windows))]
         assert all([block.owner for block in window] == [block.owner for block in blocks] for window in windows)
-        full = new.cached_tokens // block_tokens
+        full = new.kv.cached_tokens // block_tokens
         assert self.config.prefix_cache or self.held_before.issuperset(blocks[:full])
         assert self.held().isdisjoint(blocks[full:])
-        assert len(blocks) == -(-new.cached_tokens // block_tokens)
+        assert len(blocks) == -(-new.kv.cached_tokens // block_tokens)
         self.first_blocks[new.id] = blocks[0].owner
         entries = [
             self.pools[blocks[position // block_tokens].owner][
                 blocks[position // block_tokens].id * block_tokens + position % block_tokens
             ]
-            for position in range(new.cached_tokens)
+            for position in range(new.kv.cached_tokens)
         ]
-        assert [position for _, position, _ in entries] == list(range(new.cached_tokens))
-        return Replica(new, [token for *_, token in entries], new.cached_tokens, blocks, windows)
+        assert [position for _, position, _ in entries] == list(range(new.kv.cached_tokens))
+        return Replica(new, [token for *_, token in entries], new.kv.cached_tokens, blocks, windows)
 
     def check_work(self, step) -> None:
         """What the step has computed, counted again key by key: what is striped over all ranks alike, and KVP times
@@ -409,14 +412,14 @@ class FakeRunner:
         for chunk in chunks:
             seq = self.replicas[chunk.id]
             first = self.first_blocks.get(chunk.id, chunk.new_blocks[0].owner if chunk.new_blocks else None)
-            shared = len({block.owner for block in seq.new.cached_blocks}) > 1
-            home = None if seq.new.spread or shared else first
+            shared = len({block.owner for block in seq.new.kv.cached_blocks}) > 1
+            home = None if seq.new.kv.spread or shared else first
             assert home not in held_up, "a prompt runs before an older one of the same rank has all its tokens"
             assert 0 < chunk.num_tokens <= seq.prompt_left
             assert chunk.sample == (chunk.num_tokens == seq.prompt_left)
             if not chunk.sample:
                 held_up.add(home)
-        if all(seq.new.spread for seq in waiting):
+        if all(seq.new.kv.spread for seq in waiting):
             assert len(held_up) <= 1
             assert [chunk.id for chunk in chunks] == order[: len(chunks)]
 
@@ -451,7 +454,7 @@ class FakeRunner:
 
     def blocks_of(self, seq: Replica) -> list[int]:
         counts = [sum(block.owner == rank for block in seq.blocks) for rank in range(self.config.kvp)]
-        assert all(count <= most for count, most in zip(counts, seq.new.blocks_per_rank, strict=True))
+        assert all(count <= most for count, most in zip(counts, seq.new.kv.blocks_per_rank, strict=True))
         return counts
 
     def read(self, sequence_id: int) -> list[int]:
@@ -465,7 +468,7 @@ class FakeRunner:
                 for index in range(seq.local_length(rank, seq.length, block_tokens))
             ]
             entries = [self.pools[rank][slot] for slot in slots]
-            cached_tokens = seq.new.cached_tokens  # which others have written
+            cached_tokens = seq.new.kv.cached_tokens  # which others have written
             assert all(entry[0] == sequence_id for entry in entries if entry[1] >= cached_tokens)
             positions = [position for _, position, _ in entries]
             assert positions == sorted(positions)
@@ -919,7 +922,7 @@ def placed(settings, *asked):
         for seq in engine.runner.replicas.values():
             held[seq.new.id] = {block.owner for block in seq.blocks}
         engine.step()
-    return [(held[one.id], engine.runner.new[one.id].spread) for one in asked]
+    return [(held[one.id], engine.runner.new[one.id].kv.spread) for one in asked]
 
 
 def test_a_request_is_placed_by_its_lengths():
@@ -999,7 +1002,7 @@ def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
         scheduler.add(request(request_id, 3, 5))
     step = scheduler.schedule(0.0)
     events = scheduler.complete(
-        StepResult(step.id, (SampledToken(1, 0, error="ValueError: no"), SampledToken(2, 7)), step.work.rows, 0)
+        StepResult(step.id, (SampledToken(1, 0, error="ValueError: no"), SampledToken(2, 7)), step.work.rows)
     )
     assert [(event.request_id, event.finish_reason) for event in events] == [(1, "error"), (2, None)]
     assert events[0].sampled.error == "ValueError: no"
@@ -1007,6 +1010,6 @@ def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
     step = scheduler.schedule(0.0)
     assert step.ended == (1,)
     assert (step.joining, step.work.decode_rows, step.chunks) == ((2,), 1, ())
-    (event,) = scheduler.complete(StepResult(step.id, (SampledToken(2, 0, error="ValueError: no"),), 1, 0))
+    (event,) = scheduler.complete(StepResult(step.id, (SampledToken(2, 0, error="ValueError: no"),), 1))
     assert sum(event.usage.kv_tokens_per_rank) == 4  # that of the token before the one that failed as well
     assert [allocator.available for allocator in scheduler.pool.allocators] == [100, 100]

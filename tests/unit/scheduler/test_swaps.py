@@ -54,7 +54,7 @@ def test_a_prefix_may_be_there_in_part():
     ran(engine, request(1, OTHERS[:40], 1))
     assert ran(engine, request(2, [*LONG[:40], 1], 1)) == [40]
     assert engine.usages[2].swapped_tokens == 16
-    assert len(engine.runner.new[2].cached_blocks) == 10
+    assert len(engine.runner.new[2].kv.cached_blocks) == 10
 
 
 def test_what_was_swapped_in_is_found_again_and_not_swapped_out_twice():

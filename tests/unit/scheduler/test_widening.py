@@ -8,6 +8,7 @@ from test_pressure import LONG, Pressed, check_blocks, config, request
 from test_scheduler import expected_output
 
 from longhelix.scheduler.request import SamplingParams
+from longhelix.scheduler.step import StepMeasurements
 
 pytestmark = pytest.mark.unit
 
@@ -149,8 +150,12 @@ def test_a_request_moves_once_in_a_step():
 
 def test_a_request_does_not_move_from_where_it_was_promised_blocks():
     engine, seq = until_rank_0_is_full()
-    seq.promised[1] = 1
+    seq.kv.promised[1] = 1
     assert not engine.scheduler._widening._relieve(0, [seq])
+
+
+def with_moves(result, step):
+    return msgspec.structs.replace(result, measured=StepMeasurements(moved_s=0.5 if step.moved else 0.0))
 
 
 def test_the_time_of_moves_is_the_request_s():
@@ -158,7 +163,7 @@ def test_the_time_of_moves_is_the_request_s():
     execute = engine.runner.execute
 
     def timed(step):
-        return msgspec.structs.replace(execute(step), moved_s=0.5 if step.moved else 0.0)
+        return with_moves(execute(step), step)
 
     engine.runner.execute = timed
     run(engine, *ASKED)
@@ -184,7 +189,7 @@ def test_a_step_moves_so_few_blocks_that_what_carries_them_has_room():
 def test_the_time_of_moves_is_not_that_of_a_request_whose_next_block_alone_went_elsewhere():
     engine, seq = until_rank_0_is_full()
     scheduler, execute = engine.scheduler, engine.runner.execute
-    engine.runner.execute = lambda step: msgspec.structs.replace(execute(step), moved_s=0.5 if step.moved else 0.0)
+    engine.runner.execute = lambda step: with_moves(execute(step), step)
     assert scheduler._widening._relieve(0, [seq])
     assert scheduler._widening._go_elsewhere(scheduler._running[1])
     scheduler._turns.recount()

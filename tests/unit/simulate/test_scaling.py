@@ -59,7 +59,7 @@ class Prefill(Observer):
     def ran(self, step):
         if step.step.chunks:
             self._done += step.step.work.chunk_rows
-            self.steps_s[self._done] = step.result.taken_s
+            self.steps_s[self._done] = step.result.measured.taken_s
 
 
 def grown(placement, tokens, new_tokens=1):

@@ -34,7 +34,7 @@ class Decodes(Observer):
         work = step.step.work
         if work.decode_rows:
             assert (work.decode_rows, work.chunk_rows) == (1, 0)
-            self.seconds[step.step.id] = step.result.taken_s
+            self.seconds[step.step.id] = step.result.measured.taken_s
 
 
 def simulated_seconds(setting, layout, placement, context):

@@ -130,12 +130,16 @@ def test_steps_wait_for_what_moves_between_ranks(stages):
     for ran in moving:
         owners = [(source.owner, target.owner) for source, target in ran.step.moved]
         sent, received = (max(ranks.count(rank) for rank in range(3)) for ranks in zip(*owners, strict=True))
-        assert ran.result.moved_s == pytest.approx(sent + 0.1 * received)
-        assert ran.result.taken_s == pytest.approx(1e-3 * ran.step.work.rows + stages * ran.result.moved_s)
-        assert ran.end_s - ran.begin_s >= ran.result.taken_s - 1e-9
+        assert ran.result.measured.moved_s == pytest.approx(sent + 0.1 * received)
+        assert ran.result.measured.taken_s == pytest.approx(
+            1e-3 * ran.step.work.rows + stages * ran.result.measured.moved_s
+        )
+        assert ran.end_s - ran.begin_s >= ran.result.measured.taken_s - 1e-9
     assert moving
-    assert all(ran.result.moved_s == 0 for ran in seen.steps if not ran.step.moved)
-    assert sum(job.moved_s for job in jobs.values()) == pytest.approx(sum(ran.result.moved_s for ran in moving))
+    assert all(ran.result.measured.moved_s == 0 for ran in seen.steps if not ran.step.moved)
+    assert sum(job.history.moved_s for job in jobs.values()) == pytest.approx(
+        sum(ran.result.measured.moved_s for ran in moving)
+    )
 
 
 def test_two_requests_share_the_machine():
@@ -253,7 +257,7 @@ def by_hand(arrivals, cost, settings):
         if flying:
             step, end_s, sampled = flying.pop(0)
             now_s = max(now_s, end_s)
-            scheduler.complete(StepResult(step.id, sampled, 0, 0))
+            scheduler.complete(StepResult(step.id, sampled, 0))
         elif waiting:
             now_s = waiting[0][1].arrival_s
         else:

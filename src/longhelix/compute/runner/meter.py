@@ -3,7 +3,7 @@
 import time
 
 from longhelix.compute.parallel.mesh import Mesh
-from longhelix.scheduler.step import PromptLogprobs, SampledToken, Step, StepResult
+from longhelix.scheduler.step import PromptLogprobs, SampledToken, Step, StepMeasurements, StepResult
 
 
 class Meter:
@@ -45,12 +45,14 @@ class Meter:
             step_id=step.id,
             sampled=sampled,
             num_tokens=num_rows,
-            exchanged_bytes=mesh.exchanged_bytes - self._exchanged_bytes,
-            parts=step.work.parts,
-            exposed_s=mesh.waited_s - self._waited_s if sees_waits else None,
-            fingerprint=mesh.fingerprint(since=self._traffic),
-            taken_s=time.perf_counter() - self._begun_s - (self._waited_for_stages_s - self._stages_s),
-            moved_s=moved_s,
             prompt_logprobs=prompt_logprobs,
-            network_bytes=mesh.network_bytes - self._network_bytes,
+            measured=StepMeasurements(
+                taken_s=time.perf_counter() - self._begun_s - (self._waited_for_stages_s - self._stages_s),
+                moved_s=moved_s,
+                exposed_s=mesh.waited_s - self._waited_s if sees_waits else None,
+                exchanged_bytes=mesh.exchanged_bytes - self._exchanged_bytes,
+                network_bytes=mesh.network_bytes - self._network_bytes,
+                fingerprint=mesh.fingerprint(since=self._traffic),
+                parts=step.work.parts,
+            ),
         )

@@ -113,7 +113,7 @@ class RunningSequences:
         if new.sampling.repetition_penalty == 1:
             return None
         seen = SeenTokens(self._vocabulary)
-        seen.add(token_ids(new.seen_token_ids))
+        seen.add(token_ids(new.known.seen_ids))
         return seen
 
     def _adjustments(self, new: NewSequence) -> Adjustments | None:
@@ -125,7 +125,7 @@ class RunningSequences:
             assert self._matchers is not None, "the engine has told what tokens stand for"
             matcher = self._matchers.new(params.guide)
         adjustments = Adjustments(new, self._vocabulary, self._spec.eos_token_ids, device=self._device, matcher=matcher)
-        for token_id in token_ids(new.generated_token_ids).tolist():
+        for token_id in token_ids(new.known.generated_ids).tolist():
             for record in adjustments.records:
                 record.add_one(token_id)
         return adjustments

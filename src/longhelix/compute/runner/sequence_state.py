@@ -94,7 +94,7 @@ class SequenceState:
         self._draft: Draft | None = None  # the last one
         self.numbers = numbers
         self.line = numbers.take()
-        self.last_owner, self.last_token = -1, new.last_token or 0
+        self.last_owner, self.last_token = -1, new.known.last_id or 0
         numbers.values[self.line, SHIFT] = shift(new.images)
         self._arena = arena
         self._num_blocks = 0  # on all KVP ranks
@@ -112,13 +112,13 @@ class SequenceState:
 
     def begin(self, kvp_rank: int, block_tokens: int) -> None:
         """Take over the cached tokens. Their blocks are full, except perhaps the last one."""
-        self._open(self.new.blocks_per_rank[kvp_rank])
+        self._open(self.new.kv.blocks_per_rank[kvp_rank])
         # An instance with a clock of its own has only sequences that it takes part in.
-        if self.new.spread or self.instances:
+        if self.new.kv.spread or self.instances:
             self.numbers.values[self.line, HELD:] = 1
-        blocks = self.new.cached_blocks
+        blocks = self.new.kv.cached_blocks
         self.add_blocks(blocks, kvp_rank)
-        self.length = self.new.cached_tokens
+        self.length = self.new.kv.cached_tokens
         # Not the number of cached blocks: an instance that joins a running sequence gets only the last one of them.
         self._num_blocks = -(-self.length // block_tokens)
         num_cached = len(blocks) // self._arena.num_groups

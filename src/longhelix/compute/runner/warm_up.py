@@ -14,7 +14,7 @@ from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.splits import length_buckets
 from longhelix.scheduler.kv.windows import with_any
 from longhelix.scheduler.request import ImageSpan, SamplingParams
-from longhelix.scheduler.step import TOKEN_BYTES, Chunk, NewSequence, Step
+from longhelix.scheduler.step import TOKEN_BYTES, Chunk, InitialKV, NewSequence, Step
 from longhelix.scheduler.work import NO_WORK, Work
 
 # Whether requests keep their KV on all ranks from the start. With other placements than these some do and some do not.
@@ -87,7 +87,9 @@ def _of_instance(step: Step, instance: int, kvp: int) -> Step:
     new = tuple(
         structs.replace(
             one,
-            blocks_per_rank=tuple(one.blocks_per_rank[0] * (rank == instance) for rank in range(kvp)),
+            kv=InitialKV(
+                tuple(one.kv.blocks_per_rank[0] * (rank == instance) for rank in range(kvp)), spread=one.kv.spread
+            ),
             instances=(instance,),
         )
         for one in step.new
@@ -137,8 +139,7 @@ def _new(
         SamplingParams(),
         seed=0,
         capacity_tokens=length,
-        blocks_per_rank=tuple(sum(block.owner == rank for block in blocks) for rank in range(config.kvp)),
-        spread=spread,
+        kv=InitialKV(tuple(sum(block.owner == rank for block in blocks) for rank in range(config.kvp)), spread),
         images=images,
     )
 

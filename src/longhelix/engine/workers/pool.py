@@ -47,7 +47,7 @@ from longhelix.engine.workers.transport import (
 from longhelix.engine.workers.watchdog import DISK_S, GRACE_S, Watchdog
 from longhelix.errors import EngineError, UserError
 from longhelix.scheduler.cut import Cut
-from longhelix.scheduler.step import Step, StepResult
+from longhelix.scheduler.step import Step, StepMeasurements, StepResult
 from longhelix.spec.layout import Layout
 
 # A stopped or hung process misses several heartbeats in a row, but a busy process does not. While a rank loads the
@@ -393,18 +393,26 @@ class _InFlight:
         """Combine the results of all ranks. Raises EngineError if ranks of a group ran different collectives."""
         for ranks in chain.from_iterable(self.stages):
             _check_same_collectives([self.results[rank] for rank in ranks], ranks)
-        exposed_s = [result.exposed_s for result in self.results.values()]
         first, *others = (self.results[ranks[0]] for ranks in self.stages[-1])
         return msgspec.structs.replace(
             first,
             sampled=sum((other.sampled for other in others), first.sampled),
             prompt_logprobs=sum((other.prompt_logprobs for other in others), first.prompt_logprobs),
             num_tokens=sum((other.num_tokens for other in others), first.num_tokens),
-            exchanged_bytes=sum(result.exchanged_bytes for result in self.results.values()),
-            network_bytes=sum(result.network_bytes for result in self.results.values()),
+            measured=self._measured(first.measured),
+        )
+
+    def _measured(self, first: StepMeasurements) -> StepMeasurements:
+        """Combine the measurements of all ranks. `first` are those of one rank."""
+        each = {rank: result.measured for rank, result in self.results.items()}
+        exposed_s = [one.exposed_s for one in each.values()]
+        return msgspec.structs.replace(
+            first,
+            taken_s=sum(max(each[rank].taken_s for rank in chain(*groups)) for groups in self.stages),
+            moved_s=max(one.moved_s for one in each.values()),
             exposed_s=None if None in exposed_s else max(exposed_s),
-            taken_s=sum(max(self.results[rank].taken_s for rank in chain(*groups)) for groups in self.stages),
-            moved_s=max(result.moved_s for result in self.results.values()),
+            exchanged_bytes=sum(one.exchanged_bytes for one in each.values()),
+            network_bytes=sum(one.network_bytes for one in each.values()),
         )
 
 
@@ -435,7 +443,7 @@ def _stages(layout: Layout, step: Step) -> list[list[tuple[int, ...]]]:
 
 def _check_same_collectives(results: Sequence[StepResult], ranks: Sequence[int]) -> None:
     """Raise EngineError if a rank ran different collectives from the first rank, because the results are then wrong."""
-    first = results[0]
-    others = [rank for rank, result in zip(ranks, results, strict=True) if result.fingerprint != first.fingerprint]
+    expected = results[0].measured.fingerprint
+    others = [rank for rank, result in zip(ranks, results, strict=True) if result.measured.fingerprint != expected]
     if others:
-        raise EngineError(f"in step {first.step_id} ranks {others} ran different collectives from rank {ranks[0]}")
+        raise EngineError(f"in step {results[0].step_id} ranks {others} ran different collectives from rank {ranks[0]}")

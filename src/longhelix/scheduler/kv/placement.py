@@ -422,7 +422,9 @@ def make_placement(
         case "striped":
             return Striped(kvp, block_tokens, start)
         case "growing":
-            return Growing(kvp, block_tokens, growth_limit_tokens, start, later)
+            return Growing(
+                kvp=kvp, block_tokens=block_tokens, limit_tokens=growth_limit_tokens, start=start, later=later
+            )
         case "local":
             return Local(kvp, block_tokens, start)
     raise UserError(f"placement {kind!r} is not known: use one of {', '.join(PLACEMENTS)}, auto")

@@ -267,7 +267,12 @@ class WindowGroup:
         for allocator, count in zip(self.allocators, promises, strict=True):
             allocator.reserve(count)
         num_apart = 0 if placement.even else full
-        held = WindowBlocks(self.most_at_once(placement), promises, first=min(prefix.first, full), num_apart=num_apart)
+        held = WindowBlocks(
+            most=self.most_at_once(placement),
+            promised=promises,
+            first=min(prefix.first, full),
+            num_apart=num_apart,
+        )
         for block in blocks:
             if isinstance(block, Block):
                 held.blocks.append(block)

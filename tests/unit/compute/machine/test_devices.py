@@ -117,7 +117,7 @@ def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, n
             assert len(chunk.new_blocks) == -(-chunk.num_tokens // 16)
             assert all(block.owner < kvp and block.id < num_blocks for block in chunk.new_blocks)
         for rank in range(kvp):
-            assert sum(new.blocks_per_rank[rank] for new in step.new) <= 2 * num_blocks  # an arena's room
+            assert sum(new.kv.blocks_per_rank[rank] for new in step.new) <= 2 * num_blocks  # an arena's room
     room_tokens = num_blocks * 16 * (1 if placement == "local" else kvp)
     longest, most_running = min(chunk_tokens, room_tokens), min(num_blocks, 64)
     beside = max(decodes for decodes in (0, 1, 2, 4) if decodes < most_running)
@@ -153,7 +153,7 @@ def test_a_plain_run_of_several_requests_finds_all_its_buckets_warm(max_running)
         if step.work.rows:
             met.add(bucket(step, len(decoding)))
         sampled = [*decoding, *(chunk.id for chunk in step.chunks if chunk.sample)]
-        scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in sampled), step.work.rows, 0))
+        scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in sampled), step.work.rows))
     assert len(met) > 8
     assert met <= warm
     for decodes in range(1, max_running + 1):

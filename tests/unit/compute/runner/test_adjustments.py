@@ -20,7 +20,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.guide import Guide, TokenTable
 from longhelix.scheduler.request import SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import NewSequence, Step
+from longhelix.scheduler.step import InitialKV, NewSequence, Step
 from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
@@ -41,7 +41,7 @@ FEW_BLOCKS = {"num_blocks": 4, "max_model_len": 64}
 
 
 def new_sequence(prompt_tokens, sampling):
-    return NewSequence(0, sampling, 0, prompt_tokens + sampling.max_new_tokens, (1,), False)
+    return NewSequence(0, sampling, 0, prompt_tokens + sampling.max_new_tokens, InitialKV((1,), False))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -156,9 +156,9 @@ def test_what_was_generated_before_a_preemption_counts(asked):
     assert found == {request.id: expected_tokens(runner, request) for request in requests}
     for request in requests:
         first, *resumed = new[request.id]
-        assert first.generated_token_ids == b""
+        assert first.known.generated_ids == b""
         for one in resumed:
-            generated = array("i", one.generated_token_ids).tolist()
+            generated = array("i", one.known.generated_ids).tolist()
             counted = found[request.id][: 40 - one.sampling.max_new_tokens]
             assert generated == (counted if request.sampling.counts_tokens else [])
 
@@ -213,7 +213,9 @@ def test_log_probabilities_are_those_of_the_model():
 
 def test_ranks_without_a_share_in_the_choice_keep_nothing():
     """Another instance samples, or another stage."""
-    new = msgspec.structs.replace(new_sequence(4, SamplingParams(min_tokens=3, **PENALTIES)), blocks_per_rank=(1, 1))
+    new = msgspec.structs.replace(
+        new_sequence(4, SamplingParams(min_tokens=3, **PENALTIES)), kv=InitialKV((1, 1), False)
+    )
     for instances, kept in (((), True), ((0, 1), True), ((1, 0), False)):
         runner = make_runner(kvp=2)
         runner.running.admit(Step(1, new=(msgspec.structs.replace(new, instances=instances),)))
@@ -323,7 +325,7 @@ def test_a_guide_goes_on_after_a_preemption(asked):
     assert found[0] == guided_tokens(runner, requests[0])
     assert found[1] == expected_tokens(runner, requests[1])
     for one in new[0][1:]:
-        generated = array("i", one.generated_token_ids).tolist()
+        generated = array("i", one.known.generated_ids).tolist()
         assert generated == found[0][: 40 - one.sampling.max_new_tokens]
     assert len(found[0]) < 12 or usages[0].preemptions > 0
 

@@ -14,7 +14,7 @@ from longhelix.compute.runner.row_memory import RowMemory
 from longhelix.compute.runner.sequence_state import Frequencies, SequenceState, sequence_numbers
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import ImageSpan, SamplingParams
-from longhelix.scheduler.step import Move, NewSequence, Rebalance
+from longhelix.scheduler.step import InitialKV, Move, NewSequence, Rebalance
 from longhelix.spec.attention import Visibility
 
 pytestmark = pytest.mark.unit
@@ -142,7 +142,9 @@ class Schedule:
         held = set(range(RANKS)) if spread else {block.owner for block in blocks}
         images = (ImageSpan(0, 2, 3, b""),) if self.chance.random() < 0.5 else ()
         self.plain[id] = Plain(id, blocks, length, held=held, shift=-3 if images else 0)
-        new = NewSequence(id, SamplingParams(), 0, 99, (ROOM,) * RANKS, spread, length, sent(blocks), images=images)
+        new = NewSequence(
+            id, SamplingParams(), 0, 99, InitialKV((ROOM,) * RANKS, spread, length, sent(blocks)), images=images
+        )
         for rank in self.ranks:
             rank.begin(new)
         self.counts["begun"] += 1

@@ -350,14 +350,14 @@ def test_a_sequence_begins_with_the_tokens_that_are_cached(placement, num_tokens
     """On each rank with those of its own blocks, after which it writes, and all its rows see them."""
     runners, steps = run_forked(3, num_tokens, make_request(0, 100), make_request(1, 130), placement)
     (new,), (chunk,) = steps[1].new, (chunk for chunk in steps[1].chunks if chunk.id == 1)
-    assert (new.cached_tokens, chunk.num_tokens) == (num_tokens, 130 - num_tokens)
-    blocks = [*new.cached_blocks, *chunk.new_blocks]
+    assert (new.kv.cached_tokens, chunk.num_tokens) == (num_tokens, 130 - num_tokens)
+    blocks = [*new.kv.cached_blocks, *chunk.new_blocks]
     by_position = [blocks[position // 16] for position in range(130)]
     for rank, runner in enumerate(runners):
         seq, mine = runner.running.by_id[1], [block.owner == rank for block in by_position]
         assert (seq.length, seq.local_length) == (130, sum(mine))
         assert runner.running.arena.ids(seq.extent)[0].tolist() == [block.id for block in blocks if block.owner == rank]
-        owners = range(3) if new.spread else {block.owner for block in blocks}
+        owners = range(3) if new.kv.spread else {block.owner for block in blocks}
         assert seq.holders == set(owners)
         if rank not in owners:
             continue
@@ -394,8 +394,8 @@ def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypat
     copies = ((Block(0, 7), Block(0, 9)),)
     result = runner.execute(msgspec.structs.replace(scheduler.schedule(0.0), copies=copies))
     assert order == [copies, "layers"]
-    assert result.exchanged_bytes == 0
-    assert result.fingerprint == runner.mesh.fingerprint(since=(Traffic(),) * len(runner.mesh.groups)) != 0
+    assert result.measured.exchanged_bytes == 0
+    assert result.measured.fingerprint == runner.mesh.fingerprint(since=(Traffic(),) * len(runner.mesh.groups)) != 0
     assert group.exchanged_bytes == 1000
     order.clear()
     scheduler.complete(result)

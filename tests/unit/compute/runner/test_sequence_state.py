@@ -10,7 +10,7 @@ from longhelix.compute.runner.sequence_state import SequenceState, sequence_numb
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.windows import as_sent
 from longhelix.scheduler.request import SamplingParams
-from longhelix.scheduler.step import Move, NewSequence, Rebalance
+from longhelix.scheduler.step import InitialKV, Move, NewSequence, Rebalance
 
 pytestmark = pytest.mark.unit
 
@@ -40,7 +40,7 @@ def test_blocks_come_and_go_in_the_middle(owners, source, targets, missing):
         # In the second group those that move have passed.
         windows = [Block(block.owner, 300 + index if block in after else -1) for index, block in enumerate(before)]
         sent = as_sent(tuple(before), [windows])
-        new = NewSequence(7, SamplingParams(), 0, 100, (20, 20, 20), False, length, sent)
+        new = NewSequence(7, SamplingParams(), 0, 100, InitialKV((20, 20, 20), False, length, sent))
         seq = SequenceState(new, torch.zeros(2), sequence_numbers(3), arena)
         seq.begin(rank, BLOCK_TOKENS)
         seq.rebalance(Rebalance(7, tuple(moves), room), rank, BLOCK_TOKENS)

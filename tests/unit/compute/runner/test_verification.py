@@ -26,7 +26,7 @@ class Drafts:
         return request.id != 2
 
     def propose(self, seq):
-        done = seq.request.num_generated + len(seq.output)
+        done = seq.request.num_generated + len(seq.tokens.output)
         right = self._known[seq.id][done : done + self._chance.randrange(5)]
         found = right + [self._chance.randrange(VOCAB) for _ in range(self._chance.randrange(4))]
         self.num_right += len(right)
@@ -56,7 +56,7 @@ def test_right_drafts_take_fewer_steps():
 
     class Right(Drafts):
         def propose(self, seq):
-            return array("i", self._known[seq.id][len(seq.output) :][:4])
+            return array("i", self._known[seq.id][len(seq.tokens.output) :][:4])
 
     requests = [make_request(0, 20, 40)]
     runner = make_runner()

@@ -10,7 +10,7 @@ from zmq import Context
 
 from longhelix.engine.workers.pool import WorkerPool, _check_same_collectives, _first_done, _InFlight
 from longhelix.errors import EngineError, UserError
-from longhelix.scheduler.step import StepResult
+from longhelix.scheduler.step import StepMeasurements, StepResult
 from longhelix.spec.hosts import Hosts
 from longhelix.spec.layout import Layout
 
@@ -54,7 +54,7 @@ def test_a_socket_that_cannot_be_had_leaves_nothing(contexts, tmp_path, monkeypa
 
 
 def results(*fingerprints):
-    return [StepResult(7, (), 1, 0, fingerprint=number) for number in fingerprints]
+    return [StepResult(7, (), 1, measured=StepMeasurements(fingerprint=number)) for number in fingerprints]
 
 
 def test_ranks_that_ran_other_collectives_are_named():

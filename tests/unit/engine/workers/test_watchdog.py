@@ -15,7 +15,7 @@ from longhelix.engine.workers.watchdog import Watchdog
 from longhelix.errors import EngineError
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import SamplingParams
-from longhelix.scheduler.step import Chunk, NewSequence, Step
+from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, Step
 from longhelix.scheduler.work import Work
 from longhelix.spec.layout import Layout
 
@@ -171,7 +171,7 @@ def test_a_rank_says_whether_its_kernels_are_references_and_counts_layers(block_
     config = resolved(Layout(), block_tokens)
     model = load_model(config, Mesh.build(config.layout, 0))
     runner = new_runner(config, model.mesh, model, new_pool(config, 0, 4))
-    new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=10, blocks_per_rank=(2,), spread=True)
+    new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=10, kv=InitialKV((2,), spread=True))
     chunk = Chunk(0, bytes(12), (Block(0, 0),), sample=True)
     layers = []
     for step in Step(1, (new,), chunks=(chunk,)), Step(2, joining=(0,)), Step(3):
