@@ -481,16 +481,17 @@ class Scheduler:
         running = self._running
         events = [self._prompt_event(found) for found in result.prompt_logprobs if self._has(found.sequence_id)]
         for sampled in result.sampled:
-            seq = running.get(sampled.sequence_id) or self._preempted.get(sampled.sequence_id)
+            id, token_id = sampled.sequence_id, sampled.token_id
+            seq = running.get(id) or self._preempted.get(id)
             if seq is None:
                 continue
-            tokens, token_id = seq.tokens, sampled.token_id
+            tokens = seq.tokens
             output = tokens.output
             output.append(token_id)
             if len(output) == tokens.next_look or token_id in tokens.stop_ids or sampled.error:
                 events.append(self._look(seq, sampled))
             else:
-                events.append(TokenEvent(seq.id, sampled))
+                events.append(TokenEvent(id, sampled))
         for seq in self._drafting.take_result(step):
             self.pool.cut(seq, is_promised=seq.job.history.preemptions >= MOST_PREEMPTIONS)
         return events
