@@ -1,6 +1,7 @@
 """Draft tokens on real ranks: whatever is accepted, logits and tokens are those of transformers."""
 
 import itertools
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -10,6 +11,7 @@ from test_equality import PLACEMENTS, assert_equal, make_case
 from test_kv_groups import CASES as WINDOWED_CASES
 from test_kv_groups import GREEDY, engine, make_model
 
+from longhelix import Layout
 from longhelix.scheduler.drafting import Drafting
 from oracle import FAMILIES, NATIVE_LATENTS, NATIVE_SIZES, WITH_EXPERTS, make_oracle
 from tiers import few
@@ -103,3 +105,31 @@ def test_an_engine_over_windows_has_the_tokens_of_transformers(windowed, layout,
             results = llm.generate(windowed.prompts, GREEDY)
             assert [result.token_ids for result in results] == windowed.tokens
             assert drafter.num_drafted > 0
+
+
+def test_a_text_may_end_inside_a_draft(windowed):
+    """By a stop string, a stop token, or its length, behind which the draft has more tokens."""
+    prompt, tokens = windowed.prompts[1], windowed.tokens[1]
+    with engine(windowed, Layout(kvp=2)) as llm:
+        (whole,) = llm.generate([prompt], GREEDY)
+        piece = llm.tokenizer.decode(tokens[:5])[-2:]
+        asked = [
+            {"stop": (piece,)},
+            {"stop": (piece,), "max_new_tokens": 6},
+            {"stop_token_ids": (tokens[6],)},
+            {"max_new_tokens": 7},
+            {"stop": (piece,), "stop_token_ids": (tokens[6],)},
+        ]
+        sampling = [replace(GREEDY, **each) for each in asked]
+        expected = [llm.generate([prompt], each)[0] for each in sampling]
+        for seed in range(3):
+            ids = range(1 + len(asked) * (1 + seed), 1 + len(asked) * (2 + seed))
+            texts = [[]] * ids.start + [prompt] * len(ids), [[]] * ids.start + [tokens] * len(ids)
+            llm._core._scheduler._drafting = Drafting(KnownTokens(*texts, requests=ids, seed=seed), 1)
+            for each, plain in zip(sampling, expected, strict=True):
+                (result,) = llm.generate([prompt], each)
+                assert (result.text, result.token_ids) == (plain.text, plain.token_ids)
+                assert result.finish_reason == plain.finish_reason
+        assert len({len(plain.token_ids) for plain in expected}) > 1
+        assert all(len(plain.token_ids) < len(whole.token_ids) for plain in expected)
+        assert not llm._live
