@@ -28,7 +28,7 @@ class ObservedStep:
 
     id: int
     microbatch: int
-    decode_rows: int
+    decode_rows: int  # rows of decoding requests, with those of draft tokens
     chunks: tuple[RanChunk, ...]
     parts: int  # see `Work`
     predicted_s: float | None  # predicted duration when the step was sent; None without a cost model
@@ -81,6 +81,16 @@ class Observation:
     block_tokens: int
     ranks: tuple[RankBlocks, ...]  # one entry for each KVP rank, of layers without a limit
     windows: tuple[WindowPools, ...] = ()  # one entry for each kind of layers with a limit
+
+    def usage(self, *, all_limited: bool) -> float:
+        """Return the fraction of KV blocks that requests or saved contexts hold, of the fullest KV group.
+
+        Args:
+            all_limited: whether all layers have a limit, so that the blocks of others take no memory.
+        """
+        of_windows = [window.ranks for window in self.windows]
+        of_groups = of_windows if all_limited else [self.ranks, *of_windows]
+        return max(sum(rank.held for rank in ranks) / sum(rank.total for rank in ranks) for ranks in of_groups)
 
 
 def observe(scheduler: Scheduler) -> Observation:
@@ -139,7 +149,7 @@ class StepLog:
                     ObservedStep(
                         id=step.id,
                         microbatch=step.microbatch,
-                        decode_rows=int(step.work.decode_rows),
+                        decode_rows=int(step.work.decode_rows) + sum(draft.num_tokens for draft in step.drafts),
                         chunks=tuple(map(_ran_chunk, step.chunks)),
                         parts=int(step.work.parts),
                         predicted_s=predicted_s,

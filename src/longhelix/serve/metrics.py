@@ -82,13 +82,16 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Requests that are running.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
         self._usage = self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, from 0 to 1.")
+        windows = config.scheduler.windows
+        self._all_limited = bool(windows) and all(config.spec.groups)
+        num_blocks = min(one.num_blocks for one in windows) if self._all_limited else config.scheduler.num_blocks
         # vLLM's names. Routers read the size of the KV cache from these labels.
         self._info(
             "cache_config_info",
             "Size of the KV cache: tokens per block, and number of blocks on all KVP ranks, of any device.",
             {
                 "block_size": config.scheduler.block_tokens,
-                "num_gpu_blocks": config.layout.kvp * config.scheduler.num_blocks,
+                "num_gpu_blocks": config.layout.kvp * num_blocks,
             },
         )
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens of finished requests.")
@@ -257,7 +260,7 @@ class Metrics:
             states["promised"].set(rank.promised)
             states["free"].set(rank.total - rank.held - rank.cached - rank.promised)
         held = [rank.held for rank in ranks]
-        self._usage.set(sum(held) / max(sum(rank.total for rank in ranks), 1))
+        self._usage.set(0.0 if seen is None else seen.usage(all_limited=self._all_limited))
         self._imbalance.set(max(held) * len(held) / sum(held) if any(held) else 1.0)
         self._since_step.set(now_s - driver.last_step_s)
         self._since_seen.set(now_s - self._seen_s)

@@ -1,15 +1,18 @@
 """What an engine is seen to do: its scheduler's requests and blocks, and the steps of its loop."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
-from longhelix.engine.observation import RanChunk, RankBlocks, StepLog, observe
+from longhelix.engine.observation import Observation, RanChunk, RankBlocks, StepLog, WindowPools, observe
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.recording import Completed, Scheduled
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import SampledToken, StepMeasurements, StepResult
+from longhelix.scheduler.step import Draft, SampledToken, Step, StepMeasurements, StepResult
+from longhelix.scheduler.work import Work
 
 pytestmark = pytest.mark.unit
 
@@ -82,3 +85,23 @@ def test_steps_that_nobody_takes_do_not_pile_up(monkeypatch):
     ran = log.take()
     assert len(ran) == 3
     assert ran[-1].id - ran[0].id == 2
+
+
+@pytest.mark.parametrize(("all_limited", "usage"), [(False, 0.9), (True, 0.5)])
+def test_usage_is_that_of_the_fullest_group(all_limited, usage):
+    """Where all layers have a limit, the blocks of layers without one take no memory."""
+    full = RankBlocks(total=100, held=90, cached=0, promised=0)
+    windows = [
+        WindowPools(window_tokens=8, chunk_tokens=None, ranks=(replace(full, total=10, held=held),)) for held in (2, 5)
+    ]
+    seen = Observation((), num_waiting=0, block_tokens=16, ranks=(full, full), windows=tuple(windows))
+    assert seen.usage(all_limited=all_limited) == usage
+
+
+def test_rows_of_drafts_count_as_rows_of_decodes():
+    log = StepLog(lambda work: None)
+    draft = Draft(1, 5, array("i", [1, 2, 3]).tobytes(), ())
+    log.on_event(Scheduled(0.0, Step(1, drafts=(draft,), work=Work(decode_rows=4, chunk_rows=3))))
+    log.on_event(Completed(StepResult(1, (), 7)))
+    (ran,) = log.take()
+    assert ran.decode_rows == 7
