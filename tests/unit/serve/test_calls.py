@@ -39,9 +39,9 @@ class Counting:
     next step."""
 
     def __init__(self):
-        spec = types.SimpleNamespace(vocab_size=100, vision=None, num_layers=1)
+        spec = types.SimpleNamespace(vocab_size=100, vision=None, num_layers=1, groups=(0,))
         scheduler = types.SimpleNamespace(
-            max_model_len=64, block_tokens=16, num_blocks=9, placement="auto", policy="lars"
+            windows=(), max_model_len=64, block_tokens=16, num_blocks=9, placement="auto", policy="lars"
         )
         self.config = types.SimpleNamespace(
             layout=Layout(kvp=2),
