@@ -25,7 +25,7 @@ FLEETS = Path(__file__).parents[3] / "docs/guides/fleets.md"
 
 class Config:
     layout = Layout(kvp=3, tpa=2)
-    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8)
+    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8, windows=())
 
 
 def running(id):
