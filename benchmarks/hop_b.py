@@ -186,7 +186,7 @@ class Requests:
         """The runner with these requests admitted, their last token not written."""
         from longhelix.scheduler.kv.blocks import Block
         from longhelix.scheduler.request import SamplingParams
-        from longhelix.scheduler.step import InitialKV, NewSequence, Step
+        from longhelix.scheduler.step import InitialKV, NewSequence, SequenceChanges, Step
 
         params = SamplingParams()
         new = tuple(
@@ -199,7 +199,7 @@ class Requests:
             )
             for id in range(self.batch)
         )
-        runner.running.admit(Step(0, new, joining=tuple(range(self.batch))))
+        runner.running.admit(Step(0, changes=SequenceChanges(new=new, joining=tuple(range(self.batch)))))
         used = [0] * self.kvp
         for id, sequence in runner.running.by_id.items():
             blocks = []

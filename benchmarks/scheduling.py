@@ -96,16 +96,16 @@ def on_own_clocks(decodes: int, long_tokens: int) -> tuple[list[float], list[flo
     spent_us, completed_us, sizes = [], [], []
     while len(spent_us) < STEPS + WARM_UP:
         decode = len(joined) == decodes
-        busy = {at for step in in_flight for at in step.instances}
+        busy = {at for step in in_flight for at in step.turn.instances}
         start = time.process_time_ns()
         step = scheduler.schedule(0.0, busy)
         if decode and step is not None:
             spent_us.append((time.process_time_ns() - start) / 1e3)
             sizes.append(len(msgspec.msgpack.encode(step)))
         if step is not None:
-            joined.update(step.joining)
+            joined.update(step.changes.joining)
             in_flight.append(step)
-        if step is None or len(busy) + len(step.instances) == 4:
+        if step is None or len(busy) + len(step.turn.instances) == 4:
             step = in_flight.popleft()
             result = _team_result(scheduler, step, joined)
             start = time.process_time_ns()
@@ -171,7 +171,9 @@ def _team_result(scheduler: Scheduler, step: Step, joined: set[int]) -> StepResu
     """joined: the requests that decode, some of them in steps after this one."""
     ends = {chunk.id for chunk in step.chunks if chunk.sample}
     decode = [
-        seq.id for seq in scheduler.running if seq.id in joined and set(seq.schedule.instances) <= set(step.instances)
+        seq.id
+        for seq in scheduler.running
+        if seq.id in joined and set(seq.schedule.instances) <= set(step.turn.instances)
     ]
     ids = [id for id in decode if id not in ends and scheduler.prefilled_tokens(id)]
     return StepResult(step.id, tuple(SampledToken(id, 1) for id in (*ends, *ids)), step.work.rows)

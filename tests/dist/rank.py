@@ -77,7 +77,8 @@ class RecordingRunner(ModelRunner):
             if takes_images(self.spec, self.mesh.layout, self.mesh.rank):
                 self.take_image_rows(rows.id, rows.start, rows.states)
         self.most_parts = max(self.most_parts, step.work.parts)
-        step = msgspec.structs.replace(step, copies=self.copies + step.copies)
+        transfers = msgspec.structs.replace(step.transfers, copies=self.copies + step.transfers.copies)
+        step = msgspec.structs.replace(step, transfers=transfers)
         self.moves += [(source.owner, target.owner) for source, target in step.moved]
         self.copies, sent_before = (), self.mesh.kvp.exchanged_bytes
         self.expect(step)

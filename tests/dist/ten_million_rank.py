@@ -177,7 +177,7 @@ class Recorded(toy.AtOnce):
 
     def submit(self, step):
         self.blocks += [block for chunk in step.chunks for block in chunk.new_blocks]
-        self.blocks += [block for _, block in step.grown]
+        self.blocks += [block for _, block in step.changes.grown]
         super().submit(step)
 
 

@@ -26,7 +26,7 @@ from longhelix.engine.workers.environment import rank_environment
 from longhelix.engine.workers.fork_server import server_for
 from longhelix.engine.workers.process import Process
 from longhelix.engine.workers.transport import Alive
-from longhelix.scheduler.step import Step
+from longhelix.scheduler.step import SequenceChanges, Step
 from oracle import FAMILIES, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 pytestmark = pytest.mark.dist
@@ -694,7 +694,7 @@ def test_worker_that_raises_is_named_with_its_cause(oracle):
     """Work on a sequence that no rank has heard of."""
     llm = LLM(str(oracle.path), Layout(kvp=2))
     process_ids, directory = children_and_sockets(llm)
-    llm._core._pool.submit(Step(1, joining=(99,)))
+    llm._core._pool.submit(Step(1, changes=SequenceChanges(joining=(99,))))
     with pytest.raises(EngineError, match=r"rank [01] failed: KeyError: 99"):
         llm._core._pool.collect()
     assert_nothing_left(process_ids, directory)

@@ -60,7 +60,7 @@ def test_tokens_equal_transformers(oracles, model, layout, placement, chunk_toke
         events = record(llm)
         results = llm.generate(oracle.prompts, GREEDY)
     assert [result.token_ids for result in results] == [list(tokens) for tokens in oracle.tokens]
-    teams = {step.instances for step in steps_of(events) if step.work.rows}
+    teams = {step.turn.instances for step in steps_of(events) if step.work.rows}
     assert all(teams)
     longest = results[-1].kv_tokens_per_rank
     if placement == "local":
@@ -113,13 +113,13 @@ def test_no_instance_waits_for_one_that_has_nothing_for_it(oracles, standing):
         events.clear()
         (last,) = llm.generate([long], GREEDY)
     assert [result.token_ids for result in (*short, last)] == [list(tokens) for tokens in oracle.tokens]
-    assert {step.instances for step in alone} == {(0,), (1,)}
+    assert {step.turn.instances for step in alone} == {(0,), (1,)}
     # Nine of instance 1 came back before the third of instance 0, which began with the tenth.
-    by_id = {step.id: step.instances for step in alone}
+    by_id = {step.id: step.turn.instances for step in alone}
     order = [by_id[event.result.step_id] for event in taken if isinstance(event, Completed)]
     third = [at for at, instances in enumerate(order) if instances == (0,)][2]
     assert order[:third].count((1,)) >= 9
-    assert (0, 1) in {step.instances for step in steps_of(events)}
+    assert (0, 1) in {step.turn.instances for step in steps_of(events)}
     assert last.kv_tokens_per_rank == [24, 21]
 
 
@@ -162,7 +162,7 @@ def test_tokens_come_in_order_after_those_that_shared_a_request_part(oracles):
         poll(core, tokens)
     expected = [list(each[: one.max_new_tokens]) for each, one in zip(oracle.tokens, params, strict=True)]
     assert list(tokens.values()) == expected
-    instances = {step.id: step.instances for step in steps_of(events)}
+    instances = {step.id: step.turn.instances for step in steps_of(events)}
     assert list(instances.values()).count((0, 1)) < len(instances) - 10
 
 

@@ -30,7 +30,7 @@ from longhelix.engine.workers.transport import (
     WorkerSocket,
 )
 from longhelix.errors import UserError
-from longhelix.scheduler.step import Step, StepMeasurements, StepResult
+from longhelix.scheduler.step import SequenceChanges, Step, StepMeasurements, StepResult
 from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.dist
@@ -58,7 +58,7 @@ def test_no_socket_makes_a_decoder(tmp_path, monkeypatch):
 
 def step_that_ends(count):
     """A step whose message has five bytes for each of `count` sequences, roughly."""
-    return Step(7, ended=tuple(range(2**16, 2**16 + count)))
+    return Step(7, changes=SequenceChanges(ended=tuple(range(2**16, 2**16 + count))))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from longhelix.perf.memory import memory
 from longhelix.perf.setting import Setting
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import SamplingParams
-from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, Step
+from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, SequenceChanges, Step
 from longhelix.spec import FORMATS, NumberFormat, Scales, read_hf_config
 from longhelix.spec.layout import Layout
 from tensors import Tensors
@@ -135,7 +135,11 @@ def run(config: EngineConfig) -> tuple[ModelRunner, Tensor]:
     runner = new_runner(config, model.mesh, model, new_pool(config, 0, 4))
     new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=40, kv=InitialKV((3,), spread=True))
     tokens = array("i", [5, 3, 8, 1] * 5).tobytes()
-    runner.execute(Step(1, (new,), chunks=(Chunk(0, tokens, (Block(0, 0), Block(0, 2)), sample=False),)))
+    runner.execute(
+        Step(
+            1, changes=SequenceChanges(new=(new,)), chunks=(Chunk(0, tokens, (Block(0, 0), Block(0, 2)), sample=False),)
+        )
+    )
     return runner, runner.forward(Step(2, chunks=(Chunk(0, tokens[:16], (), sample=False),)))[-1]
 
 

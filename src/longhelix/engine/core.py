@@ -458,7 +458,7 @@ class _Ranks:
         self._sent_token_table = False  # ranks need the token table for guides
 
     def submit(self, step: Step) -> None:
-        if not self._sent_token_table and any(new.sampling.guide is not None for new in step.new):
+        if not self._sent_token_table and any(new.sampling.guide is not None for new in step.changes.new):
             assert self._guides is not None, "the request was rejected otherwise"
             layout = self._config.layout
             ranks = [rank for rank in range(layout.world_size) if layout.has_head(rank)]
@@ -474,7 +474,7 @@ class _Ranks:
     def _image_ranks(self, step: Step) -> list[int]:
         """Return the ranks that take part in the step and need images."""
         layout = self._config.layout
-        taken = step.instances or range(layout.kvp)
+        taken = step.turn.instances or range(layout.kvp)
         return [rank for rank in self._config.image_ranks if layout.kvp_rank(rank) in taken]
 
 

@@ -148,7 +148,7 @@ class StepLog:
                 self._ran.append(
                     ObservedStep(
                         id=step.id,
-                        microbatch=step.microbatch,
+                        microbatch=step.turn.microbatch,
                         decode_rows=int(step.work.decode_rows) + sum(draft.num_tokens for draft in step.drafts),
                         chunks=tuple(map(_ran_chunk, step.chunks)),
                         parts=int(step.work.parts),

@@ -70,7 +70,7 @@ class ShownImages:
 
     def rows(self, step: Step) -> Iterator[TakeImageRows]:
         """Yield the image rows in the chunks of the next step."""
-        for new in step.new:
+        for new in step.changes.new:
             if new.id in self._of_request:
                 self._lengths[new.id] = new.kv.cached_tokens
         for chunk in step.chunks:

@@ -19,7 +19,7 @@ from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import Placement
 from longhelix.scheduler.kv.windows import with_any
 from longhelix.scheduler.request import SamplingParams
-from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, Step
+from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, SequenceChanges, Step, Turn
 from longhelix.scheduler.work import Work
 
 _FILL_BLOCKS = 1024
@@ -104,9 +104,11 @@ class LongRequests:
             )
             for index, context in enumerate(contexts)
         )
-        self.runner.running.admit(Step(0, new))
+        self.runner.running.admit(Step(0, changes=SequenceChanges(new=new)))
         for number, batch in enumerate(self._batches):
-            self.runner.running.admit(Step(0, joining=tuple(batch), microbatch=number))
+            self.runner.running.admit(
+                Step(0, turn=Turn(microbatch=number), changes=SequenceChanges(joining=tuple(batch)))
+            )
         for index, blocks in enumerate(model.blocks(*contexts)):
             self.runner.running.by_id[index].add_blocks(blocks, model.kvp_rank)
         self._works = [Work.decode(len(batch), max(contexts)) for batch in self._batches]
@@ -121,7 +123,7 @@ class LongRequests:
             parts: number of parts in which the requests attend (HOP-B).
         """
         steps = [
-            Step(0, microbatch=number, most_tokens=self._most_tokens, work=work._replace(parts=parts))
+            Step(0, turn=Turn(microbatch=number), most_tokens=self._most_tokens, work=work._replace(parts=parts))
             for number, work in enumerate(self._works)
         ]
         for step in steps:
@@ -184,5 +186,11 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
         new_blocks = blocks[-(-start // block_tokens) * groups : -(-stop // block_tokens) * groups]
         chunk = Chunk(request_id, array("i", prompt[start:stop]).tobytes(), new_blocks, sample=stop == length)
         work = Work.chunk(stop - start, start)
-        yield Step(start // chunk_tokens, new, chunks=(chunk,), ended=ended, most_tokens=stop, work=work)
+        yield Step(
+            start // chunk_tokens,
+            changes=SequenceChanges(new=new, ended=ended),
+            chunks=(chunk,),
+            most_tokens=stop,
+            work=work,
+        )
         new, ended = (), ()

@@ -116,7 +116,7 @@ class Loop:
         return {at for at, clock in enumerate(self._clocks) if clock.in_flight >= (self._depth if clock.is_led else 1)}
 
     def _begin(self, step: Step) -> None:
-        clocks = self._of_step[step.id] = [self._clocks[at] for at in step.instances or (0,)]
+        clocks = self._of_step[step.id] = [self._clocks[at] for at in step.turn.instances or (0,)]
         for clock in clocks:
             clock.in_flight += 1
             clock.is_led = self._leads(step)

@@ -5,13 +5,12 @@ from collections.abc import Collection, Set
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.load import Load
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.step import Turn
+from longhelix.scheduler.step import ALL_RANKS, Turn
 from longhelix.scheduler.work import Cost
 
 # Of steps of one microbatch, where there are others: its next one is on its way to the first stage when the last one
 # leaves the last stage, and requests that come meanwhile wait for no more.
 _MOST_IN_FLIGHT = 2
-_ONLY = Turn()
 
 
 class Microbatches:
@@ -90,7 +89,7 @@ class Microbatches:
         """Those that have rows come before the others, unless there are prompts, which any may have beside it."""
         pp = len(self._each)
         if pp == 1:
-            return [_ONLY]
+            return [ALL_RANKS]
         turns = ((self._last + 1 + turn) % pp for turn in range(pp))
         found = [microbatch for microbatch in turns if self._in_flight[microbatch] < _MOST_IN_FLIGHT]
         if not prompts:

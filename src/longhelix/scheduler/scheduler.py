@@ -36,7 +36,20 @@ from longhelix.scheduler.prefix import PrefixCache, Prefixes
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
-from longhelix.scheduler.step import Chunk, Draft, PromptLogprobs, SampledToken, Scored, Step, StepResult, Turn
+from longhelix.scheduler.step import (
+    NO_CHANGES,
+    NO_TRANSFERS,
+    BlockTransfers,
+    Chunk,
+    Draft,
+    PromptLogprobs,
+    SampledToken,
+    Scored,
+    SequenceChanges,
+    Step,
+    StepResult,
+    Turn,
+)
 from longhelix.scheduler.token_event import TokenEvent, Usage
 from longhelix.scheduler.turns import Turns
 from longhelix.scheduler.widening import Widening
@@ -217,24 +230,25 @@ class Scheduler:
         joining += tuple(one.id for one in joined if self._running[one.id] in self._turns and one.id not in joining)
         self._next_step_id += 1
         swapped_out, swapped_in = self.pool.swaps_of_step(turn)
-        step = Step(
-            self._next_step_id,
+        transfers = BlockTransfers(copies=copies, swapped_out=swapped_out, swapped_in=swapped_in)
+        changes = SequenceChanges(
             new=new,
+            ended=self._changes.take_ended(turn),
             joining=joining,
             leaving=leaving,
             grown=grown,
+            rebalances=self._widening.of_step(),
+            joined=joined,
+        )
+        step = Step(
+            self._next_step_id,
+            turn=turn,
+            changes=changes or NO_CHANGES,
             drafts=drafts,
             chunks=chunks,
-            ended=self._changes.take_ended(turn),
+            transfers=transfers or NO_TRANSFERS,
             most_tokens=most_blocks * self.config.block_tokens,
             work=work,
-            copies=copies,
-            swapped_out=swapped_out,
-            swapped_in=swapped_in,
-            microbatch=turn.microbatch,
-            rebalances=self._widening.of_step(),
-            instances=turn.instances,
-            joined=joined,
         )
         self._in_flight[step.id] = step
         self._turns.began(turn, step.id)
@@ -397,7 +411,7 @@ class Scheduler:
         if not schedule.instances:
             return schedule.last_step < self._oldest_id
         steps = (step for id, step in self._in_flight.items() if id <= schedule.last_step)
-        under_way = any(Turn(instances=step.instances).has(schedule.instances) for step in steps)
+        under_way = any(Turn(instances=step.turn.instances).has(schedule.instances) for step in steps)
         return not under_way and seq.id not in self._changes.ended_ids
 
     def _chunks(self, turn: Turn, load: AnyLoad, now_s: float) -> tuple[Chunk, ...]:
@@ -466,16 +480,16 @@ class Scheduler:
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
         step = self._in_flight.pop(result.step_id)
-        self._turns.ended(Turn(step.microbatch, step.instances))
+        self._turns.ended(Turn(step.turn.microbatch, step.turn.instances))
         if step.chunks:
             self._step_s = result.measured.taken_s
             self._order.pace.ended(step.id, result.measured.taken_s)
-        for rebalance in step.rebalances:
+        for rebalance in step.changes.rebalances:
             seq = self._running.get(rebalance.id) or self._preempted.get(rebalance.id)
             if rebalance.moves and seq is not None:
                 seq.job.history.moved_s += result.measured.moved_s
         # Moves, and guides that are compiled, take time that no cost knows of.
-        guided = any(one.sampling.guide is not None for one in step.new)
+        guided = any(one.sampling.guide is not None for one in step.changes.new)
         if self.cost is not None and not step.moved and not guided:
             self.cost.observe(step.work, result.measured.taken_s)
         running = self._running

@@ -199,6 +199,57 @@ class Turn(NamedTuple):
         return not self.instances or not instances or any(one in self.instances for one in instances)
 
 
+class SequenceChanges(msgspec.Struct, frozen=True, array_like=True):
+    """What changes for running sequences.
+
+    Attributes:
+        new: Sequences that start.
+        ended: Ids of the sequences that end.
+        joining: Ids of the sequences that begin to decode.
+        leaving: Ids of the sequences that stop decoding and do not end.
+        grown: KV blocks that decoding sequences need for their new rows, each with the sequence's id.
+        rebalances: Sequences whose blocks move together with the copies. All blocks are read before one is written,
+            because a block may be overwritten in the step in which it moves.
+        joined: Running sequences that one more of the turn's instances takes part in from now on. They are new to that
+            instance, and all their tokens are cached.
+    """
+
+    new: tuple[NewSequence, ...] = ()
+    ended: tuple[int, ...] = ()
+    joining: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    grown: tuple[tuple[int, Block], ...] = ()
+    rebalances: tuple[Rebalance, ...] = ()
+    joined: tuple[NewSequence, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != NO_CHANGES
+
+
+class BlockTransfers(msgspec.Struct, frozen=True, array_like=True):
+    """KV blocks that are copied before the layers run.
+
+    Attributes:
+        copies: KV blocks to copy in all layers, (source, target) each. Earlier steps or swaps have filled the sources.
+            Nothing reads the targets yet, so no block is both, and no target occurs twice.
+        swapped_out: Blocks that earlier steps have filled. Their content goes to slots before `copies`.
+        swapped_in: Blocks that get the content of slots, after `swapped_out`. Nothing reads these blocks yet.
+    """
+
+    copies: tuple[tuple[Block, Block], ...] = ()
+    swapped_out: tuple[Swap, ...] = ()
+    swapped_in: tuple[Swap, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self != NO_TRANSFERS
+
+
+# A message leaves out fields that are these.
+ALL_RANKS = Turn()
+NO_CHANGES = SequenceChanges()
+NO_TRANSFERS = BlockTransfers()
+
+
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     """One iteration of the engine over a mixed batch: a row for each decoding sequence, then the rows of drafts, then
     prefill chunks.
@@ -213,47 +264,26 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         id: Number of the step.
-        new: Sequences that start.
-        joining: Ids of the sequences that begin to decode.
-        leaving: Ids of the sequences that stop decoding and do not end.
-        grown: KV blocks that decoding sequences need for their new rows, each with the sequence's id.
+        turn: Whose rows it has. With pipeline stages, the decoding sequences are split into as many microbatches. The
+            rows of the step are those of one, and sequences in `joining` join it. If KVP instances have clocks of their
+            own, each instance takes its own part of the step (`of_instance`).
+        changes: What changes for running sequences.
         drafts: The rows of decoding sequences with draft tokens.
         chunks: Prompt tokens to compute.
-        ended: Ids of the sequences that end.
+        transfers: KV blocks that are copied or swapped.
         most_tokens: The most tokens of one sequence for which any KVP rank has room, in blocks after this step.
         work: The sum of all work, and the number of parts in which attention runs. Both are chosen here and not by the
             ranks, because ranks that choose differently would wait for each other forever.
-        copies: KV blocks to copy in all layers before the layers run, (source, target) each. Earlier steps or swaps
-            have filled the sources. Nothing reads the targets yet, so no block is both, and no target occurs twice.
-        swapped_out: Blocks that earlier steps have filled. Their content goes to slots before `copies`.
-        swapped_in: Blocks that get the content of slots, after `swapped_out`. Nothing reads these blocks yet.
-        microbatch: With pipeline stages, the decoding sequences are split into as many microbatches. The rows of the
-            step are those of this one, and sequences in `joining` join it.
-        rebalances: Sequences whose blocks move together with the copies. All blocks are read before one is written,
-            because a block may be overwritten in the step in which it moves.
-        instances: The KVP instances that run the step. Each takes its own part of it (`of_instance`). Empty: all ranks
-            take all of it.
-        joined: Running sequences that one more of these instances takes part in from now on. They are new to that
-            instance, and all their tokens are cached.
     """
 
     id: int
-    new: tuple[NewSequence, ...] = ()
-    joining: tuple[int, ...] = ()
-    leaving: tuple[int, ...] = ()
-    grown: tuple[tuple[int, Block], ...] = ()
+    turn: Turn = ALL_RANKS
+    changes: SequenceChanges = NO_CHANGES
     drafts: tuple[Draft, ...] = ()
     chunks: tuple[Chunk, ...] = ()
-    ended: tuple[int, ...] = ()
+    transfers: BlockTransfers = NO_TRANSFERS
     most_tokens: int = 0
     work: Work = NO_WORK
-    copies: tuple[tuple[Block, Block], ...] = ()
-    swapped_out: tuple[Swap, ...] = ()
-    swapped_in: tuple[Swap, ...] = ()
-    microbatch: int = 0
-    rebalances: tuple[Rebalance, ...] = ()
-    instances: tuple[int, ...] = ()
-    joined: tuple[NewSequence, ...] = ()
 
     def of_instance(self, instance: int, known: Container[int]) -> "Step":
         """Return the part of the step for one KVP instance.
@@ -262,8 +292,9 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
             instance: the instance.
             known: ids of the sequences in which it takes part so far. Sequences that it joins are new to it.
         """
-        new = tuple(one for one in self.new if instance in one.instances)
-        new += tuple(one for one in self.joined if instance in one.instances and one.id not in known)
+        changes = self.changes
+        new = tuple(one for one in changes.new if instance in one.instances)
+        new += tuple(one for one in changes.joined if instance in one.instances and one.id not in known)
         ids = {one.id for one in new}
 
         def has(id: int) -> bool:
@@ -271,14 +302,17 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
 
         return msgspec.structs.replace(
             self,
-            new=new,
-            joined=tuple(one for one in self.joined if one.id in known and one.id not in ids),
-            joining=tuple(filter(has, self.joining)),
-            leaving=tuple(filter(has, self.leaving)),
-            grown=tuple(one for one in self.grown if has(one[0])),
+            changes=msgspec.structs.replace(
+                changes,
+                new=new,
+                ended=tuple(id for id in changes.ended if id in known),
+                joining=tuple(filter(has, changes.joining)),
+                leaving=tuple(filter(has, changes.leaving)),
+                grown=tuple(one for one in changes.grown if has(one[0])),
+                joined=tuple(one for one in changes.joined if one.id in known and one.id not in ids),
+            ),
             drafts=tuple(draft for draft in self.drafts if has(draft.id)),
             chunks=tuple(chunk for chunk in self.chunks if has(chunk.id)),
-            ended=tuple(id for id in self.ended if id in known),
         )
 
     @property
@@ -289,7 +323,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def moved(self) -> tuple[tuple[Block, Block], ...]:
         """The blocks that move to another rank, (source, target) each."""
-        return tuple((move.source, move.target) for one in self.rebalances for move in one.moves)
+        return tuple((move.source, move.target) for one in self.changes.rebalances for move in one.moves)
 
 
 class SampledToken(msgspec.Struct, frozen=True, omit_defaults=True):

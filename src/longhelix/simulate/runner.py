@@ -47,7 +47,7 @@ class SimulatedRunner(ABC):
 
     def submit(self, step: Step) -> None:
         result = self._result(step)
-        clocks = [self._left_s[at] for at in step.instances or (0,)]
+        clocks = [self._left_s[at] for at in step.turn.instances or (0,)]
         begin_s = max(self.now_s, *(left_s[0] for left_s in clocks))
         if self.stages > 1 and step.work.decode_rows:
             begin_s = max(begin_s, self._tokens_s(step))
@@ -62,17 +62,17 @@ class SimulatedRunner(ABC):
 
     def _tokens_s(self, step: Step) -> float:
         """Return the time at which a step's input tokens are known for all of its decoding sequences."""
-        joining_s = (self._prompt_s.pop(id, 0.0) for id in step.joining)
-        return max([self._decoded_s.get(step.microbatch, 0.0), *joining_s])
+        joining_s = (self._prompt_s.pop(id, 0.0) for id in step.changes.joining)
+        return max([self._decoded_s.get(step.turn.microbatch, 0.0), *joining_s])
 
     def _note_tokens(self, step: Step, end_s: float) -> None:
         """Record that the tokens that a step samples are known at `end_s`."""
         if step.work.decode_rows:
-            self._decoded_s[step.microbatch] = end_s
+            self._decoded_s[step.turn.microbatch] = end_s
         for chunk in step.chunks:
             if chunk.sample:
                 self._prompt_s[chunk.id] = end_s
-        for id in step.ended:
+        for id in step.changes.ended:
             self._prompt_s.pop(id, None)
 
     def collect(self, timeout_s: float) -> StepResult | None:
@@ -134,11 +134,11 @@ class PredictedRunner(SimulatedRunner):
     def _result(self, step: Step) -> StepResult:
         sampled, work = self._sampled(step), step.work
         seconds, moved_s = self._cost.seconds(work) if work.rows else 0.0, 0.0
-        if step.swapped_out or step.swapped_in:
+        if step.transfers.swapped_out or step.transfers.swapped_in:
             # The time to swap a block counts all layers, and so only blocks of the first group count.
-            swapped = [swap.block for swap in step.swapped_out + step.swapped_in if not swap.group]
+            swapped = [swap.block for swap in step.transfers.swapped_out + step.transfers.swapped_in if not swap.group]
             seconds += self.stages * self._swap_s / 2 * (_most(swapped) if swapped else 0)
-        if step.rebalances and (moved := step.moved):
+        if step.changes.rebalances and (moved := step.moved):
             moved_s = self._move_s(_most(source for source, _ in moved), _most(target for _, target in moved))
             seconds += self.stages * moved_s
         return StepResult(
@@ -154,22 +154,22 @@ class PredictedRunner(SimulatedRunner):
         The tokens of decoding sequences come first, followed by those of drafts, none of which is accepted, and by the
         first tokens of finished prompts.
         """
-        for id in step.ended:
+        for id in step.changes.ended:
             self._tokens.pop(id, None)
             self._leads.pop(id, None)
-        for id in (*step.ended, *step.leaving):
+        for id in (*step.changes.ended, *step.changes.leaving):
             for at, decoding in self._decoding.items():
                 if decoding.pop(id, None) is not None:
                     self._decoded.pop(at, None)
-        for new in step.new:
+        for new in step.changes.new:
             self._tokens[new.id] = SampledToken(new.id, 0)
             if new.instances:
                 self._leads[new.id] = new.instances[0]
-        for id in step.joining:
-            at = self._leads.get(id, step.microbatch)
+        for id in step.changes.joining:
+            at = self._leads.get(id, step.turn.microbatch)
             self._decoding.setdefault(at, {})[id] = self._tokens[id]
             self._decoded.pop(at, None)
-        decoded = tuple(chain.from_iterable(map(self._decoded_at, step.instances or (step.microbatch,))))
+        decoded = tuple(chain.from_iterable(map(self._decoded_at, step.turn.instances or (step.turn.microbatch,))))
         ending = tuple(self._tokens[draft.id] for draft in step.drafts)
         ending += tuple(self._tokens[chunk.id] for chunk in step.chunks if chunk.sample)
         return decoded + ending if ending else decoded

@@ -212,7 +212,7 @@ class Simulation:
         assert ran is not None
         if ran.end_s > ran.begin_s:
             self._steps += 1
-            for clock in ran.step.instances or (0,):
+            for clock in ran.step.turn.instances or (0,):
                 self._busy_s[clock] += ran.end_s - max(ran.begin_s, self._busy_until_s[clock])
                 self._busy_until_s[clock] = ran.end_s
         ended = self._tracker.add(ran, events)

@@ -70,7 +70,7 @@ def _reach(point, step=None):
 
 def _comes(step, fault):
     found = {chunk.id for chunk in step.chunks if fault["token"] in array("i", chunk.token_ids)}
-    begins = not _poisoned.isdisjoint(step.joining)
+    begins = not _poisoned.isdisjoint(step.changes.joining)
     _poisoned.update(found)
     return begins if fault.get("decodes") else bool(found)
 

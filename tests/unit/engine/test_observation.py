@@ -26,7 +26,11 @@ class Instantly:
         self.steps, self.decoding = [], []
 
     def submit(self, step):
-        self.decoding = [id for id in (*self.decoding, *step.joining) if id not in (*step.leaving, *step.ended)]
+        self.decoding = [
+            id
+            for id in (*self.decoding, *step.changes.joining)
+            if id not in (*step.changes.leaving, *step.changes.ended)
+        ]
         sampled = [*self.decoding, *(chunk.id for chunk in step.chunks if chunk.sample)]
         tokens = tuple(SampledToken(id, 7) for id in sampled)
         self.steps.append(

@@ -4,7 +4,7 @@ import pytest
 
 from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.scheduler.request import ImageSpan, SamplingParams
-from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, Step
+from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, SequenceChanges, Step
 
 LAYERS, ROW_BYTES = 2, 3
 
@@ -25,7 +25,11 @@ def image(start, tokens, mark=b"x", made=None):
 
 def step(*chunks, new=()):
     begun = tuple(NewSequence(id, SamplingParams(), 0, 100, InitialKV((9,), True, cached)) for id, cached in new)
-    return Step(1, begun, chunks=tuple(Chunk(id, bytes(4 * count), (), False) for id, count in chunks))
+    return Step(
+        1,
+        changes=SequenceChanges(new=begun),
+        chunks=tuple(Chunk(id, bytes(4 * count), (), False) for id, count in chunks),
+    )
 
 
 def given(images, one):

@@ -26,7 +26,7 @@ def new(asked):
 
 def begun(engine):
     """The ids of the requests that each step begins."""
-    return [[new.id for new in step.new] for step in engine.runner.steps if step.new]
+    return [[new.id for new in step.changes.new] for step in engine.runner.steps if step.changes.new]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -116,12 +116,12 @@ def test_what_a_step_has_compiled_takes_little_or_is_one(data, own_clocks, most_
                 name = data.draw(st.integers(0, 11))
                 scheduler.add(guided(request(id, data.draw(st.integers(1, 30)), 3), f"a{name}", seconds[name % 4]))
                 id += 1
-            busy = {one for step in in_flight for one in step.instances or (0,)}
+            busy = {one for step in in_flight for one in step.turn.instances or (0,)}
             step = scheduler.schedule(0.0, busy) if own_clocks or not busy else None
             if step is not None:
                 in_flight.append(step)
                 for clock, rank in enumerate(ranks):
-                    found = rank.compiled([new for new in step.new if (new.instances or (0,))[0] == clock])
+                    found = rank.compiled([new for new in step.changes.new if (new.instances or (0,))[0] == clock])
                     assert len(found) <= 1 or sum(seconds[int(guide.text[1:]) % 4] for guide in found) <= 0.02
             if in_flight and data.draw(st.booleans()):
                 done = in_flight.pop(0)

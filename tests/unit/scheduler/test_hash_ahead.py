@@ -59,7 +59,7 @@ def test_a_long_cached_prompt_begins_with_all_that_is_cached_after_some_steps(ha
     steps, most = until_it_begins(engine, hashed, 1)
     assert steps == 7  # of 25 blocks
     assert most <= 4 + 1  # the request that runs fills blocks as well
-    (new,) = engine.runner.steps[-1].new
+    (new,) = engine.runner.steps[-1].changes.new
     assert new.kv.cached_tokens == len(LONG) // BLOCK_TOKENS * BLOCK_TOKENS
     assert engine.drain()[1].token_ids == expected_output(asked)
 
@@ -152,7 +152,7 @@ def test_long_prompts_whose_hashes_are_known_begin_one_in_each_step(hashed, monk
 def step_begins(engine):
     """The requests that begin in the next step."""
     engine.step()
-    return [new.id for new in engine.runner.steps[-1].new]
+    return [new.id for new in engine.runner.steps[-1].changes.new]
 
 
 def test_prompts_that_share_a_first_block_are_looked_up_one_in_each_step(hashed, monkeypatch):

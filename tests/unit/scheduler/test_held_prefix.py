@@ -63,7 +63,7 @@ def test_blocks_that_were_filled_from_elsewhere_are_found(placement):
     salted = ServiceLevel(cache_salt="other")
     engine.add(request(0, [*LONG[:30], 1, 2], 1), replace(request(1, LONG[:30], 1), service=salted))
     step = engine.scheduler.schedule(0.0)
-    assert [(new.kv.cached_tokens, new.kv.cached_blocks) for new in step.new] == [(28, held.blocks), (0, ())]
+    assert [(new.kv.cached_tokens, new.kv.cached_blocks) for new in step.changes.new] == [(28, held.blocks), (0, ())]
 
 
 def test_blocks_that_nobody_has_filled_are_free_again():

@@ -46,66 +46,68 @@ class FakeInstances:
         self.num_accepted = 0  # draft tokens
 
     def submit(self, step):
-        assert step.instances == tuple(sorted(step.instances))
+        assert step.turn.instances == tuple(sorted(step.turn.instances))
         self.steps.append(step)
-        for one in step.instances:
+        for one in step.turn.instances:
             self.queues[one].append(step)
 
     def collect(self, timeout_s):
         heads = {queue[0].id: queue[0] for queue in self.queues if queue}
-        ready = [step for step in heads.values() if all(self.queues[one][0] is step for one in step.instances)]
+        ready = [step for step in heads.values() if all(self.queues[one][0] is step for one in step.turn.instances)]
         step = self.choose(ready)
-        for one in step.instances:
+        for one in step.turn.instances:
             self.queues[one].popleft()
         self.ended.append(step.id)
         return self.execute(step)
 
     def execute(self, step):
-        swapped = [swap.block for swap in step.swapped_out + step.swapped_in]
-        touched = swapped + [block for copy in step.copies for block in copy]
-        assert {block.owner for block in touched} <= set(step.instances)
-        parts = {one: step.of_instance(one, self.followers[one]) for one in step.instances}
+        swapped = [swap.block for swap in step.transfers.swapped_out + step.transfers.swapped_in]
+        touched = swapped + [block for copy in step.transfers.copies for block in copy]
+        assert {block.owner for block in touched} <= set(step.turn.instances)
+        parts = {one: step.of_instance(one, self.followers[one]) for one in step.turn.instances}
         for one, part in parts.items():
             self.follow(one, part)
         rows = {}
         for one, part in parts.items():
             for id in self.decoding[one]:
-                rows.setdefault(id, []).append((one, 1, [block for grown, block in part.grown if grown == id], None))
+                rows.setdefault(id, []).append(
+                    (one, 1, [block for grown, block in part.changes.grown if grown == id], None)
+                )
             for span in part.segments:
                 rows.setdefault(span.id, []).append((one, span.num_tokens, span.new_blocks, span))
         sampled = [one for id, each in rows.items() for one in self.run(id, each)]
-        assert len(rows) <= step.work.rows * len(step.instances)
+        assert len(rows) <= step.work.rows * len(step.turn.instances)
         return StepResult(step.id, tuple(sampled), 0)
 
     def follow(self, one, part):
         """An instance's own share of what a step changes."""
         block_tokens, followers = self.config.block_tokens, self.followers[one]
-        for id in part.ended:
+        for id in part.changes.ended:
             del followers[id]
             self.decoding[one].pop(id, None)
-        for id in part.leaving:
+        for id in part.changes.leaving:
             del self.decoding[one][id]
         pool, slots = self.pools[one], self.slots[one]
-        for block, slot, _ in map(astuple, part.swapped_out):
+        for block, slot, _ in map(astuple, part.transfers.swapped_out):
             if block.owner == one:
                 slots[slot] = [pool.get((block.id, offset)) for offset in range(block_tokens)]
-        for block, slot, _ in map(astuple, part.swapped_in):
+        for block, slot, _ in map(astuple, part.transfers.swapped_in):
             if block.owner == one:
                 pool.update({(block.id, offset): entry for offset, entry in enumerate(slots[slot])})
-        for source, target in part.copies:
+        for source, target in part.transfers.copies:
             if source.owner == one:
                 assert target.owner == one
                 pool.update({(target.id, at): pool.get((source.id, at)) for at in range(block_tokens)})
-        for new in part.new:
+        for new in part.changes.new:
             assert one in new.instances
             assert new.id not in followers
             blocks = list(new.kv.cached_blocks)
             last_owner = blocks[-1].owner if blocks else -1
             local = [block.id for block in blocks if block.owner == one]
             followers[new.id] = Follower(new, new.kv.cached_tokens, new.known.last_id, local, last_owner, blocks)
-        for joined in part.joined:
+        for joined in part.changes.joined:
             followers[joined.id].new = joined
-        for id in part.joining:
+        for id in part.changes.joining:
             self.decoding[one][id] = None
 
     def run(self, id, each):
@@ -243,18 +245,20 @@ def test_instances_take_steps_without_waiting_for_each_other():
     blocked = []
 
     def choose(ready):
-        others = [step for step in ready if not (0 in step.instances and step.id >= blocked[0])] if blocked else ready
+        others = (
+            [step for step in ready if not (0 in step.turn.instances and step.id >= blocked[0])] if blocked else ready
+        )
         return first(others or ready)
 
     run = Run(own(), choose)
     run.add(*(request(id, LONG[id : id + 5], 20) for id in range(3)))
     for _ in range(3):
         run.step()
-    blocked.append(next(step.id for step in run.runner.steps if step.instances == (0,) and step.id > 3))
+    blocked.append(next(step.id for step in run.runner.steps if step.turn.instances == (0,) and step.id > 3))
     while not {1, 2} <= run.reasons.keys():
         run.step()
     assert len(run.tokens[0]) < 3
-    assert {step.instances for step in run.runner.steps} == {(0,), (1,), (2,)}
+    assert {step.turn.instances for step in run.runner.steps} == {(0,), (1,), (2,)}
     run.drain()
 
 
@@ -264,7 +268,7 @@ def test_those_that_share_a_request_step_together_and_others_do_not():
     run.add(request(0, LONG[:13], 8), request(1, LONG[20:24], 4))
     run.drain()
     assert run.usages[0].kv_tokens_per_rank == (8, 8, 4)
-    teams = Counter(step.instances for step in run.runner.steps if step.work.rows)
+    teams = Counter(step.turn.instances for step in run.runner.steps if step.work.rows)
     assert set(teams) == {(0,), (1,), (2,), (0, 1), (0, 1, 2)} - ({(2,)} if (2,) not in teams else set()) - {(1,)}
 
 
@@ -273,10 +277,10 @@ def test_a_request_that_decodes_takes_instances_one_after_the_other(depth):
     run = Run(own(placement="growing", growth_limit_tokens=4), first, depth)
     run.add(request(0, LONG[:2], 13))
     run.drain()
-    with_rows = [step.instances for step in run.runner.steps if step.work.rows]
+    with_rows = [step.turn.instances for step in run.runner.steps if step.work.rows]
     # 2 rows of the prompt, then one each: the fifth row and the ninth need other instances' blocks.
     assert with_rows == [(0,)] * 3 + [(0, 1)] * 4 + [(0, 1, 2)] * 6
-    joined = [one for step in run.runner.steps for one in step.joined]
+    joined = [one for step in run.runner.steps for one in step.changes.joined]
     assert [(one.instances, one.kv.cached_tokens) for one in joined] == [((0, 1), 4), ((0, 1, 2), 8)]
     assert [one.known.last_id for one in joined] == [run.tokens[0][2], run.tokens[0][6]]
 

@@ -187,7 +187,7 @@ def test_blocks_behind_a_window_are_not_swapped():
     for id in range(4):
         engine.add(request(id, [id, *LONG[:60]], 1))
         engine.drain()
-    swapped = [swap for step in engine.runner.steps for swap in step.swapped_out if swap.group]
+    swapped = [swap for step in engine.runner.steps for swap in step.transfers.swapped_out if swap.group]
     assert 0 < len(swapped) <= 3 * 3
 
 
@@ -218,7 +218,7 @@ def test_a_prompt_keeps_no_more_room_than_its_window_once_its_chunk_is_behind():
         while (step := scheduler.schedule(0.0)) is not None:
             count += 1
             sampled = [chunk.id for chunk in step.chunks if chunk.sample] + [
-                seq.id for seq in scheduler.running if seq in scheduler._turns and seq.id not in step.joining
+                seq.id for seq in scheduler.running if seq in scheduler._turns and seq.id not in step.changes.joining
             ]
             scheduler.complete(StepResult(step.id, tuple(SampledToken(id, 1) for id in dict.fromkeys(sampled)), 1))
         return count

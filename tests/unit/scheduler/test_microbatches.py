@@ -17,7 +17,7 @@ def engine(pp, depth=None, **settings):
 
 def rows(steps):
     """Microbatch, decodes and prompt tokens of each step."""
-    return [(step.microbatch, step.work.decode_rows, step.work.chunk_rows) for step in steps]
+    return [(step.turn.microbatch, step.work.decode_rows, step.work.chunk_rows) for step in steps]
 
 
 @pytest.mark.parametrize("placement", ["striped", "growing", "local"])
@@ -43,7 +43,7 @@ def test_two_that_decode_take_turns_and_neither_waits_for_the_other():
     run.drain()
     # Both prompts; nothing can be done before their tokens are there; then one row in each step.
     assert rows(run.runner.steps)[:6] == [(0, 0, 14), *[(1, 1, 0), (0, 1, 0)] * 2, (1, 1, 0)]
-    assert run.runner.steps[1].joining != run.runner.steps[2].joining
+    assert run.runner.steps[1].changes.joining != run.runner.steps[2].changes.joining
 
 
 def test_a_lone_request_has_two_steps_in_flight_at_most():
@@ -53,7 +53,7 @@ def test_a_lone_request_has_two_steps_in_flight_at_most():
         run.step()
     in_flight = len(run.runner.results)
     assert in_flight == 1  # beside the one that has just ended
-    assert {step.microbatch for step in run.runner.steps[1:]} == {0}
+    assert {step.turn.microbatch for step in run.runner.steps[1:]} == {0}
 
 
 def test_a_prompt_that_ends_joins_the_smallest_microbatch():
@@ -86,7 +86,7 @@ def test_all_microbatches_have_every_third_step():
     run.drain()
     full = [step for step in run.runner.steps if step.work.decode_rows == 3 and not step.chunks]
     assert len(full) > 60
-    assert all((after.microbatch - step.microbatch) % 3 == 1 for step, after in pairwise(full))
+    assert all((after.turn.microbatch - step.turn.microbatch) % 3 == 1 for step, after in pairwise(full))
 
 
 class ByTokens:
@@ -141,7 +141,7 @@ def test_what_a_request_held_is_said_under_pressure_too(pp, num_blocks):
         run = engine(pp, num_blocks=num_blocks, max_model_len=40, chunk_tokens=16, max_running=8)
         run.add(*asked)
         outcomes = run.drain()
-        preempted += sum(len(step.new) for step in run.runner.steps) - len(asked)
+        preempted += sum(len(step.changes.new) for step in run.runner.steps) - len(asked)
         for one in asked:
             held = outcomes[one.id].kv_tokens_per_rank
             assert sum(held) == len(one.prompt_token_ids) + one.sampling.max_new_tokens - 1

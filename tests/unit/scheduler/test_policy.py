@@ -369,7 +369,7 @@ def test_a_policy_chooses_who_is_preempted(policy, preempted):
     engine.scheduler._order.policy = policy
     engine.add(*asked)
     engine.drain()
-    again = {new.id for step in engine.runner.steps for new in step.new if step.id > 1}
+    again = {new.id for step in engine.runner.steps for new in step.changes.new if step.id > 1}
     assert again == {preempted}
     assert [engine.outcomes[one.id].token_ids for one in asked] == list(map(expected_output, asked))
 

@@ -17,7 +17,7 @@ from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.request import Request, SamplingParams
-from longhelix.scheduler.step import InitialKV, KnownTokens, NewSequence, Step
+from longhelix.scheduler.step import BlockTransfers, InitialKV, KnownTokens, NewSequence, SequenceChanges, Step
 
 pytestmark = pytest.mark.unit
 
@@ -107,8 +107,8 @@ def test_full_blocks_are_shared_and_the_rest_of_the_prompt_is_computed(placement
     donor, fork = request(0, LONG[:30], 9), request(1, [*LONG[:28], 1, 2, 3, 4, 5], 9)
     engine = forked(donor, fork, config(placement=placement, growth_limit_tokens=8), whole=True)
     step = engine.runner.steps[-1]
-    new = step.new[0]
-    assert (new.kv.cached_tokens, step.copies) == (28, ())
+    new = step.changes.new[0]
+    assert (new.kv.cached_tokens, step.transfers.copies) == (28, ())
     assert list(new.kv.cached_blocks) == engine.runner.replicas[0].blocks[:7]
     assert [(chunk.id, chunk.num_tokens) for chunk in step.chunks] == [(1, 5)]
     assert_outputs(engine, donor, fork)
@@ -119,8 +119,8 @@ def test_a_block_that_is_not_full_is_copied_on_its_rank_in_the_step_that_names_t
     donor, fork = request(0, LONG[:30], 9), request(1, [*LONG[:30], 1, 2, 3], 9)
     engine = forked(donor, fork, config(placement=placement, growth_limit_tokens=8))
     step = engine.runner.steps[-1]
-    new = step.new[0]
-    ((source, target),) = step.copies
+    new = step.changes.new[0]
+    ((source, target),) = step.transfers.copies
     assert new.kv.cached_tokens == 30
     assert source == engine.runner.replicas[0].blocks[7]
     assert target == new.kv.cached_blocks[-1] != source
@@ -134,9 +134,9 @@ def test_one_token_of_the_prompt_is_left_to_compute(num_tokens):
     donor, fork = request(0, LONG[:30], 9), request(1, LONG[:num_tokens], 9)
     engine = forked(donor, fork)
     step = engine.runner.steps[-1]
-    assert step.new[0].kv.cached_tokens == num_tokens - 1
+    assert step.changes.new[0].kv.cached_tokens == num_tokens - 1
     assert [(chunk.id, chunk.num_tokens, chunk.sample) for chunk in step.chunks] == [(1, 1, True)]
-    assert len(step.copies) == bool((num_tokens - 1) % BLOCK_TOKENS)
+    assert len(step.transfers.copies) == bool((num_tokens - 1) % BLOCK_TOKENS)
     assert_outputs(engine, donor, fork)
 
 
@@ -178,7 +178,7 @@ def test_blocks_are_free_after_the_last_of_those_that_share_them(ends):
     for one in asked:
         engine.add(one)
         engine.step()
-    assert [new.kv.cached_tokens for step in engine.runner.steps for new in step.new] == [0, 30, 30]
+    assert [new.kv.cached_tokens for step in engine.runner.steps for new in step.changes.new] == [0, 30, 30]
     free = [engine.free_blocks()]
     for id in ends:
         assert sum(engine.abort(id)) >= 30
@@ -195,7 +195,7 @@ def test_a_request_goes_on_by_its_own_placement_after_another_ones_blocks(tail):
     asked = config(kvp=3, placement="auto", kvp_threshold_tokens=40, num_blocks=64)
     short, long = request(0, LONG[: 24 + tail], 8), request(1, LONG[:60], 8)
     engine = forked(short, long, asked)
-    new = engine.runner.steps[-1].new[0]
+    new = engine.runner.steps[-1].changes.new[0]
     assert new.kv.cached_tokens == 24 + tail
     assert len({block.owner for block in new.kv.cached_blocks}) == 1
     assert new.kv.spread
@@ -206,13 +206,13 @@ def test_a_request_goes_on_by_its_own_placement_after_another_ones_blocks(tail):
 
     long, short = request(0, LONG[:60], 8), request(1, [*LONG[: 24 + tail], 1, 2], 8)
     engine = forked(long, short, asked)
-    new = engine.runner.steps[-1].new[0]
+    new = engine.runner.steps[-1].changes.new[0]
     assert new.kv.cached_tokens == 24 + tail
     assert {block.owner for block in new.kv.cached_blocks} == {0, 1, 2}
     assert not new.kv.spread
     last = new.kv.cached_blocks[-1].owner
     assert_outputs(engine, long, short)
-    grown = {block.owner for step in engine.runner.steps for id, block in step.grown if id == 1}
+    grown = {block.owner for step in engine.runner.steps for id, block in step.changes.grown if id == 1}
     assert grown <= {last}
 
 
@@ -339,16 +339,16 @@ def test_any_requests_that_begin_alike_get_their_own_output_and_leave_nothing(wo
 def test_messages_say_nothing_of_what_a_step_has_not():
     sampling = SamplingParams()
     new = NewSequence(3, sampling, 0, 9, InitialKV((1,), False))
-    step = Step(7, (new,))
+    step = Step(7, changes=SequenceChanges(new=(new,)))
     found = msgspec.msgpack.decode(msgspec.msgpack.encode(step))
-    assert found.keys() == {"id", "new"}
-    assert found["new"][0].keys() == {"id", "sampling", "seed", "capacity_tokens", "kv"}
+    assert found.keys() == {"id", "changes"}
+    assert found["changes"][0][0].keys() == {"id", "sampling", "seed", "capacity_tokens", "kv"}
 
 
 def test_messages_carry_copies_and_what_is_cached():
     source, target = Block(1, 5), Block(0, 2)
     new = NewSequence(3, SamplingParams(), 0, 9, InitialKV((1,), False, 3, (target,)), KnownTokens(b"1234"))
-    step = Step(7, (new,), copies=((source, target),))
+    step = Step(7, changes=SequenceChanges(new=(new,)), transfers=BlockTransfers(copies=((source, target),)))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step) == step
 
 
@@ -366,9 +366,9 @@ def test_sequences_that_share_list_no_more_ids_than_workers_have_room_for():
     seen = 0
     while engine.scheduler.has_work:
         for step in engine.runner.steps[seen:]:
-            for id in step.ended:
+            for id in step.changes.ended:
                 arena.close(extents.pop(id))
-            for new in step.new:
+            for new in step.changes.new:
                 extents[new.id] = arena.open(new.kv.blocks_per_rank[0])
             most = max(most, len(extents))
         seen = len(engine.runner.steps)

@@ -401,7 +401,7 @@ def test_the_request_that_loses_least_is_preempted_and_ends_with_its_own_tokens(
     assert [outcomes[one.id].token_ids for one in (long, short)] == [expected_output(one) for one in (long, short)]
     assert engine.usages[0].preemptions == 0
     assert engine.usages[1].preemptions == 1
-    again = [step.new for step in engine.runner.steps if any(new.id == 1 for new in step.new)]
+    again = [step.changes.new for step in engine.runner.steps if any(new.id == 1 for new in step.changes.new)]
     assert len(again) == 2
     assert engine.usages[1].recomputed_tokens + again[1][0].kv.cached_tokens >= 16
     assert (again[1][0].kv.cached_tokens > 0) == prefix_cache
@@ -425,14 +425,14 @@ def test_a_prompt_that_is_preempted_is_scored_once(chunk_tokens, depth, prefix_c
     assert engine.usages[2].preemptions == 1
     assert engine.outcomes[2].prompt_logprobs == expected_logprobs(asked)
     assert engine.outcomes[2].token_ids == expected_output(asked)
-    begun = [step.id for step in engine.runner.steps for new in step.new if new.id == 2]
+    begun = [step.id for step in engine.runner.steps for new in step.changes.new if new.id == 2]
     assert len(begun) == 2
     scored = Counter()
     for step in engine.runner.steps:
         scored[step.id >= begun[1]] += sum(len(c.scored.targets) // 4 for c in step.chunks if c.scored)
     assert sum(scored.values()) == 29
     assert (scored[False] < 29) == (chunk_tokens < 512)
-    cached = [new.kv.cached_tokens for step in engine.runner.steps for new in step.new if new.id == 2]
+    cached = [new.kv.cached_tokens for step in engine.runner.steps for new in step.changes.new if new.id == 2]
     assert cached[0] == 0
     assert cached[1] <= scored[False] or not scored[True]
 

@@ -135,36 +135,38 @@ class FakeRunner:
         assert step.id == len(self.steps) + 1
         self.steps.append(step)
         self.held_before = self.held()  # what a preempted sequence had keeps its content
-        for sequence_id in step.ended:
+        for sequence_id in step.changes.ended:
             self.ended[sequence_id] = self.replicas.pop(sequence_id)
             for decoding in self.microbatches:
                 decoding.pop(sequence_id, None)
-        for sequence_id in step.leaving:
+        for sequence_id in step.changes.leaving:
             (decoding,) = [decoding for decoding in self.microbatches if sequence_id in decoding]
             del decoding[sequence_id]
-        self.decoding = self.microbatches[step.microbatch]
+        self.decoding = self.microbatches[step.turn.microbatch]
         self.swap(step)
         self.copy(step)
         for draft in step.drafts:
             self.cut(self.replicas[draft.id], draft)
-        for widened in step.rebalances:
-            decodes = any(widened.id in decoding for decoding in self.microbatches) or widened.id in step.joining
+        for widened in step.changes.rebalances:
+            decodes = (
+                any(widened.id in decoding for decoding in self.microbatches) or widened.id in step.changes.joining
+            )
             assert decodes or self.is_drafted(self.replicas[widened.id])
             self.widen(widened)
-        for new in step.new:
+        for new in step.changes.new:
             assert new.id not in self.replicas
             self.first_blocks.pop(new.id, None)  # from before a preemption
             self.replicas[new.id] = self.replica(new)
             self.new[new.id] = new
-        for sequence_id in step.joining:
+        for sequence_id in step.changes.joining:
             assert not any(sequence_id in decoding for decoding in self.microbatches)
             self.decoding[sequence_id] = self.replicas[sequence_id]
         self.check_plan(step)
         ran = [*self.decoding, *(span.id for span in step.segments)]
         starts = {sequence_id: self.replicas[sequence_id].length for sequence_id in ran}
         for sequence_id, seq in self.decoding.items():
-            self.write(seq, 1, [block for grown_id, block in step.grown if grown_id == sequence_id])
-        assert {sequence_id for sequence_id, _ in step.grown} <= self.decoding.keys()
+            self.write(seq, 1, [block for grown_id, block in step.changes.grown if grown_id == sequence_id])
+        assert {sequence_id for sequence_id, _ in step.changes.grown} <= self.decoding.keys()
         for span in step.segments:
             seq = self.replicas[span.id]
             seq.token_ids += array("i", span.token_ids)
@@ -228,7 +230,7 @@ class FakeRunner:
 
     def swap(self, step) -> None:
         """Before copies: out to slots that the step does not read, then in to blocks that nobody has."""
-        block_tokens, out, back = self.config.block_tokens, step.swapped_out, step.swapped_in
+        block_tokens, out, back = self.config.block_tokens, step.transfers.swapped_out, step.transfers.swapped_in
         num_slots = [self.config.swap_blocks, *(window.num_slots for window in self.config.windows)]
         places = {(swap.group, swap.block.owner, swap.slot) for swap in out}
         assert len(places) == len(out)
@@ -254,8 +256,8 @@ class FakeRunner:
         """Before anything else: from blocks that somebody has to blocks that nobody has. All are read before one is
         written, as what moves away may make room for what moves in."""
         block_tokens, held = self.config.block_tokens, self.held()
-        self.copy_in_windows(step.copies)
-        own = step.copies[:: self.groups]
+        self.copy_in_windows(step.transfers.copies)
+        own = step.transfers.copies[:: self.groups]
         copies = own + step.moved
         sources, targets = [source for source, _ in own], [target for _, target in copies]
         assert self.config.prefix_cache or self.held_before.issuperset(sources)
@@ -604,7 +606,7 @@ def test_one_step_mixes_decodes_with_chunks_of_several_prompts():
     engine.add(request(1, 10), request(2, 10))
     engine.step()
     mixed = engine.runner.steps[-1]
-    assert mixed.joining == (0,)
+    assert mixed.changes.joining == (0,)
     assert [(chunk.id, chunk.num_tokens, chunk.sample) for chunk in mixed.chunks] == [(1, 10, True), (2, 6, False)]
     assert mixed.work.rows == 17
     engine.drain()
@@ -615,7 +617,7 @@ def test_requests_start_first_come_first_served():
     asked = [request(index, 5 + 7 * (index % 4), 3) for index in range(12)]
     engine.add(*asked)
     engine.drain()
-    assert [new.id for step in engine.runner.steps for new in step.new] == list(range(12))
+    assert [new.id for step in engine.runner.steps for new in step.changes.new] == list(range(12))
 
 
 def test_a_small_request_does_not_overtake_a_large_one_that_waits():
@@ -624,7 +626,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits():
     engine.step()
     assert list(engine.runner.replicas) == [0]
     engine.drain()
-    assert [new.id for step in engine.runner.steps for new in step.new] == [0, 1, 2]
+    assert [new.id for step in engine.runner.steps for new in step.changes.new] == [0, 1, 2]
 
 
 def test_a_request_waits_for_a_full_pool_and_runs_later():
@@ -716,8 +718,8 @@ def test_aborting_a_waiting_request_leaves_no_trace():
     assert engine.abort(1) == (0, 0)
     outcomes = engine.drain()
     assert outcomes[1] == Outcome([], "abort", (0, 0))
-    assert [new.id for step in engine.runner.steps for new in step.new] == [0, 2]
-    assert all(1 not in step.ended for step in engine.runner.steps)
+    assert [new.id for step in engine.runner.steps for new in step.changes.new] == [0, 2]
+    assert all(1 not in step.changes.ended for step in engine.runner.steps)
 
 
 def test_aborting_during_prefill_frees_all_blocks():
@@ -728,7 +730,7 @@ def test_aborting_during_prefill_frees_all_blocks():
     assert engine.free_blocks() == [100, 100]
     outcomes = engine.drain()
     assert outcomes[0].token_ids == []
-    assert engine.runner.steps[-1].ended == (0,)
+    assert engine.runner.steps[-1].changes.ended == (0,)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -774,7 +776,7 @@ def test_has_work_until_workers_have_heard_of_every_end():
     assert engine.outcomes[0].finish_reason == "length"
     assert engine.loop.has_work
     engine.step()
-    assert engine.runner.steps[-1].ended == (0,)
+    assert engine.runner.steps[-1].changes.ended == (0,)
     assert engine.runner.steps[-1].work.rows == 0
     assert not engine.loop.has_work
 
@@ -993,7 +995,7 @@ def test_cancelling_a_request_in_the_queue_looks_at_no_other():
     assert [scheduler.end(request_id) for request_id in range(1_999, 999, -1)] == [Usage((0, 0))] * 1_000
     assert scheduler.end(1_500) is None
     assert Counted.asked == 0
-    assert [new.id for new in scheduler.schedule(0.0).new] == [0]
+    assert [new.id for new in scheduler.schedule(0.0).changes.new] == [0]
 
 
 def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
@@ -1008,8 +1010,8 @@ def test_a_failed_token_ends_its_request_alone_and_frees_its_blocks():
     assert events[0].sampled.error == "ValueError: no"
     assert sum(events[0].usage.kv_tokens_per_rank) == 3  # the prompt's
     step = scheduler.schedule(0.0)
-    assert step.ended == (1,)
-    assert (step.joining, step.work.decode_rows, step.chunks) == ((2,), 1, ())
+    assert step.changes.ended == (1,)
+    assert (step.changes.joining, step.work.decode_rows, step.chunks) == ((2,), 1, ())
     (event,) = scheduler.complete(StepResult(step.id, (SampledToken(2, 0, error="ValueError: no"),), 1))
     assert sum(event.usage.kv_tokens_per_rank) == 4  # that of the token before the one that failed as well
     assert [allocator.available for allocator in scheduler.pool.allocators] == [100, 100]

@@ -17,7 +17,7 @@ OTHERS = LONG[::-1]
 def swapped(engine):
     """Blocks that went out and came back, over all steps."""
     steps = engine.runner.steps
-    return sum(len(step.swapped_out) for step in steps), sum(len(step.swapped_in) for step in steps)
+    return sum(len(step.transfers.swapped_out) for step in steps), sum(len(step.transfers.swapped_in) for step in steps)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -39,9 +39,9 @@ def test_a_block_that_is_filled_in_part_is_swapped_in_as_the_requests_own():
     ran(engine, request(1, OTHERS[:44], 4))
     assert ran(engine, request(2, LONG[:32], 5)) == [31]
     assert engine.usages[2].swapped_tokens == 31
-    (step,) = [step for step in engine.runner.steps if step.swapped_in]
-    assert len(step.swapped_in) == 8
-    assert not step.copies
+    (step,) = [step for step in engine.runner.steps if step.transfers.swapped_in]
+    assert len(step.transfers.swapped_in) == 8
+    assert not step.transfers.copies
     # Its own last block is another's than that of the slot, and the slot still serves.
     ran(engine, request(3, OTHERS[:44], 4))
     assert ran(engine, request(4, LONG[:32], 5)) == [31]

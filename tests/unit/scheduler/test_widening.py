@@ -28,7 +28,7 @@ def run(engine, *asked):
         engine.step()
         check_blocks(engine.scheduler)
     assert all(engine.outcomes[one.id].token_ids == expected_output(one) for one in asked)
-    return [widened for step in engine.runner.steps for widened in step.rebalances]
+    return [widened for step in engine.runner.steps for widened in step.changes.rebalances]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -132,7 +132,7 @@ def test_a_request_that_moves_and_is_preempted_in_the_same_step_moves_nothing():
     scheduler._preempt(seq)
     assert scheduler.pool.index == before
     engine.step()
-    assert engine.runner.steps[-1].rebalances == ()
+    assert engine.runner.steps[-1].changes.rebalances == ()
     check_blocks(scheduler)
     engine.drain()
     assert engine.usages[0].moved_tokens == 4 * engine.runner.moved_blocks.get(0, 0)
@@ -194,6 +194,6 @@ def test_the_time_of_moves_is_not_that_of_a_request_whose_next_block_alone_went_
     assert scheduler._widening._go_elsewhere(scheduler._running[1])
     scheduler._turns.recount()
     engine.drain()
-    (widened,) = [step.rebalances for step in engine.runner.steps if step.moved]
+    (widened,) = [step.changes.rebalances for step in engine.runner.steps if step.moved]
     assert [(one.id, len(one.moves)) for one in widened] == [(0, 4), (1, 0)]
     assert [engine.usages[id].moved_s for id in range(4)] == [0.5, 0, 0, 0]

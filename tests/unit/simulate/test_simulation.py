@@ -105,8 +105,8 @@ def test_steps_wait_for_what_they_swap():
     Simulation(Scheduler(settings, ByRows(), swap_s=0.002), runner, arrivals, seen).run()
     prompts = [ran for ran in seen.steps if ran.step.chunks]
     assert [ran.step.work.rows for ran in prompts] == [44, 44, 4]
-    out = [[swap.block.owner for swap in ran.step.swapped_out] for ran in prompts]
-    back = [[swap.block.owner for swap in ran.step.swapped_in] for ran in prompts]
+    out = [[swap.block.owner for swap in ran.step.transfers.swapped_out] for ran in prompts]
+    back = [[swap.block.owner for swap in ran.step.transfers.swapped_in] for ran in prompts]
     assert [(owners.count(0), owners.count(1)) for owners in out] == [(0, 0), (5, 3), (5, 3)]
     assert [(owners.count(0), owners.count(1)) for owners in back] == [(0, 0), (0, 0), (4, 3)]
     taken_ms = [1e3 * (ran.end_s - ran.begin_s) for ran in prompts]
@@ -249,7 +249,9 @@ def by_hand(arrivals, cost, settings):
             step = scheduler.schedule(now_s)
             if step is None:
                 break
-            decoding = [id for id in decoding if id not in step.ended + step.leaving] + list(step.joining)
+            decoding = [id for id in decoding if id not in step.changes.ended + step.changes.leaving] + list(
+                step.changes.joining
+            )
             sampled = tuple(SampledToken(id, 0) for id in [*decoding, *(c.id for c in step.chunks if c.sample)])
             free_s = max(now_s, free_s) + cost.seconds(step.work)
             flying.append((step, free_s, sampled))

@@ -79,9 +79,9 @@ class Batches:
         """The rows of a step: those of the sequences that decode in it, then its drafts and chunks."""
         decoding = self._running.decoding
         groups = self._arena.num_groups
-        for at in range(0, len(step.grown), groups):
-            blocks = tuple(block for _, block in step.grown[at : at + groups])
-            self._sequences[step.grown[at][0]].add_blocks(blocks, self._kvp_rank)
+        for at in range(0, len(step.changes.grown), groups):
+            blocks = tuple(block for _, block in step.changes.grown[at : at + groups])
+            self._sequences[step.changes.grown[at][0]].add_blocks(blocks, self._kvp_rank)
         for seq, record in decoding.records:
             record.add_one(seq.last_token)
         num_held, everywhere = self._rows.advance(decoding)
@@ -91,7 +91,7 @@ class Batches:
         held = b"" if everywhere else self._held(decoding.lines).tobytes()
         self._turn(tensors.rows.positions_b, self._frequencies_of(decoding, (), ()), tensors.rotations)
         batch = self._decode_batch(tensors, held, step.most_tokens, step.work.parts)
-        if not step.instances:
+        if not step.turn.instances:
             return batch
         return replace(batch, sharding=RowSharding(batch.sharding.holders, self._shared(step, decoding)))
 
@@ -162,7 +162,7 @@ class Batches:
             ),
             sharding=RowSharding(
                 holders=None if held_NS.all() else self._holders(held_NS.repeat(counts, axis=1)),
-                shared=self._shared(step, decoding) if step.instances else None,
+                shared=self._shared(step, decoding) if step.turn.instances else None,
             ),
             images=self._image_rows(step, len(decoding) + sum(draft.num_tokens for draft in step.drafts)),
         )

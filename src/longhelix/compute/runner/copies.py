@@ -57,9 +57,9 @@ def _num_bytes(pool: KVPool, ids_by_group: Sequence[Sequence[int]]) -> int:
 def swap_blocks(step: Step, space: SwapSpace, kvp_rank: int) -> None:
     """Swap this KVP rank's KV blocks, first out, then in. What a block had may go to a slot, and another slot's content
     come into it, or the same slot's into another block."""
-    for swap in step.swapped_out:
+    for swap in step.transfers.swapped_out:
         if swap.block.owner == kvp_rank:
             space.swap_out(swap.block.id, swap.slot, swap.group)
-    for swap in step.swapped_in:
+    for swap in step.transfers.swapped_in:
         if swap.block.owner == kvp_rank:
             space.swap_in(swap.slot, swap.block.id, swap.group)

@@ -50,7 +50,7 @@ class NextTokens:
         """
         leads = self._running.leads
         decodes, ends = self._running.decoding.sequences, self._running.ending(step)
-        if step.instances:
+        if step.turn.instances:
             decodes, ends = tuple(filter(leads, decodes)), tuple(filter(leads, ends))
         drafts = ((self._running.by_id[draft.id], draft) for draft in step.drafts)
         verifications = [Verification(seq, draft) for seq, draft in drafts if leads(seq)]
@@ -66,7 +66,7 @@ class NextTokens:
             sampled = tuple(_without_rejected(sampled, len(decodes), counts))
         for each in verifications:
             each.end()
-        if step.instances:
+        if step.turn.instances:
             self._hear_tokens(self._running.sampled(step))
         return sampled
 
@@ -110,7 +110,7 @@ class NextTokens:
 
     def _together(self, step: Step) -> RankGroup:
         """The ranks that sample together, of which the first returns what was found."""
-        return self._mesh.ffn if step.instances else self._mesh.stage
+        return self._mesh.ffn if step.turn.instances else self._mesh.stage
 
     def _starts(self, step: Step) -> Iterator[tuple[int, Draft | Chunk]]:
         """The first row of each draft and chunk."""

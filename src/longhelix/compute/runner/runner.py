@@ -80,7 +80,7 @@ class ModelRunner:
         self._step_id = step.id
         if self.mesh.instance_groups is not None:
             self.mesh.instance_groups.begin(step.id)
-        if step.instances:
+        if step.turn.instances:
             step = step.of_instance(self.kvp_rank, self.running.by_id)
         meter = Meter(self.mesh)
         self._admit(step)
@@ -110,8 +110,8 @@ class ModelRunner:
             swap_blocks(step, self.swap_space, self.kvp_rank)
         begun_s = time.perf_counter()
         moved = step.moved
-        if step.copies or moved:
-            copy_blocks(step.copies, moved, self.pool, self.mesh.kvp)
+        if step.transfers.copies or moved:
+            copy_blocks(step.transfers.copies, moved, self.pool, self.mesh.kvp)
         if not moved:
             return 0.0
         if self.device.type == "cuda":
@@ -138,7 +138,7 @@ class ModelRunner:
     def _num_rows(self, step: Step) -> int:
         """The rows of the step that no other instance counts."""
         running = self.running
-        decodes = sum(map(running.leads, running.decoding.sequences)) if step.instances else len(running.decoding)
+        decodes = sum(map(running.leads, running.decoding.sequences)) if step.turn.instances else len(running.decoding)
         return decodes + sum(span.num_tokens for span in step.segments if running.leads(running.by_id[span.id]))
 
     def expect(self, step: Step) -> None:

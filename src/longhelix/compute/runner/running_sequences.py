@@ -70,26 +70,26 @@ class RunningSequences:
 
     def admit(self, step: Step) -> None:
         """Forget ended sequences, take in new ones, and note which sequences decode from here on."""
-        for sequence_id in step.ended:
+        for sequence_id in step.changes.ended:
             seq = self.by_id.pop(sequence_id)
             self._microbatches[seq.microbatch].leave(sequence_id)
             seq.end()
-        for sequence_id in step.leaving:
+        for sequence_id in step.changes.leaving:
             self._microbatches[self.by_id[sequence_id].microbatch].leave(sequence_id)
         for draft in step.drafts:
             self.by_id[draft.id].take_draft(draft, self.block_tokens)
-        for change in step.rebalances:
+        for change in step.changes.rebalances:
             self.by_id[change.id].rebalance(change, self._kvp_rank, self.block_tokens)
-        for joined in step.joined:
+        for joined in step.changes.joined:
             self.by_id[joined.id].instances = joined.instances
-        for new in step.new:
+        for new in step.changes.new:
             self.by_id[new.id] = self._begin(new)
         if self._matchers is not None:
             self._matchers.trim()
-        self.decoding = self._microbatches[step.microbatch]
-        for sequence_id in step.joining:
+        self.decoding = self._microbatches[step.turn.microbatch]
+        for sequence_id in step.changes.joining:
             seq = self.by_id[sequence_id]
-            seq.microbatch = step.microbatch
+            seq.microbatch = step.turn.microbatch
             self.decoding.join(seq)
 
     def _begin(self, new: NewSequence) -> SequenceState:

@@ -14,7 +14,7 @@ from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.splits import length_buckets
 from longhelix.scheduler.kv.windows import with_any
 from longhelix.scheduler.request import ImageSpan, SamplingParams
-from longhelix.scheduler.step import TOKEN_BYTES, Chunk, InitialKV, NewSequence, Step
+from longhelix.scheduler.step import TOKEN_BYTES, Chunk, InitialKV, NewSequence, SequenceChanges, Step
 from longhelix.scheduler.work import NO_WORK, Work
 
 # Whether requests keep their KV on all ranks from the start. With other placements than these some do and some do not.
@@ -32,7 +32,7 @@ def warm_up(config: EngineConfig, runner: ModelRunner, on_done: Callable[[float]
     steps = warm_up_steps(scheduler, lengths, config.execution.token_ranges, images)
     for done, step in enumerate(steps, start=1):
         runner.expect(step)
-        for sequence in step.new:
+        for sequence in step.changes.new:
             for image in sequence.images:
                 runner.take_blank_rows(sequence.id, image.num_tokens)
         runner.execute(step)
@@ -73,9 +73,17 @@ def warm_up_steps(
                     for id, count, own in sequences
                 )
                 work = sum((Work.chunk(count, 0) for count in rows), NO_WORK)
-                steps.append(Step(len(steps), new, chunks=chunks, ended=ended, most_tokens=most_tokens, work=work))
+                steps.append(
+                    Step(
+                        len(steps),
+                        changes=SequenceChanges(new=new, ended=ended),
+                        chunks=chunks,
+                        most_tokens=most_tokens,
+                        work=work,
+                    )
+                )
                 first, ended = ids.stop, tuple(ids)
-    return [*steps, Step(len(steps), ended=ended)]
+    return [*steps, Step(len(steps), changes=SequenceChanges(ended=ended))]
 
 
 def _of_instance(step: Step, instance: int, kvp: int) -> Step:
@@ -92,7 +100,7 @@ def _of_instance(step: Step, instance: int, kvp: int) -> Step:
             ),
             instances=(instance,),
         )
-        for one in step.new
+        for one in step.changes.new
     )
     chunks = tuple(dataclasses.replace(chunk, new_blocks=own(chunk.new_blocks)) for chunk in step.chunks)
     return structs.replace(step, new=new, chunks=chunks, instances=(instance,))

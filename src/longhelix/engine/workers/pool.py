@@ -436,9 +436,9 @@ def _first_done(in_flight: Mapping[int, _InFlight]) -> int | None:
 
 def _stages(layout: Layout, step: Step) -> list[list[tuple[int, ...]]]:
     """Return the ranks that run a step, in the form of `_InFlight.stages`."""
-    if not step.instances:
+    if not step.turn.instances:
         return [[ranks] for ranks in layout.stage_groups()]
-    return [[layout.tpa_groups()[instance] for instance in step.instances]]
+    return [[layout.tpa_groups()[instance] for instance in step.turn.instances]]
 
 
 def _check_same_collectives(results: Sequence[StepResult], ranks: Sequence[int]) -> None:

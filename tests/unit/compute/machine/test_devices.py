@@ -110,14 +110,14 @@ def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, n
     steps = warm_up_steps(
         SchedulerConfig(kvp, num_blocks, 65536, chunk_tokens=chunk_tokens, placement=placement), lengths
     )
-    opened = [new.id for step in steps for new in step.new]
-    assert sorted(opened) == sorted(set(opened)) == sorted(id for step in steps for id in step.ended)
+    opened = [new.id for step in steps for new in step.changes.new]
+    assert sorted(opened) == sorted(set(opened)) == sorted(id for step in steps for id in step.changes.ended)
     for step in steps:
         for chunk in step.chunks:
             assert len(chunk.new_blocks) == -(-chunk.num_tokens // 16)
             assert all(block.owner < kvp and block.id < num_blocks for block in chunk.new_blocks)
         for rank in range(kvp):
-            assert sum(new.kv.blocks_per_rank[rank] for new in step.new) <= 2 * num_blocks  # an arena's room
+            assert sum(new.kv.blocks_per_rank[rank] for new in step.changes.new) <= 2 * num_blocks  # an arena's room
     room_tokens = num_blocks * 16 * (1 if placement == "local" else kvp)
     longest, most_running = min(chunk_tokens, room_tokens), min(num_blocks, 64)
     beside = max(decodes for decodes in (0, 1, 2, 4) if decodes < most_running)
@@ -147,8 +147,8 @@ def test_a_plain_run_of_several_requests_finds_all_its_buckets_warm(max_running)
         )
     decoding = set()
     while (step := scheduler.schedule(0.0)) is not None:
-        decoding |= set(step.joining)
-        decoding -= {*step.leaving, *step.ended}
+        decoding |= set(step.changes.joining)
+        decoding -= {*step.changes.leaving, *step.changes.ended}
         assert len(decoding) == step.work.decode_rows
         if step.work.rows:
             met.add(bucket(step, len(decoding)))

@@ -20,7 +20,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.guide import Guide, TokenTable
 from longhelix.scheduler.request import SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import InitialKV, NewSequence, Step
+from longhelix.scheduler.step import InitialKV, NewSequence, SequenceChanges, Step
 from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.unit
@@ -114,7 +114,7 @@ def run_all(runner, requests, drafter=None, **settings):
     tokens, logprobs, usages, new = ({request.id: [] for request in requests} for _ in range(4))
     while (step := scheduler.schedule(0.0)) is not None:
         step = msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step)
-        for one in step.new:
+        for one in step.changes.new:
             new[one.id].append(one)
         for event in scheduler.complete(runner.execute(step)):
             if event.sampled is not None:
@@ -218,11 +218,11 @@ def test_ranks_without_a_share_in_the_choice_keep_nothing():
     )
     for instances, kept in (((), True), ((0, 1), True), ((1, 0), False)):
         runner = make_runner(kvp=2)
-        runner.running.admit(Step(1, new=(msgspec.structs.replace(new, instances=instances),)))
+        runner.running.admit(Step(1, changes=SequenceChanges(new=(msgspec.structs.replace(new, instances=instances),))))
         assert (runner.running.by_id[0].adjustments is not None) == kept
     runner = make_runner()
     runner.running._has_head = False
-    runner.running.admit(Step(1, new=(new,)))
+    runner.running.admit(Step(1, changes=SequenceChanges(new=(new,))))
     assert runner.running.by_id[0].adjustments is None
 
 
@@ -337,7 +337,12 @@ def test_guides_of_a_step_are_compiled_once_and_those_beyond_what_is_kept_go_aft
     def begin(step_id, *places):
         news = [new_sequence(5, SamplingParams(guide=guides[place])) for place in places]
         runner.running.admit(
-            Step(step_id, tuple(msgspec.structs.replace(new, id=10 * step_id + at) for at, new in enumerate(news)))
+            Step(
+                step_id,
+                changes=SequenceChanges(
+                    new=tuple(msgspec.structs.replace(new, id=10 * step_id + at) for at, new in enumerate(news))
+                ),
+            )
         )
         return runner.running._matchers.steps, [guide in runner.running._matchers._kept for guide in guides]
 
@@ -370,7 +375,9 @@ def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
 def test_what_guides_take_counts_as_progress():
     """Each one that is compiled, each token that it is told and each mask."""
     runner = guided_runner()
-    runner.running.admit(Step(1, new=(new_sequence(4, SamplingParams(guide=Guide("regex", "[ab]{12}"))),)))
+    runner.running.admit(
+        Step(1, changes=SequenceChanges(new=(new_sequence(4, SamplingParams(guide=Guide("regex", "[ab]{12}"))),)))
+    )
     assert runner.progress().guide_steps == 1
     run_all(runner, [ending(make_request(1, 5, 12, guide=Guide("regex", "[bc]{12}")))])
     assert runner.progress().guide_steps == 1 + 1 + 12 + 11

@@ -28,7 +28,7 @@ from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import Step
+from longhelix.scheduler.step import BlockTransfers, SequenceChanges, Step
 from longhelix.spec import RopeSpec, VisionSpec
 from longhelix.spec.layout import Layout
 from longhelix.spec.rope import Rotation
@@ -164,7 +164,7 @@ def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
 
     monkeypatch.setattr(sampler, "logprobs", fail)
     runner.model.broken = set()
-    step = Step(2, joining=(0, 1, 2), most_tokens=16)
+    step = Step(2, changes=SequenceChanges(joining=(0, 1, 2)), most_tokens=16)
     assert {s.error for s in runner.execute(step).sampled} == {"RuntimeError: no logprobs"}
     assert len(broadcasts) == 3
 
@@ -294,7 +294,7 @@ def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
         for id, prompt_tokens in enumerate([tokens, 5, 5, 5, 5, *[5] * idle]):
             scheduler.add(make_request(id, prompt_tokens))
         runner.execute(scheduler.schedule(0.0))
-        runner.running.admit(Step(2, joining=(3, 0, 4, 1, 2)))
+        runner.running.admit(Step(2, changes=SequenceChanges(joining=(3, 0, 4, 1, 2))))
         step = Step(3, most_tokens=tokens)
         lines.add(lines_of(lambda runner=runner, step=step: runner.batches.of(step)))
     assert len(lines) == 1
@@ -349,7 +349,7 @@ def run_forked(kvp, num_tokens, donor, fork, placement="striped"):
 def test_a_sequence_begins_with_the_tokens_that_are_cached(placement, num_tokens):
     """On each rank with those of its own blocks, after which it writes, and all its rows see them."""
     runners, steps = run_forked(3, num_tokens, make_request(0, 100), make_request(1, 130), placement)
-    (new,), (chunk,) = steps[1].new, (chunk for chunk in steps[1].chunks if chunk.id == 1)
+    (new,), (chunk,) = steps[1].changes.new, (chunk for chunk in steps[1].chunks if chunk.id == 1)
     assert (new.kv.cached_tokens, chunk.num_tokens) == (num_tokens, 130 - num_tokens)
     blocks = [*new.kv.cached_blocks, *chunk.new_blocks]
     by_position = [blocks[position // 16] for position in range(130)]
@@ -392,7 +392,7 @@ def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypat
     scheduler = Scheduler(SchedulerConfig(1, 64, 512))
     scheduler.add(make_request(0, 20))
     copies = ((Block(0, 7), Block(0, 9)),)
-    result = runner.execute(msgspec.structs.replace(scheduler.schedule(0.0), copies=copies))
+    result = runner.execute(msgspec.structs.replace(scheduler.schedule(0.0), transfers=BlockTransfers(copies=copies)))
     assert order == [copies, "layers"]
     assert result.measured.exchanged_bytes == 0
     assert result.measured.fingerprint == runner.mesh.fingerprint(since=(Traffic(),) * len(runner.mesh.groups)) != 0

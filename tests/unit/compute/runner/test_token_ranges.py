@@ -38,13 +38,14 @@ def test_every_range_has_chunks_before_the_first_request(images):
         rows = [
             [chunk.num_tokens for chunk in step.chunks]
             for step in steps
-            if any(new.images for new in step.new) == shown and max(chunk.num_tokens for chunk in step.chunks) > 1
+            if any(new.images for new in step.changes.new) == shown
+            and max(chunk.num_tokens for chunk in step.chunks) > 1
         ]
         for least in (1, 9, 30):
             of_range = {len(counts) for counts in rows if ranges.range_of(sum(counts))[0] == least}
             assert of_range >= ({1, 2} if images or not shown else set())
         beyond = {tuple(counts) for counts in rows if ranges.range_of(sum(counts))[0] == 70}
         assert beyond == ({(64, 1, 1, 1, 1, 1, 1)} if images or not shown else set())
-    for new in (new for step in steps for new in step.new if new.images):
+    for new in (new for step in steps for new in step.changes.new if new.images):
         assert [image.num_tokens for image in new.images] == [new.capacity_tokens]
         assert new.images[0].digest == BLANK

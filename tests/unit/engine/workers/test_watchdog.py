@@ -15,7 +15,7 @@ from longhelix.engine.workers.watchdog import Watchdog
 from longhelix.errors import EngineError
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import SamplingParams
-from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, Step
+from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, SequenceChanges, Step
 from longhelix.scheduler.work import Work
 from longhelix.spec.layout import Layout
 
@@ -174,7 +174,11 @@ def test_a_rank_says_whether_its_kernels_are_references_and_counts_layers(block_
     new = NewSequence(0, SamplingParams(), seed=0, capacity_tokens=10, kv=InitialKV((2,), spread=True))
     chunk = Chunk(0, bytes(12), (Block(0, 0),), sample=True)
     layers = []
-    for step in Step(1, (new,), chunks=(chunk,)), Step(2, joining=(0,)), Step(3):
+    for step in (
+        Step(1, changes=SequenceChanges(new=(new,)), chunks=(chunk,)),
+        Step(2, changes=SequenceChanges(joining=(0,))),
+        Step(3),
+    ):
         runner.execute(step)
         layers.append(runner.progress().layers)
     assert runner.execution.found.packed == packed
