@@ -184,7 +184,7 @@ def _metrics() -> str:
     from longhelix.spec.layout import Layout
 
     driver, config = MagicMock(), MagicMock()
-    config.layout = Layout(kvp=2)
+    config.layout, config.scheduler.windows = Layout(kvp=2), ()
     registry = MagicMock()  # notes what registers itself
     with patch.object(metrics, "CollectorRegistry", lambda: registry):
         metrics.Metrics(driver, config, "MODEL")
