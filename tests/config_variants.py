@@ -37,6 +37,8 @@ _LATENT = _EXPERTS | {
 # As published with models of the family, at toy size.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SIZES | {"head_dim": 16, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
+    "granite": _SIZES | {"attention_bias": False, "mlp_bias": False, "attention_multiplier": 0.2,
+                         "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     "mistral": _SIZES | {"head_dim": 16, "sliding_window": 4096},
     "qwen2": _SIZES | _WINDOW,
     "qwen3": _SIZES | _WINDOW | {"head_dim": 16, "attention_bias": False},
@@ -111,6 +113,10 @@ _VALUES: dict[str, list[Any]] = {
     "problem_type": [None],
     "chunk_size_feed_forward": [0, 4],
     "max_position_embeddings": [64, 128, 16],
+    "attention_multiplier": [0.1, 1, 1.0, None],
+    "residual_multiplier": [0.3, 1, 2.0],
+    "embedding_multiplier": [0.5, 12, 1.0],
+    "logits_scaling": [0.5, 8, 1.0],
 }
 _LARGE = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 _NOT_DRAWN = {"text_config", "vision_config", "architectures", "transformers_version", "output_hidden_states"}

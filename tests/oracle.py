@@ -11,6 +11,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Glm4MoeConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -65,6 +66,17 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **(_COMMON | {"hidden_size": 84}),
     ),
     "qwen3": Qwen3Config(num_attention_heads=6, num_key_value_heads=2, head_dim=16, **_COMMON),
+    "granite": GraniteConfig(
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        attention_bias=True,
+        mlp_bias=True,
+        attention_multiplier=0.15,
+        residual_multiplier=0.4,
+        embedding_multiplier=6.0,
+        logits_scaling=3.0,
+        **(_COMMON | {"hidden_size": 96}),
+    ),
 }
 _EXPERTS = {"moe_intermediate_size": 23, "num_experts_per_tok": 2}
 _LATENT = {

@@ -15,6 +15,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 RUN = [
     ("llama", {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}}, ()),
     ("llama", {"rope_parameters": YARN, "rope_scaling": {}}, ("rope_theta",)),
+    ("granite", {"residual_multiplier": 0.3, "logits_scaling": 8}, ("attention_multiplier", "embedding_multiplier")),
     ("mistral", {"layer_types": ["full_attention"] * 2}, ("rms_norm_eps", "max_position_embeddings")),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28}, ("rope_scaling",)),
     ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.8, "finetuned": True}}, ()),
@@ -31,6 +32,9 @@ RUN = [
     ("kimi_k2", {"rope_interleave": None, "norm_topk_prob": None}, ("first_k_dense_replace",)),
 ]
 REFUSED = [
+    ("granite", {"logits_scaling": 0}, "logits_scaling"),
+    ("granite", {"residual_multiplier": None}, "residual_multiplier"),
+    ("llama", {"logits_scaling": 2.0}, "logits_scaling = 2.0"),
     ("llama", {"is_causal": False}, "is_causal = False"),
     ("llama", {"is_causal": None}, "is_causal = None"),
     ("qwen2", {"is_causal": False}, "is_causal = False"),

@@ -63,6 +63,7 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag=True, kw_only=True)
         sinks: Each query head has a number that its softmax counts as one more score.
         l2_norm: Rotated queries and keys are divided by their root mean square, head by head.
         temperature_tuning: Queries are scaled by a number that grows with their position.
+        score_scale: Products of queries and keys are scaled by it. None: by 1 / sqrt(head_size).
     """
 
     heads: HeadShape
@@ -77,6 +78,12 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag=True, kw_only=True)
     sinks: bool = False
     l2_norm: bool = False
     temperature_tuning: bool = False
+    score_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """What products of queries and keys are scaled by."""
+        return self.head_size**-0.5 if self.score_scale is None else self.score_scale
 
     @property
     def rotation(self) -> Rotation:

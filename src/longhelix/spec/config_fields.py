@@ -108,7 +108,8 @@ def completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     for alias, name in family.aliases.items():
         if alias in given:
             given[name] = given.pop(alias)
-    for name, neutral in {**NEUTRAL, **family.neutral}.items():
+    unread = {name: neutral for name, neutral in NEUTRAL.items() if name not in family.defaults}
+    for name, neutral in (unread | family.neutral).items():
         if name in given:
             _check_neutral(name, given[name], neutral)
     _check_window(given, family)

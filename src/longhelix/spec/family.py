@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from longhelix.spec.layer import LayerSpec
+from longhelix.spec.model import Multipliers
 from longhelix.spec.rope import RopeSettings
 from longhelix.spec.vision import VisionSpec
 
@@ -46,6 +47,7 @@ class Family:
         rope: Rope settings that count where the config has none of that name.
         decoder: Returns the part of the config that describes the decoder.
         vision: Reads what the decoder knows of images. None if models of the family read no images.
+        multipliers: Returns what embeddings and logits are scaled by.
     """
 
     layers: Callable[[Mapping[str, Any], RopeSettings], Iterable[LayerSpec]]
@@ -58,3 +60,4 @@ class Family:
     rope: Mapping[str, Any] = field(default_factory=dict)
     decoder: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     vision: Callable[[Mapping[str, Any]], VisionSpec] | None = None
+    multipliers: Callable[[Mapping[str, Any]], Multipliers] = lambda config: Multipliers()

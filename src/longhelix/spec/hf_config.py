@@ -60,4 +60,5 @@ def read_hf_config(
         tied_embeddings=switch(config, "tie_word_embeddings"),
         eos_token_ids=token_ids(config.get("eos_token_id") if eos_token_ids is None else eos_token_ids),
         vision=vision,
+        multipliers=family.multipliers(config),
     )

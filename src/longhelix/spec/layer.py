@@ -18,10 +18,12 @@ class LayerSpec(msgspec.Struct, frozen=True):
     Attributes:
         mixers: What mixes rows, each with the same input. Their outputs are added to the residual.
         ffns: What follows, each with the same input. Their outputs are added to the residual.
+        residual_scale: The outputs of mixers and FFNs are scaled by it before they are added.
     """
 
     mixers: tuple[Mixer, ...]
     ffns: tuple[FFN, ...]
+    residual_scale: float = 1.0
 
     @property
     def attention(self) -> Attention | None:

@@ -14,6 +14,10 @@ def missing_parts(spec: ModelSpec) -> list[str]:
     layers = dict.fromkeys(spec.layers)
     parts = [part for layer in layers for mixer in layer.mixers for part in _of_mixer(mixer)]
     parts += [part for layer in layers for ffn in layer.ffns for part in _of_ffn(ffn)]
+    if any(layer.residual_scale != 1 and (layer.moe is not None or layer.dense is None) for layer in layers):
+        parts.append("scaled outputs of experts")
+    if any(layer.residual_scale != 1 and isinstance(layer.attention, MultiHeadLatentAttention) for layer in layers):
+        parts.append("scaled outputs of latent attention")
     return list(dict.fromkeys(parts))
 
 

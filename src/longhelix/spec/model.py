@@ -14,6 +14,19 @@ from longhelix.spec.vision import VisionSpec
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Numbers that a model is scaled by before its first layer and after its last one.
+
+    Attributes:
+        embedding: The embeddings of tokens are scaled by it.
+        logits: Logits are scaled by it.
+    """
+
+    embedding: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder-only transformer.
 
@@ -30,6 +43,7 @@ class ModelSpec:
         tied_embeddings: The head has the embedding's weights.
         eos_token_ids: Tokens that end a sequence.
         vision: What the decoder knows of images. None if the model reads none.
+        multipliers: What embeddings and logits are scaled by.
     """
 
     architecture: str
@@ -44,6 +58,7 @@ class ModelSpec:
     tied_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     vision: VisionSpec | None = None
+    multipliers: Multipliers = Multipliers()
 
     def __post_init__(self) -> None:
         sizes = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size, "max_positions": self.max_positions}

@@ -329,3 +329,18 @@ def test_a_config_with_any_value_is_read_or_refused_in_a_sentence(family, data):
 def test_presets_are_read_from_folders_as_they_are_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(made("gpt_oss").to_dict()))
     assert load_model(str(tmp_path)) == planned("gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "part"),
+    [
+        ("mixtral", {"num_local_experts": 4}, "scaled outputs of experts"),
+        ("deepseek_v3", LATENT | {"first_k_dense_replace": 6}, "scaled outputs of latent attention"),
+    ],
+)
+def test_scaled_outputs_of_other_parts_are_missing(family, config, part):
+    """Granite has them in dense FFNs and grouped-query attention."""
+    spec = read_hf_config({"model_type": family} | SIZES | config)
+    assert missing_parts(spec) == []
+    scaled = spec.with_layers(lambda layer: msgspec.structs.replace(layer, residual_scale=0.5))
+    assert missing_parts(scaled) == [part]

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         layout, heads, prefix = mesh.layout, attention.heads, f"layers.{index}."
         self.mesh = mesh
         self.spans = spans
-        self.scale = attention.head_size**-0.5
+        self.scale, self.residual_scale = attention.scale, spec.layers[index].residual_scale
         self.eps = spec.rms_norm_eps
         self.heads_among = partial(layout.heads_among, heads, mesh.rank)
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
@@ -83,6 +83,8 @@ class Attention(nn.Module):
         span = self.spans.follow("merge and output projection")
         if self.mesh.layout.ffn_replicas > 1 and shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
-        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch)
+        hidden_TH = add_projected(
+            hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch, self.residual_scale
+        )
         self.spans.end(span)
         return hidden_TH

@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         self.spans = spans
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
-        self.hidden_size = spec.hidden_size
+        self.hidden_size, self.multipliers = spec.hidden_size, spec.multipliers
         self.layers_begun = 0  # op by op: those of tapes and graphs are not seen
         self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
         self.indices = layout.layers(spec.num_layers, rank)
@@ -99,10 +99,16 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """logits_Tv: logits over the vocabulary of this rank, float32. For ranks of the last stage."""
-        return linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
+        logits_Tv = linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
+        return logits_Tv if self.multipliers.logits == 1 else logits_Tv.mul_(self.multipliers.logits)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Hidden states before the first layer. For ranks of the first stage.
+        """Hidden states before the first layer. For ranks of the first stage."""
+        hidden_TH = self._looked_up(token_ids_T)
+        return hidden_TH if self.multipliers.embedding == 1 else hidden_TH * self.multipliers.embedding
+
+    def _looked_up(self, token_ids_T: Tensor) -> Tensor:
+        """The embeddings of tokens.
 
         Vocabulary-parallel: each rank looks up the tokens that it has and gives zeros for the others; the sum has all.
         """

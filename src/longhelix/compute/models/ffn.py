@@ -17,7 +17,7 @@ class DenseFFN(nn.Module):
         super().__init__()
         prefix = f"layers.{index}."
         self.mesh = mesh
-        self.eps = spec.rms_norm_eps
+        self.eps, self.residual_scale = spec.rms_norm_eps, spec.layers[index].residual_scale
         self.norm = weights.take(prefix + "ffn_norm")
         self.gate_up = weights.product(prefix + "gate_up", halves=2)
         self.gate_up_bias = weights.find(prefix + "gate_up_bias")
@@ -32,4 +32,4 @@ class DenseFFN(nn.Module):
         """hidden_TH with the FFN's output added. Rows of the padding are computed as well."""
         more = {"bias": self.gate_up_bias, "swiglu": True}
         inner_Tf = project_normed(hidden_TH, self.gate_up, self.norm, self.eps, batch, **more)
-        return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.ffn, batch)
+        return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.ffn, batch, self.residual_scale)

@@ -59,12 +59,20 @@ def project_normed(hidden_XH: Tensor, weight: Weight, norm: Tensor, eps: float, 
 
 
 def add_projected(
-    hidden_XH: Tensor, x_TX: Tensor, weight: Weight, bias_H: Tensor | None, group: RankGroup, batch: Batch
+    hidden_XH: Tensor,
+    x_TX: Tensor,
+    weight: Weight,
+    bias_H: Tensor | None,
+    group: RankGroup,
+    batch: Batch,
+    scale: float = 1.0,
 ) -> Tensor:
-    """hidden_XH + sum over the ranks of x_TX W^T + bias.
+    """hidden_XH + scale * (sum over the ranks of x_TX W^T + bias).
 
     The bias is added after the sum: every rank has all of it.
     """
+    if scale != 1:
+        x_TX, bias_H = x_TX * scale, None if bias_H is None else bias_H * scale
     if group.size == 1:
         return linear(x_TX, weight, bias=bias_H, residual=hidden_XH)
     token_shards = batch.sharding.token_shards
