@@ -56,7 +56,15 @@ class BlockPool:
         self.matches = Matches(self.allocators, self.index, self.swaps.index)
         touch = None if record is None else record.touch
         self.windows = tuple(
-            WindowGroup(window, config.kvp, config.block_tokens, config.most_chunk_blocks, group, touch)
+            WindowGroup(
+                window,
+                config.kvp,
+                config.block_tokens,
+                spare=config.most_chunk_blocks,
+                group=group,
+                is_reachable=lambda content_hash: content_hash in self.index or content_hash in self.swaps.index,
+                touch=touch,
+            )
             for group, window in enumerate(config.windows, start=1)
         )
         self.swaps.watcher = self.matches
@@ -364,7 +372,7 @@ class BlockPool:
             window.share([block])
 
     def swaps_of_step(self, turn: Turn) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
-        """What is swapped out and in with the turn's step, in all groups."""
+        """What is swapped out and in with the turn's step, in all groups. The first group decides before the others."""
         of_all = [self.swaps, *(swaps for window in self.windows for swaps in window.swaps)]
         out, back = zip(*(swaps.of_step(turn) for swaps in of_all), strict=True)
         return sum(out, ()), sum(back, ())

@@ -41,14 +41,14 @@ class Prefix:
         return kept(self.blocks)
 
     def swapped_tokens(self, block_tokens: int) -> int:
-        """Those of its tokens whose KV is swapped."""
-        if len(self.kept) == len(self.blocks):
+        """Those of its tokens whose KV is swapped, in any group."""
+        if len(self.kept) == len(self.blocks) and not self.windows:
             return 0
-        return sum(
-            min(block_tokens, self.num_tokens - index * block_tokens)
-            for index, block in enumerate(self.blocks)
-            if isinstance(block, Slot)
-        )
+        of_groups = ((0, self.blocks), *self.windows)
+        places = {
+            place for first, blocks in of_groups for place, block in enumerate(blocks, first) if isinstance(block, Slot)
+        }
+        return sum(min(block_tokens, self.num_tokens - place * block_tokens) for place in places)
 
     def seen_token_ids(self, request: Request) -> bytes:
         """`seen_ids` of the `KnownTokens`."""

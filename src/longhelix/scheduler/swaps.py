@@ -25,9 +25,9 @@ class Swaps:
     used the longest ago is written next. A step swaps out before it swaps in, so what it reads is not written in it.
 
     found: the blocks in the pools, by content hash. pays: whether a block whose first token is at that position is
-    worth a slot, or had better be computed again; None: it always is. index: slots by content hash. evicted: blocks
-    whose content goes with the next step, and its hash, the first to go first. record: None: nobody records what is
-    found in slots.
+    worth a slot, or had better be computed again. is_reachable: for KV groups with a limit, instead of `pays`: whether
+    a request can come to need a block of this hash. index: slots by content hash. evicted: blocks whose content goes
+    with the next step, and its hash, the first to go first. record: None: nobody records what is found in slots.
     """
 
     def __init__(
@@ -35,10 +35,12 @@ class Swaps:
         kvp: int,
         num_slots: int,
         found: Mapping[bytes, Block],
-        pays: Callable[[int], bool] | None = None,
+        pays: Callable[[int], bool] = lambda start: True,
         record: SwapRecorder | None = None,
         group: int = 0,
+        is_reachable: Callable[[bytes], bool] | None = None,
     ) -> None:
+        self._is_reachable = is_reachable
         self.num_slots = num_slots
         self._group = group
         self.index: dict[bytes, Slot] = {}
@@ -90,7 +92,7 @@ class Swaps:
             if content_hash in self.index:
                 slot = self.index[content_hash]
                 self._used[slot.owner].move_to_end(slot)
-            elif start is not None and (self._pays is None or self._pays(start)):
+            elif start is not None and self._pays(start):
                 new = self._slot(block.owner, read)
                 if new is not None:
                     self._used[block.owner][new] = content_hash
@@ -117,7 +119,9 @@ class Swaps:
         now."""
         if content_hash in self._found:
             return None
-        return 0 if self._pays is None else self._starts.pop(content_hash, None)
+        if self._is_reachable is not None:
+            return 0 if self._is_reachable(content_hash) else None
+        return self._starts.pop(content_hash, None)
 
     def _slot(self, rank: int, read: set[Slot]) -> Slot | None:
         """One that may be written: not `read` in the same step."""

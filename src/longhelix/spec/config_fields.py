@@ -109,7 +109,7 @@ def completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
         if alias in given:
             given[name] = given.pop(alias)
     unread = {name: neutral for name, neutral in NEUTRAL.items() if name not in family.defaults}
-    for name, neutral in (unread | family.neutral).items():
+    for name, neutral in {**unread, **family.neutral}.items():
         if name in given:
             _check_neutral(name, given[name], neutral)
     _check_window(given, family)

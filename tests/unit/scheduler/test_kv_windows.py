@@ -302,3 +302,27 @@ def test_a_prompt_that_ends_before_anybody_heard_of_it_gives_back_what_it_was_to
     engine.scheduler.end(1)
     assert not engine.scheduler.pool._borrowed
     check_blocks(engine.scheduler)
+
+
+@pytest.mark.parametrize("blocks", range(6, 13))
+def test_swapped_blocks_of_one_rank_have_room_beside_what_others_get(blocks):
+    """A local request has placed all blocks of a prefix on one rank. They are swapped, and then a striped one begins
+    with them, which needs fewer blocks of each rank at once than come back."""
+    windows = (KVWindow(Visibility(window_tokens=24), blocks, 60),)
+    placed = {"kvp": 4, "placement": "auto", "kvp_threshold_tokens": 24, "chunk_tokens": 4, "max_model_len": 128}
+    engine = Pressed(config(num_blocks=64, swap_blocks=60, windows=windows, **placed))
+    first, window = request(0, LONG[:20], 1), engine.scheduler.pool.windows[0]
+    engine.add(first)
+    engine.drain()
+    hashes, id = set(engine.scheduler.hashes(first)), 0
+    while not hashes <= {content_hash for swaps in window.swaps for content_hash in swaps.index}:
+        id += 1
+        engine.add(request(id, [id % VOCAB] * 20, 1))
+        engine.drain()
+    engine.add(request(50, LONG[30:80], 40))
+    for _ in range(12):
+        engine.step()
+    last = request(51, LONG[:20] + LONG[60:90], 10)
+    engine.add(last)
+    engine.drain()
+    assert engine.outcomes[51].token_ids == expected_output(last)

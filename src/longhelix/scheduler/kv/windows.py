@@ -101,6 +101,7 @@ class WindowGroup:
 
     spare: number of blocks on each rank that admission keeps free for the chunks of a step.
     group: number of the group.
+    is_reachable: returns whether the layers without a limit still have a block with this hash.
     touch: called with the hash of each block that may be found from now on, or no longer.
     """
 
@@ -111,13 +112,17 @@ class WindowGroup:
         block_tokens: int,
         spare: int,
         group: int,
+        is_reachable: Callable[[bytes], bool] = lambda content_hash: True,
         touch: Callable[[bytes], None] | None = None,
     ) -> None:
         self.visibility = window.visibility
         self._touch = touch
         record = None if touch is None else _Touched(touch)
         indices = [dict[bytes, Block]() for _ in range(kvp)]
-        self.swaps = [Swaps(kvp, window.num_slots, index, record=record, group=group) for index in indices]
+        self.swaps = [
+            Swaps(kvp, window.num_slots, index, is_reachable=is_reachable, record=record, group=group)
+            for index in indices
+        ]
         self.allocators = [
             BlockAllocator(
                 window.num_blocks,
@@ -149,10 +154,11 @@ class WindowGroup:
             prefix: the cached blocks that the request begins with.
             full: number of full blocks in the whole prefix.
         """
-        most, have, blocks = self.most_at_once(placement), Counter[int](), prefix.full_blocks(full)
+        most, blocks = self.most_at_once(placement), prefix.full_blocks(full)
         swapped = Counter(block.owner for block in blocks if isinstance(block, Slot))
-        if placement.even:
-            have = Counter(block.owner for block in kept(blocks))
+        if not placement.even:  # blocks that others have placed come on top of those that it needs at once
+            return [min(count, most) + swapped[rank] for rank, count in enumerate(new)]
+        have = Counter(block.owner for block in kept(blocks))
         return [min(count + swapped[rank], max(most - have[rank], 0)) for rank, count in enumerate(new)]
 
     def fits(self, promises: Items[int], prefix: WindowPrefix, *, alone: bool) -> bool:
@@ -273,18 +279,22 @@ class WindowGroup:
             first=min(prefix.first, full),
             num_apart=num_apart,
         )
+        swapped_in: list[tuple[Slot, Block]] = []
         for block in blocks:
             if isinstance(block, Block):
                 held.blocks.append(block)
             else:
-                self._swap_in(block, self.take(held, block.owner))
+                swapped_in.append((block, self.take(held, block.owner)))
+        self._swap_in(swapped_in)
         return held
 
-    def _swap_in(self, slot: Slot, target: Block) -> None:
-        """Fill a block with the content of a slot, with the next step. It can be found from now on."""
-        swaps = self.swaps[slot.owner]
-        self._name(target, swaps.hash_of(slot))
-        swaps.swap_in([slot], [target])
+    def _swap_in(self, swapped_in: Items[tuple[Slot, Block]]) -> None:
+        """Fill blocks with the content of slots, with the next step. They can be found from now on."""
+        for rank, swaps in enumerate(self.swaps):
+            pairs = [(slot, target) for slot, target in swapped_in if slot.owner == rank]
+            for slot, target in pairs:
+                self._name(target, swaps.hash_of(slot))
+            swaps.swap_in([slot for slot, _ in pairs], [target for _, target in pairs])
 
     def has_room(self, held: WindowBlocks, rank: int) -> bool:
         """Whether a request can have one more block of a rank."""
