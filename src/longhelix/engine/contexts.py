@@ -108,7 +108,7 @@ class Contexts:
             The saved context, or None if some of the KV was evicted before writing began.
         """
         prompt = new.token_ids, new.capacity_tokens, new.cache_salt
-        held = self._core.hold(*prompt, self._core.hashes(*prompt))
+        held = self._core.pin_prefix(*prompt, self._core.hashes(*prompt))
         if held is None:
             return None
         with self._core.releasing(held):
@@ -182,7 +182,7 @@ class Contexts:
                 f"context {saved.name!r} was replaced while a request was waiting for it: send the request again",
                 "context_mismatch",
             )
-        held = self._core.hold(context.token_ids, saved.capacity_tokens, context.cache_salt, context.hashes)
+        held = self._core.pin_prefix(context.token_ids, saved.capacity_tokens, context.cache_salt, context.hashes)
         if held is None:
             return None
         with self._core.releasing(held):

@@ -238,5 +238,7 @@ def _merge(setting: Setting, layouts: Layouts, attention: Attention, own: Work, 
     """Reads a share of the heads from every KVP rank, in outputs of so many channels with LSEs, and writes it once."""
     held = setting.query_heads(layouts, attention.heads)
     read = held * (channels * ACTIVATION_BYTES + LSE_BYTES)
-    written = setting.held(layouts, np.ceil(held / layouts.kvp), held / layouts.kvp) * channels * ACTIVATION_BYTES
+    written = (
+        setting.priced_amount(layouts, np.ceil(held / layouts.kvp), held / layouts.kvp) * channels * ACTIVATION_BYTES
+    )
     return kernels("merge", setting, layouts, hbm_bytes=own.rows * (read + written)).where(layouts.exchanges)

@@ -21,7 +21,7 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
     chunk one state.
     """
     own = layouts.of_rank(work, setting.request_rows)
-    keys, values = held_heads(layouts, linear)
+    keys, values = rank_heads(layouts, linear)
     inputs = weights.linear_inputs(setting, layouts, linear)
     outputs = weights.linear_output(setting, layouts, linear)
     states = own.decode_rows + np.minimum(own.chunk_rows, 1.0)
@@ -45,7 +45,7 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
     ]
 
 
-def held_heads(layouts: Layouts, linear: LinearAttention) -> tuple[Array, Array]:
+def rank_heads(layouts: Layouts, linear: LinearAttention) -> tuple[Array, Array]:
     """Key and value heads of the fullest rank; where there are more ranks than heads, several have the same."""
     ranks = layouts.output_ranks
     return np.ceil(linear.num_key_heads / ranks), np.ceil(linear.num_value_heads / ranks)
@@ -54,7 +54,7 @@ def held_heads(layouts: Layouts, linear: LinearAttention) -> tuple[Array, Array]
 def request_bytes(layouts: Layouts, linear: LinearAttention) -> Array:
     """What one layer keeps of one request on the fullest rank, however long it is: the states, and the tokens that the
     next convolution needs."""
-    keys, values = held_heads(layouts, linear)
+    keys, values = rank_heads(layouts, linear)
     channels = keys * 2 * linear.key_size + values * linear.value_size
     states = values * linear.key_size * linear.value_size
     return states * STATE_BYTES + channels * (linear.kernel_size - 1) * ACTIVATION_BYTES

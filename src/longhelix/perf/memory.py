@@ -6,7 +6,7 @@ import numpy as np
 
 from longhelix.perf import weights
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.linear import held_heads, request_bytes
+from longhelix.perf.linear import rank_heads, request_bytes
 from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.windows import span_blocks
@@ -47,7 +47,7 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
     layers = {layer: _layer_weights_bytes(setting, layouts, layer) for layer in setting.layers.kinds}
     ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
     ends_bytes = ends * weights.vocabulary(setting, layouts) * setting.weight_bytes
-    return np.asarray(setting.layers.most_held(layers, layouts.stage_layers(model.num_layers)) + ends_bytes)
+    return np.asarray(setting.layers.largest_total(layers, layouts.stage_layers(model.num_layers)) + ends_bytes)
 
 
 def _layer_weights_bytes(setting: Setting, layouts: Layouts, layer: LayerSpec) -> Array:
@@ -121,7 +121,7 @@ def _width(setting: Setting, layouts: Layouts, part: Mixer | FFN) -> Array:
             columns = 2 * part.experts_per_token * np.ceil(part.expert_size / layouts.tpf)
             return columns + setting.model.hidden_size
         case LinearAttention():
-            keys, values = held_heads(layouts, part)
+            keys, values = rank_heads(layouts, part)
             return 2 * (keys * part.key_size + values * part.value_size)
     num_query_heads = layouts.query_heads(part.heads)
     projected = part.head_size * (num_query_heads + 2 * layouts.kv_heads(part.heads))

@@ -36,7 +36,7 @@ class Runs(Generic[Kind]):
                 counts[kind] = np.where(lengths == length, runs_RK[fullest, number], counts[kind])
         return counts
 
-    def most_held(self, amounts: Mapping[Kind, Array], lengths: Array) -> Array:
+    def largest_total(self, amounts: Mapping[Kind, Array], lengths: Array) -> Array:
         """Return the most that any run of these lengths holds. amounts: what a layer of each kind holds."""
         counts = self.fullest(amounts, lengths)
         return sum((counts[kind] * amounts[kind] for kind in self.kinds), np.zeros_like(lengths))

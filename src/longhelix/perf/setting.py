@@ -171,7 +171,7 @@ class Setting:
         """Memory that a rank may fill."""
         return self.system.usable_bytes * self.share(layouts)
 
-    def held(self, layouts: Layouts, fullest: Array, mean: Array) -> Array:
+    def priced_amount(self, layouts: Layouts, fullest: Array, mean: Array) -> Array:
         """How much of something each rank is priced with: as much as the fullest has, for which the others wait.
 
         Where ranks share a machine and there are more than its cores, they take turns: the mean, or as much of the
@@ -182,16 +182,18 @@ class Setting:
         return np.maximum(mean, fullest / np.maximum(layouts.world_size / self.system.cores, 1.0))
 
     def kv_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
-        """KV heads of a rank, as `held` has it."""
-        return self.held(layouts, layouts.kv_heads(heads), np.maximum(heads.num_kv_heads / layouts.tpa, 1.0))
+        """KV heads of a rank, see `priced_amount`."""
+        return self.priced_amount(layouts, layouts.kv_heads(heads), np.maximum(heads.num_kv_heads / layouts.tpa, 1.0))
 
     def query_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
-        """Query heads of a rank, as `held` has it."""
-        return self.held(layouts, layouts.query_heads(heads), heads.num_query_heads / layouts.tpa)
+        """Query heads of a rank, see `priced_amount`."""
+        return self.priced_amount(layouts, layouts.query_heads(heads), heads.num_query_heads / layouts.tpa)
 
     def merged_query_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
-        """Query heads of a rank in the output projection, as `held` has it."""
-        return self.held(layouts, layouts.merged_query_heads(heads), heads.num_query_heads / layouts.output_ranks)
+        """Query heads of a rank in the output projection, see `priced_amount`."""
+        return self.priced_amount(
+            layouts, layouts.merged_query_heads(heads), heads.num_query_heads / layouts.output_ranks
+        )
 
     def share(self, layouts: Layouts) -> Array:
         """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""

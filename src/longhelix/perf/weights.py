@@ -1,4 +1,4 @@
-"""Numbers in the matrices of a layer's parts on the fullest rank of each layout (`Setting.held`).
+"""Numbers in the matrices of a layer's parts on the fullest rank of each layout (`Setting.priced_amount`).
 
 Products' costs and memory follow from them.
 
@@ -133,4 +133,4 @@ def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
 
 
 def _pieces(count: int, ranks: Array, setting: Setting, layouts: Layouts) -> Array:
-    return setting.held(layouts, np.ceil(count / ranks), count / ranks)
+    return setting.priced_amount(layouts, np.ceil(count / ranks), count / ranks)

@@ -30,14 +30,14 @@ class Instances:
         self._chooses = not config.batch_invariant
         self._pool = pool
         self._changes = changes
-        self._each: dict[tuple[int, ...], Decodes] = {}
+        self._decodes: dict[tuple[int, ...], Decodes] = {}
         self._joining: list[Sequence] = []
         self._running: Counter[tuple[int, ...]] = Counter()
         self._last_step = [0] * kvp
         self._in_flight = [0] * kvp
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._each.get(seq.schedule.instances, ())
+        return seq in self._decodes.get(seq.schedule.instances, ())
 
     def may_begin(self, busy: Set[int]) -> bool:
         return len(busy) < self._kvp
@@ -55,14 +55,14 @@ class Instances:
 
     def leave(self, seq: Sequence) -> None:
         if seq in self:
-            self._each[seq.schedule.instances].leave(seq)
+            self._decodes[seq.schedule.instances].leave(seq)
         elif seq in self._joining:
             self._joining.remove(seq)
         self._running[seq.schedule.instances] -= 1
         self._running += Counter()  # without what is 0
 
     def _join_set(self, seq: Sequence) -> None:
-        self._each.setdefault(seq.schedule.instances, Decodes(self._block_tokens, self._kvp)).join(seq)
+        self._decodes.setdefault(seq.schedule.instances, Decodes(self._block_tokens, self._kvp)).join(seq)
 
     def _reach(self, seq: Sequence) -> None:
         """A sequence's next row needs a KV block. The instance that has it takes part from now on."""
@@ -74,7 +74,7 @@ class Instances:
         owner = self._pool.next_owner(seq)
         decodes = seq in self
         if decodes:
-            self._each[schedule.instances].leave(seq)
+            self._decodes[schedule.instances].leave(seq)
         self._running[schedule.instances] -= 1
         self._running += Counter()
         lead, *others = schedule.instances
@@ -86,14 +86,16 @@ class Instances:
 
     def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
         """Teams that have something to do, the one first whose last step is the longest ago."""
-        self._each = {instances: decodes for instances, decodes in self._each.items() if len(decodes)}
+        self._decodes = {instances: decodes for instances, decodes in self._decodes.items() if len(decodes)}
         begun = (seq for seq in (*prompts, *self._joining) if seq.length == seq.kv.num_blocks * self._block_tokens)
-        decoding = (seq for decodes in self._each.values() for seq in decodes.next_growing())
+        decoding = (seq for decodes in self._decodes.values() for seq in decodes.next_growing())
         for seq in [*begun, *decoding]:
             self._reach(seq)
         wanted = {one for seq in prompts for one in seq.schedule.instances}
         wanted |= {
-            one for instances in (*self._each, *(seq.schedule.instances for seq in self._joining)) for one in instances
+            one
+            for instances in (*self._decodes, *(seq.schedule.instances for seq in self._joining))
+            for one in instances
         }
         turns = [Turn(instances=team) for team in self._teams() if busy.isdisjoint(team)]
         turns = [turn for turn in turns if not wanted.isdisjoint(turn.instances) or self._changes.has_ends_for(turn)]
@@ -127,12 +129,12 @@ class Instances:
         return joined
 
     def decoding(self, turn: Turn) -> list[Decodes]:
-        return [decodes for instances, decodes in self._each.items() if turn.has(instances)]
+        return [decodes for instances, decodes in self._decodes.items() if turn.has(instances)]
 
     def load(self, turn: Turn) -> TeamLoad:
         # Those of a team share something, and one alone exchanges nothing.
         loads = {one: Load(self._kvp, parts=int(len(turn.instances) > 1)) for one in turn.instances}
-        for instances, decodes in self._each.items():
+        for instances, decodes in self._decodes.items():
             for one in instances:
                 if one in loads:
                     loads[one].add_decodes_of(one, decodes)
@@ -145,10 +147,10 @@ class Instances:
         return seq in self
 
     def grew(self, seq: Sequence) -> None:
-        self._each[seq.schedule.instances].grew(seq)
+        self._decodes[seq.schedule.instances].grew(seq)
 
     def recount(self) -> None:
-        for decodes in self._each.values():
+        for decodes in self._decodes.values():
             decodes.recount()
 
     def began(self, turn: Turn, step_id: int) -> None:

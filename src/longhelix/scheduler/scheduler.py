@@ -23,13 +23,13 @@ from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.drafting import Drafter, Drafting
 from longhelix.scheduler.growth_limits import GrowthLimits
-from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.instances import Instances, tokens_within
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.microbatches import Microbatches
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.pending_changes import PendingChanges
+from longhelix.scheduler.pinned_prefix import PinnedPrefix
 from longhelix.scheduler.policy import Policy, make_policy
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.prefix import PrefixCache, Prefixes
@@ -167,9 +167,9 @@ class Scheduler:
         """See `PrefixCache.hashes`."""
         return self._waiting.hashes(request)
 
-    def hold(self, request: Request, hashes: Items[bytes]) -> HeldPrefix | None:
-        """See `Admission.hold`."""
-        return self._waiting.hold(request, hashes)
+    def pin_prefix(self, request: Request, hashes: Items[bytes]) -> PinnedPrefix | None:
+        """See `Admission.pin_prefix`."""
+        return self._waiting.pin_prefix(request, hashes)
 
     def prefilled_tokens(self, request_id: int) -> int:
         """How many of a request's prompt tokens steps have; 0 while it waits or after its end."""
@@ -187,7 +187,7 @@ class Scheduler:
         if not self._turns.may_begin(busy):
             return None
         self._widening.name()
-        self._pass_by()
+        self._free_expired()
         self._resume(now_s)
         self._admit(now_s)
         turn, decoding, decode_next, growing = self._turn(busy)
@@ -240,11 +240,11 @@ class Scheduler:
         self._turns.began(turn, step.id)
         return step
 
-    def _pass_by(self) -> None:
+    def _free_expired(self) -> None:
         """Take back the blocks of windows that chunks which have been given to the ranks have left behind."""
         for seq in self._chunked:
             if self._running.get(seq.id) is seq:
-                self.pool.pass_by(seq)
+                self.pool.free_expired(seq)
         self._chunked.clear()
 
     def _swap_pays(self, start: int) -> bool:
@@ -309,7 +309,7 @@ class Scheduler:
         for seq, blocks in with_block:
             if seq in self._drafting:
                 token_ids = self._drafting.token_ids(seq)
-                blocks += self.pool.take_free(seq, seq.length + len(token_ids), left=len(self._running))
+                blocks += self.pool.take_free(seq, seq.length + len(token_ids), spare=len(self._running))
                 room = seq.kv.num_blocks * self.config.block_tokens - seq.length
                 drafted.append(_Drafted(seq, token_ids[:room], blocks))
         return (
@@ -348,7 +348,7 @@ class Scheduler:
     def _victim(self, rank: int, growing: Sequence, now_s: float) -> Sequence:
         """The sequence that is preempted, of `growing` and those that have blocks on a KVP rank or are promised some:
         one of the lowest priority, and then as the policy says."""
-        others = (seq for seq in self._running.values() if seq.kv.block_ids[rank] or seq.kv.promised[rank])
+        others = (seq for seq in self._running.values() if seq.kv.block_ids[rank] or seq.kv.reserved[rank])
         return min(
             (seq for seq in (growing, *others) if self._may_be_preempted(seq)),
             key=lambda seq: self._order.preemption(seq, self._lost_s(seq), now_s),
@@ -493,7 +493,7 @@ class Scheduler:
             else:
                 events.append(TokenEvent(id, sampled))
         for seq in self._drafting.take_result(step):
-            self.pool.cut(seq, is_promised=seq.job.history.preemptions >= MOST_PREEMPTIONS)
+            self.pool.cut(seq, reserve_again=seq.job.history.preemptions >= MOST_PREEMPTIONS)
         return events
 
     def _has(self, request_id: int) -> bool:

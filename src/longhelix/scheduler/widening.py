@@ -67,7 +67,7 @@ class Widening:
         level = sum(allocator.available for allocator in self._allocators) // len(self._allocators)
         if level < self._least_level:
             return False
-        able = [seq for seq in sequences if seq not in self._of_step and not any(seq.kv.promised)]
+        able = [seq for seq in sequences if seq not in self._of_step and not any(seq.kv.reserved)]
         able.sort(key=lambda seq: (-len(seq.kv.block_ids[rank]), seq.id))
         return any(self._move(seq, rank, level) for seq in able if seq.kv.block_ids[rank])
 
