@@ -1,4 +1,4 @@
-"""Microbatches: the sequences that decode, dealt to as many sets as there are pipeline stages."""
+"""Microbatches: one set of decoding sequences per pipeline stage."""
 
 from collections.abc import Collection, Set
 
@@ -8,18 +8,19 @@ from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.step import Turn
 from longhelix.scheduler.work import Cost
 
-# Of steps of one microbatch, where there are others: its next one is on its way to the first stage when the last one
-# leaves the last stage, and requests that come meanwhile wait for no more.
+# The most steps of one microbatch in flight, if there are several microbatches. With two, the next step is on its way
+# to the first stage when one leaves the last stage. More would only delay requests that arrive meanwhile.
 _MOST_IN_FLIGHT = 2
 _ONLY = Turn()
 
 
 class Microbatches:
-    """One `Decodes` for each of `pp` stages. A step has the rows of one of them, so that all stages have work while a
-    sequence's next row waits for its last token.
+    """The decoding sequences in one `Decodes` per pipeline stage. Implements `Turns`.
 
-    A sequence joins the microbatch whose rows take least when its prompt is done, by `cost`, or without one the
-    smallest. Where a microbatch has none left, it gets one of another.
+    A step has the rows of one microbatch. So all stages have work while a sequence's next row waits for its last token.
+
+    When its prompt is done, a sequence joins the microbatch whose rows take the shortest time by `cost`, or without a
+    cost the smallest one. An empty microbatch gets a sequence of another one.
     """
 
     def __init__(self, pp: int, kvp: int, block_tokens: int, cost: Cost | None = None) -> None:
@@ -29,7 +30,7 @@ class Microbatches:
         self._joining: list[list[Sequence]] = [[] for _ in range(pp)]
         self._in_flight = [0] * pp
         self._last_step = [0] * pp
-        self._last = self._current = -1  # of the step that was made last, and of the one that is made
+        self._last = self._current = -1  # microbatches of the last step and of the current one
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._microbatches[seq.schedule.microbatch]
@@ -43,20 +44,20 @@ class Microbatches:
         return load
 
     def tbt_slo_s(self, turn: Turn) -> float:
-        """Each waits for the steps of all microbatches."""
+        """See `Turns`. Every sequence waits for the steps of all microbatches."""
         return min(decodes.tbt_slo_s for decodes in self._microbatches)
 
     def may_begin(self, busy: Set[int]) -> bool:
         return len(self._microbatches) == 1 or min(self._in_flight) < _MOST_IN_FLIGHT
 
     def begin(self, seq: Sequence) -> None:
-        """It has no microbatch yet."""
+        """See `Turns`. The sequence has no microbatch yet."""
 
     def prompt_done(self, seq: Sequence, step_id: int) -> None:
         self._let_join(seq, min(range(len(self._microbatches)), key=self._load), step_id)
 
     def deal(self) -> list[Sequence]:
-        """Where a microbatch has no sequence, and another has several, the longest of these joins it."""
+        """Move the longest sequence of the fullest microbatch to each empty one, and return the moved sequences."""
         moved: list[Sequence] = []
         if len(self._microbatches) == 1 or max(map(len, self._microbatches)) < 2:
             return moved
@@ -75,7 +76,7 @@ class Microbatches:
         self._joining[microbatch].append(seq)
 
     def _load(self, microbatch: int) -> tuple[float, int]:
-        """The seconds of a microbatch's rows, and how many they are."""
+        """Return the seconds and the number of a microbatch's rows."""
         decodes, joining = self._microbatches[microbatch], self._joining[microbatch]
         rows = len(decodes) + len(joining)
         if self._cost is None or not rows:
@@ -87,22 +88,24 @@ class Microbatches:
         return load.seconds(self._cost), rows
 
     def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
-        """Those that have rows come before the others, unless there are prompts, which any may have beside it."""
+        """See `Turns`. Microbatches with rows come first, unless there are prompts, whose chunks any turn can have."""
         pp = len(self._microbatches)
         if pp == 1:
             return [_ONLY]
         turns = ((self._last + 1 + turn) % pp for turn in range(pp))
-        found = [microbatch for microbatch in turns if self._in_flight[microbatch] < _MOST_IN_FLIGHT]
+        free = [microbatch for microbatch in turns if self._in_flight[microbatch] < _MOST_IN_FLIGHT]
         if not prompts:
-            found.sort(key=lambda microbatch: not self._has_rows(microbatch, step_id, oldest_id))
-        return [Turn(microbatch) for microbatch in found]
+            free.sort(key=lambda microbatch: not self._has_rows(microbatch, step_id, oldest_id))
+        return [Turn(microbatch) for microbatch in free]
 
     def _has_rows(self, microbatch: int, step_id: int, oldest_id: int) -> bool:
         return len(self._microbatches[microbatch]) > 0 or bool(self._ready(microbatch, step_id, oldest_id))
 
     def _ready(self, microbatch: int, step_id: int, oldest_id: int) -> list[Sequence]:
-        """Those that can join a microbatch, whose last token is known, or is by the time that the step needs it: no
-        stage waits for it longer than for those of a whole round."""
+        """Return the sequences that can join a microbatch now.
+
+        Their last token is known, or will be when the step needs it: no stage waits longer than for a whole round.
+        """
         pp = len(self._microbatches)
         return [
             seq
