@@ -25,8 +25,6 @@ class StepCost:
     computed once. Windows are ignored.
 
     Args:
-        setting: The model and the system.
-        layout: The layout.
         local: Every request has its KV on one rank, and all ranks have the same number of requests.
         even: All ranks have the same share of every request's KV.
     """

@@ -247,12 +247,7 @@ class Admission:
     ) -> bool:
         """Return whether a request fits, from numbers of blocks alone.
 
-        Args:
-            job: The request.
-            placement: Where its blocks go.
-            shared: Full blocks of each rank that it shares.
-            unheld: Those of them without a holder.
-            alone: Whether no other request runs.
+        shared: full blocks of each rank that it shares. unheld: those of them without a holder.
         """
         room, reservations = self._room(job, placement, shared)
         return self._pool.fits(room, reservations, unheld, alone=alone)

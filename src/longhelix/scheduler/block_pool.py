@@ -29,7 +29,6 @@ class BlockPool:
     `windows` holds the groups of the other layers.
 
     Args:
-        config: The settings of the scheduler.
         swap_pays: Whether swapping a block pays, by the position of its first token.
         record: Records which blocks are findable, if not None.
     """

@@ -59,8 +59,6 @@ class Loop:
     """Runs the steps of a scheduler on a runner.
 
     Args:
-        scheduler: Makes the steps.
-        runner: Computes them.
         clock: Returns the time in seconds.
         depth: The most steps in flight. If instances have their own clocks, this holds for each instance.
         leads: Whether the next step may be sent before a step has ended (default: always).

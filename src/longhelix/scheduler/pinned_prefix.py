@@ -53,7 +53,6 @@ class PinnedPrefix:
         token.
 
         Args:
-            pool: The pool of the blocks.
             hashes: Content hashes of the prompt's full blocks.
             placement: Where new blocks go.
 

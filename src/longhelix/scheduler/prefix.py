@@ -92,7 +92,6 @@ class PrefixCache:
         index: Blocks by hash, as the allocators have them.
         swapped: Slots by hash.
         matches: Cached prefixes of waiting requests.
-        block_tokens: Tokens of a KV block.
         root: Returns everything that a request's KV depends on, except for the tokens. The hash before a prompt's first
             block is computed from this and the request's salt.
         record: Records the content of blocks before they become findable, if not None.

@@ -60,7 +60,6 @@ class Scheduler:
     """Makes the steps of an engine. Call `schedule` and `complete` in the order of steps.
 
     Args:
-        config: The settings.
         cost: Predicts the time of steps. Without it, deadlines count tokens, and chunks cannot adapt.
         policy: Decides which request goes next. Default: the policy that the settings name.
         chunk_rule: Decides how many prompt tokens a step computes.

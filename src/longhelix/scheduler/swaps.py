@@ -25,13 +25,11 @@ class Swaps:
     recently used one is overwritten. A step swaps out before it swaps in, so it never writes to a slot that it reads.
 
     Args:
-        kvp: Number of KVP ranks.
         num_slots: Slots of each rank.
         pool_index: Blocks in the pools by content hash.
         pays: Whether swapping a block pays, by the position of its first token. Otherwise it is computed again. None:
             it always pays.
         record: Records which contents are in slots, if not None.
-        group: The KV group.
 
     Attributes:
         index: Slots by content hash.

@@ -76,7 +76,6 @@ class BlockAllocator:
 
     Attributes:
         num_blocks: Blocks of the rank.
-        rank: The KVP rank.
         index: Blocks by content hash. Allocators of several ranks may have the same index.
         evicted: Collects evicted blocks with their hashes, without expired ones. None if they are not needed.
         watcher: Watches blocks with a hash, if not None.
@@ -326,10 +325,7 @@ def set_hashes(allocators: Sequence[BlockAllocator], blocks: Iterable[Block], ha
 
     If several blocks have the same content, only the first one is findable and can be cached.
 
-    Args:
-        allocators: The allocator of each rank. All of them have the same index.
-        blocks: The blocks.
-        hashes: Their content hashes.
+    allocators: the allocator of each rank. All of them have the same index.
     """
     find = allocators[0].index.setdefault
     for index, block in enumerate(blocks):

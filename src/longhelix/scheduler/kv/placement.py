@@ -19,7 +19,6 @@ class Share(NamedTuple):
     """The blocks that one rank owns, among consecutive blocks.
 
     Attributes:
-        rank: The rank.
         num: Number of its blocks.
         places: Their places among the consecutive blocks.
     """
@@ -43,8 +42,6 @@ class Placement(Protocol):
         home: The only rank that computes at first. None if several ranks do.
         even: Whether all ranks have the same share of the tokens, to within a KV block.
         alone_tokens: Number of first tokens that are all on one rank.
-        kvp: Number of ranks.
-        block_tokens: Tokens of a KV block.
         start: The rank of the first block.
     """
 
@@ -276,7 +273,6 @@ class Behind:
     """Placement that continues `base` behind existing blocks when only their number on each rank is known.
 
     Attributes:
-        base: The placement.
         blocks_by_owner: Number of existing blocks on each KVP rank.
         last: The rank of the last one.
     """
@@ -330,7 +326,6 @@ class Continued:
     """Placement that continues `base` behind existing blocks, which another request may have placed differently.
 
     Attributes:
-        base: The placement.
         owners: The owner of each existing block, in position order. At least one.
     """
 

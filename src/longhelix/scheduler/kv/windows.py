@@ -115,9 +115,6 @@ class WindowGroup:
     one.
 
     Args:
-        window: What rows see, and the sizes of the pools.
-        kvp: Number of KVP ranks.
-        block_tokens: Tokens of a KV block.
         spare: Number of blocks on each rank that admission keeps free for the chunks of a step.
         group: Number of the group.
         touch: Called with the hash of each block that becomes findable, or is findable no longer.
@@ -167,7 +164,6 @@ class WindowGroup:
             new: Number of new blocks that the request's prompt needs on each rank.
             prefix: The cached blocks that the request begins with.
             full: Number of full blocks in the whole prefix.
-            placement: Where the request's blocks go.
         """
         most, shared, blocks = self.most_at_once(placement), Counter[int](), prefix.full_blocks(full)
         swapped = Counter(block.owner for block in blocks if isinstance(block, Slot))
@@ -194,7 +190,6 @@ class WindowGroup:
 
         Args:
             needed: Number of blocks that the whole prompt needs on each rank, including cached ones.
-            placement: Where the request's blocks go.
         """
         # The blocks that the next row sees, whether they are cached or not. A chunk may begin with it.
         seen = 1 if self.visibility.window_tokens is None else max(self._span - 4, 1)
@@ -217,8 +212,6 @@ class WindowGroup:
         """Return the last place from `first` to `stop` whose block is not cached. None if all blocks are cached.
 
         Args:
-            first: The first place.
-            stop: The place after the last one.
             prompt_blocks: The prompt's blocks of the layers without a limit.
             hash_at: Returns the content hash of the block at a place.
             in_pool: Whether swapped blocks count as not cached.
@@ -239,9 +232,7 @@ class WindowGroup:
         """Return the blocks of a prompt from the place `first` on. All of them must be cached.
 
         Args:
-            first: The first place.
             prompt_blocks: See `last_missing`.
-            hash_at: See `last_missing`.
         """
         blocks = list[Block | Slot]()
         for place in range(first, len(prompt_blocks)):
@@ -311,7 +302,6 @@ class WindowGroup:
             reservations: Blocks to reserve on each rank.
             prefix: The cached blocks that the request begins with.
             full: Number of full blocks in the whole prefix.
-            placement: Where the request's blocks go.
         """
         blocks = prefix.full_blocks(full)
         self.share(kept(blocks))
