@@ -236,7 +236,7 @@ class Contexts:
         return not config.scheduler.windows or any(config.spec.groups[layer] == group for layer in layers)
 
     def _counts(self, blocks: tuple[Block, ...]) -> tuple[tuple[int, ...], ...]:
-        """Count the blocks that have not passed, by KV group and KVP rank."""
+        """Count the blocks that have not expired, by KV group and KVP rank."""
         groups, kvp = 1 + len(self._config.scheduler.windows), self._config.layout.kvp
         found = [Counter(block.owner for block in blocks[group::groups] if block.id >= 0) for group in range(groups)]
         return tuple(tuple(count[rank] for rank in range(kvp)) for count in found)
@@ -280,7 +280,7 @@ def _described(folder: Path, rank: int, group: int, config: EngineConfig) -> Sav
 
 
 def _parts(blocks: tuple[Block, ...], config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:
-    """Split KV blocks into parts, without those at the start that have passed in all KV groups. Each part comes with
+    """Split KV blocks into parts, without those at the start that have expired in all KV groups. Each part comes with
     the index of its first block."""
     groups = 1 + len(config.scheduler.windows)
     start = next((at for at, block in enumerate(blocks) if block.id >= 0), len(blocks)) // groups

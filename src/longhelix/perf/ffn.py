@@ -72,12 +72,12 @@ def _experts(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> CostIt
 
     With uniform routing an expert is taken by any of T rows with probability p = 1 - (1 - k/E)^T.
     """
-    held, elements = weights.num_experts(setting, layouts, moe), weights.expert(setting, layouts, moe)
+    num_experts, elements = weights.num_experts(setting, layouts, moe), weights.expert(setting, layouts, moe)
     taken = 1 - (1 - moe.experts_per_token / moe.num_experts) ** (work.rows + layouts.zeros)
-    read = np.minimum(held, fullest(held * taken, held * taken * (1 - taken), layouts.ep))
+    read = np.minimum(num_experts, fullest(num_experts * taken, num_experts * taken * (1 - taken), layouts.ep))
     mean_rows = work.rows * moe.experts_per_token / layouts.ep
     rows = fullest(mean_rows, mean_rows * (1 - 1 / layouts.ep), layouts.ep)
-    rows = np.minimum(rows, work.rows * np.minimum(moe.experts_per_token, held))
+    rows = np.minimum(rows, work.rows * np.minimum(moe.experts_per_token, num_experts))
     return kernels(
         "experts",
         setting,

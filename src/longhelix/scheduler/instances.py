@@ -91,14 +91,14 @@ class Instances:
         decoding = (seq for decodes in self._decodes.values() for seq in decodes.next_growing())
         for seq in [*begun, *decoding]:
             self._reach(seq)
-        wanted = {instance for seq in prompts for instance in seq.schedule.instances}
-        wanted |= {
+        with_rows = {instance for seq in prompts for instance in seq.schedule.instances}
+        with_rows |= {
             instance
             for instances in (*self._decodes, *(seq.schedule.instances for seq in self._joining))
             for instance in instances
         }
         turns = [Turn(instances=team) for team in self._teams() if busy.isdisjoint(team)]
-        turns = [turn for turn in turns if not wanted.isdisjoint(turn.instances) or self._changes.has_ends_for(turn)]
+        turns = [turn for turn in turns if not with_rows.isdisjoint(turn.instances) or self._changes.has_ends_for(turn)]
         turns = [turn for turn in turns if self._has_tokens(turn)]
         return sorted(turns, key=lambda turn: max(self._last_step[instance] for instance in turn.instances))
 
