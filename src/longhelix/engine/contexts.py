@@ -108,7 +108,7 @@ class Contexts:
             The saved context, or None if some of the KV was evicted before writing began.
         """
         prompt = new.token_ids, new.capacity_tokens, new.cache_salt
-        held = self._core.hold(*prompt, self._core.hashes(*prompt))
+        held = self._core.pin_prefix(*prompt, self._core.hashes(*prompt))
         if held is None:
             return None
         with self._core.releasing(held):
@@ -182,7 +182,7 @@ class Contexts:
                 f"context {saved.name!r} was replaced while a request was waiting for it: send the request again",
                 "context_mismatch",
             )
-        held = self._core.hold(context.token_ids, saved.capacity_tokens, context.cache_salt, context.hashes)
+        held = self._core.pin_prefix(context.token_ids, saved.capacity_tokens, context.cache_salt, context.hashes)
         if held is None:
             return None
         with self._core.releasing(held):
@@ -236,7 +236,7 @@ class Contexts:
         return not config.scheduler.windows or any(config.spec.groups[layer] == group for layer in layers)
 
     def _counts(self, blocks: tuple[Block, ...]) -> tuple[tuple[int, ...], ...]:
-        """Count the blocks that have not passed, by KV group and KVP rank."""
+        """Count the blocks that have not expired, by KV group and KVP rank."""
         groups, kvp = 1 + len(self._config.scheduler.windows), self._config.layout.kvp
         found = [Counter(block.owner for block in blocks[group::groups] if block.id >= 0) for group in range(groups)]
         return tuple(tuple(count[rank] for rank in range(kvp)) for count in found)
@@ -280,7 +280,7 @@ def _described(folder: Path, rank: int, group: int, config: EngineConfig) -> Sav
 
 
 def _parts(blocks: tuple[Block, ...], config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:
-    """Split KV blocks into parts, without those at the start that have passed in all KV groups. Each part comes with
+    """Split KV blocks into parts, without those at the start that have expired in all KV groups. Each part comes with
     the index of its first block."""
     groups = 1 + len(config.scheduler.windows)
     start = next((at for at, block in enumerate(blocks) if block.id >= 0), len(blocks)) // groups

@@ -26,8 +26,8 @@ from longhelix.engine.workers.transport import LoadBlocks, SaveBlocks, TakeToken
 from longhelix.errors import EngineError, UserError
 from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
 from longhelix.scheduler.guide import Guide
-from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.loop import Loop, leads_of, most_in_flight
+from longhelix.scheduler.pinned_prefix import PinnedPrefix
 from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.recording import Event
 from longhelix.scheduler.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
@@ -364,27 +364,27 @@ class TokenCore:
         """Return whether all blocks of a prompt are cached. If so, they become the last blocks to be evicted."""
         return self._scheduler.pool.has_cached(hashes)
 
-    def hold(
+    def pin_prefix(
         self, prompt_ids: "array[int]", capacity_tokens: int, cache_salt: str, hashes: Sequence[bytes]
-    ) -> HeldPrefix | None:
-        """Pin the KV blocks of a prompt, as a request with this capacity and salt would do (see `Scheduler.hold`).
+    ) -> PinnedPrefix | None:
+        """Pin the KV blocks of a prompt, as a request with this capacity and salt would do (`Scheduler.pin_prefix`).
 
         hashes: the block hashes that the method `hashes` returned for the same arguments.
         """
-        return self._scheduler.hold(_prefilled(prompt_ids, capacity_tokens, cache_salt), hashes)
+        return self._scheduler.pin_prefix(_prefilled(prompt_ids, capacity_tokens, cache_salt), hashes)
 
     @contextmanager
-    def releasing(self, held: HeldPrefix) -> Iterator[None]:
+    def releasing(self, pinned: PinnedPrefix) -> Iterator[None]:
         """Return a context manager that releases pinned blocks when it exits."""
         try:
             yield
         finally:
-            held.release(self._scheduler.pool)
+            pinned.release(self._scheduler.pool)
             self._tell_changes()
 
-    def publish(self, held: HeldPrefix) -> None:
+    def publish(self, pinned: PinnedPrefix) -> None:
         """Make pinned blocks available to requests. The ranks must have filled these blocks."""
-        held.publish(self._scheduler.pool)
+        pinned.publish(self._scheduler.pool)
 
     def carry(self, message: SaveBlocks | LoadBlocks) -> None:
         """Have all ranks save or load KV blocks.

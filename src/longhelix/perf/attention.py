@@ -17,31 +17,34 @@ from longhelix.spec.layout import HeadShape
 
 def attention_items(setting: Setting, layouts: Layouts, attention: Attention, work: Work) -> list[CostItem]:
     """The cost items of one layer with this attention, in order."""
-    own = layouts.of_rank(work, setting.request_rows)
+    rank_work = layouts.of_rank(work, setting.request_rows)
     if attention.visibility.limit_tokens is not None:
-        own = _in_window(setting, layouts, attention.visibility, own)
+        rank_work = _in_window(setting, layouts, attention.visibility, rank_work)
     choice, indexer = list[CostItem](), attention.visibility.indexer
     if indexer is not None:
-        choice, own = index_items(setting, layouts, attention, own), chosen(setting, layouts, indexer, own)
-    attended = _attention(setting, layouts, attention, own)
-    value, exchange, channels = _exchange(setting, layouts, attention, own)
+        choice, rank_work = (
+            index_items(setting, layouts, attention, rank_work),
+            chosen(setting, layouts, indexer, rank_work),
+        )
+    attended = _attention(setting, layouts, attention, rank_work)
+    value, exchange, channels = _exchange(setting, layouts, attention, rank_work)
     projected = weights.output_projection(setting, layouts, attention)
-    hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
+    hidden_bytes = rank_work.rows * setting.model.hidden_size * ACTIVATION_BYTES
     sharers = RankGroups(layouts.output_ranks, layouts.ones)
     summed = collectives.all_reduce(setting.system, sharers, hidden_bytes + layouts.zeros)
     return [
-        *_projections(setting, layouts, attention, own),
+        *_projections(setting, layouts, attention, rank_work),
         *choice,
         attended,
         *value,
-        _exposed(setting, layouts, own, _overlap(setting, attended, exchange), exchange),
-        _merge(setting, layouts, attention, own, channels),
-        product("output projection", setting, layouts, projected, own.rows),
+        _exposed(setting, layouts, rank_work, _overlap(setting, attended, exchange), exchange),
+        _merge(setting, layouts, attention, rank_work, channels),
+        product("output projection", setting, layouts, projected, rank_work.rows),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
 
 
-def _in_window(setting: Setting, layouts: Layouts, visibility: Visibility, own: Work) -> Work:
+def _in_window(setting: Setting, layouts: Layouts, visibility: Visibility, rank_work: Work) -> Work:
     """What a layer with a window attends to of a rank's work.
 
     A decode row reads min(context, window) tokens; T rows of a prompt read the window before the first of them and
@@ -52,34 +55,34 @@ def _in_window(setting: Setting, layouts: Layouts, visibility: Visibility, own: 
     assert visibility.limit_tokens is not None
     share = 1 / layouts.kvp
     seen = share * visibility.limit_tokens
-    return own._replace(
-        decode_kv_tokens=np.minimum(own.decode_kv_tokens, own.decode_rows / setting.request_rows * seen),
-        chunk_kv_tokens=np.minimum(own.chunk_kv_tokens, share * (own.chunk_rows - 1) + seen),
-        chunk_pairs=np.minimum(own.chunk_pairs, own.chunk_rows * (share * visibility.mean_tokens)),
+    return rank_work._replace(
+        decode_kv_tokens=np.minimum(rank_work.decode_kv_tokens, rank_work.decode_rows / setting.request_rows * seen),
+        chunk_kv_tokens=np.minimum(rank_work.chunk_kv_tokens, share * (rank_work.chunk_rows - 1) + seen),
+        chunk_pairs=np.minimum(rank_work.chunk_pairs, rank_work.chunk_rows * (share * visibility.mean_tokens)),
     )
 
 
 def overlap(setting: Setting, layouts: Layouts, attention: Attention, work: Work) -> Overlap:
     """What one layer attends and exchanges, to be cut into parts."""
-    own = layouts.of_rank(work, setting.request_rows)
-    exchange = _exchange(setting, layouts, attention, own)[1]
-    return _overlap(setting, _attention(setting, layouts, attention, own), exchange)
+    rank_work = layouts.of_rank(work, setting.request_rows)
+    exchange = _exchange(setting, layouts, attention, rank_work)[1]
+    return _overlap(setting, _attention(setting, layouts, attention, rank_work), exchange)
 
 
-def _projections(setting: Setting, layouts: Layouts, attention: Attention, own: Work) -> list[CostItem]:
+def _projections(setting: Setting, layouts: Layouts, attention: Attention, rank_work: Work) -> list[CostItem]:
     heads, latents = attention.heads, attention.latents if isinstance(attention, MultiHeadLatentAttention) else None
     count = 3.0 if latents is not None and latents.q_lora_rank is not None else 1.0
-    qkv = product("QKV", setting, layouts, weights.qkv(setting, layouts, attention), own.rows, count=count)
+    qkv = product("QKV", setting, layouts, weights.qkv(setting, layouts, attention), rank_work.rows, count=count)
     channels = attention.head_size * (setting.query_heads(layouts, heads) + 2 * setting.kv_heads(layouts, heads))
-    moved_bytes = 2 * own.rows * channels * ACTIVATION_BYTES
+    moved_bytes = 2 * rank_work.rows * channels * ACTIVATION_BYTES
     write = kernels("RoPE and KV write", setting, layouts, hbm_bytes=moved_bytes)
     if not isinstance(attention, MultiHeadLatentAttention):
         return [qkv, write]
     absorbed = weights.key_absorption(setting, layouts, attention)
-    return [qkv, product("key absorption", setting, layouts, absorbed, _absorbed_rows(attention, own)), write]
+    return [qkv, product("key absorption", setting, layouts, absorbed, _absorbed_rows(attention, rank_work)), write]
 
 
-def _attention(setting: Setting, layouts: Layouts, attention: Attention, own: Work) -> CostItem:
+def _attention(setting: Setting, layouts: Layouts, attention: Attention, rank_work: Work) -> CostItem:
     """Decode rows and chunks apart: one reads, the other computes. Two kernels: splits of the KV, and their merge.
 
     A request's KV is read once for all its rows. Beside KV they read queries, and write outputs and LSEs; what passes
@@ -89,15 +92,15 @@ def _attention(setting: Setting, layouts: Layouts, attention: Attention, own: Wo
     token_bytes = setting.kv_heads(layouts, attention.heads) * setting.kv_head_bytes(attention)
     channels = entry.key_size + entry.value_size
     pair_flops, row_bytes = 2 * channels * num_query_heads, num_query_heads * _row_head_bytes(channels)
-    decode_bytes = own.decode_kv_tokens * token_bytes + own.decode_rows * row_bytes
+    decode_bytes = rank_work.decode_kv_tokens * token_bytes + rank_work.decode_rows * row_bytes
     reads = (
         1 if attention.visibility.indexer is not None else setting.request_rows
     )  # of chosen tokens each row has its own
-    decode = _attend(setting, layouts, decode_bytes, own.decode_kv_tokens * reads * pair_flops)
-    chunk_bytes = own.chunk_kv_tokens * token_bytes + own.chunk_rows * row_bytes
-    chunk = _attend(setting, layouts, chunk_bytes, own.chunk_pairs * pair_flops)
+    decode = _attend(setting, layouts, decode_bytes, rank_work.decode_kv_tokens * reads * pair_flops)
+    chunk_bytes = rank_work.chunk_kv_tokens * token_bytes + rank_work.chunk_rows * row_bytes
+    chunk = _attend(setting, layouts, chunk_bytes, rank_work.chunk_pairs * pair_flops)
     if isinstance(attention, MultiHeadLatentAttention):
-        chunk = _where(_is_direct(attention, own), _direct(setting, layouts, attention, own), chunk)
+        chunk = _where(_is_direct(attention, rank_work), _direct(setting, layouts, attention, rank_work), chunk)
     launched = kernels("attention", setting, layouts, count=2.0)
     return CostItem(
         name="attention",
@@ -128,22 +131,22 @@ def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops:
     )
 
 
-def _direct(setting: Setting, layouts: Layouts, attention: MultiHeadLatentAttention, own: Work) -> CostItem:
+def _direct(setting: Setting, layouts: Layouts, attention: MultiHeadLatentAttention, rank_work: Work) -> CostItem:
     """MLA of a chunk whose keys and values are made from the latents of all its context, written and read again."""
     mla, num_query_heads = attention.latents, setting.query_heads(layouts, attention.heads)
     made = num_query_heads * (mla.nope_size + mla.value_size)
-    made_tokens = own.chunk_kv_tokens * own.parts  # every part makes them again
+    made_tokens = rank_work.chunk_kv_tokens * rank_work.parts  # every part makes them again
     flops = 2 * made_tokens * mla.kv_lora_rank * made
     channels = mla.nope_size + mla.rope_size + mla.value_size
-    flops = flops + 2 * own.chunk_pairs * num_query_heads * channels
+    flops = flops + 2 * rank_work.chunk_pairs * num_query_heads * channels
     token_bytes = setting.kv_head_bytes(attention) + 2 * made * ACTIVATION_BYTES
     row_bytes = num_query_heads * _row_head_bytes(channels)
-    return _attend(setting, layouts, made_tokens * token_bytes + own.chunk_rows * row_bytes, flops)
+    return _attend(setting, layouts, made_tokens * token_bytes + rank_work.chunk_rows * row_bytes, flops)
 
 
-def _is_direct(attention: MultiHeadLatentAttention, own: Work) -> Mask:
+def _is_direct(attention: MultiHeadLatentAttention, rank_work: Work) -> Mask:
     """Whether the chunk attends directly; as the models decide it, part by part."""
-    rows = own.chunk_rows / own.parts + np.zeros_like(own.decode_rows)
+    rows = rank_work.chunk_rows / rank_work.parts + np.zeros_like(rank_work.decode_rows)
     # Of chosen tokens each row has its own (TensorRT-LLM, tech blog 15: absorbed in prefill as well).
     if attention.visibility.indexer is not None:
         return np.zeros_like(rows, dtype=np.bool_)
@@ -151,11 +154,11 @@ def _is_direct(attention: MultiHeadLatentAttention, own: Work) -> Mask:
     return direct
 
 
-def _absorbed_rows(attention: MultiHeadLatentAttention, own: Work) -> Array:
+def _absorbed_rows(attention: MultiHeadLatentAttention, rank_work: Work) -> Array:
     """Rows whose queries are turned into latents, and their outputs into values."""
-    decode_rows: Array = own.decode_rows
-    rows: Array = own.rows
-    return np.where(_is_direct(attention, own), decode_rows, rows)
+    decode_rows: Array = rank_work.decode_rows
+    rows: Array = rank_work.rows
+    return np.where(_is_direct(attention, rank_work), decode_rows, rows)
 
 
 def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
@@ -171,7 +174,7 @@ def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
 
 
 def _exchange(
-    setting: Setting, layouts: Layouts, attention: Attention, own: Work
+    setting: Setting, layouts: Layouts, attention: Attention, rank_work: Work
 ) -> tuple[list[CostItem], Sent, Array]:
     """MLA's value projection, the exchange, of latent outputs before it or of values after it, and how many channels a
     head of these has.
@@ -180,17 +183,17 @@ def _exchange(
     TPA share, after it the merged ones alone. Values, where a chunk attends directly.
     """
     heads, output_size = attention.heads, attention.output_size
-    values = _exchanged(setting, layouts, heads, own, output_size)
+    values = _exchanged(setting, layouts, heads, rank_work, output_size)
     if not isinstance(attention, MultiHeadLatentAttention):
         return [], values, layouts.zeros + output_size
-    latent_size, rows = attention.latents.kv_lora_rank, _absorbed_rows(attention, own)
+    latent_size, rows = attention.latents.kv_lora_rank, _absorbed_rows(attention, rank_work)
     before, after = (
         product("value projection", setting, layouts, weights.value_projection(attention, num_heads), rows)
         for num_heads in (setting.query_heads(layouts, heads), setting.merged_query_heads(layouts, heads))
     )
-    latents = _exchanged(setting, layouts, heads, own, latent_size)
+    latents = _exchanged(setting, layouts, heads, rank_work, latent_size)
     late = after.seconds + latents.seconds < before.seconds + values.seconds
-    late = late & ~_is_direct(attention, own)
+    late = late & ~_is_direct(attention, rank_work)
     return (
         [before.where(~late), after.where(late)],
         latents.where(late, values),
@@ -198,14 +201,14 @@ def _exchange(
     )
 
 
-def _exchanged(setting: Setting, layouts: Layouts, heads: HeadShape, own: Work, channels: int) -> Sent:
+def _exchanged(setting: Setting, layouts: Layouts, heads: HeadShape, rank_work: Work, channels: int) -> Sent:
     """One all-to-all over KVP of partial outputs with `channels` a head, and LSEs.
 
     Copies of the FFN need all heads: they gather what was merged, or, where that is faster, all send all partial
     outputs at once.
     """
     groups = RankGroups(layouts.kvp, layouts.tpa)
-    rows_heads = own.rows * setting.query_heads(layouts, heads)
+    rows_heads = rank_work.rows * setting.query_heads(layouts, heads)
     partial_bytes = rows_heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
     shared = collectives.all_to_all(setting.system, groups, partial_bytes)
     gathered = collectives.all_gather(setting.system, groups, rows_heads * channels * ACTIVATION_BYTES)
@@ -226,17 +229,19 @@ def _overlap(setting: Setting, attention: CostItem, exchange: Sent) -> Overlap:
     )
 
 
-def _exposed(setting: Setting, layouts: Layouts, own: Work, cut: Overlap, exchange: Sent) -> CostItem:
-    """What of the exchange is not hidden behind attention."""
-    requests = own._replace(decode_rows=own.decode_rows / setting.request_rows)
-    together_s = np.where(layouts.hop_b, cut.overlapped_s(requests.most_parts), cut.seconds(own.parts))
+def _exposed(setting: Setting, layouts: Layouts, rank_work: Work, cut: Overlap, exchange: Sent) -> CostItem:
+    """Return the part of the exchange that attention does not hide."""
+    requests = rank_work._replace(decode_rows=rank_work.decode_rows / setting.request_rows)
+    together_s = np.where(layouts.hop_b, cut.overlapped_s(requests.most_parts), cut.seconds(rank_work.parts))
     seconds = np.maximum(together_s - cut.attention_s, 0.0)  # rounding may leave less than nothing
     return sends("exchange", seconds, exchange.net_bytes, np.minimum(exchange.fixed_s, seconds))
 
 
-def _merge(setting: Setting, layouts: Layouts, attention: Attention, own: Work, channels: Array) -> CostItem:
-    """Reads a share of the heads from every KVP rank, in outputs of so many channels with LSEs, and writes it once."""
-    held = setting.query_heads(layouts, attention.heads)
-    read = held * (channels * ACTIVATION_BYTES + LSE_BYTES)
-    written = setting.held(layouts, np.ceil(held / layouts.kvp), held / layouts.kvp) * channels * ACTIVATION_BYTES
-    return kernels("merge", setting, layouts, hbm_bytes=own.rows * (read + written)).where(layouts.exchanges)
+def _merge(setting: Setting, layouts: Layouts, attention: Attention, rank_work: Work, channels: Array) -> CostItem:
+    """Return the merge's item. A rank reads its share of heads from every KVP rank, with LSEs, and writes it once."""
+    heads = setting.query_heads(layouts, attention.heads)
+    read = heads * (channels * ACTIVATION_BYTES + LSE_BYTES)
+    written = (
+        setting.priced_amount(layouts, np.ceil(heads / layouts.kvp), heads / layouts.kvp) * channels * ACTIVATION_BYTES
+    )
+    return kernels("merge", setting, layouts, hbm_bytes=rank_work.rows * (read + written)).where(layouts.exchanges)

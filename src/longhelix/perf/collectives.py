@@ -18,7 +18,7 @@ from longhelix.spec import HardwareSpec
 
 @dataclass(frozen=True)
 class RankGroups:
-    """For each layout, the group of ranks that communicate: how many, and how far apart."""
+    """For each layout, the groups of ranks that communicate: their size, and the stride between ranks."""
 
     size: Array
     stride: Array
@@ -26,7 +26,7 @@ class RankGroups:
 
 @dataclass(frozen=True)
 class Sent:
-    """What a collective costs one rank; `fixed_s`: that much of `seconds` does not depend on bytes."""
+    """The cost of a collective for one rank. `fixed_s` is the part of `seconds` that does not depend on bytes."""
 
     seconds: Array
     net_bytes: Array
@@ -36,7 +36,7 @@ class Sent:
         return Sent(self.seconds + other.seconds, self.net_bytes + other.net_bytes, self.fixed_s + other.fixed_s)
 
     def where(self, mask: Mask, otherwise: "Sent") -> "Sent":
-        """This where `mask` holds, the other elsewhere."""
+        """Return this cost where `mask` holds, and `otherwise` elsewhere."""
         return Sent(
             np.where(mask, self.seconds, otherwise.seconds),
             np.where(mask, self.net_bytes, otherwise.net_bytes),
@@ -44,12 +44,12 @@ class Sent:
         )
 
     def or_cheaper(self, other: "Sent") -> "Sent":
-        """The faster of the two, entry by entry."""
+        """Return the faster of the two, entry by entry."""
         return other.where(other.seconds < self.seconds, self)
 
 
 def all_reduce(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
-    """Sum `size_bytes` on every rank; every rank gets the sum.
+    """Return the cost of summing `size_bytes` of every rank on every rank.
 
     In the domain: one-shot (all send all), two-shot (reduce-scatter, all-gather), or adding up in the switch (a rank
     reads its share of the sum, for which the switch fetches everybody's, and multicasts it).
@@ -66,7 +66,7 @@ def all_reduce(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
 
 
 def all_gather(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
-    """Every rank gets all `size_bytes`, of which each held its share. A reduce-scatter costs the same, backwards."""
+    """Return the cost of gathering `size_bytes`, of which each rank has a share. A reduce-scatter costs the same."""
     inside, outside = _levels(system, groups)
     across_bytes = (outside - 1) / outside * size_bytes
     across_bytes = across_bytes * _groups(system, groups) if system.shared else across_bytes / inside
@@ -75,7 +75,7 @@ def all_gather(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
 
 
 def all_to_all(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
-    """Every rank sends another share of its `size_bytes` to each rank."""
+    """Return the cost if every rank sends another share of its `size_bytes` to each rank."""
     inside, outside = _levels(system, groups)
     senders = inside * _groups(system, groups) if system.shared else 1.0
     across = _outside(system, outside, 1.0, senders * (outside - 1) / outside * size_bytes)
@@ -83,7 +83,7 @@ def all_to_all(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
 
 
 def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
-    """One rank's message to the rank `stride` after it."""
+    """Return the cost of a message to the rank `stride` after the sender."""
     inside = stride < system.scale_up.ranks
     latency_s = np.where(inside, system.scale_up.latency_s, system.scale_out.latency_s)
     bytes_per_s = np.where(inside, system.scale_up.bytes_per_s, system.scale_out.bytes_per_s)
@@ -94,12 +94,12 @@ def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
 
 
 def _groups(system: HardwareSpec, groups: RankGroups) -> Array:
-    """Groups whose ranks on one host communicate at the same time, over the one link of the host."""
+    """Return the number of groups that share the link of a host."""
     return np.minimum(groups.stride, system.scale_up.ranks)
 
 
 def _levels(system: HardwareSpec, groups: RankGroups) -> tuple[Array, Array]:
-    """For each group, its ranks in one domain, and the domains that it spans."""
+    """Return the ranks of a group in one domain, and the number of domains that it spans."""
     inside = np.minimum(groups.size, np.maximum(1.0, system.scale_up.ranks // groups.stride))
     outside = np.ceil(groups.size / inside)
     return inside, outside
@@ -112,8 +112,8 @@ def _inside(system: HardwareSpec, ranks: Array, rounds: float, size_bytes: Array
 
 
 def _waits(system: HardwareSpec, ranks: Array) -> float | Array:
-    """How many latencies a round takes: one; of processes of one machine one for each peer, as each is one more to wait
-    for, and as often as they take turns on its cores."""
+    """Return how many latencies a round takes: one. Processes of one machine wait for each peer, and multiply this by
+    the number of turns that they take on its cores."""
     if not system.shared:
         return 1.0
     return (ranks - 1) * np.maximum(ranks / system.cores, 1.0)

@@ -1,4 +1,4 @@
-"""The cost items of a step: what a rank computes, reads and sends, and how long each takes."""
+"""Cost items of a step: kernels and collectives, and how long each takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from longhelix.perf.setting import Setting
 
 @dataclass(frozen=True)
 class CostItem:
-    """One kernel, or collective, of a step on the critical path; arrays over layouts.
+    """A kernel or collective on the critical path of a step. Fields are arrays over layouts.
 
-    hbm_bytes: read and written by one rank; net_bytes: sent by one rank. fixed_s: that much of `seconds` are fixed
-    costs of kernels and collectives. compute_bound: arithmetic takes longer than memory.
+    hbm_bytes: bytes that one rank reads and writes. net_bytes: bytes that one rank sends.
+    fixed_s: fixed costs of kernels and collectives in `seconds`. compute_bound: arithmetic takes longer than memory.
     """
 
     name: str
@@ -26,7 +26,7 @@ class CostItem:
     compute_bound: Mask
 
     def times(self, count: float | Array) -> "CostItem":
-        """The same, `count` times."""
+        """Return the item `count` times."""
         return CostItem(
             name=self.name,
             seconds=self.seconds * count,
@@ -38,7 +38,7 @@ class CostItem:
         )
 
     def where(self, mask: Mask) -> "CostItem":
-        """The same where `mask` holds, and nothing elsewhere."""
+        """Return the item where `mask` holds, and zero cost elsewhere."""
         return self.times(np.where(mask, 1.0, 0.0))
 
 
@@ -53,7 +53,7 @@ def kernels(
     count: float | Array = 1.0,
     compute_efficiency: float | None = None,
 ) -> CostItem:
-    """`count` kernels that take the longer of arithmetic and memory, and a fixed cost each (roofline)."""
+    """Return an item of `count` kernels: the longer time of arithmetic and memory, and a fixed cost each (roofline)."""
     efficiency = setting.system.compute_efficiency if compute_efficiency is None else compute_efficiency
     zeros = layouts.zeros
     system, share = setting.system, setting.share(layouts)
@@ -74,7 +74,7 @@ def kernels(
 def product(
     name: str, setting: Setting, layouts: Layouts, elements: Array, rows: float | Array, *, count: float = 1.0
 ) -> CostItem:
-    """`rows` times weights of `elements` numbers, in `count` kernels."""
+    """Return an item of products of `rows` with weights of `elements` numbers, in `count` kernels."""
     return kernels(
         name,
         setting,
@@ -87,7 +87,7 @@ def product(
 
 
 def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> CostItem:
-    """A collective, or a send."""
+    """Return an item of a collective or a send."""
     zeros = np.zeros_like(seconds)
     return CostItem(
         name=name,

@@ -36,29 +36,29 @@ def moe_items(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> list[
     Rows are gathered as above, or, where TPF = 1, each goes to its experts and back (all-to-all): of a group's rows
     every rank sends a share, and gathers the others' in the end.
     """
-    own = layouts.of_rank(work, setting.request_rows)
+    rank_work = layouts.of_rank(work, setting.request_rows)
     router = weights.router(setting, layouts, moe)
     items = [
         kernels(
             "router",
             setting,
             layouts,
-            flops=2 * own.rows * router,
+            flops=2 * rank_work.rows * router,
             hbm_bytes=router * ACTIVATION_BYTES,
             count=2.0,
         )
     ]
     before, after = _gathered(setting, layouts, work)
-    dispatched, one_way = layouts.grouped & (layouts.tpf == 1), _dispatched(setting, layouts, moe, own)
+    dispatched, one_way = layouts.grouped & (layouts.tpf == 1), _dispatched(setting, layouts, moe, rank_work)
     items.append(_sent(_BEFORE, one_way.where(dispatched, before)))
     if moe.shared_size:
-        own_rows: Array = own.rows
-        rows = np.where(layouts.grouped, own_rows, work.rows)
+        rank_rows: Array = rank_work.rows
+        rows = np.where(layouts.grouped, rank_rows, work.rows)
         items.append(
             product("shared experts", setting, layouts, weights.shared_experts(setting, layouts, moe), rows, count=0.0)
         )
     items.append(_experts(setting, layouts, moe, work))
-    items.append(_sent(_AFTER, (one_way + _regathered(setting, layouts, own)).where(dispatched, after)))
+    items.append(_sent(_AFTER, (one_way + _regathered(setting, layouts, rank_work)).where(dispatched, after)))
     return items
 
 
@@ -72,12 +72,12 @@ def _experts(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> CostIt
 
     With uniform routing an expert is taken by any of T rows with probability p = 1 - (1 - k/E)^T.
     """
-    held, elements = weights.num_experts(setting, layouts, moe), weights.expert(setting, layouts, moe)
+    num_experts, elements = weights.num_experts(setting, layouts, moe), weights.expert(setting, layouts, moe)
     taken = 1 - (1 - moe.experts_per_token / moe.num_experts) ** (work.rows + layouts.zeros)
-    read = np.minimum(held, fullest(held * taken, held * taken * (1 - taken), layouts.ep))
+    read = np.minimum(num_experts, fullest(num_experts * taken, num_experts * taken * (1 - taken), layouts.ep))
     mean_rows = work.rows * moe.experts_per_token / layouts.ep
     rows = fullest(mean_rows, mean_rows * (1 - 1 / layouts.ep), layouts.ep)
-    rows = np.minimum(rows, work.rows * np.minimum(moe.experts_per_token, held))
+    rows = np.minimum(rows, work.rows * np.minimum(moe.experts_per_token, num_experts))
     return kernels(
         "experts",
         setting,
@@ -102,19 +102,19 @@ def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sen
     return gathered, after
 
 
-def _regathered(setting: Setting, layouts: Layouts, own: Work) -> Sent:
+def _regathered(setting: Setting, layouts: Layouts, rank_work: Work) -> Sent:
     """A group's rows whole on each of its ranks, of which each had a share."""
-    hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
+    hidden_bytes = rank_work.rows * setting.model.hidden_size * ACTIVATION_BYTES
     return collectives.all_gather(setting.system, RankGroups(layouts.group_ranks, layouts.ones), hidden_bytes)
 
 
-def _dispatched(setting: Setting, layouts: Layouts, moe: MoE, own: Work) -> Sent:
+def _dispatched(setting: Setting, layouts: Layouts, moe: MoE, rank_work: Work) -> Sent:
     """One way between rows and experts: a row goes once to each rank that has one of its k experts, from one rank of
     its group."""
     targets = layouts.ep * (1 - (1 - 1 / layouts.ep) ** moe.experts_per_token)
     row_bytes = setting.model.hidden_size * ACTIVATION_BYTES
     groups = RankGroups(layouts.ep, layouts.ones)
-    rows = np.ceil(own.rows / layouts.group_ranks)
+    rows = np.ceil(rank_work.rows / layouts.group_ranks)
     return collectives.all_to_all(setting.system, groups, rows * row_bytes * targets)
 
 

@@ -67,12 +67,14 @@ def request_seconds(setting: Setting, requests: Sequence[MeasuredRequest]) -> Ar
 def collective_seconds(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> Array:
     """Predicted seconds of each collective."""
     sent = [
-        _COSTS[each.name](
-            system, RankGroups(np.array([float(each.ranks)]), np.ones(1)), np.array([float(each.size_bytes)])
+        _COSTS[collective.name](
+            system,
+            RankGroups(np.array([float(collective.ranks)]), np.ones(1)),
+            np.array([float(collective.size_bytes)]),
         )
-        for each in measured
+        for collective in measured
     ]
-    return np.concatenate([each.seconds for each in sent])
+    return np.concatenate([cost.seconds for cost in sent])
 
 
 def fit_requests(setting: Setting, requests: Sequence[MeasuredRequest]) -> HardwareSpec:
@@ -93,7 +95,7 @@ def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]
     collective_s as it was.
     """
     names: Sequence[str] = COLLECTIVE_CONSTANTS
-    if len({each.ranks for each in measured}) == 1:
+    if len({collective.ranks for collective in measured}) == 1:
         names = names[1:]
         system = system.replaced(
             {"collective_s": system.collective_s}, "assumed: groups of one size tell nothing of it"
@@ -102,7 +104,7 @@ def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]
         system,
         names,
         lambda tried: collective_seconds(tried, measured),
-        np.array([each.seconds for each in measured]),
+        np.array([collective.seconds for collective in measured]),
         f"fitted: {len(measured)} collectives",
     )
 
@@ -113,7 +115,7 @@ def fit_link(system: HardwareSpec, measured: Sequence[MeasuredCollective]) -> Ha
         system,
         LINK_CONSTANTS,
         lambda tried: collective_seconds(tried, measured),
-        np.array([each.seconds for each in measured]),
+        np.array([collective.seconds for collective in measured]),
         f"fitted: {len(measured)} collectives between hosts",
     )
 

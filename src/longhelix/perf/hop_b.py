@@ -10,7 +10,7 @@ _MOST_HALVINGS = 10
 
 
 def pipelined_s(attention_s: float | Array, exchange_s: float | Array, parts: float | Array) -> Array:
-    """Seconds of `parts` equal parts, of which each computes for `attention_s` and then sends for `exchange_s`.
+    """Return the seconds of `parts` equal parts. Each computes for `attention_s` and then sends for `exchange_s`.
 
     a + (n - 1) max(a, c) + c: Figure 3 of arXiv 2507.07120, where 8 parts of 2 and 1.2 take 17.2.
     """
@@ -20,10 +20,10 @@ def pipelined_s(attention_s: float | Array, exchange_s: float | Array, parts: fl
 
 @dataclass(frozen=True)
 class Overlap:
-    """What attends and what is exchanged, arrays over layouts or steps, before it is cut into parts.
+    """The time of attention and of the exchange before they are cut into parts, as arrays over layouts or steps.
 
-    attention_s, exchange_s: their seconds; attention_fixed_s, exchange_fixed_s: how much of that are fixed costs, of
-    which a part of n pays the n-th, and for `part_fixed_share` of them the whole.
+    attention_fixed_s and exchange_fixed_s are the fixed costs in attention_s and exchange_s. Each part pays
+    `part_fixed_share` of them in full, and its share of the rest.
     """
 
     attention_s: Array
@@ -33,19 +33,19 @@ class Overlap:
     part_fixed_share: float
 
     def seconds(self, parts: float | Array) -> Array:
-        """Seconds of attention and exchange in `parts` equal parts."""
+        """Return the seconds of attention and exchange in `parts` equal parts."""
         again = self.part_fixed_share * (1 - 1 / parts)
         attention_part_s = self.attention_s / parts + self.attention_fixed_s * again
         exchange_part_s = self.exchange_s / parts + self.exchange_fixed_s * again
         return pipelined_s(attention_part_s, exchange_part_s, parts)
 
     def overlapped_s(self, most_parts: float | Array) -> Array:
-        """Seconds with the best number of parts."""
+        """Return the seconds with the best number of parts."""
         return self.seconds(self.best_parts(most_parts))
 
     def best_parts(self, most_parts: float | Array) -> Array:
-        """The number of parts, 1 to `most_parts`, that takes the fewest seconds, the smaller of two that take the same:
-        of 1, the powers of two and `most_parts`."""
+        """Return the fastest number of parts among 1, the powers of two below `most_parts`, and `most_parts`. The
+        smaller one if two are equally fast."""
         most = np.maximum(most_parts, 1.0)
         best = np.zeros_like(most) + 1.0
         best_s = self.seconds(best)

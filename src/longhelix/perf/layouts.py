@@ -1,4 +1,4 @@
-"""Layouts as arrays, one entry for each, and what the fullest rank of each holds."""
+"""Layouts as arrays with one entry per layout, and the shares of the fullest rank of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -16,11 +16,18 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Layouts:
-    """Degrees of parallelism, all of one shape: (n,), or (n, 1) where a second dim has other choices, such as batches.
+    """Degrees of parallelism of n layouts.
 
-    dp: groups of KVP x TPA ranks that have requests of their own, and share the FFN (data-parallel attention where
-    kvp is 1). kvp: ranks that share a request's KV; tpa, tpf, ep, pp, ffn_replicas: those of `Layout`. most_layers,
-    last_layers: those of its fullest and its last stage (0: stages are even). hop_b: the exchange overlaps attention.
+    All arrays have the shape (n,), or (n, 1) if a second dim has other choices, such as batches.
+
+    Attributes:
+        dp: Groups of KVP x TPA ranks with their own requests, which share the FFN. If kvp is 1, this is data-parallel
+            attention.
+        kvp: Ranks that share a request's KV.
+        tpa: See `Layout`, as for `tpf`, `ep`, `pp` and `ffn_replicas`.
+        most_layers: Layers of the largest stage. 0: stages are even.
+        last_layers: Layers of the last stage. 0: stages are even.
+        hop_b: The exchange overlaps attention.
     """
 
     dp: Array
@@ -36,7 +43,10 @@ class Layouts:
 
     @classmethod
     def of(cls, layouts: Sequence[Layout], *, dp: int = 1, local: bool = False, hop_b: bool = True) -> "Layouts":
-        """dp: into how many groups the KVP ranks of each are divided; local: every one of them is a group."""
+        """Convert layouts.
+
+        dp: number of groups of the KVP ranks. local: every KVP rank is a group.
+        """
 
         def degrees(name: str) -> Array:
             return np.array([getattr(layout, name) for layout in layouts], dtype=np.float64)
@@ -63,11 +73,11 @@ class Layouts:
         return len(self.kvp)
 
     def take(self, index: NDArray[np.intp] | Mask | slice) -> "Layouts":
-        """The entries that `index` names."""
+        """Return the entries that `index` selects."""
         return Layouts(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
     def as_column(self) -> "Layouts":
-        """These (n,) as (n, 1)."""
+        """Return the layouts with the shape (n, 1) instead of (n,)."""
         return Layouts(**{field.name: getattr(self, field.name)[:, None] for field in fields(self)})
 
     @property
@@ -99,17 +109,17 @@ class Layouts:
 
     @property
     def exchanges(self) -> Mask:
-        """Where several ranks hold shards of one request's KV."""
+        """Whether several ranks hold shards of one request's KV."""
         return self.kvp > 1
 
     @property
     def grouped(self) -> Mask:
-        """Where groups of ranks have requests of their own."""
+        """Whether groups of ranks have their own requests."""
         return self.dp > 1
 
     @property
     def output_ranks(self) -> Array:
-        """The ranks that share Wo: those that share a request, or, beside a copy of the FFN, its heads alone."""
+        """The ranks that share Wo: all that share a request, or only its heads if the FFN has copies."""
         return np.where(self.ffn_replicas > 1, self.tpa, self.group_ranks)
 
     def stage_layers(self, num_layers: int) -> Array:
@@ -131,21 +141,24 @@ class Layouts:
 
     def merged_query_heads(self, heads: HeadShape) -> Array:
         """Query heads of the fullest rank in the output projection (`Layout.output_heads`)."""
-        held = self.query_heads(heads)
-        return np.where(self.ffn_replicas > 1, held, np.ceil(held / self.kvp))
+        num_heads = self.query_heads(heads)
+        return np.where(self.ffn_replicas > 1, num_heads, np.ceil(num_heads / self.kvp))
 
     def decode(self, batch: float | Array, context: float | Array) -> Work:
-        """One token for each of `batch` requests that hold `context` tokens: evenly many in every group."""
+        """Return the work of a token of each of `batch` requests with `context` tokens, spread evenly over groups."""
         return Work.decode(batch, context)._replace(decode_kv_tokens=self.dp * np.ceil(batch / self.dp) * context)
 
     def chunk(self, rows: float | Array, prefix: float | Array) -> Work:
-        """`rows` tokens of a prompt after `prefix` others, all of it in one group."""
+        """Return the work of `rows` tokens of a prompt after `prefix` others, all in one group."""
         work = Work.chunk(rows, prefix)
         return work._replace(chunk_kv_tokens=self.dp * work.chunk_kv_tokens, chunk_pairs=self.dp * work.chunk_pairs)
 
     def of_rank(self, work: Work, request_rows: int = 1) -> Work:
-        """The fullest rank's part of the attention: every group has evenly many requests, each with `request_rows` rows
-        that decode, and every rank of it a share of their KV."""
+        """Return the fullest rank's part of the attention.
+
+        Every group has the same number of requests, each with `request_rows` decode rows, and every rank of the group
+        has a share of their KV.
+        """
         decodes, share = work.decode_rows + self.zeros, 1 / (self.dp * self.kvp)
         requests = np.ceil(decodes / (request_rows * self.dp))
         return work._replace(

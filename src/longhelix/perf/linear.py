@@ -20,32 +20,32 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
     TPA where a KVP rank has an FFN of its own. A decode row reads and writes its request's state, a prompt's
     chunk one state.
     """
-    own = layouts.of_rank(work, setting.request_rows)
-    keys, values = held_heads(layouts, linear)
+    rank_work = layouts.of_rank(work, setting.request_rows)
+    keys, values = rank_heads(layouts, linear)
     inputs = weights.linear_inputs(setting, layouts, linear)
     outputs = weights.linear_output(setting, layouts, linear)
-    states = own.decode_rows + np.minimum(own.chunk_rows, 1.0)
+    states = rank_work.decode_rows + np.minimum(rank_work.chunk_rows, 1.0)
     moved = keys * 2 * linear.key_size + values * 3 * linear.value_size  # queries, keys; values, gates, outputs
-    hidden_bytes = own.rows * setting.model.hidden_size * ACTIVATION_BYTES
+    hidden_bytes = rank_work.rows * setting.model.hidden_size * ACTIVATION_BYTES
     groups = RankGroups(layouts.output_ranks, layouts.ones)
     summed = collectives.all_reduce(setting.system, groups, hidden_bytes + layouts.zeros)
     return [
-        product("linear projections", setting, layouts, inputs, own.rows, count=2.0),
+        product("linear projections", setting, layouts, inputs, rank_work.rows, count=2.0),
         kernels(
             "linear attention",
             setting,
             layouts,
-            flops=values * (own.decode_rows * linear.row_flops + own.chunk_rows * linear.chunk_row_flops),
-            hbm_bytes=2 * states * request_bytes(layouts, linear) + own.rows * moved * ACTIVATION_BYTES,
+            flops=values * (rank_work.decode_rows * linear.row_flops + rank_work.chunk_rows * linear.chunk_row_flops),
+            hbm_bytes=2 * states * request_bytes(layouts, linear) + rank_work.rows * moved * ACTIVATION_BYTES,
             count=_KERNELS,
             compute_efficiency=setting.system.attention_efficiency,
         ),
-        product("output projection", setting, layouts, outputs, own.rows, count=1.0),
+        product("output projection", setting, layouts, outputs, rank_work.rows, count=1.0),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),
     ]
 
 
-def held_heads(layouts: Layouts, linear: LinearAttention) -> tuple[Array, Array]:
+def rank_heads(layouts: Layouts, linear: LinearAttention) -> tuple[Array, Array]:
     """Key and value heads of the fullest rank; where there are more ranks than heads, several have the same."""
     ranks = layouts.output_ranks
     return np.ceil(linear.num_key_heads / ranks), np.ceil(linear.num_value_heads / ranks)
@@ -54,7 +54,7 @@ def held_heads(layouts: Layouts, linear: LinearAttention) -> tuple[Array, Array]
 def request_bytes(layouts: Layouts, linear: LinearAttention) -> Array:
     """What one layer keeps of one request on the fullest rank, however long it is: the states, and the tokens that the
     next convolution needs."""
-    keys, values = held_heads(layouts, linear)
+    keys, values = rank_heads(layouts, linear)
     channels = keys * 2 * linear.key_size + values * linear.value_size
     states = values * linear.key_size * linear.value_size
     return states * STATE_BYTES + channels * (linear.kernel_size - 1) * ACTIVATION_BYTES

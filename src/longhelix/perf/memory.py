@@ -1,4 +1,4 @@
-"""Bytes on the fullest rank: weights, KV, what a step needs beside them."""
+"""Bytes of memory on the fullest rank: weights, KV, and activations."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from longhelix.perf import weights
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.linear import held_heads, request_bytes
+from longhelix.perf.linear import rank_heads, request_bytes
 from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.windows import span_blocks
@@ -18,7 +18,7 @@ from longhelix.spec.moe import MoE
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest rank, arrays over layouts."""
+    """Bytes of memory on the fullest rank. Fields are arrays over layouts."""
 
     weights_bytes: Array
     kv_bytes: Array
@@ -32,7 +32,7 @@ class Memory:
 def memory(
     setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array, chunk: float | Array = 0.0
 ) -> Memory:
-    """With `batch` requests of `context` tokens each, and a prefill chunk of `chunk` rows at a time."""
+    """Return the memory for `batch` requests of `context` tokens each, and a prefill chunk of `chunk` rows."""
     decode_rows = np.ceil(batch / layouts.pp) * setting.request_rows
     return Memory(
         weights_bytes=weights_bytes(setting, layouts),
@@ -42,16 +42,16 @@ def memory(
 
 
 def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
-    """All weights that a rank holds: its share of a stage's layers, and of the embedding or the head."""
+    """Return bytes of a rank's weights: its share of a stage's layers, and of the embedding or the head."""
     model = setting.model
     layers = {layer: _layer_weights_bytes(setting, layouts, layer) for layer in setting.layers.kinds}
     ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
     ends_bytes = ends * weights.vocabulary(setting, layouts) * setting.weight_bytes
-    return np.asarray(setting.layers.most_held(layers, layouts.stage_layers(model.num_layers)) + ends_bytes)
+    return np.asarray(setting.layers.largest_total(layers, layouts.stage_layers(model.num_layers)) + ends_bytes)
 
 
 def _layer_weights_bytes(setting: Setting, layouts: Layouts, layer: LayerSpec) -> Array:
-    """All weights that a rank holds of a layer."""
+    """Return bytes of a rank's weights of a layer."""
     parts = (*layer.mixers, *layer.ffns)
     numbers = sum((weights.all_of(setting, layouts, part) for part in parts), layouts.zeros)
     moes = (part for part in parts if isinstance(part, MoE))
@@ -60,7 +60,7 @@ def _layer_weights_bytes(setting: Setting, layouts: Layouts, layer: LayerSpec) -
 
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """KV of a stage's layers, and the states of those with linear attention, of every request of the rank's group."""
+    """Return bytes of KV and of linear attention's states in a stage's layers, for the rank's group of requests."""
     requests = np.ceil(batch / layouts.dp)
     states_bytes = sum(
         (
@@ -75,25 +75,27 @@ def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: 
 
 
 def token_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """KV of a stage's layers: a share of the tokens of every request of the rank's group; of a layer with a window no
-    more tokens than the engine promises a request, of one with linear attention none."""
+    """Return bytes of KV in a stage's layers, for a share of the tokens of all requests of the rank's group.
+
+    A layer with a window keeps only the tokens that the engine reserves for a request. Linear attention keeps none.
+    """
     requests = np.ceil(batch / layouts.dp) / layouts.kvp
     kept = requests * context * layer_bytes(setting, layouts)[0]
     return np.asarray(kept + windows_bytes(setting, layouts, batch, context))
 
 
 def windows_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """Of `token_bytes` those of layers with a window."""
+    """Return the part of `token_bytes` in layers with a window."""
     requests, block_tokens = np.ceil(batch / layouts.dp) / layouts.kvp, SchedulerConfig.block_tokens
     kept = layouts.zeros
-    for view, each_bytes in zip(setting.model.views, layer_bytes(setting, layouts)[1:], strict=True):
+    for view, view_bytes in zip(setting.model.views, layer_bytes(setting, layouts)[1:], strict=True):
         tokens = np.minimum(context, span_blocks(view, block_tokens) * block_tokens)
-        kept = kept + requests * tokens * each_bytes
+        kept = kept + requests * tokens * view_bytes
     return np.asarray(kept)
 
 
 def layer_bytes(setting: Setting, layouts: Layouts) -> list[Array]:
-    """KV of one token in a stage's layers, by KV group (`ModelSpec.group_of`)."""
+    """Return bytes of KV of one token in a stage's layers, by KV group (`ModelSpec.group_of`)."""
     groups = [layouts.zeros for _ in range(1 + len(setting.model.views))]
     for mixers, counts in setting.mixers_of_stages(layouts):
         for mixer in mixers:
@@ -104,7 +106,7 @@ def layer_bytes(setting: Setting, layouts: Layouts) -> list[Array]:
 
 
 def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:
-    """Hidden states twice, the widest pair of one layer's inputs and outputs, exchange buffers, logits."""
+    """Return bytes of activations: two hidden states, the widest inputs and outputs of a layer, and logits."""
     model, widest = setting.model, layouts.zeros
     for part in setting.weights:
         widest = np.maximum(widest, _width(setting, layouts, part))
@@ -113,7 +115,7 @@ def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_
 
 
 def _width(setting: Setting, layouts: Layouts, part: Mixer | FFN) -> Array:
-    """Numbers that a mixer or an FFN needs for a row at once."""
+    """Return how many numbers a mixer or an FFN needs at once for a row."""
     match part:
         case GatedFFN():
             return 2 * np.ceil(part.num_columns / layouts.ffn_ranks) + setting.model.hidden_size
@@ -121,7 +123,7 @@ def _width(setting: Setting, layouts: Layouts, part: Mixer | FFN) -> Array:
             columns = 2 * part.experts_per_token * np.ceil(part.expert_size / layouts.tpf)
             return columns + setting.model.hidden_size
         case LinearAttention():
-            keys, values = held_heads(layouts, part)
+            keys, values = rank_heads(layouts, part)
             return 2 * (keys * part.key_size + values * part.value_size)
     num_query_heads = layouts.query_heads(part.heads)
     projected = part.head_size * (num_query_heads + 2 * layouts.kv_heads(part.heads))

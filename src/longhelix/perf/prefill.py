@@ -1,4 +1,4 @@
-"""Time to first token: chunks under TP, KVP and SPP."""
+"""Time to first token of a chunked prefill with TP, KVP and SPP."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ _NODES = 16
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt in chunks. seconds: from its first chunk to its first new token; busy_s: of these each stage has one of
-    its chunks; longest_s: the longest step among them."""
+    """The times of a chunked prefill. seconds: from the first chunk to the first new token. busy_s: the part of this in
+    which a stage computes chunks. longest_s: the longest step."""
 
     seconds: Array
     busy_s: Array
@@ -33,9 +33,9 @@ def prefill(
     beside: Work = NO_WORK,
     nodes: int = _NODES,
 ) -> Prefill:
-    """`tokens` after `prefix` others, in chunks of `chunk` rows or a little less, each with the decodes `beside` it.
+    """Return the times of `tokens` after `prefix` others, in chunks of up to `chunk` rows with decodes `beside` each.
 
-    With PP stages a chunk enters the first stage as soon as the one before has left it (sequence pipeline parallelism,
+    With PP stages, a chunk enters the first stage once the previous one has left it (sequence pipeline parallelism,
     arXiv 2409.17264, section 4.3): of n chunks that take t_i in each of p stages the last is through after
     sum(t_i) + (p - 1) max(t_i), where t_i is the slowest stage's. The sum is taken at `nodes` of them.
     """
@@ -43,7 +43,7 @@ def prefill(
     rows = tokens / chunks
     before = prefix + rows * (np.multiply.outer((np.arange(nodes) + 0.5) / nodes, np.atleast_1d(chunks)) - 0.5)
     paths_s = cycle_seconds(setting, layouts, layouts.chunk(np.atleast_1d(rows), before) + beside)
-    # One by one, so that a layout's time does not depend on how many others there are.
+    # Summed one by one, so that a layout's time does not depend on the number of layouts.
     busy_s: Array = sum(paths_s, layouts.zeros) * chunks / nodes / layouts.pp
     longest_s: Array = paths_s.max(axis=0)
     fill_s = (layouts.pp - 1) * longest_s / layouts.pp
@@ -51,12 +51,12 @@ def prefill(
 
 
 def prefill_seconds(setting: Setting, layouts: Layouts, tokens: float | Array, chunk: float | Array) -> Array:
-    """Seconds from the first chunk of `tokens`, alone on a system, to the first new token."""
+    """Return the seconds from the first chunk of `tokens`, alone on a system, to the first new token."""
     return prefill(setting, layouts, tokens, chunk).seconds
 
 
 def first_token_seconds(setting: Setting, layouts: Layouts) -> Array:
-    """What the last row's logits and sampling add to a chunk."""
+    """Return the seconds that logits and sampling of the last row add to a chunk."""
     rows = layouts.chunk(1.0, 0.0)
     sampled = rows._replace(sampled_rows=1.0)
     return step_seconds(setting, layouts, sampled) - step_seconds(setting, layouts, rows)

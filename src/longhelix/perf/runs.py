@@ -21,22 +21,24 @@ class Runs(Generic[Kind]):
         self._before = np.concatenate([np.zeros((1, len(self.kinds))), is_kind_LK.cumsum(axis=0)])
 
     def fullest(self, amounts: Mapping[Kind, Array], lengths: Array) -> dict[Kind, Array]:
-        """Count the layers of each kind in the runs that hold the most.
+        """Count the layers of each kind in the run with the largest total.
 
         Args:
-            amounts: what a layer of each kind holds.
-            lengths: layers of the run.
+            amounts: The amount of a layer of each kind.
+            lengths: Number of layers of the run.
         """
         counts = {kind: np.zeros_like(lengths) for kind in self.kinds}
         for length in np.unique(lengths):
             runs_RK = np.unique(self._before[int(length) :] - self._before[: len(self._before) - int(length)], axis=0)
-            held = [sum(count * amounts[kind] for count, kind in zip(run, self.kinds, strict=True)) for run in runs_RK]
-            fullest = np.argmax(np.stack([each + np.zeros_like(lengths) for each in held]), axis=0)
+            totals = [
+                sum(count * amounts[kind] for count, kind in zip(run, self.kinds, strict=True)) for run in runs_RK
+            ]
+            fullest = np.argmax(np.stack([total + np.zeros_like(lengths) for total in totals]), axis=0)
             for number, kind in enumerate(self.kinds):
                 counts[kind] = np.where(lengths == length, runs_RK[fullest, number], counts[kind])
         return counts
 
-    def most_held(self, amounts: Mapping[Kind, Array], lengths: Array) -> Array:
-        """Return the most that any run of these lengths holds. amounts: what a layer of each kind holds."""
+    def largest_total(self, amounts: Mapping[Kind, Array], lengths: Array) -> Array:
+        """Return the largest total of any run of these lengths. amounts: the amount of a layer of each kind."""
         counts = self.fullest(amounts, lengths)
         return sum((counts[kind] * amounts[kind] for kind in self.kinds), np.zeros_like(lengths))

@@ -1,9 +1,9 @@
-"""A formula over arrays of one entry as a function of plain numbers: the same result to the bit, without what numpy
-takes for each operation.
+"""Compiles a formula over arrays of one entry to a function of plain numbers, with the same results to the bit.
 
-The formula is run once, on symbols. What depends on none of them is computed there and then; the rest is kept, each
-value once, and written down as Python, in floating point: its arithmetic is slower where an operand is an int. One of
-the numbers comes later than the others, and what does not depend on it is computed before.
+This avoids numpy's overhead per operation. The formula runs once, on symbols. Everything that does not depend on a
+symbol is computed at once. The rest becomes Python code, with each value computed once, in floating point, because
+Python's arithmetic is slower with ints. One of the numbers comes later than the others, and everything that does not
+depend on it is computed before.
 """
 
 import math
@@ -44,17 +44,22 @@ _CHOICES = {
 def scalar(
     formula: Callable[[Sequence[Any]], Any], names: Sequence[str], later: str
 ) -> Callable[..., Callable[[float], float]]:
-    """`formula`, which takes a value for each of `names` and for `later`, and gives an array of one entry, for numbers:
-    a function of the first, which gives one of the last."""
+    """Compile a formula to a function of `names`, which returns a function of `later`, which returns a number.
+
+    Args:
+        formula: Takes a value for each of `names` and for `later`, and returns an array of one entry.
+        names: Names of the first numbers.
+        later: Name of the last number.
+    """
     symbols = _Symbols()
     result = formula([symbols.new(name) for name in (*names, later)])
     before, after = _written(result, later) if isinstance(result, _Symbol) else ([], [f"return {_number(result)!r}"])
     body = [*before, f"def seconds({later}):", *(f"    {line}" for line in after), "return seconds"]
     source = "\n    ".join([f"def first({', '.join(names)}):", *body])
     # Numbers that are not finite are written as names.
-    found: dict[str, Any] = {"ceil": math.ceil, "sqrt": math.sqrt, "inf": math.inf, "nan": math.nan}
-    exec(source, found)  # noqa: S102 - what was written above, of names and numbers alone
-    function: Callable[..., Callable[[float], float]] = found["first"]
+    namespace: dict[str, Any] = {"ceil": math.ceil, "sqrt": math.sqrt, "inf": math.inf, "nan": math.nan}
+    exec(source, namespace)  # noqa: S102 - what was written above, of names and numbers alone
+    function: Callable[..., Callable[[float], float]] = namespace["first"]
     return function
 
 
@@ -81,10 +86,10 @@ class _Symbol(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class _Symbols:
-    """All values of a formula that are not known, each once."""
+    """All symbols of a formula. Equal ones are the same object."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], _Symbol] = {}
+        self._symbols: dict[tuple[Any, ...], _Symbol] = {}
 
     def new(self, name: str) -> _Symbol:
         return _Symbol(self, "input", (), name)
@@ -97,9 +102,9 @@ class _Symbols:
             return known if isinstance(known, _Symbol) else np.array([known])
         operation, values = _scaled_once(operation, values)
         key = (operation, *(id(value) if isinstance(value, _Symbol) else (value,) for value in values))
-        if key not in self._found:
-            self._found[key] = _Symbol(self, operation, tuple(values))
-        return self._found[key]
+        if key not in self._symbols:
+            self._symbols[key] = _Symbol(self, operation, tuple(values))
+        return self._symbols[key]
 
 
 def _number(value: Any) -> Any:

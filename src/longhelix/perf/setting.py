@@ -1,4 +1,4 @@
-"""What is costed: a model in some dtypes on a system."""
+"""The setting of a cost estimate: a model in some dtypes on a system."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -21,21 +21,31 @@ STATE_BYTES = 4.0  # float32, as Qwen3-Next is to be served (vLLM pull request 3
 LOGIT_BYTES = 4.0
 MOST_DRAFTS = 64
 CANDIDATE_BYTES = 12.0  # a token that may be chosen: its logit and its id
-# A layer with a limit keeps this share of what one without keeps, when stages are compared.
+# Weight of the KV of layers with a limit, relative to layers without one, when stages are compared.
 _LIMITED_WEIGHT = 1e-6
-CANDIDATES_SUM_BYTES = 8.0  # the weight of all tokens of a row
+CANDIDATES_SUM_BYTES = 8.0  # the sum of the weights of all tokens of a row
 
 
 @dataclass(frozen=True)
 class Setting:
     """A model, the dtypes of its weights and KV, and the system that runs it. Activations are bfloat16.
 
-    attention_dtype: in which attention computes; None: in the KV's, and in fp8 or bfloat16 on keys and values of four
-    bits, as no kernel is known that attends in these. expert_dtype: that of the weights of experts; None: that of all
-    others. draft_tokens: those of a decoding request that a step verifies, each in a row of its own (speculative
-    decoding); accepted_tokens: that such a step gives it on average, its own one included. evenly_chosen: the tokens
-    that an indexer chooses lie over KVP ranks as evenly as all; otherwise one of these may have all of them. Raises
-    UserError where the system has no arithmetic in one of the dtypes, and for numbers out of range.
+    Attributes:
+        model: The model.
+        system: The system.
+        weight_dtype: Dtype of the weights.
+        kv_dtype: Dtype of keys and values.
+        attention_dtype: Dtype of attention's arithmetic. None: `kv_dtype`, but fp8 or bfloat16 for four-bit KV, because
+            no kernel is known that attends in four bits.
+        expert_dtype: Dtype of experts' weights. None: `weight_dtype`.
+        draft_tokens: Draft tokens of a decoding request that a step verifies, each in its own row (speculative
+            decoding).
+        accepted_tokens: Average number of tokens that such a step gives a request, including its own one.
+        evenly_chosen: The tokens that an indexer chooses are spread evenly over KVP ranks. Otherwise, one rank may have
+            all of them.
+
+    Raises:
+        UserError: The system has no arithmetic in one of the dtypes, or a number is out of range.
     """
 
     model: ModelSpec
@@ -76,7 +86,7 @@ class Setting:
 
     @property
     def request_rows(self) -> int:
-        """Rows of a decoding request in a step: its last token's, and those of drafts."""
+        """Rows of a decoding request in a step: one for its last token, and one for each draft token."""
         return 1 + self.draft_tokens
 
     @cached_property
@@ -109,10 +119,10 @@ class Setting:
         return Runs(self.model.layers)
 
     def mixers_of_stages(self, layouts: Layouts) -> list[tuple[tuple[Mixer, ...], Array]]:
-        """The mixers of each different layer, and how many such layers the stage with the most KV has.
+        """Return the mixers of each different layer, and how many such layers the stage with the most KV has.
 
-        Layers that see everything have by far the most KV in long contexts. Among stages with equally much, those with
-        the most KV in other layers count.
+        Layers that see everything have by far the most KV in long contexts. Stages with equal KV in such layers are
+        compared by the KV of their other layers.
         """
         runs = self._mixers_of_layers
         amounts = {mixers: self._kept(layouts, mixers) for mixers in runs.kinds}
@@ -120,7 +130,7 @@ class Setting:
         return [(mixers, counts[mixers]) for mixers in sorted(runs.kinds, key=_attended)]
 
     def _kept(self, layouts: Layouts, mixers: tuple[Mixer, ...]) -> Array:
-        """Bytes of KV of one token. Those of layers with a limit hardly count."""
+        """Return bytes of KV of one token. Layers with a limit hardly count."""
         kept = layouts.zeros
         for mixer in mixers:
             if not isinstance(mixer, LinearAttention):
@@ -129,13 +139,17 @@ class Setting:
         return kept
 
     def token_bytes(self, layouts: Layouts, attention: Attention) -> Array:
-        """KV of one token in one layer on the fullest rank."""
+        """Return bytes of KV of one token in one layer on the fullest rank."""
         return layouts.kv_heads(attention.heads) * self.kv_head_bytes(attention) + index_bytes(attention)
 
     def as_scheduled(self, *, even: bool) -> "Setting":
-        """The same as schedulers price steps: their `Work` is counted for the fullest rank, and does not say how long
-        single requests are. So layers with a window count as if their rows saw everything. even: all KV is spread
-        evenly over KVP ranks; otherwise nothing says on how many of them the tokens lie that an indexer chooses."""
+        """Return the setting for the `Work` of schedulers, which does not contain the length of single requests.
+
+        So layers with a window count as if their rows saw everything.
+
+        even: whether all KV is spread evenly over KVP ranks. Otherwise, one rank may have all tokens that an indexer
+            chooses.
+        """
         model = self.model
         if any(attention.visibility.indexer is not None for attention in model.attentions):
             return replace(self, evenly_chosen=even)
@@ -154,13 +168,13 @@ class Setting:
         return number_format(self.experts_in).weight_bytes
 
     def kv_head_bytes(self, attention: Attention) -> float:
-        """Bytes of what one layer keeps of one token and KV head, for attention."""
+        """Return bytes that one layer keeps for one token and KV head, for attention."""
         number, device = number_format(self.kv_dtype), "cpu" if self.system.shared else "cuda"
         return attention.cache_entry.head_bytes(number, device)
 
     @property
     def kv_token_bytes(self) -> float:
-        """Bytes of what all layers keep of one token, for all KV heads, and for an indexer."""
+        """Bytes that all layers keep for one token, for all KV heads, and for an indexer."""
         counts = Counter(layer.attention for layer in self.model.layers if layer.attention is not None)
         return sum(
             count * (attention.heads.num_kv_heads * self.kv_head_bytes(attention) + index_bytes(attention))
@@ -168,43 +182,45 @@ class Setting:
         )
 
     def capacity_bytes(self, layouts: Layouts) -> Array:
-        """Memory that a rank may fill."""
+        """Return the memory in bytes that a rank may fill."""
         return self.system.usable_bytes * self.share(layouts)
 
-    def held(self, layouts: Layouts, fullest: Array, mean: Array) -> Array:
-        """How much of something each rank is priced with: as much as the fullest has, for which the others wait.
+    def priced_amount(self, layouts: Layouts, fullest: Array, mean: Array) -> Array:
+        """Return the amount of something that each rank is priced with.
 
-        Where ranks share a machine and there are more than its cores, they take turns: the mean, or as much of the
-        fullest as it takes while others have their turns, if that is more.
+        This is the amount of the fullest rank, because the other ranks wait for it. If more ranks share a machine than
+        it has cores, they take turns. Then it is the mean, or the fullest rank's share of a turn if that is more.
         """
         if not self.system.shared:
             return fullest
         return np.maximum(mean, fullest / np.maximum(layouts.world_size / self.system.cores, 1.0))
 
     def kv_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
-        """KV heads of a rank, as `held` has it."""
-        return self.held(layouts, layouts.kv_heads(heads), np.maximum(heads.num_kv_heads / layouts.tpa, 1.0))
+        """Return the KV heads that a rank is priced with (`priced_amount`)."""
+        return self.priced_amount(layouts, layouts.kv_heads(heads), np.maximum(heads.num_kv_heads / layouts.tpa, 1.0))
 
     def query_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
-        """Query heads of a rank, as `held` has it."""
-        return self.held(layouts, layouts.query_heads(heads), heads.num_query_heads / layouts.tpa)
+        """Return the query heads that a rank is priced with (`priced_amount`)."""
+        return self.priced_amount(layouts, layouts.query_heads(heads), heads.num_query_heads / layouts.tpa)
 
     def merged_query_heads(self, layouts: Layouts, heads: HeadShape) -> Array:
-        """Query heads of a rank in the output projection, as `held` has it."""
-        return self.held(layouts, layouts.merged_query_heads(heads), heads.num_query_heads / layouts.output_ranks)
+        """Return the query heads that a rank is priced with in the output projection (`priced_amount`)."""
+        return self.priced_amount(
+            layouts, layouts.merged_query_heads(heads), heads.num_query_heads / layouts.output_ranks
+        )
 
     def share(self, layouts: Layouts) -> Array:
-        """A rank's share of the system's memory, bandwidth and arithmetic: all, or 1/N where ranks share a machine."""
+        """Return a rank's share of memory, bandwidth and arithmetic: 1, or 1/N if N ranks share a machine."""
         return 1 / layouts.world_size if self.system.shared else layouts.ones
 
 
 def _attended(mixers: tuple[Mixer, ...]) -> int:
-    """0 if a row sees everything, 1 if only some tokens, 2 if there are no keys and values."""
+    """Return 0 if a row sees everything, 1 if it sees only some tokens, 2 if there are no keys and values."""
     seen = [mixer.visibility.limit_tokens for mixer in mixers if not isinstance(mixer, LinearAttention)]
     return 2 if not seen else int(None not in seen)
 
 
 def index_bytes(attention: Attention) -> float:
-    """Bytes of what one layer keeps of one token for an indexer."""
+    """Return bytes that one layer keeps for one token for an indexer."""
     indexer = attention.visibility.indexer
     return 0.0 if indexer is None else indexer.key_bytes

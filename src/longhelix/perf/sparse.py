@@ -1,4 +1,4 @@
-"""Attention to chosen tokens (DeepSeek sparse attention): what the choice costs, and what is left to attend to."""
+"""Attention to chosen tokens (DeepSeek sparse attention): the cost of the choice, and the work after it."""
 
 import numpy as np
 
@@ -15,23 +15,23 @@ _SCORE_BYTES = 4.0
 _CANDIDATE_BYTES = 8.0  # a score and a token's position
 
 
-def index_items(setting: Setting, layouts: Layouts, attention: Attention, own: Work) -> list[CostItem]:
-    """The cost items of one layer's choice, from a rank's work before it.
+def index_items(setting: Setting, layouts: Layouts, attention: Attention, rank_work: Work) -> list[CostItem]:
+    """Return the cost items of one layer's choice, from a rank's work before it.
 
-    Every rank scores the keys that it keeps with all heads of the indexer, and finds the best of them. Where KVP ranks
-    share a request, they gather the best of all with their scores, and choose again (vLLM pull request 46076).
+    Every rank scores the keys that it keeps with all heads of the indexer, and selects the best keys. KVP ranks that
+    share a request gather the best keys of all ranks with their scores, and choose again (vLLM pull request 46076).
     """
     elements, indexer = weights.indexer(setting, layouts, attention), attention.visibility.indexer
     assert indexer is not None
-    decode_pairs = own.decode_kv_tokens * setting.request_rows
-    pairs, keys = decode_pairs + own.chunk_pairs, own.decode_kv_tokens + own.chunk_kv_tokens
-    candidates = _at_most(indexer.chosen_tokens, own.decode_rows, decode_pairs)
-    candidates = candidates + _at_most(indexer.chosen_tokens, own.chunk_rows, own.chunk_pairs)
+    decode_pairs = rank_work.decode_kv_tokens * setting.request_rows
+    pairs, keys = decode_pairs + rank_work.chunk_pairs, rank_work.decode_kv_tokens + rank_work.chunk_kv_tokens
+    candidates = _at_most(indexer.chosen_tokens, rank_work.decode_rows, decode_pairs)
+    candidates = candidates + _at_most(indexer.chosen_tokens, rank_work.chunk_rows, rank_work.chunk_pairs)
     groups = RankGroups(layouts.kvp, layouts.tpa)
     gathered_bytes = groups.size * candidates * _CANDIDATE_BYTES
     gathered = collectives.all_gather(setting.system, groups, gathered_bytes)
     return [
-        product("indexer projections", setting, layouts, elements, own.rows, count=2.0),
+        product("indexer projections", setting, layouts, elements, rank_work.rows, count=2.0),
         kernels(
             "indexer",
             setting,
@@ -47,22 +47,22 @@ def index_items(setting: Setting, layouts: Layouts, attention: Attention, own: W
     ]
 
 
-def chosen(setting: Setting, layouts: Layouts, indexer: Indexer, own: Work) -> Work:
-    """What a rank attends to after the choice, of which every row reads its own: its share of the chosen tokens, or all
-    of them where it may have these alone.
+def chosen(setting: Setting, layouts: Layouts, indexer: Indexer, rank_work: Work) -> Work:
+    """Return a rank's attention work after the choice. Every row reads its own chosen tokens.
 
-    Requests count together: where some are shorter than what is chosen, and others longer, this is more than they read.
+    A rank has its share of the chosen tokens, or all of them if `evenly_chosen` is False. The result is an upper limit
+    if some requests are shorter than the number of chosen tokens and others are longer.
     """
     share = indexer.chosen_tokens / (layouts.kvp if setting.evenly_chosen else 1.0)
-    pairs = _at_most(share, own.chunk_rows, own.chunk_pairs)
-    return own._replace(
-        decode_kv_tokens=_at_most(share, own.decode_rows, own.decode_kv_tokens * setting.request_rows),
+    pairs = _at_most(share, rank_work.chunk_rows, rank_work.chunk_pairs)
+    return rank_work._replace(
+        decode_kv_tokens=_at_most(share, rank_work.decode_rows, rank_work.decode_kv_tokens * setting.request_rows),
         chunk_kv_tokens=pairs,
         chunk_pairs=pairs,
     )
 
 
 def _at_most(tokens: float | Array, rows: float | Array, pairs: float | Array) -> Array:
-    """Pairs of rows with keys, at most so many keys of each."""
-    found: Array = np.minimum(pairs, rows * tokens)
-    return found
+    """Return the pairs of rows and keys, limited to `tokens` keys per row."""
+    limited: Array = np.minimum(pairs, rows * tokens)
+    return limited

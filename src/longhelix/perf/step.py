@@ -1,4 +1,4 @@
-"""All cost items of one step: layers, stages, embedding, head, sampling."""
+"""The cost items of a step: layers, stages, embedding, head, sampling."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,15 +21,15 @@ from longhelix.spec.layer import FFN, Mixer
 from longhelix.spec.moe import MoE
 
 WAIT = "wait for the slowest stage"
-# What the first and the last stage do beside their layers, and all of them.
+# Items of the first and of the last stage besides their layers, and items of all stages.
 _FIRST, _LAST, _BETWEEN = ("embedding",), ("head", "sampling"), ("stage to stage", "host")
 
 
 def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """The cost items of a step whose rows pass through all stages, each over all layers; their seconds add up.
+    """Return the cost items of a step whose rows pass through all stages. Items cover all layers; their seconds add up.
 
-    `work` is what one stage has at a time: with several stages, one micro-batch. Where groups of ranks share neither
-    requests nor the FFN, each steps alone, with its share of the requests. A decoding request has all its rows.
+    `work` is the work of one stage at a time. With several stages, this is one micro-batch. If groups of ranks share
+    neither requests nor the FFN, each group steps alone, with its share of the requests.
     """
     layouts, work = _alone(layouts, work)
     if setting.draft_tokens:
@@ -38,8 +38,8 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
     num_layers = layouts.stage_layers(setting.model.num_layers) * layouts.pp
     layers = [_norms(setting, layouts, work).times(num_layers)]
     for mixers, counts in setting.mixers_of_stages(layouts):
-        of_layer = [item for mixer in mixers for item in _mixer_items(setting, layouts, mixer, work)]
-        layers += [item.times(counts * layouts.pp) for item in of_layer]
+        mixer_items = [item for mixer in mixers for item in _mixer_items(setting, layouts, mixer, work)]
+        layers += [item.times(counts * layouts.pp) for item in mixer_items]
     for ffns, counts in _ffns_of_layers(setting, num_layers):
         layers += [item.times(counts) for ffn in ffns for item in ffn_items(setting, layouts, ffn, work)]
     ends = [_embedding(setting, layouts, work), _head(setting, layouts, work)]
@@ -50,11 +50,11 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
 def cycle_items(
     setting: Setting, layouts: Layouts, work: Work, micro_batches: float | Array | None = None
 ) -> list[CostItem]:
-    """The cost items of a step from when it enters the first stage until it may enter it again, beside as many others
-    as make `micro_batches` of its work (None: one for each stage).
+    """Return the cost items of one cycle: from when a step enters the first stage until it may enter it again.
 
-    Every stage has each of them once, so the slowest stage, mostly that of the head, decides: what the others wait for
-    it is an item of its own.
+    The cycle has `micro_batches` steps of this work (None: one for each stage). Every stage computes each of them once,
+    so the slowest stage, which is mostly the one with the head, limits the cycle. The time that the other stages wait
+    for it is a separate item.
     """
     items = step_items(setting, layouts, work)
     wait_s = _wait_seconds(setting, layouts, items, layouts.pp if micro_batches is None else micro_batches)
@@ -62,8 +62,12 @@ def cycle_items(
 
 
 def _wait_seconds(setting: Setting, layouts: Layouts, items: Sequence[CostItem], micro_batches: float | Array) -> Array:
-    """A stage is busy with its layers, its host and what it sends on, and the first or the last with its end beside;
-    m micro-batches take m times the slowest, or, if that is longer, as long as one takes through all stages."""
+    """Return the time that stages wait for the slowest one.
+
+    A stage computes its layers, its host's work and its sends. The first and the last stage also compute the embedding
+    or the head. m micro-batches take m times the time of the slowest stage, but at least the time that one micro-batch
+    takes through all stages.
+    """
     num_layers = setting.model.num_layers
     first_s, last_s = (total_seconds(item for item in items if item.name in end) for end in (_FIRST, _LAST))
     stage_s = (total_seconds(items) - first_s - last_s) / layouts.pp
@@ -76,28 +80,28 @@ def _wait_seconds(setting: Setting, layouts: Layouts, items: Sequence[CostItem],
 
 
 def _alone(layouts: Layouts, work: Work) -> tuple[Layouts, Work]:
-    """One group and its own rows, where groups have nothing to do with each other; a chunk is one group's."""
+    """Return a single group and its rows, for layouts whose groups share nothing. A chunk belongs to one group."""
     alone = layouts.grouped & (layouts.ffn_replicas > 1)
     if not alone.any():
         return layouts, work
 
-    def own(rows: Number) -> Array:
+    def group_rows(rows: Number) -> Array:
         rows = rows + layouts.zeros
-        shared: Array = np.where(alone, np.ceil(rows / layouts.dp), rows)
-        return shared
+        divided: Array = np.where(alone, np.ceil(rows / layouts.dp), rows)
+        return divided
 
-    ones, share = layouts.ones, np.where(alone, 1 / layouts.dp, 1.0)  # KV is as many times the fullest rank's
+    ones, share = layouts.ones, np.where(alone, 1 / layouts.dp, 1.0)  # KV counts as a multiple of the fullest rank's
     by_itself = replace(
         layouts,
         dp=np.where(alone, ones, layouts.dp),
         ffn_replicas=np.where(alone, ones, layouts.ffn_replicas),
     )
     return by_itself, work._replace(
-        decode_rows=own(work.decode_rows),
+        decode_rows=group_rows(work.decode_rows),
         decode_kv_tokens=work.decode_kv_tokens * share,
         chunk_kv_tokens=work.chunk_kv_tokens * share,
         chunk_pairs=work.chunk_pairs * share,
-        sampled_rows=own(work.sampled_rows),
+        sampled_rows=group_rows(work.sampled_rows),
     )
 
 
@@ -110,10 +114,10 @@ def cycle_seconds(setting: Setting, layouts: Layouts, work: Work) -> Array:
 
 
 def decode_items(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> list[CostItem]:
-    """A step in which each of `batch` requests of `context` tokens decodes.
+    """Return the cost items of a step in which each of `batch` requests of `context` tokens decodes.
 
-    With PP stages the batch runs in as many micro-batches, so that every stage always has one: a token takes as long
-    as its micro-batch takes through all stages, and waits for the slowest.
+    With PP stages, the batch runs in PP micro-batches, so that every stage always has one. A token takes as long as its
+    micro-batch takes through all stages, including waits for the slowest stage.
     """
     work = layouts.decode(np.ceil(batch / layouts.pp), context)
     return cycle_items(setting, layouts, work, np.minimum(batch, layouts.pp))
@@ -124,30 +128,31 @@ def decode_seconds(setting: Setting, layouts: Layouts, batch: float | Array, con
 
 
 def token_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
-    """From token to token of each request, on average: a step gives so many tokens as are accepted."""
+    """Return the average time per token of a request. A step gives `accepted_tokens` tokens."""
     return decode_seconds(setting, layouts, batch, context) / setting.accepted_tokens
 
 
 def _mixer_items(setting: Setting, layouts: Layouts, mixer: Mixer, work: Work) -> list[CostItem]:
-    """The cost items of one layer's mixer."""
+    """Return the cost items of one layer's mixer."""
     if isinstance(mixer, LinearAttention):
         return linear_items(setting, layouts, mixer, work)
     return attention_items(setting, layouts, mixer, work)
 
 
 def _ffns_of_layers(setting: Setting, num_layers: Array) -> Iterator[tuple[tuple[FFN, ...], Array]]:
-    """The FFNs of all layers that the slowest stages would take, which may be more than the model has.
+    """Yield the FFNs of `num_layers` layers, and how many layers have them.
 
-    Layers beyond those that the model has count as the first kind, with experts if there is any.
+    If all stages were as large as the largest one, there would be more layers than in the model. Additional layers
+    count as the first kind, which has experts if any kind has.
     """
     counts = Counter(layer.ffns for layer in setting.model.layers)
     first, *others = sorted(counts, key=lambda ffns: not any(isinstance(ffn, MoE) for ffn in ffns))
-    left, found = num_layers, []
+    remaining, others_counts = num_layers, []
     for ffns in others:
-        found.append((ffns, np.minimum(left, counts[ffns])))
-        left = left - found[-1][1]
-    yield first, left
-    yield from found
+        others_counts.append((ffns, np.minimum(remaining, counts[ffns])))
+        remaining = remaining - others_counts[-1][1]
+    yield first, remaining
+    yield from others_counts
 
 
 def _norms(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
@@ -167,7 +172,7 @@ def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
 
 
 def _stages(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
-    """Hidden states of a rank's group from stage to stage, and the token back to the first."""
+    """Return the item of sending a group's hidden states from stage to stage, and the token back to the first."""
     rows = layouts.of_rank(work, setting.request_rows).rows
     hidden_bytes = rows * setting.model.hidden_size * ACTIVATION_BYTES + layouts.zeros
     sent = collectives.send(setting.system, layouts.num_ranks, hidden_bytes)
@@ -176,7 +181,7 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
 
 
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
-    """The head over the vocabulary, and each rank's candidates gathered on one that samples."""
+    """Return the items of the LM head, and of gathering each rank's candidates on the rank that samples."""
     system, zeros = setting.system, layouts.zeros
     logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES / layouts.ffn_ranks
     row_bytes = CANDIDATES * CANDIDATE_BYTES + CANDIDATES_SUM_BYTES
@@ -191,17 +196,17 @@ def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
 
 
 def _host(setting: Setting, layouts: Layouts) -> CostItem:
-    """Of every stage."""
+    """Return the item of the hosts of all stages."""
     host_s = layouts.pp * setting.system.step_s
     return sends("host", host_s, layouts.zeros, host_s)
 
 
 def _merged(items: Sequence[CostItem]) -> list[CostItem]:
-    """Items of one name as one."""
-    found: dict[str, list[CostItem]] = {}
+    """Merge items of the same name."""
+    by_name: dict[str, list[CostItem]] = {}
     for item in items:
-        found.setdefault(item.name, []).append(item)
-    return [_sum(name, same) if len(same) > 1 else same[0] for name, same in found.items()]
+        by_name.setdefault(item.name, []).append(item)
+    return [_sum(name, same) if len(same) > 1 else same[0] for name, same in by_name.items()]
 
 
 def _sum(name: str, items: Sequence[CostItem]) -> CostItem:

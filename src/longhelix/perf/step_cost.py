@@ -1,4 +1,4 @@
-"""What time steps take on one layout, fast enough to be asked many times for each step."""
+"""Predicts the time of steps on one layout, fast enough for many calls per step."""
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
@@ -14,16 +14,19 @@ from longhelix.perf.step import step_seconds
 from longhelix.scheduler.work import Work
 from longhelix.spec.layout import Layout
 
-_KEPT = 16  # of what was asked last
+_KEPT = 16  # results of the last calls
 
 
 class StepCost:
-    """`step_seconds` of one layout for plain numbers, in microseconds; a `Cost`.
+    """A `Cost` that computes `step_seconds` of one layout for plain numbers. A call takes microseconds.
 
-    Its steps attend in as many parts as they say. The same work is asked for in several numbers of parts, and again by
-    who runs it; all but the parts is computed once. Those of none are priced as those of one KVP instance alone. local:
-    every request has its KV on one rank, evenly many on each; even: all ranks have the same share of every one. Windows
-    count for nothing.
+    Steps attend in as many parts as their work says. Work without parts is priced as that of a single KVP instance.
+    Schedulers try the same work with several numbers of parts, so everything that does not depend on the parts is
+    computed once. Windows are ignored.
+
+    Args:
+        local: Every request has its KV on one rank, and all ranks have the same number of requests.
+        even: All ranks have the same share of every request's KV.
     """
 
     def __init__(self, setting: Setting, layout: Layout, *, local: bool = False, even: bool = False) -> None:
@@ -37,38 +40,44 @@ class StepCost:
 
     def _alone_s(self, work: Work) -> float:
         kvp = self._layout.kvp
-        own = work._replace(
+        rank_work = work._replace(
             decode_kv_tokens=work.decode_kv_tokens / kvp,
             chunk_kv_tokens=work.chunk_kv_tokens / kvp,
             chunk_pairs=work.chunk_pairs / kvp,
         )
-        return self._alone_of_parts(*own[:-1])(1.0)
+        return self._alone_of_parts(*rank_work[:-1])(1.0)
 
     @cached_property
     def _alone_of_parts(self) -> Callable[..., Callable[[float], float]]:
-        """One KVP instance, which has a copy of the FFN."""
+        """The seconds of a single KVP instance, which has a copy of the FFN."""
         return _of_parts(self._setting, Layouts.of([Layout(tpa=self._layout.tpa)], hop_b=False))
 
     def by_parts(self, work: Work) -> Callable[[float], float]:
-        """Seconds of `work` in a number of parts, whatever parts it says."""
+        """Return the seconds of `work` as a function of the number of parts. `work.parts` is ignored."""
         return self._of_parts(*work[:-1])
 
     def swap_seconds(self, tokens: int) -> float:
-        """What it takes to swap the KV of `tokens` that one rank keeps, out and in again; while others do so too, where
-        ranks share a machine's disk."""
+        """Return the seconds to swap a rank's KV of `tokens` out and in. Ranks of one machine share its disk."""
         system = self._setting.system
         sharers = self._layout.world_size if system.shared else 1
         return 2 * tokens * self._token_bytes * sharers / system.swap_bytes_per_s
 
     def move_seconds(self, sent_blocks: int, received_blocks: int, block_tokens: int) -> float:
-        """What it takes to move KV blocks between KVP ranks, of which none sends more than `sent_blocks` or receives
-        more than `received_blocks`: read one by one in each layer, sent in one all-to-all, written one by one."""
+        """Return the seconds to move KV blocks between KVP ranks.
+
+        Blocks are read one by one in each layer, sent in one all-to-all, and written one by one.
+
+        Args:
+            sent_blocks: The most blocks that a rank sends.
+            received_blocks: The most blocks that a rank receives.
+            block_tokens: Tokens of a block.
+        """
         layout, layouts = self._layout, Layouts.of([self._layout])
         block_bytes, blocks = block_tokens * self._token_bytes, sent_blocks + received_blocks
         pieces = layouts.stage_layers(self._setting.model.num_layers)
         # A copy reads and writes.
         copies = kernels("moves", self._setting, layouts, hbm_bytes=2 * blocks * block_bytes, count=blocks * pieces)
-        # An all-to-all leaves a rank its own share.
+        # In an all-to-all, a rank keeps its own share.
         travels = max(sent_blocks, received_blocks) * block_bytes * layout.kvp / (layout.kvp - 1)
         groups = RankGroups(layouts.kvp, layouts.tpa)
         sent = collectives.all_to_all(self._setting.system, groups, layouts.ones * travels)
@@ -76,11 +85,11 @@ class StepCost:
 
     @cached_property
     def _token_bytes(self) -> float:
-        """Of a token's KV on a rank that keeps it, in all layers of a stage."""
-        return sum(float(each[0]) for each in layer_bytes(self._setting, Layouts.of([self._layout])))
+        """Bytes of a token's KV on a rank that keeps it, in all layers of a stage."""
+        return sum(float(group_bytes[0]) for group_bytes in layer_bytes(self._setting, Layouts.of([self._layout])))
 
 
 def _of_parts(setting: Setting, layouts: Layouts) -> Callable[..., Callable[[float], float]]:
-    """Seconds of the numbers of a step's work, in as many parts as are asked for after that."""
+    """Return a function of the numbers of a step's work that returns its seconds as a function of the parts."""
     *others, parts = Work._fields
     return lru_cache(_KEPT)(scalar(lambda numbers: step_seconds(setting, layouts, Work(*numbers)), others, parts))

@@ -1,8 +1,6 @@
-"""Numbers in the matrices of a layer's parts on the fullest rank of each layout (`Setting.held`).
+"""Numbers in the matrices of a layer's parts on the fullest rank of each layout (`Setting.priced_amount`).
 
-Products' costs and memory follow from them.
-
-Read off the table of weights. Vectors, norms and biases, count for nothing.
+They come from the table of weights, and determine memory and the costs of products. Norms and biases are ignored.
 """
 
 from collections.abc import Iterable
@@ -20,7 +18,7 @@ from longhelix.spec.weights import Dim, Split, WeightSpec, embedding
 
 
 def all_of(setting: Setting, layouts: Layouts, part: Mixer | FFN) -> Array:
-    """All that a rank holds of a mixer or an FFN."""
+    """Return all numbers of a mixer or an FFN on a rank."""
     return _numbers(setting, layouts, setting.weights[part])
 
 
@@ -66,7 +64,7 @@ def num_experts(setting: Setting, layouts: Layouts, moe: MoE) -> Array:
 
 
 def shared_experts(setting: Setting, layouts: Layouts, moe: MoE) -> Array:
-    """All shared experts, columns over all ranks of an FFN; whole on each where groups have requests of their own."""
+    """All shared experts: columns over all ranks of an FFN, or whole on each if groups have their own requests."""
     return _named(setting, layouts, moe, "shared.gate_up", "shared.down")
 
 
@@ -94,7 +92,7 @@ def vocabulary(setting: Setting, layouts: Layouts) -> Array:
 
 
 def _named(setting: Setting, layouts: Layouts, part: Mixer | FFN, *names: str) -> Array:
-    """Those of these names."""
+    """Return the numbers of the weights with these names."""
     return _numbers(setting, layouts, (weight for weight in setting.weights[part] if weight.name in names))
 
 
@@ -103,14 +101,13 @@ def _numbers(setting: Setting, layouts: Layouts, weights: Iterable[WeightSpec]) 
     for weight in weights:
         if weight.columns is not None:
             dims = (weight.experts, weight.rows, weight.columns)
-            experts, rows, columns = (_held(dim, setting, layouts) * dim.unit for dim in dims)
+            experts, rows, columns = (_owned_items(dim, setting, layouts) * dim.unit for dim in dims)
             total = total + experts * rows * columns
     return total
 
 
-def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
-    """Those of a dim that a rank has; the fullest one's are integers, and so are all sums of products of them,
-    exactly."""
+def _owned_items(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
+    """Return how many items of a dim a rank has. The fullest rank's are integers, so sums of products are exact."""
     match dim.split:
         case Split.WHOLE:
             return float(dim.count)
@@ -133,4 +130,4 @@ def _held(dim: Dim, setting: Setting, layouts: Layouts) -> float | Array:
 
 
 def _pieces(count: int, ranks: Array, setting: Setting, layouts: Layouts) -> Array:
-    return setting.held(layouts, np.ceil(count / ranks), count / ranks)
+    return setting.priced_amount(layouts, np.ceil(count / ranks), count / ranks)

@@ -1,4 +1,4 @@
-"""How requests begin to run: in which order, where their KV goes, what of it is there, whether there is room."""
+"""Admission: starts waiting requests in order, with their prefixes and placements, if there is room for them."""
 
 from array import array
 from collections import Counter
@@ -12,30 +12,32 @@ from longhelix.scheduler.compiled_guides import CompiledGuides
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import later_ranks
 from longhelix.scheduler.growth_limits import GrowthLimits
-from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.kv.blocks import Block, Slot
 from longhelix.scheduler.kv.placement import Behind, Continued, Local, Placement, blocks_needed
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.pending_changes import StartedSequence
+from longhelix.scheduler.pinned_prefix import PinnedPrefix
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix, PrefixCache, Prefixes
 from longhelix.scheduler.queue import WaitingQueue
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Job, Sequence, SequenceKV
 from longhelix.scheduler.step import NO_TOKENS, InitialKV, KnownTokens, NewSequence
 
-# After so many a request is admitted only with all that it may ever need, so that none is preempted again and again.
+# After this many preemptions, a request is admitted only with reservations for all blocks that it may ever need.
 MOST_PREEMPTIONS = 2
 _MOST_OVERTAKEN = 32
-_LOOK_AHEAD = 8  # requests that are tried while some before them do not fit
-# Blocks of waiting prompts that are hashed for one step, which takes about 3 ms, and of each prompt at least.
+_LOOK_AHEAD = 8  # requests that are tried after one that does not fit
+# The most blocks of waiting prompts that are hashed in one step (about 3 ms), and the fewest of each prompt.
 _HASHED_A_STEP, _HASHED_OF_EACH = 4096, 64
-# Blocks that the first tries of long prompts may look at in one step, which takes about 2 ms. One prompt may have more.
+# Blocks that the first tries of long prompts may visit in one step (about 2 ms). A single prompt may have more.
 _LOOKED_AT_A_STEP = 4096
 
 
 class Admission:
-    """The requests that wait. They begin in their order, and where the policy lets them, those that fit before one that
-    does not, for a while."""
+    """The queue of waiting requests, which are admitted in their order.
+
+    If the policy allows it, requests that fit may overtake one that does not, a limited number of times.
+    """
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class Admission:
                 )
 
     def push(self, job: Job, now_s: float, hashes: Items[bytes] = ()) -> None:
-        """Queue a request. hashes: those of its first blocks, if they are known."""
+        """Queue a request. hashes: the content hashes of its first blocks, if they are known."""
         self._order.waiting(job, now_s)  # a policy may refuse it
         if hashes and self._cache is not None:
             self._cache.know(job.request, hashes)
@@ -103,7 +105,7 @@ class Admission:
         self._waiting.push(job, now_s)
 
     def cancel(self, request_id: int) -> Job | None:
-        """A request waits no longer. None: it did not."""
+        """Remove a request from the queue and return it. None if it is not in the queue."""
         job = self._waiting.pop(request_id)
         if job is not None:
             self._order.shares.remove(job.request.service.client)
@@ -112,24 +114,25 @@ class Admission:
         return job
 
     def admit(self, now_s: float, num_running: int) -> list[StartedSequence]:
-        """The requests that begin now, beside those that run."""
+        """Start the requests that fit now, beside `num_running` running ones."""
         started: list[StartedSequence] = []
-        passed: list[Job] = []
+        skipped: list[Job] = []
         room = self._config.max_running - num_running
         if not room or not self._waiting:
             return started
         self._hashes_left, self._num_looked_at = _HASHED_A_STEP, 0
         for job in self._waiting.in_order(now_s):
             alone = num_running + len(started) == 0
-            one = self._try(job, alone=alone) if alone or (self._is_hashed(job) and self._is_in_turn(job)) else None
-            if one is not None:
-                started.append(one)
-                for other in passed:
+            may_try = alone or (self._is_hashed(job) and self._is_in_turn(job))
+            sequence = self._try(job, alone=alone) if may_try else None
+            if sequence is not None:
+                started.append(sequence)
+                for other in skipped:
                     other.overtaken += 1
-            elif not self._order.policy.overtakes or job.overtaken >= _MOST_OVERTAKEN or len(passed) == _LOOK_AHEAD:
+            elif not self._order.policy.overtakes or job.overtaken >= _MOST_OVERTAKEN or len(skipped) == _LOOK_AHEAD:
                 break
             else:
-                passed.append(job)
+                skipped.append(job)
             if len(started) == room:
                 break
         return started
@@ -139,16 +142,25 @@ class Admission:
         assert self._cache is not None
         return self._cache.hashes(request)
 
-    def hold(self, request: Request, hashes: Items[bytes]) -> HeldPrefix | None:
-        """Hold the KV blocks that a prompt fills, which need not be that of a request here: those that are cached, and
-        where the prompt would have them new ones. None if these are not free now. hashes: those of its blocks."""
+    def pin_prefix(self, request: Request, hashes: Items[bytes]) -> PinnedPrefix | None:
+        """Pin the KV blocks that a prompt fills: cached ones, and new ones where the prompt would have them.
+
+        Args:
+            request: Has the prompt. It need not be queued.
+            hashes: Content hashes of the blocks.
+
+        Returns:
+            The pinned prefix. None if too few blocks are free.
+        """
         assert self._cache is not None
         self._cache.learn(request, hashes)
-        return HeldPrefix.take(self._pool, hashes, self._placement(request))
+        return PinnedPrefix.take(self._pool, hashes, self._placement(request))
 
     def _is_hashed(self, job: Job) -> bool:
-        """Whether the cached part of a prompt has been hashed. That of a long prompt takes several steps, so that the
-        tokens of others do not wait for it."""
+        """Continue to hash a prompt, and return whether its cached part has been hashed.
+
+        Long prompts take several steps, so that other requests do not wait for them.
+        """
         if self._cache is None:
             return True
         count, is_all = self._cache.hash_ahead(job.request, max(self._hashes_left, _HASHED_OF_EACH))
@@ -183,32 +195,34 @@ class Admission:
         return self._begin(job, alone=alone)
 
     def _may_fit(self, job: Job, *, alone: bool) -> bool:
-        """Whether there may be room for a request now, by the numbers of its prefix's blocks alone. Says no only where
-        `_begin` would find none."""
+        """Return whether there may be room for a request, from the numbers of blocks of its prefix alone.
+
+        False only if `_begin` would find no room.
+        """
         request, block_tokens = job.request, self._config.block_tokens
         if not self._config.own_clocks and not self._guides.may_begin(request, 0):
             return False
         assert self._cache is not None
         most_tokens = self._most_cached_tokens(job)
         match = self._cache.match(request, -(-most_tokens // block_tokens))
-        # Whichever ranks have them, it takes at least these blocks: mostly this is answer enough.
+        # The request needs at least these blocks, whichever ranks have them. Mostly this check suffices.
         if -(-len(request.prompt_token_ids) // block_tokens) - match.num_held > self._pool.available:
             return False
-        if self._pool.windows:  # it may begin with less of its prefix than has been matched
+        if self._pool.windows:  # it may begin with a shorter prefix than the match
             anywhere = self.place(request)
             needed = blocks_needed(anywhere, len(request.prompt_token_ids))
             return all(window.may_fit(needed, anywhere) for window in self._pool.windows)
         if not match.num_blocks:
             return self._fits_by_number(job, self._placement(request), Counter(), Counter(), alone=alone)
         owners, kept, unheld = match.counts()
-        behind, own = self._behind(request, owners, match.last.owner), self._placement(request)
+        behind, fresh = self._behind(request, owners, match.last.owner), self._placement(request)
         is_used = max(blocks_needed(behind, request.num_rows)) <= self._config.most_blocks
-        depends = False  # on where each of the blocks is, whether the prefix is used
-        if self._config.batch_invariant and isinstance(own, Local):
+        may_be_unused = False  # whether the prefix is used depends on the rank of each block
+        if self._config.batch_invariant and isinstance(fresh, Local):
             is_used = is_used and len(owners) == 1
         elif self._config.batch_invariant:
-            depends = True
-        if (not is_used or depends) and self._fits_by_number(job, own, Counter(), Counter(), alone=alone):
+            may_be_unused = True
+        if (not is_used or may_be_unused) and self._fits_by_number(job, fresh, Counter(), Counter(), alone=alone):
             return True
         if not is_used:
             return False
@@ -218,35 +232,38 @@ class Admission:
         shared = kept - last if isinstance(match.last, Block) else kept
         if self._fits_by_number(job, behind, shared, unheld, alone=alone):
             return True
-        # Without the block that the prefix does not fill.
+        # Try it without the block that the prefix does not fill.
         before = match.owner_before_last
         placement = self._placement(request) if before is None else self._behind(request, owners - last, before)
         unheld -= self._pool.unheld([match.last] if isinstance(match.last, Block) else [])
         return self._fits_by_number(job, placement, shared, unheld, alone=alone)
 
     def _behind(self, request: Request, owners: Counter[int], last: int) -> Behind:
-        """As `_placement_behind`, when only the number of blocks on each rank is known."""
+        """Return the placement behind a prefix of which only the number of blocks on each rank is known."""
         return Behind(self._placement(request, last, owners), owners, last)
 
     def _fits_by_number(
         self, job: Job, placement: Placement | Behind, shared: Counter[int], unheld: Counter[int], *, alone: bool
     ) -> bool:
-        """Whether a request fits that shares so many full blocks of each rank. unheld: blocks that nobody holds."""
-        room, promised = self._room(job, placement, shared)
-        return self._pool.fits(room, promised, unheld, alone=alone)
+        """Return whether a request fits, from numbers of blocks alone.
+
+        shared: full blocks of each rank that it shares. unheld: those of them without a holder.
+        """
+        room, reservations = self._room(job, placement, shared)
+        return self._pool.fits(room, reservations, unheld, alone=alone)
 
     def _begin(self, job: Job, *, alone: bool) -> StartedSequence | None:
-        """A request that begins to run. None: there is no room for it now, or no time for its guide.
+        """Start a request. None if there is no room for it now, or no time for its guide.
 
-        There is room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
+        It needs room for its whole prompt, because a prompt that lost its blocks half way would have to begin again.
         """
         history = job.history
         request = job.request
         for placement, prefix in self._beginnings(job, alone=alone):
-            room, promised = self._room(job, placement, self._shared(prefix))
+            room, reservations = self._room(job, placement, self._shared(prefix))
             unheld = self._pool.unheld(prefix.kept)
-            if self._pool.fits(room, promised, unheld, alone=alone) and self._pool.fits_windows(
-                promised, prefix, placement, alone=alone
+            if self._pool.fits(room, reservations, unheld, alone=alone) and self._pool.fits_windows(
+                reservations, prefix, placement, alone=alone
             ):
                 break
         else:
@@ -257,7 +274,7 @@ class Admission:
         self._guides.begin(request, clock)
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         self._waiting.pop(request.id)
-        kv = SequenceKV(placement=placement, room=room, promised=promised, block_ids=[array("q") for _ in room])
+        kv = SequenceKV(placement=placement, room=room, reserved=reservations, block_ids=[array("q") for _ in room])
         seq = Sequence(job, kv)
         if history.preemptions:
             history.recomputed_tokens += max(history.lost_tokens - prefix.num_tokens, 0)
@@ -284,56 +301,58 @@ class Admission:
         return StartedSequence(seq, new, copies)
 
     def _beginnings(self, job: Job, *, alone: bool) -> Iterator[tuple[Placement, Prefix]]:
-        """What a request may begin with, the best first."""
+        """Yield the placements and prefixes that a request may begin with, the best first."""
         request, (placement, prefix) = job.request, self._placed(job)
         yield placement, prefix
-        # A block that is copied takes the room of two, which a request that fills the pool does not have.
+        # A copied block takes the room of two blocks, which a request that fills the pool does not have.
         whole = self._whole(prefix, request)
         if whole.num_tokens != prefix.num_tokens:
             yield self._placement_behind(whole, request), whole
-        # The cached blocks of a window and the promises together may exceed the pool. With nothing else running, no
+        # The cached blocks of a window and the reservations together may exceed the pool. With nothing else running, no
         # blocks will become free, so the request begins without the prefix.
         if self._pool.windows and whole.num_tokens and alone:
             yield self._placement(request), NO_PREFIX
 
     def _shared(self, prefix: Prefix) -> Counter[int]:
-        """How many full blocks of a prefix each rank has in its pool."""
+        """Return how many full blocks of a prefix each rank has in its pool."""
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         return Counter([block.owner for block in full_blocks if isinstance(block, Block)])
 
     def _room(self, job: Job, placement: Placement | Behind, shared: Mapping[int, int]) -> tuple[list[int], list[int]]:
-        """The blocks that a request may come to have of each rank, and those that it is promised when it begins.
-        shared: how many of each rank it need not be promised."""
+        """Return the most blocks that a request may have on each rank, and the blocks to reserve when it begins.
+
+        shared: blocks of each rank that it shares, which need no reservation.
+        """
         whole = blocks_needed(placement, job.request.num_rows)
-        bound = job.history.preemptions >= MOST_PREEMPTIONS
-        wanted = whole if bound else blocks_needed(placement, len(job.request.prompt_token_ids))
+        reserves_all = job.history.preemptions >= MOST_PREEMPTIONS
+        needed = whole if reserves_all else blocks_needed(placement, len(job.request.prompt_token_ids))
         later = () if self._config.batch_invariant else later_ranks(placement)
         most = max((whole[rank] for rank in later), default=0)
         room = [most if rank in later else count for rank, count in enumerate(whole)]
-        return room, [count - shared[rank] for rank, count in enumerate(wanted)]
+        return room, [count - shared[rank] for rank, count in enumerate(needed)]
 
     def _whole(self, prefix: Prefix, request: Request) -> Prefix:
-        """The prefix without a block that it does not fill."""
+        """Return the prefix without the block that it does not fill, if there is one."""
         num_tokens = prefix.num_tokens // self._config.block_tokens * self._config.block_tokens
         return prefix if num_tokens == prefix.num_tokens else self._cut(prefix, request, num_tokens)
 
     def _cut(self, prefix: Prefix, request: Request, most_tokens: int) -> Prefix:
-        """The longest part of a request's prefix that is there in all groups."""
+        """Return the longest part of a request's prefix, up to `most_tokens`, that is cached in all groups."""
         prefix = prefix.cut(most_tokens, self._config.block_tokens)
         return prefix if self._cache is None else self._cache.within_windows(request, prefix)
 
     def _placement_behind(self, prefix: Prefix, request: Request) -> Placement:
-        """The request's own placement, which goes on after the blocks of a prefix."""
+        """Return the request's placement, continued behind the blocks of a prefix."""
         owners = tuple(map(attrgetter("owner"), prefix.blocks))
         if not owners:
             return self._placement(request)
         return Continued(self._placement(request, owners[-1], set(owners)), owners)
 
     def _placed(self, job: Job) -> tuple[Placement, Prefix]:
-        """A request's placement, and the prefix that it begins with.
+        """Return a request's placement, and the prefix that it begins with.
 
-        There is no prefix where it would make a rank hold more than any rank may need to, or make the request's bits
-        depend on who has computed it, nor of what rows have yet to be computed for, because they are scored.
+        The request begins without a prefix if the prefix would make a rank hold more blocks than a rank may need, or
+        would make results depend on which request computed it. Tokens that are yet to be scored are not in a prefix.
         """
         request = job.request
         placement = self._placement(request)
@@ -346,14 +365,14 @@ class Admission:
         assert isinstance(continued, Continued)
         if max(blocks_needed(continued, request.num_rows)) > self._config.most_blocks:
             return placement, NO_PREFIX
-        # Merges add up in the order of the ranks, and only what is local may be anywhere.
+        # Merges add up in the order of the ranks, so only local placements give the same bits on any rank.
         alone = self.place(request, continued.start) if isinstance(placement, Local) else placement
         if self._config.batch_invariant and not continued.follows(alone):
             return placement, NO_PREFIX
         return continued, prefix
 
     def _most_cached_tokens(self, job: Job) -> int:
-        """The length of the longest prefix that a request may begin with."""
+        """Return the length of the longest prefix that a request may begin with."""
         request = job.request
         if request.sampling.prompt_logprobs is not None and job.history.scored_tokens < request.given_tokens - 1:
             return job.history.scored_tokens
@@ -361,29 +380,31 @@ class Admission:
         return len(request.prompt_token_ids) - 1
 
     def _take_over(self, prefix: Prefix, seq: Sequence) -> tuple[tuple[Block, ...], tuple[tuple[Block, Block], ...]]:
-        """Begin a sequence with the KV blocks of its prefix: full blocks are shared, a block that is not full is
-        copied, and what is swapped is swapped in. Returns its blocks and the copies."""
+        """Give a sequence the KV blocks of its prefix, and return its blocks and the copies.
+
+        Full blocks are shared, a block that is not full is copied, and swapped blocks are swapped in.
+        """
         full_blocks = prefix.full_blocks(self._config.block_tokens)
         rest = prefix.blocks[len(full_blocks) :]
         copied = prefix.copied if any(isinstance(block, Block) for block in rest) else ()
         swapped = [block for block in rest if isinstance(block, Slot)]
         if copied:
             self._pool.borrow(copied)
-        new = list(seq.kv.promised)
+        new = list(seq.kv.reserved)
         blocks = self._pool.begin(seq, full_blocks)
         self._pool.begin_windows(seq, new, prefix)
         seq.length = prefix.num_tokens
-        own = self._pool.take_needed(seq)
-        self._pool.swaps.swap_in(swapped, own[: len(swapped)])
-        return self._pool.as_sent(seq, blocks + own), tuple(zip(copied, self._pool.as_sent(seq, own), strict=False))
+        added = self._pool.take_needed(seq)
+        self._pool.swaps.swap_in(swapped, added[: len(swapped)])
+        return self._pool.as_sent(seq, blocks + added), tuple(zip(copied, self._pool.as_sent(seq, added), strict=False))
 
     def place(self, request: Request, start: int = 0, later: tuple[int, ...] = ()) -> Placement:
-        """A request's own placement from a KVP rank on. later: see `Growing`."""
+        """Return a request's placement that begins on KVP rank `start`. later: see `Growing`."""
         limit_tokens = self._limits.of(request)
         return self._config.place(request.given_tokens, request.capacity_tokens, start, later, limit_tokens)
 
-    def _placement(self, request: Request, last: int | None = None, held: Collection[int] = ()) -> Placement:
-        """Return a request's own placement behind blocks on the ranks `held`; `last` is the rank of the last block.
+    def _placement(self, request: Request, last: int | None = None, owners: Collection[int] = ()) -> Placement:
+        """Return a request's placement behind blocks on the ranks `owners`; `last` is the rank of the last block.
 
         It begins on the rank with the most free blocks, which spreads short requests and the ends of long ones.
         """
@@ -391,7 +412,7 @@ class Admission:
         name = self._config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens)
         if self._config.batch_invariant and name != "local":
             return self.place(request)
-        start, *later = self._pool.in_order(last, held)
+        start, *later = self._pool.in_order(last, owners)
         return self.place(request, start, tuple(later))
 
 

@@ -1,4 +1,4 @@
-"""The KV blocks of all KVP ranks, as sequences take them, share them and give them back."""
+"""The KV blocks of all KVP ranks: sequences take them, share them and release them."""
 
 from array import array
 from collections import Counter
@@ -12,7 +12,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth import choose_ranks
 from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block, BlockAllocator, Slot, by_rank, kept, set_hashes
 from longhelix.scheduler.kv.placement import Placement
-from longhelix.scheduler.kv.windows import HeldWindow, WindowGroup, as_sent, passed
+from longhelix.scheduler.kv.windows import PinnedWindow, WindowGroup, as_sent, with_expired
 from longhelix.scheduler.matches import Matches
 from longhelix.scheduler.prefix import Prefix
 from longhelix.scheduler.sequence import Sequence
@@ -23,11 +23,14 @@ _UNKNOWN = Block(0, 0)
 
 
 class BlockPool:
-    """An allocator for each KVP rank, over one index of what is cached, and what is swapped of it. They are for layers
-    whose rows see everything; `windows` are the groups of others.
+    """The KV blocks of all KVP ranks in all KV groups.
 
-    swap_pays: whether a block whose first token is at that position is worth to be swapped. record: None: nobody
-    records what can be found.
+    There is one allocator per KVP rank for the layers whose rows see everything. They share an index of cached blocks.
+    `windows` holds the groups of the other layers.
+
+    Args:
+        swap_pays: Whether swapping a block pays, by the position of its first token.
+        record: Records which blocks are findable, if not None.
     """
 
     def __init__(
@@ -41,12 +44,12 @@ class BlockPool:
         self._most_listed = IDS_PER_BLOCK * config.num_blocks
         self._names = config.prefix_cache
         self._chooses = not config.batch_invariant and not config.own_clocks
-        self._spare = config.num_blocks // 100  # which admission leaves to requests that run, to grow into
-        self._listed = [0] * config.kvp  # block ids that sequences may come to have, shared ones each time
+        self._spare = config.num_blocks // 100  # that admission leaves to running requests, which grow
+        self._listed = [0] * config.kvp  # block ids that sequences may list, shared ones each time
         self._borrowed: list[tuple[Block, ...]] = []
         self.index: dict[bytes, Block] = {}
         self.swaps = Swaps(
-            kvp=config.kvp, num_slots=config.swap_blocks, found=self.index, pays=swap_pays, record=record
+            kvp=config.kvp, num_slots=config.swap_blocks, pool_index=self.index, pays=swap_pays, record=record
         )
         evicted = self.swaps.evicted if config.swap_blocks else None
         self.allocators = [
@@ -73,35 +76,39 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks of all ranks that are neither held nor promised."""
+        """Number of blocks of all ranks that are neither held nor reserved."""
         return sum(allocator.available for allocator in self.allocators)
 
-    def in_order(self, last: int | None, held: Collection[int]) -> tuple[int, ...]:
-        """The KVP ranks in the order in which a request takes them: the one with the most blocks that are neither held
-        nor promised first. Where `held` have its first blocks, the one that has the `last` of these goes before all,
-        the others last.
+    def in_order(self, last: int | None, owners: Collection[int]) -> tuple[int, ...]:
+        """Return the KVP ranks in the order in which a request takes them.
+
+        Ranks with more available blocks come first, except for ranks that already have blocks of the request.
+
+        Args:
+            last: The rank of the request's last block, which comes first. None if it has no blocks.
+            owners: The ranks that have blocks of the request. They come last, except for `last`.
         """
         allocators = self.allocators
         ranks = range(len(allocators))
-        return tuple(sorted(ranks, key=lambda rank: (rank != last, rank in held, -allocators[rank].available, rank)))
+        return tuple(sorted(ranks, key=lambda rank: (rank != last, rank in owners, -allocators[rank].available, rank)))
 
     def unheld(self, blocks: Iterable[Block]) -> Counter[int]:
-        """How many of these blocks on each rank nobody holds."""
+        """Return how many of these blocks have no holder, by rank."""
         ids = by_rank(blocks, len(self.allocators))
         return Counter({rank: allocator.num_cached_of(ids[rank]) for rank, allocator in enumerate(self.allocators)})
 
     def cached(self, hashes: Iterable[bytes]) -> list[Block]:
-        """The blocks of a prompt, by their hashes, up to the first one that is not cached."""
-        blocks, found, awaited = list[Block](), self.index.get, self.swaps.awaited
+        """Return the cached blocks of a prompt, up to the first hash that is not cached."""
+        blocks, find, awaited = list[Block](), self.index.get, self.swaps.awaited
         for content_hash in hashes:
-            block = found(content_hash)
+            block = find(content_hash)
             if block is None or block in awaited:
                 break
             blocks.append(block)
         return blocks
 
     def has_cached(self, hashes: Items[bytes]) -> bool:
-        """Whether all blocks of a prompt are cached, in all groups. If so, they become the last ones to be evicted."""
+        """Return whether all blocks of a prompt are cached, in all groups. If so, they are evicted last from now on."""
         blocks = self.cached(hashes)
         if len(blocks) < len(hashes) or not all(window.has(blocks, hashes) for window in self.windows):
             return False
@@ -109,67 +116,72 @@ class BlockPool:
             allocator.refresh(ids)
         return True
 
-    def hold_windows(self, owners: Items[int], hashes: Items[bytes]) -> tuple[HeldWindow, ...] | None:
-        """Hold the blocks of a prompt in the groups with a limit, see `WindowGroup.hold`. None: not all are free."""
-        held = list[HeldWindow]()
-        for window in self.windows:
-            found = window.hold(owners, hashes)
-            if found is None:
-                for other, one in zip(self.windows, held, strict=False):
-                    other.unshare(one.blocks)
+    def pin_windows(self, owners: Items[int], hashes: Items[bytes]) -> tuple[PinnedWindow, ...] | None:
+        """Pin the blocks of a prompt in the groups with a limit (`WindowGroup.pin`). None if too few are free."""
+        windows = list[PinnedWindow]()
+        for group in self.windows:
+            window = group.pin(owners, hashes)
+            if window is None:
+                for pinned_group, pinned_window in zip(self.windows, windows, strict=False):
+                    pinned_group.unshare(pinned_window.blocks)
                 return None
-            held.append(found)
-        return tuple(held)
+            windows.append(window)
+        return tuple(windows)
 
-    def fits(self, room: list[int], promised: list[int], revived: Mapping[int, int], *, alone: bool) -> bool:
-        """Whether a sequence can begin now.
+    def fits(self, room: list[int], reservations: list[int], revived: Mapping[int, int], *, alone: bool) -> bool:
+        """Return whether a sequence can begin now.
 
-        room: most blocks that it may ever have, by rank.
-        promised: new blocks that it needs at once, by rank.
-        revived: cached blocks that it shares and nobody holds, by rank. They no longer count as available.
-        alone: no other sequence runs that might need blocks to grow.
+        Args:
+            room: The most blocks that it may ever have, by rank.
+            reservations: Blocks to reserve for it, by rank.
+            revived: Cached blocks without a holder that it shares, by rank. They are no longer available then.
+            alone: Whether no other sequence runs that might need blocks to grow.
         """
-        listed = (count + more for count, more in zip(self._listed, room, strict=True))
+        listed = (count + most for count, most in zip(self._listed, room, strict=True))
         if max(listed) > self._most_listed:
             return False
         spare = 0 if alone else self._spare
         return all(
-            count + revived[rank] + spare <= self.allocators[rank].available for rank, count in enumerate(promised)
+            count + revived[rank] + spare <= self.allocators[rank].available for rank, count in enumerate(reservations)
         )
 
     def fits_windows(self, new: Items[int], prefix: Prefix, placement: Placement, *, alone: bool) -> bool:
-        """Whether there is room for a sequence in the groups with a limit. new: the blocks of each rank that it is
-        promised in the group without one."""
+        """Return whether there is room for a sequence in the groups with a limit.
+
+        new: the blocks of each rank that are reserved for it in the group without a limit.
+        """
         full = prefix.num_tokens // self.block_tokens
         return all(
-            window.fits(window.promises(new, of_prefix, full, placement), of_prefix, alone=alone)
+            window.fits(window.blocks_to_reserve(new, of_prefix, full, placement), of_prefix, alone=alone)
             for window, of_prefix in zip(self.windows, prefix.of_windows(len(self.windows)), strict=True)
         )
 
     def begin_windows(self, seq: Sequence, new: Items[int], prefix: Prefix) -> None:
-        """A sequence has a prefix in the groups with a limit from now on, and promises. new: see `fits_windows`."""
+        """Give a sequence its prefix and its reservations in the groups with a limit. new: see `fits_windows`."""
         full, placement = prefix.num_tokens // self.block_tokens, seq.kv.placement
         seq.kv.windows = tuple(
-            window.begin(window.promises(new, of_prefix, full, placement), of_prefix, full, placement)
+            window.begin(window.blocks_to_reserve(new, of_prefix, full, placement), of_prefix, full, placement)
             for window, of_prefix in zip(self.windows, prefix.of_windows(len(self.windows)), strict=True)
         )
 
     def make_room(self, seq: Sequence, room: list[int]) -> bool:
-        """Let a sequence that runs come to have other numbers of blocks. False: the ranks cannot list so many."""
-        listed = [count + more - less for count, more, less in zip(self._listed, room, seq.kv.room, strict=True)]
+        """Change the most blocks of each rank that a running sequence may have. False if the ranks cannot list them."""
+        listed = [count + new - old for count, new, old in zip(self._listed, room, seq.kv.room, strict=True)]
         if max(listed) > self._most_listed:
             return False
         self._listed, seq.kv.room = listed, room
         return True
 
     def begin(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
-        """A sequence holds the full blocks of its prefix from now on, and is promised others, of which it gets those
-        that are swapped in."""
+        """Give a sequence the full blocks of its prefix, and reserve others for it.
+
+        Swapped blocks are swapped in to reserved ones.
+        """
         kv = seq.kv
         shared = kept(full_blocks)
         self.share(shared)
         for rank, allocator in enumerate(self.allocators):
-            allocator.reserve(kv.promised[rank])
+            allocator.reserve(kv.reserved[rank])
             self._listed[rank] += kv.room[rank]
         blocks = shared if len(shared) == len(full_blocks) else self._swapped_in(seq, full_blocks)
         for of_rank, ids in zip(kv.block_ids, by_rank(blocks, len(self.allocators)), strict=True):
@@ -179,11 +191,11 @@ class BlockPool:
         return blocks
 
     def _swapped_in(self, seq: Sequence, full_blocks: Items[Block | Slot]) -> tuple[Block, ...]:
-        """The full blocks of a prefix, where those that are swapped have become new ones, which can be found."""
+        """Swap in the swapped blocks of a prefix, and return all of its full blocks. All are findable."""
         blocks, slots, targets = list[Block](), list[Slot](), list[Block]()
         for index, block in enumerate(full_blocks):
             if isinstance(block, Slot):
-                seq.kv.promised[block.owner] -= 1
+                seq.kv.reserved[block.owner] -= 1
                 target = Block(block.owner, self.allocators[block.owner].take_reserved())
                 self.name([target], [self.swaps.hash_of(block)], index * self.block_tokens)
                 slots.append(block)
@@ -194,31 +206,34 @@ class BlockPool:
         return tuple(blocks)
 
     def choose_ranks(self, seq: Sequence, num_blocks: int) -> None:
-        """See `growth.choose_ranks`. Where bits may not depend on the load, a sequence takes its ranks in turn; where
-        ranks have clocks of their own, they are chosen before (`Instances`)."""
+        """Choose the next ranks of a growing sequence (`growth.choose_ranks`).
+
+        If results must be batch-invariant, a sequence takes its ranks in turn. If each rank has its own clock,
+        `Instances` chooses them earlier.
+        """
         if self._chooses:
             choose_ranks(seq, num_blocks, self.allocators, self.windows)
 
     def next_owner(self, seq: Sequence) -> int:
-        """The KVP rank of the sequence's next block."""
+        """Return the KVP rank of the sequence's next block."""
         kv = seq.kv
         return kv.placement.next_owner(kv.last_owner, kv.num_blocks)
 
-    def pass_by(self, seq: Sequence) -> None:
-        """Take back the blocks that no coming row of the sequence sees."""
+    def free_expired(self, seq: Sequence) -> None:
+        """Free the blocks that no later row of the sequence sees."""
         kv = seq.kv
-        for window, held in zip(self.windows, kv.windows, strict=True):
-            window.pass_by(held, seq.known_length, lambda rank: kv.room[rank] - len(kv.block_ids[rank]))
+        for group, window in zip(self.windows, kv.windows, strict=True):
+            group.free_expired(window, seq.known_length, lambda rank: kv.room[rank] - len(kv.block_ids[rank]))
 
     def tokens_within(self, seq: Sequence, num_tokens: int) -> int:
-        """Of a prompt's next tokens, at least one, those for which there are blocks in all groups with a limit."""
+        """Return how many of a prompt's next tokens, at least one, have blocks in all groups with a limit."""
         kv = seq.kv
         if not self.windows:
             return num_tokens
         num = -(-(seq.length + num_tokens) // self.block_tokens) - kv.num_blocks
         shares = kv.placement.shares(kv.last_owner, kv.num_blocks, num) if num > 0 else ()
-        for window, held in zip(self.windows, kv.windows, strict=True):
-            room = window.room(held)
+        for group, window in zip(self.windows, kv.windows, strict=True):
+            room = group.room(window)
             for rank, count, places in shares:
                 if count > room[rank]:
                     num = min(num, places.start + room[rank] * (places.step or 1))
@@ -226,16 +241,16 @@ class BlockPool:
         return min(num_tokens, (kv.num_blocks + max(num, 0)) * self.block_tokens - seq.length)
 
     def take(self, seq: Sequence) -> tuple[Block, ...] | None:
-        """The sequence's next KV block, in each group. None: there is none for it."""
+        """Take the sequence's next KV block in each group. None if a group has no block for it."""
         kv = seq.kv
         owner = self.next_owner(seq)
         allocator = self.allocators[owner]
         if self.windows:
-            self.pass_by(seq)
+            self.free_expired(seq)
             if not all(map(WindowGroup.has_room, self.windows, kv.windows, repeat(owner))):
                 return None
-        if kv.promised[owner]:
-            kv.promised[owner] -= 1
+        if kv.reserved[owner]:
+            kv.reserved[owner] -= 1
             block_id = allocator.take_reserved()
         elif allocator.available > 0:
             block_id = allocator.take()
@@ -252,50 +267,52 @@ class BlockPool:
             seq.unhashed.blocks.append(block)
         return block, *map(WindowGroup.take, self.windows, kv.windows, repeat(owner))
 
-    def take_free(self, seq: Sequence, length: int, left: int) -> tuple[Block, ...]:
-        """Take blocks for a sequence that may come to have `length` tokens, but leave `left` free blocks on each rank.
-        Returns them as steps have them."""
+    def take_free(self, seq: Sequence, length: int, spare: int) -> tuple[Block, ...]:
+        """Take blocks for `length` tokens of a sequence, but leave `spare` free blocks on each rank.
+
+        Returns the blocks as steps have them.
+        """
         taken = list[Block]()
         while seq.kv.num_blocks * self.block_tokens < length:
             self.choose_ranks(seq, seq.kv.num_blocks + 1)
             owner = self.next_owner(seq)
-            blocks = self.take(seq) if seq.kv.promised[owner] or self.allocators[owner].available > left else None
+            blocks = self.take(seq) if seq.kv.reserved[owner] or self.allocators[owner].available > spare else None
             if blocks is None:
                 break
             taken += blocks
         return tuple(taken)
 
-    def cut(self, seq: Sequence, *, is_promised: bool) -> None:
+    def cut(self, seq: Sequence, *, reserve_again: bool) -> None:
         """Take back the blocks behind a sequence's tokens, which were for draft tokens.
 
-        is_promised: the sequence is promised all blocks that it may need, and so is promised them again.
+        reserve_again: whether to reserve the blocks for the sequence again.
         """
         kv = seq.kv
         while kv.num_blocks > -(-seq.length // self.block_tokens):
             owner = kv.last_owner
             block_id = kv.block_ids[owner].pop()
             self.allocators[owner].release(array("q", [block_id]), 0)
-            if is_promised:
+            if reserve_again:
                 self.allocators[owner].reserve(1)
-                kv.promised[owner] += 1
+                kv.reserved[owner] += 1
             if self._names:
                 seq.unhashed.blocks.pop()
-            for window, held in zip(self.windows, kv.windows, strict=True):
-                window.cut(held)
+            for group, window in zip(self.windows, kv.windows, strict=True):
+                group.cut(window)
             kv.num_blocks -= 1
             kv.last_owner = kv.placement.owner((kv.num_blocks - 1) * self.block_tokens)
             kv.most_blocks = max(map(len, kv.block_ids))
 
     def take_needed(self, seq: Sequence) -> tuple[Block, ...]:
-        """Those that the sequence needs at its length and does not have yet, which may be many."""
+        """Take all blocks that the sequence needs at its length and does not have yet. There may be many."""
         kv = seq.kv
         num = -(-seq.length // self.block_tokens) - kv.num_blocks
         if num < 1:
             return ()
-        blocks, promised = [_UNKNOWN] * num, kv.promised
+        blocks = [_UNKNOWN] * num
         for rank, count, places in kv.placement.shares(kv.last_owner, kv.num_blocks, num):
-            reserved = min(count, promised[rank])
-            promised[rank] -= reserved
+            reserved = min(count, kv.reserved[rank])
+            kv.reserved[rank] -= reserved
             ids = self.allocators[rank].take_many(count, reserved)
             block_ids = kv.block_ids[rank]
             block_ids.extend(ids)
@@ -306,34 +323,34 @@ class BlockPool:
         kv.num_blocks += num
         if self._names:
             seq.unhashed.blocks.extend(blocks)
-        for window, held in zip(self.windows, kv.windows, strict=True):
+        for group, window in zip(self.windows, kv.windows, strict=True):
             for block in blocks:
-                window.take(held, block.owner)
+                group.take(window, block.owner)
         return tuple(blocks)
 
     def as_sent(self, seq: Sequence, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-        """The last blocks of a sequence as steps have them, see `Step`."""
-        held = (tuple(held.blocks)[-len(blocks) :] if blocks else () for held in seq.kv.windows)
-        return as_sent(blocks, [passed(blocks, each) for each in held])
+        """Return the last blocks of a sequence as a `Step` has them."""
+        windows = (tuple(window.blocks)[-len(blocks) :] if blocks else () for window in seq.kv.windows)
+        return as_sent(blocks, [with_expired(blocks, window) for window in windows])
 
     def release(self, seq: Sequence) -> None:
-        """Take back all that a sequence has and was promised."""
+        """Take back all blocks and reservations of a sequence."""
         kv = seq.kv
         for rank, allocator in enumerate(self.allocators):
             self._listed[rank] -= kv.room[rank]
-            allocator.release(kv.block_ids[rank], kv.promised[rank])
-        for window, held in zip(self.windows, kv.windows, strict=True):
-            window.release(held, seq.known_length)
+            allocator.release(kv.block_ids[rank], kv.reserved[rank])
+        for group, window in zip(self.windows, kv.windows, strict=True):
+            group.release(window, seq.known_length)
         seq.unhashed.blocks.clear()
 
     def name_of(self, seq: Sequence, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
-        """Let a sequence's blocks that follow each other be found, in all groups. start: see `name`."""
+        """Make consecutive blocks of a sequence findable, in all groups. start: see `name`."""
         self.name(blocks, hashes, start)
-        for window, held in zip(self.windows, seq.kv.windows, strict=True):
-            window.name(held, start // self.block_tokens, hashes)
+        for group, window in zip(self.windows, seq.kv.windows, strict=True):
+            group.name(window, start // self.block_tokens, hashes)
 
     def name(self, blocks: Items[Block], hashes: Items[bytes], start: int) -> None:
-        """Let blocks that follow each other be found by their hashes. start: the position of their first token."""
+        """Make consecutive blocks findable by their hashes. start: the position of their first token."""
         if self.record is not None:
             self.record.stored("pool", [content_hash for content_hash in hashes if content_hash not in self.index])
         set_hashes(self.allocators, blocks, hashes)
@@ -342,22 +359,22 @@ class BlockPool:
                 self.swaps.name(content_hash, start + index * self.block_tokens)
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """Add a holder, who calls `unshare`, to blocks that have one or are cached."""
+        """Add a holder to blocks that have one or are cached. The holder must call `unshare`."""
         for allocator, ids in zip(self.allocators, by_rank(blocks, len(self.allocators)), strict=True):
             allocator.share(ids)
 
     def unshare(self, blocks: Items[Block]) -> None:
-        """Take a holder from blocks, each once, in position order."""
+        """Remove a holder from blocks. `blocks` has each block once, in position order."""
         for allocator, ids in zip(self.allocators, by_rank(blocks, len(self.allocators)), strict=True):
             allocator.release(ids, 0)
 
     def borrow(self, blocks: tuple[Block, ...]) -> None:
-        """Keep a block, of all groups, which is copied in the next step, until that is made."""
+        """Hold a block of all groups, which the next step copies, until that step is made."""
         self._share_each(blocks)
         self._borrowed.append(blocks)
 
     def give_back_unused(self, blocks: tuple[Block, ...]) -> None:
-        """A block that was borrowed is not copied."""
+        """Release a borrowed block that will not be copied."""
         self._borrowed.remove(blocks)
         self._unshare_each(blocks)
 
@@ -372,13 +389,13 @@ class BlockPool:
             window.share([block])
 
     def swaps_of_step(self, turn: Turn) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
-        """What is swapped out and in with the turn's step, in all groups. The first group decides before the others."""
-        of_all = [self.swaps, *(swaps for window in self.windows for swaps in window.swaps)]
-        out, back = zip(*(swaps.of_step(turn) for swaps in of_all), strict=True)
+        """Return what the turn's step swaps out and in, in all groups. Group 0 decides before the others."""
+        all_swaps = [self.swaps, *(swaps for window in self.windows for swaps in window.swaps)]
+        out, back = zip(*(swaps.of_step(turn) for swaps in all_swaps), strict=True)
         return sum(out, ()), sum(back, ())
 
     def give_back(self, turn: Turn) -> None:
-        """What was borrowed of those who take the turn's step."""
+        """Release the borrowed blocks of the ranks that take the turn's step."""
         borrowed, self._borrowed = self._borrowed, []
         for blocks in borrowed:  # one may have been borrowed more than once
             if turn.has((blocks[0].owner,)):
@@ -387,7 +404,7 @@ class BlockPool:
                 self._borrowed.append(blocks)
 
     def changes(self) -> CacheChanges:
-        """What can be found, or no longer, since the last call. Somebody records it."""
+        """Return what has become findable, or is findable no longer, since the last call. Needs a record."""
         assert self.record is not None
         index, swapped = self.index, self.swaps.index
         leaving = {content_hash for _, content_hash in self.swaps.evicted}
@@ -398,12 +415,12 @@ class BlockPool:
         )
 
     def _is_found_in(self, window: WindowGroup, content_hash: bytes) -> bool:
-        """Whether a request that begins with the block of this content finds it in a group with a limit."""
+        """Return whether a request that begins with the block of this content finds it in a group with a limit."""
         block = self.index.get(content_hash) or self.swaps.index.get(content_hash)
         return block is not None and window.is_found(block.owner, content_hash)
 
     def forget(self) -> None:
-        """Let all cached blocks be free."""
+        """Free all cached blocks."""
         for allocator in self.allocators:
             allocator.forget()
         for window in self.windows:

@@ -1,4 +1,4 @@
-"""What the prefix cache has stored and removed, for whoever wants to know what it would find."""
+"""Records what the prefix cache stores and removes, for subscribers outside of the engine."""
 
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Items
@@ -13,9 +13,9 @@ Tier = Literal["pool", "swap"]
 class BlockContent(NamedTuple):
     """The content of a KV block that has a hash.
 
-    parent: the hash of the block before it; None for the first block of a prompt. token_bytes: its tokens, int32 in
-    this machine's byte order. keys: what its hash depends on beside them: the prompt's salt, in the first block, and
-    the digests of the images in it.
+    parent: the hash of the block before it. None for the first block of a prompt.
+    token_bytes: its tokens, int32 in this machine's byte order. keys: everything else that its hash depends on: the
+    prompt's salt, in the first block, and the digests of the images in it.
     """
 
     parent: bytes | None
@@ -24,7 +24,7 @@ class BlockContent(NamedTuple):
 
 
 class StoredBlock(NamedTuple):
-    """A block that can be found from now on.
+    """A block that has become findable.
 
     group: its KV group. 0: layers whose rows see everything; then those with a limit, in their order.
     """
@@ -36,7 +36,7 @@ class StoredBlock(NamedTuple):
 
 
 class RemovedBlock(NamedTuple):
-    """A block that is found no longer. group: see `StoredBlock`."""
+    """A block that is findable no longer. group: see `StoredBlock`."""
 
     tier: Tier
     content_hash: bytes
@@ -74,7 +74,7 @@ class CacheRecord:
     def learn(
         self, hashes: Items[bytes], parent: bytes | None, token_bytes: bytes, start: int, request: Request
     ) -> None:
-        """Know the contents of blocks of a request that follow each other, before they are stored.
+        """Remember the contents of consecutive blocks of a request, before they are stored.
 
         Args:
             hashes: those of the blocks.
@@ -91,12 +91,12 @@ class CacheRecord:
             parent = content_hash
 
     def know(self, content_hash: bytes, content: BlockContent) -> None:
-        """Know the content of a block, before it is stored."""
+        """Remember the content of a block, before it is stored."""
         self.contents[content_hash] = content
         self._doubtful.add(content_hash)
 
     def stored(self, tier: Tier, hashes: Iterable[bytes]) -> None:
-        """Blocks can be found from now on."""
+        """Record that blocks have become findable."""
         for content_hash in hashes:
             self.touch(content_hash)
             if (tier, content_hash) in self._removed:
@@ -105,7 +105,7 @@ class CacheRecord:
                 self._stored[tier, content_hash] = None
 
     def removed(self, tier: Tier, content_hash: bytes) -> None:
-        """A block is found no longer."""
+        """Record that a block is findable no longer."""
         self.touch(content_hash)
         self._doubtful.add(content_hash)
         if (tier, content_hash) in self._stored:
@@ -114,7 +114,7 @@ class CacheRecord:
             self._removed[tier, content_hash] = None
 
     def touch(self, content_hash: bytes) -> None:
-        """A block may be found or no longer, in a KV group with a limit."""
+        """Note that a block may have become findable or unfindable in a KV group with a limit."""
         if self._of_windows:
             self._touched[content_hash] = None
 
@@ -124,7 +124,7 @@ class CacheRecord:
         leaving: Collection[bytes],
         windows: Items[Callable[[bytes], bool]] = (),
     ) -> CacheChanges:
-        """The changes since the last call.
+        """Return the changes since the last call.
 
         Args:
             is_found: whether a block with this hash can be found.
@@ -155,7 +155,7 @@ class CacheRecord:
 
 
 def _keys(request: Request, start: int, stop: int) -> tuple[str, ...]:
-    """The keys of a request's block with the tokens from `start` to `stop`."""
+    """Return the keys of a request's block with the tokens from `start` to `stop`."""
     salt = request.service.cache_salt
     salts = (salt,) if salt and not start else ()
     return salts + tuple(image.digest.hex() for image in request.images if image.start < stop and start < image.stop)

@@ -1,4 +1,4 @@
-"""The hashes by which the KV blocks of a prompt are found in the prefix cache."""
+"""Content hashes of a prompt's KV blocks, by which the prefix cache finds them."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -9,11 +9,11 @@ from operator import ne
 from longhelix.scheduler.request import ImageSpan, Request
 from longhelix.scheduler.step import TOKEN_BYTES
 
-_HASHED_AT_ONCE = 16  # blocks, where the next hash of a prompt is asked for
+_HASHED_AT_ONCE = 16  # blocks
 
 
 class Chain:
-    """The hashes of the blocks that a prompt fills, computed as they are asked for.
+    """The hashes of the blocks that a prompt fills, computed on demand.
 
     A block's hash is the SHA-256 of the hash before it, the digests of the images that begin in it, and its tokens.
 
@@ -31,23 +31,23 @@ class Chain:
 
     @property
     def num_hashed(self) -> int:
-        """How many of the blocks have been hashed."""
+        """Number of blocks that have been hashed."""
         return len(self._hashes)
 
     def __getitem__(self, index: int) -> bytes:
-        """The hash of a block that has been hashed, or of the next one."""
+        """Return the hash of a block that has been hashed, or of the next one."""
         if index == len(self._hashes):
             self._hash(min(_HASHED_AT_ONCE, self.num_blocks - index))
         return self._hashes[index]
 
     def since(self, start: int) -> Iterator[bytes]:
-        """The hashes of all blocks from `start` on, each computed when it is asked for."""
+        """Yield the hashes of all blocks from `start` on, computed on demand."""
         hashes = self._hashes
         for index in range(start, self.num_blocks):
             yield hashes[index] if index < len(hashes) else self[index]
 
     def is_behind(self, other: "Chain") -> bool:
-        """Whether both prompts have the same blocks so far, and the other one has more hashes."""
+        """Return whether both prompts have the same blocks so far, and the other one has more hashes."""
         at = self.num_hashed
         return at < other.num_hashed and self.before(at) == other.before(at)
 
@@ -58,12 +58,12 @@ class Chain:
         """
         if self._request.images or other._request.images:
             return
-        tokens, others = self._request.prompt_token_ids, other._request.prompt_token_ids
+        tokens, other_tokens = self._request.prompt_token_ids, other._request.prompt_token_ids
         same, most = self.num_hashed, min(self.num_blocks, other.num_hashed)
         num_blocks = most - same  # that are compared next
         while num_blocks:
             start, stop = same * self._block_tokens, (same + num_blocks) * self._block_tokens
-            if tokens[start:stop] == others[start:stop]:
+            if tokens[start:stop] == other_tokens[start:stop]:
                 same += num_blocks
                 num_blocks = min(num_blocks, most - same)
             else:
@@ -71,18 +71,18 @@ class Chain:
         self._hashes += other._hashes[self.num_hashed : same]
 
     def before(self, index: int) -> bytes:
-        """The hash before a block."""
+        """Return the hash before a block."""
         return self._hashes[index - 1] if index else self.root
 
     def all(self) -> list[bytes]:
-        """The hashes of all blocks."""
+        """Return the hashes of all blocks."""
         if self.num_hashed < self.num_blocks:
             self._hash(self.num_blocks - self.num_hashed)
         return self._hashes
 
     def num_same(self, start: int, most_blocks: int, hashes: Items[bytes]) -> int:
-        """How many of these hashes the prompt's blocks have, from block `start` on and before block `most_blocks`."""
-        # No loop in Python over those that are known, which may be a hundred thousand.
+        """Return how many blocks from `start` to `most_blocks` have the given hashes, up to the first difference."""
+        # Known hashes are compared without a loop in Python, because there may be a hundred thousand.
         known = self._hashes[start : min(start + len(hashes), most_blocks)]
         same = next(compress(count(), map(ne, known, hashes)), len(known))
         if same == len(known):
@@ -123,5 +123,5 @@ def block_hashes(
 
 
 def _digests(images: Items[ImageSpan], start: int, stop: int) -> bytes:
-    """The digests of the images that begin from position `start` up to `stop`."""
+    """Return the digests of the images that begin from position `start` up to `stop`."""
     return b"".join(image.digest for image in images if start <= image.start < stop)

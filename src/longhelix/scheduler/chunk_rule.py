@@ -10,31 +10,30 @@ from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.work import Cost
 
-# Steps without decodes may take so many times the target: nobody waits for a next token, and newcomers for the step.
+# Steps without decodes may take this multiple of the target, because no request waits for its next token.
 _ALONE = 4.0
 
 
 class ChunkRule(Protocol):
-    """adapts: whether sizes depend on the step's target."""
+    """Decides the sizes of chunks. adapts: whether sizes depend on the step's target."""
 
     @property
     def adapts(self) -> bool: ...
 
     def sizes(self, prompts: Items[Sequence], beside: AnyLoad, target_s: float) -> list[int]:
-        """Tokens of each of `prompts`, the first to be served first, in a step that also computes `beside` and is to
-        take `target_s`.
+        """Return the number of tokens of each prompt in a step that also computes `beside` and should take `target_s`.
 
-        At least one size is above 0: a step may be for prompts alone.
+        Prompts are in the order of service. At least one size is above 0, because a step may have only prompts.
         """
         ...
 
 
 @dataclass(frozen=True)
 class FixedChunks:
-    """`budget_tokens` in every step, however long that takes.
+    """Computes `budget_tokens` prompt tokens in every step, however long that takes.
 
-    Each rank that has prompts to itself gets an even share of the budget, and so do all spread prompts together: no
-    rank waits while another computes. What a share leaves over goes to the first.
+    Each rank with local prompts gets an even share of the budget, and all spread prompts together get one too, so that
+    no rank waits while another computes. Unused parts of shares go to the first prompts.
     """
 
     adapts: ClassVar[bool] = False
@@ -46,11 +45,10 @@ class FixedChunks:
 
 @dataclass
 class AdaptiveChunks:
-    """As many tokens as a step can compute in its target by `cost`, shared as `FixedChunks` does; so chunks shrink as
-    attention to what is before them grows (Mnemosyne, arXiv 2409.17264, section 4.2).
+    """Computes as many tokens as a step can within its target by `cost`, shared as in `FixedChunks`.
 
-    Never more than `most_tokens`, nor fewer than `least_tokens`: where decodes alone take too long, prompts get on all
-    the same.
+    So chunks shrink as attention to earlier tokens grows (Mnemosyne, arXiv 2409.17264, section 4.2). A step has at most
+    `most_tokens`, and at least `least_tokens`, so that prompts make progress even if decodes alone take too long.
     """
 
     adapts: ClassVar[bool] = True
@@ -60,13 +58,13 @@ class AdaptiveChunks:
     _last_tokens: int = field(default=0, init=False)  # of the last step, near which the search begins
 
     def sizes(self, prompts: Items[Sequence], beside: AnyLoad, target_s: float) -> list[int]:
-        left = sum([seq.prompt_left for seq in prompts])
+        num_left = sum([seq.prompt_left for seq in prompts])
         target_s *= 1.0 if beside.has_decodes else _ALONE
-        most = min(self.most_tokens, left)
+        most = min(self.most_tokens, num_left)
         budgets = _budgets(min(self.least_tokens, most), most)
         fits, beyond = 0, len(budgets)
         behind = bisect_right(budgets, self._last_tokens)
-        near = [behind, behind - 1]  # two tries do, where the last step's budget is this one's
+        near = [behind, behind - 1]  # two tries suffice if the budget is that of the last step
         while beyond - fits > 1:
             tried = near.pop() if near else (fits + beyond) // 2
             if not fits < tried < beyond:
@@ -88,33 +86,34 @@ class AdaptiveChunks:
 
 @lru_cache
 def _budgets(least: int, most: int) -> list[int]:
-    """Sizes to choose from: by an eighth of themselves apart, and multiples of 16, because kernels like them; below
-    that, of 4, for prompts behind which even 16 tokens take too long."""
-    found = [least]
-    while found[-1] < most:
-        step = 4 if found[-1] < 16 else max(16, 1 << max(found[-1].bit_length() - 4, 0))
-        found.append(min((found[-1] // step + 1) * step, most))
-    return found
+    """Return the budgets to choose from. They grow by an eighth, in multiples of 16, which are efficient for kernels.
+
+    Below 16 they are multiples of 4, for prompts so long that even 16 tokens take too long.
+    """
+    budgets = [least]
+    while budgets[-1] < most:
+        step = 4 if budgets[-1] < 16 else max(16, 1 << max(budgets[-1].bit_length() - 4, 0))
+        budgets.append(min((budgets[-1] // step + 1) * step, most))
+    return budgets
 
 
 def _shared(budget_tokens: int, prompts: Items[Sequence]) -> list[int]:
-    """An even share of the budget to each rank that has prompts to itself, one to all spread prompts together, and what
-    these leave over to the first."""
+    """Return the sizes of chunks that share a budget, as `FixedChunks` describes."""
     if len(prompts) == 1:
         return [min(prompts[0].prompt_left, budget_tokens)]
     sharers = {seq.kv.placement.home for seq in prompts}
     if len(sharers) == 1 and prompts[0].prompt_left >= budget_tokens:
         return [budget_tokens] + [0] * (len(prompts) - 1)
-    left = dict.fromkeys(sharers, budget_tokens // len(sharers))
+    shares = dict.fromkeys(sharers, budget_tokens // len(sharers))
     sizes = []
     for seq in prompts:
-        sizes.append(min(seq.prompt_left, left[seq.kv.placement.home]))
-        left[seq.kv.placement.home] -= sizes[-1]
-    over = budget_tokens - sum(sizes)
+        sizes.append(min(seq.prompt_left, shares[seq.kv.placement.home]))
+        shares[seq.kv.placement.home] -= sizes[-1]
+    unused = budget_tokens - sum(sizes)
     for index, seq in enumerate(prompts):
-        if not over:
+        if not unused:
             break
-        more = min(seq.prompt_left - sizes[index], over)
-        sizes[index] += more
-        over -= more
+        added = min(seq.prompt_left - sizes[index], unused)
+        sizes[index] += added
+        unused -= added
     return sizes

@@ -1,4 +1,4 @@
-"""Which guides ranks have compiled. They compile the others within a step, in which everybody waits: few in each."""
+"""Tracks which guides ranks have compiled, and limits how many new ones they compile in a step."""
 
 from collections.abc import Iterable
 
@@ -6,31 +6,36 @@ from longhelix.scheduler.guide import Guide, KeptGuides
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.step import NewSequence
 
-_MOST_S = 0.02  # a quarter of the time between tokens that nobody asked for
+_MOST_S = 0.02  # a quarter of the default time between tokens
 
 
 class CompiledGuides:
-    """What ranks compile within a step takes 20 ms at the most, or is one guide.
+    """Limits the guides that ranks compile in a step to 20 ms, or to one guide, because all requests wait meanwhile.
 
-    The ranks that sample a request's tokens compile its guide when they hear of it, unless they have kept it
-    (`KeptGuides`, told the same here; that a text follows a guide, ranks may find later, and so keep more). clocks:
-    into how many parts ranks fall that may be in different steps; each has guides of its own.
+    The ranks that sample a request's tokens compile its guide when it starts, unless they have kept it (`KeptGuides`,
+    which gets the same calls here; ranks may notice later that a text follows a guide, and so keep more guides).
+
+    clocks: number of groups of ranks that may be in different steps. Each group has its own guides.
     """
 
     def __init__(self, clocks: int) -> None:
         self._kept = [KeptGuides[None]() for _ in range(clocks)]
-        self._unheard: list[dict[int, Guide]] = [{} for _ in range(clocks)]  # of requests that begin with the next step
-        self._missing: list[dict[Guide, float]] = [{} for _ in range(clocks)]  # of these guides, and what each takes
+        self._unheard: list[dict[int, Guide]] = [
+            {} for _ in range(clocks)
+        ]  # guides of requests that begin with the next step
+        self._missing: list[dict[Guide, float]] = [
+            {} for _ in range(clocks)
+        ]  # those that ranks must compile, with seconds
 
     def may_begin(self, request: Request, clock: int) -> bool:
-        """Whether a request may begin with the next step, beside those that do already."""
+        """Return whether a request may begin with the next step, beside those that already do."""
         guide, missing = request.sampling.guide, self._missing[clock]
         if guide is None or not missing or guide in missing or guide in self._kept[clock]:
             return True
         return sum(missing.values()) + request.guide_s <= _MOST_S
 
     def begin(self, request: Request, clock: int) -> None:
-        """A request begins with the next step."""
+        """Note that a request begins with the next step."""
         guide = request.sampling.guide
         if guide is None:
             return
@@ -39,22 +44,22 @@ class CompiledGuides:
         self._unheard[clock][request.id] = guide
 
     def end(self, request_id: int) -> None:
-        """A request has ended, perhaps before ranks have heard of it: then they were not told its guide."""
+        """Note that a request has ended. If its first step was not made yet, the ranks do not compile its guide."""
         for unheard, missing in zip(self._unheard, self._missing, strict=True):
             guide = unheard.pop(request_id, None)
             if guide is not None and guide not in unheard.values():
                 missing.pop(guide, None)
 
     def heard(self, new: Iterable[NewSequence]) -> None:
-        """A step begins these sequences."""
+        """Note that a step with these new sequences was made."""
         clocks = set()
-        for one in new:
-            if one.sampling.guide is not None:
-                clock = one.instances[0] if one.instances else 0
-                self._kept[clock].want(one.sampling.guide, lambda guide: None)
-                self._kept[clock].follow(one.sampling.guide)
+        for seq in new:
+            if seq.sampling.guide is not None:
+                clock = seq.instances[0] if seq.instances else 0
+                self._kept[clock].want(seq.sampling.guide, lambda guide: None)
+                self._kept[clock].follow(seq.sampling.guide)
                 clocks.add(clock)
-        for clock in clocks:  # whose ranks hear of all that they have to
+        for clock in clocks:  # their ranks get all pending guides with this step
             self._unheard[clock].clear()
             self._missing[clock].clear()
             self._kept[clock].trim()

@@ -12,28 +12,39 @@ from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.spec.attention import Visibility
 from longhelix.values import above_zero, flag, one_of, seconds, weight, whole
 
-_MANY_BLOCKS = 2**18  # their ids take some 50 MB
-DEFAULT_TBT_S = 0.08  # between tokens, where nobody asked for a time
+_MANY_BLOCKS = 2**18  # whose ids take about 50 MB
+DEFAULT_TBT_S = 0.08  # target time between tokens, if neither the engine nor the request has one
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """`num_blocks` is each KVP rank's pool, `chunk_tokens` the most prompt tokens of one step over all requests.
-    windows: the groups of layers whose rows see only some tokens, each with pools of its own; `num_blocks` is then that
-    of the other layers.
+    """The settings of the scheduler.
 
-    policy: which request goes first. adaptive: a step has as many prompt tokens as it can compute within
-    `tbt_target_s`, or, where that is None, within 80 ms or twice what its decodes take alone. slo_scale: the deadline
-    of a request that has none of its own, in predicted prefills of it alone, but at least 1 s. client_weights: of
-    clients' shares, where they are not 1. prefix_cache: requests share KV blocks with what has run before;
-    swap_blocks: of those whose room is needed, each KVP rank keeps so many elsewhere.
-
-    growth_limit_tokens: what a KVP rank has of a growing request before the next one joins; None: each request's time
-    between tokens decides, and never more than an even share of `max_model_len`.
-    placement: that of all requests, or "auto": chosen for each request by its length (`placement_by_length`), growing
-    by `kvp_threshold_tokens` a rank. batch_invariant: every request that may spread begins on rank 0, because merges
-    add up in the order of the ranks. pp: pipeline stages, each of which has such pools. own_clocks: KVP ranks, each
-    with a copy of the FFN, step by themselves where they share no request.
+    Attributes:
+        kvp: Number of KVP ranks.
+        num_blocks: KV blocks in each KVP rank's pool, for layers whose rows see everything.
+        max_model_len: The most tokens of a request, prompt and answer.
+        block_tokens: Tokens of a KV block.
+        chunk_tokens: The most prompt tokens of one step over all requests.
+        max_running: The most running requests.
+        placement: The placement of all requests, or "auto", which chooses one for each request by its length
+            (`placement_by_length`), growing by `kvp_threshold_tokens` per rank.
+        growth_limit_tokens: Tokens of a growing request on a KVP rank before the next rank joins. None: each request's
+            time between tokens decides, up to an even share of `max_model_len`.
+        kvp_threshold_tokens: The longest request that "auto" places on one rank.
+        batch_invariant: Requests that may spread begin on rank 0, because merges add up in the order of the ranks.
+        policy: Which request goes first.
+        adaptive: A step has as many prompt tokens as it can compute within `tbt_target_s`. If that is None, within
+            80 ms or twice the time of its decodes alone.
+        tbt_target_s: Target time between tokens in seconds.
+        slo_scale: The deadline of a request without its own, in predicted prefills of the request alone, but at least
+            1 s.
+        client_weights: Weights of clients' shares, if they are not 1.
+        prefix_cache: Requests share KV blocks with earlier ones.
+        swap_blocks: Evicted blocks that each KVP rank keeps outside of its pool.
+        pp: Pipeline stages. Each has such pools.
+        own_clocks: KVP ranks with a copy of the FFN each step by themselves unless they share a request.
+        windows: The groups of layers whose rows see only some tokens. Each group has its own pools.
     """
 
     kvp: int
@@ -78,18 +89,20 @@ class SchedulerConfig:
         if self.tbt_target_s is not None:
             object.__setattr__(self, "tbt_target_s", seconds("tbt_target", self.tbt_target_s))
         object.__setattr__(self, "slo_scale", above_zero("slo_scale", self.slo_scale))
-        weights = {name: weight(f"the weight of client {name!r}", each) for name, each in self.client_weights.items()}
+        weights = {name: weight(f"the weight of client {name!r}", share) for name, share in self.client_weights.items()}
         object.__setattr__(self, "client_weights", weights)
-        self.place(1, 1, start=0)  # refuses a placement that cannot be
+        self.place(1, 1, start=0)  # rejects an impossible placement
 
     @property
     def clocks(self) -> int:
-        """Into how many parts the ranks fall that may be in different steps."""
+        """Number of groups of ranks that may be in different steps."""
         return self.kvp if self.own_clocks else 1
 
     def with_pools(self, num_blocks: int, windows: tuple[KVWindow, ...] = ()) -> "SchedulerConfig":
-        """The same with pools of so many KV blocks. No rank is meant to have more of a request than its pool holds, so
-        that whoever fits into all pools together is not refused."""
+        """Return the settings with pools of `num_blocks` KV blocks.
+
+        Limits are lowered to the size of a pool, so that a request that fits into all pools together is not rejected.
+        """
         tokens, limit = num_blocks * self.block_tokens, self.growth_limit_tokens
         return replace(
             self,
@@ -100,7 +113,7 @@ class SchedulerConfig:
         )
 
     def placement_of(self, prompt_tokens: int, capacity_tokens: int, limit_tokens: int | None = None) -> str:
-        """The name of the placement of a request of these lengths. limit_tokens: see `place`."""
+        """Return the name of the placement of a request of these lengths. limit_tokens: see `place`."""
         if self.placement != "auto":
             return self.placement
         if limit_tokens is not None:
@@ -115,8 +128,15 @@ class SchedulerConfig:
         later: tuple[int, ...] = (),
         limit_tokens: int | None = None,
     ) -> Placement:
-        """A request's placement, beginning on KVP rank `start`. later: see `Growing`. limit_tokens: its own growth
-        limit, if it has one."""
+        """Return a request's placement that begins on KVP rank `start`.
+
+        Args:
+            prompt_tokens: Tokens of its prompt.
+            capacity_tokens: The most tokens of its prompt and its answer.
+            start: The first KVP rank.
+            later: See `Growing`.
+            limit_tokens: Its own growth limit, if it has one.
+        """
         name = self.placement_of(prompt_tokens, capacity_tokens, limit_tokens)
         if limit_tokens is None:
             limit_tokens = self.growth_limit_tokens
@@ -135,41 +155,44 @@ class SchedulerConfig:
         the pool of the other layers.
 
         Args:
-            num_blocks: size of the pool of the other layers, in KV blocks of each rank.
-            with_ends: whether the pool also has room for the windows of as many finished requests, if there is a
+            visibilities: What the rows of each group see.
+            num_blocks: Size of the pool of the other layers, in KV blocks of each rank.
+            with_ends: Whether the pool also has room for the windows of as many finished requests, if there is a
                 prefix cache.
         """
         ends = self.max_running * (2 if self.prefix_cache and with_ends else 1)
         return tuple(
             KVWindow(
-                one,
-                num_blocks=min(ends * self._span_blocks(one) + self.most_chunk_blocks, num_blocks),
+                visibility,
+                num_blocks=min(ends * self._span_blocks(visibility) + self.most_chunk_blocks, num_blocks),
                 num_slots=self.swap_blocks,
             )
-            for one in visibilities
+            for visibility in visibilities
         )
 
     @property
     def window_tokens(self) -> list[int]:
-        """The most tokens of a request that decodes which a rank keeps in each group with a limit, in whole blocks."""
+        """The most tokens of a decoding request that a rank keeps in each group with a limit, in whole blocks."""
         return [self.block_tokens * self._span_blocks(window.visibility) for window in self.windows]
 
     def _span_blocks(self, visibility: Visibility) -> int:
-        """The most blocks of a rank that a request needs at once in a group."""
+        """Return the most blocks of a rank that a request needs at once in a group."""
         blocks = span_blocks(visibility, self.block_tokens)
         return -(-blocks // self.kvp) if self.placement == "striped" else blocks
 
     @property
     def most_listed_blocks(self) -> int:
-        """KV blocks on each KVP rank that are enough for all running requests and as many ended ones of the longest
-        length, or for two of these, or for some million tokens. For models all of whose layers have limits: the blocks
-        of others then take no memory but that of their ids."""
+        """Number of KV blocks of a KVP rank for models in which all layers have limits.
+
+        Other layers' blocks then take only the memory of their ids. The number suffices for all running requests of the
+        longest length and as many ended ones. It is capped at some million tokens, or two such requests.
+        """
         longest = -(-self.longest_local_tokens // self.block_tokens)
         return min(2 * self.max_running * longest, max(_MANY_BLOCKS, 2 * longest))
 
     @property
     def most_chunk_blocks(self) -> int:
-        """The most new KV blocks of one rank that the chunks of a step may need, but for those that are begun."""
+        """The most KV blocks of one rank that the chunks of a step may begin."""
         blocks = -(-self.chunk_tokens // self.block_tokens)
         return -(-blocks // self.kvp) if self.placement == "striped" else blocks
 
@@ -193,7 +216,7 @@ class SchedulerConfig:
 
     @property
     def longest_request_tokens(self) -> int:
-        """The most tokens, prompt and new ones, that every request may have: max_model_len, or what the pools hold."""
+        """The most tokens, prompt and answer, that any request may have: max_model_len, or what the pools hold."""
         pool_tokens = self.num_blocks * self.block_tokens
 
         def exceeds(capacity_tokens: int) -> bool:

@@ -1,20 +1,20 @@
-"""A cost that is corrected by what steps took."""
+"""A cost that is corrected by the measured time of steps."""
 
 from statistics import median_low
 
 from longhelix.scheduler.work import Cost, Work
 
-_STEPS = 20  # a factor is the middle one of these at first, and then goes so small a part of the way with each one more
-_FARTHEST = 16.0  # from the prediction, either way
-_ODD = 40.0  # steps that took so many times as long say something of other things: a suspended machine, a compiler
+_STEPS = 20  # a factor is the median of this many steps at first, and then follows with this time constant
+_FARTHEST = 16.0  # the largest factor, and the inverse of the smallest
+_ODD = 40.0  # slower steps by this factor are ignored: the machine was suspended, or a compiler ran
 
 
 class CorrectedCost:
-    """`cost`, times a factor for steps of decodes alone and one for steps with chunks of prompts.
+    """Multiplies `cost` by one factor for steps with only decodes, and another for steps with chunks of prompts.
 
-    Each factor is what steps took beside what was predicted, of machines that nobody has calibrated too: the median of
-    the prediction itself and the first twenty, so that one odd step is none, and then it follows slowly. It changes
-    chunk sizes, and no token.
+    A factor is the measured time relative to the prediction, which also corrects for machines without calibration. At
+    first, it is the median of 1 and the first twenty ratios, so one odd step has no effect. Then it follows slowly.
+    It changes chunk sizes, but no tokens.
     """
 
     def __init__(self, cost: Cost) -> None:
@@ -33,7 +33,7 @@ class CorrectedCost:
         return self._cost.seconds(work) * (self.chunk_factor if work.chunk_rows else self.decode_factor)
 
     def observe(self, work: Work, taken_s: float) -> None:
-        """A step took so long. One without rows says nothing."""
+        """Update a factor with the time of a step. Steps without rows are ignored."""
         if not work.rows:
             return
         predicted_s = self._cost.seconds(work)

@@ -1,4 +1,4 @@
-"""In how many parts a step attends. Each part is exchanged while the next one attends (HOP-B)."""
+"""Chooses in how many parts a step attends. Each part is exchanged while the next one attends (HOP-B)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,17 +8,19 @@ from longhelix.scheduler.work import Work
 
 
 class CostByParts(Protocol):
-    """What time steps take by the number of parts in which they attend."""
+    """Predicts the time of steps by the number of parts in which they attend."""
 
     def by_parts(self, work: Work) -> Callable[[float], float]:
-        """Seconds of `work` in a number of parts."""
+        """Return the seconds of `work` as a function of the number of parts."""
         ...
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Chooses the number of parts that takes the fewest seconds by `cost`, or `most` parts where that is given, but
-    never more than the rows of the work allow. 1 where a second exchange does not pay."""
+    """Chooses the fastest number of parts by `cost`, or `most` parts if given, within what the rows allow.
+
+    The number is 1 if a second exchange does not pay.
+    """
 
     cost: CostByParts
     most: int | None = None
@@ -28,7 +30,7 @@ class Cut:
         return self._fastest(work, possible) if self.most is None else min(self.most, possible)
 
     def _fastest(self, work: Work, possible: int) -> int:
-        """The best of 1, the powers of two, and `possible`. Beyond the best number, more parts take longer."""
+        """Return the best of 1, the powers of two, and `possible`. Stops at the first number that is slower."""
         seconds = self.cost.by_parts(work)
         best, best_s = 1, seconds(1)
         while best < possible:

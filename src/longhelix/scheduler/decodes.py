@@ -1,4 +1,4 @@
-"""The sequences that decode: each has one row in every step."""
+"""Sets of sequences that decode, with one row of each in every step."""
 
 import math
 from collections import Counter, defaultdict
@@ -8,13 +8,15 @@ from longhelix.scheduler.work import Work
 
 
 class Decodes:
-    """A set of sequences that grow by one token in every round. A round costs only what it changes, however many
-    sequences there are.
+    """A set of sequences that grow by one token in every round.
 
-    A sequence is looked at only in the rounds in which it is due: when its row needs a KV block, and after its last
-    row. In between, its length follows from the number of rounds.
+    A round visits only the sequences that are due in it: when a row needs a KV block, and after the last row. In
+    between, the length of a sequence follows from the number of rounds.
 
-    num_even: sequences whose KV is spread evenly; kv_tokens: of these; rank_tokens: of the others, by KVP rank.
+    Attributes:
+        num_even: Number of sequences whose KV is spread evenly.
+        kv_tokens: KV tokens of these sequences.
+        rank_tokens: KV tokens of the other sequences, by KVP rank.
     """
 
     def __init__(self, block_tokens: int, kvp: int) -> None:
@@ -27,7 +29,7 @@ class Decodes:
         self.kv_tokens = 0
         self.rank_tokens = [0] * kvp
         self.num_even = 0
-        self._num_writing = [0] * kvp  # of the others, those that write to each rank
+        self._num_writing = [0] * kvp  # of the other sequences, by the rank that they write to
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -37,29 +39,29 @@ class Decodes:
 
     @property
     def most_blocks(self) -> int:
-        """The most KV blocks that any of the sequences has on one rank."""
+        """The most KV blocks that any sequence has on one rank."""
         if self._most_blocks is None:
             self._most_blocks = max((seq.kv.most_blocks for seq in self._sequences), default=0)
         return self._most_blocks
 
     @property
     def tbt_slo_s(self) -> float:
-        """The least time between tokens that any of the sequences asks for."""
+        """The shortest time between tokens that any sequence asks for. Infinite if none does."""
         return min(self._tbt_slos_s, default=math.inf)
 
     def has_more_rows(self, seq: Sequence) -> bool:
-        """Whether one of the sequences has not had its last row."""
+        """Return whether a sequence of the set has rows after this round."""
         schedule = seq.schedule
         return seq.length + self._round - schedule.looked_at < schedule.num_rows
 
     @property
     def work(self) -> Work:
-        """That of a row of each."""
+        """The work of a row of each sequence."""
         rows = len(self._sequences)
         return Work(rows, self.kv_tokens, sampled_rows=rows)
 
     def next_growing(self) -> list[Sequence]:
-        """The sequences whose row in the next round needs a KV block."""
+        """Return the sequences whose row in the next round needs a KV block."""
         next_round = self._round + 1
         return [
             seq
@@ -69,12 +71,14 @@ class Decodes:
         ]
 
     def longest(self) -> Sequence | None:
-        """The longest of the sequences that have more rows; of equal ones that which came first."""
-        left = (seq for seq in self._sequences if self.has_more_rows(seq))
-        return max(left, key=lambda seq: (seq.length + self._round - seq.schedule.looked_at, -seq.id), default=None)
+        """Return the longest sequence that has more rows. Among equally long ones, the one with the lowest id."""
+        unfinished = (seq for seq in self._sequences if self.has_more_rows(seq))
+        return max(
+            unfinished, key=lambda seq: (seq.length + self._round - seq.schedule.looked_at, -seq.id), default=None
+        )
 
     def join(self, seq: Sequence) -> None:
-        """From the next round on, the sequence has a row."""
+        """Add a sequence, which has a row from the next round on."""
         if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:
             self._tbt_slos_s[tbt_slo_s] += 1
         self._sequences.add(seq)
@@ -83,17 +87,17 @@ class Decodes:
         self._look(seq)
 
     def grew(self, seq: Sequence) -> None:
-        """The sequence has the KV block that its row of this round needs."""
+        """Note that a sequence got the KV block that its row of this round needs."""
         kv, schedule = seq.kv, seq.schedule
         if not kv.placement.even and kv.last_owner != schedule.counted_on:
-            for rank, more in ((schedule.counted_on, -1), (kv.last_owner, 1)):
-                self.rank_tokens[rank] += more
-                self._num_writing[rank] += more
+            for rank, change in ((schedule.counted_on, -1), (kv.last_owner, 1)):
+                self.rank_tokens[rank] += change
+                self._num_writing[rank] += change
             schedule.counted_on = kv.last_owner
         self._look(seq)
 
     def _look(self, seq: Sequence) -> None:
-        """Set the round in which a sequence is due, from the KV blocks that it has now."""
+        """Set the next round in which a sequence is due, from the KV blocks that it has now."""
         kv, schedule = seq.kv, seq.schedule
         schedule.due = self._round + 1 + min(kv.num_blocks * self._block_tokens, schedule.num_rows) - seq.length
         self._due[schedule.due].append(seq)
@@ -101,7 +105,7 @@ class Decodes:
             self._most_blocks = kv.most_blocks
 
     def recount(self) -> None:
-        """Sequences have other numbers of blocks on their ranks."""
+        """Count all tokens again, after blocks have moved between ranks."""
         self._most_blocks = None
         self.kv_tokens = self.num_even = 0
         self.rank_tokens, self._num_writing = [0] * len(self.rank_tokens), [0] * len(self.rank_tokens)
@@ -109,7 +113,7 @@ class Decodes:
             self._count(seq)
 
     def _count(self, seq: Sequence, times: int = 1) -> None:
-        """Count a sequence's tokens, or with -1 no longer."""
+        """Add a sequence's tokens to the counts. times: -1 removes them."""
         schedule = seq.schedule
         since = self._round - schedule.looked_at
         if seq.kv.placement.even:
@@ -123,6 +127,7 @@ class Decodes:
             self.rank_tokens[rank] += times * tokens
 
     def leave(self, seq: Sequence) -> None:
+        """Remove a sequence."""
         schedule = seq.schedule
         if seq in (due := self._due.get(schedule.due, [])):  # it may come back, or be due in another set
             due.remove(seq)
@@ -132,13 +137,16 @@ class Decodes:
         self._sequences.remove(seq)
         if (tbt_slo_s := seq.request.service.tbt_slo_s) is not None:
             self._tbt_slos_s[tbt_slo_s] -= 1
-            self._tbt_slos_s += Counter()  # without what is 0
+            self._tbt_slos_s += Counter()  # drops zero counts
         if self._most_blocks is not None and seq.kv.most_blocks >= self._most_blocks:
             self._most_blocks = None
 
     def advance(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Begin the next round. Returns the sequences that were done before it, and those whose row in it needs a KV
-        block."""
+        """Begin the next round.
+
+        Returns:
+            The sequences that have had their last row, and those whose row in this round needs a KV block.
+        """
         new_round = self._round + 1
         done, growing = [], []
         for seq in self._due.pop(new_round, ()):
@@ -156,6 +164,6 @@ class Decodes:
         self._round = new_round
         self.kv_tokens += self.num_even
         if self.num_even < len(self._sequences):
-            for rank, more in enumerate(self._num_writing):
-                self.rank_tokens[rank] += more
+            for rank, num_writing in enumerate(self._num_writing):
+                self.rank_tokens[rank] += num_writing
         return done, growing

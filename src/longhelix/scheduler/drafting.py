@@ -35,7 +35,7 @@ class Drafting:
 
     def __init__(self, drafter: Drafter | None, pp: int) -> None:
         self._drafter, self._pp = drafter, pp
-        # Those in flight, and the others, each in the order in which they got there.
+        # By id, in the order in which they came to be in flight or ready.
         self._in_flight: dict[int, Sequence] = {}
         self._ready: dict[int, Sequence] = {}
 
@@ -44,7 +44,7 @@ class Drafting:
 
     def tbt_slo_s(self, turn: Turn) -> float:
         """Return the shortest time between tokens that the turn's sequences ask for."""
-        sequences = (seq for each in (self._ready, self._in_flight) for seq in each.values())
+        sequences = (*self._ready.values(), *self._in_flight.values())
         targets = (seq.request.service.tbt_slo_s for seq in sequences if turn.has(seq.schedule.instances))
         return min((target_s for target_s in targets if target_s is not None), default=math.inf)
 
@@ -73,7 +73,7 @@ class Drafting:
         return token_ids[: tokens_within(seq, min(len(token_ids), seq.schedule.num_rows - seq.length))]
 
     def submit(self, seq: Sequence) -> None:
-        """The step in preparation has a draft of a sequence."""
+        """Note that the step in preparation has a draft of a sequence."""
         self._in_flight[seq.id] = self._ready.pop(seq.id)
 
     def take_result(self, step: Step) -> list[Sequence]:

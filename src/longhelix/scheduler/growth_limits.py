@@ -1,4 +1,4 @@
-"""Growth limits: how many tokens of a growing request a KVP rank has before the next one joins."""
+"""Growth limits: the tokens of a growing request on a KVP rank before the next rank joins."""
 
 from functools import lru_cache
 
@@ -7,15 +7,15 @@ from longhelix.scheduler.config import DEFAULT_TBT_S, SchedulerConfig
 from longhelix.scheduler.request import Request
 from longhelix.scheduler.work import Cost, Work
 
-# Of the time between two tokens what a request's own decode may take on its ranks; the rest is for what runs beside it.
+# Share of the time between two tokens that a request's own decode may take. The rest is for other requests.
 _SHARE = 0.5
 
 
 def limit_within(cost: Cost, kvp: int, block_tokens: int, most_tokens: int, seconds: float) -> int:
-    """The most tokens on one rank, whole KV blocks, whose decode alone takes at most `seconds`; at least one block, and
-    at most `most_tokens`, which are whole blocks.
+    """Return the most tokens on one rank, in whole KV blocks, whose decode alone takes at most `seconds`.
 
-    Costs spread KV evenly: S tokens on one rank are as much attention as KVP * S over all of them.
+    At least one block, and at most `most_tokens`. A cost assumes evenly spread KV, so S tokens on one rank are as much
+    attention as KVP * S over all ranks.
     """
     low, high = 1, most_tokens // block_tokens
     while low < high:
@@ -26,8 +26,8 @@ def limit_within(cost: Cost, kvp: int, block_tokens: int, most_tokens: int, seco
 
 
 class GrowthLimits:
-    """The limit that a request names; else the engine's, or, where that is left to the cost, the one that keeps its own
-    decode within half of its time between tokens: `tbt_slo_s`, the engine's target, or 80 ms."""
+    """Chooses the growth limit of requests: their own, or the engine's. If the engine has none, a request's own decode
+    may take half of its time between tokens: `tbt_slo_s`, the engine's target, or 80 ms."""
 
     def __init__(self, config: SchedulerConfig, cost: Cost | None) -> None:
         self._config = config
@@ -35,7 +35,7 @@ class GrowthLimits:
         self._within = lru_cache(maxsize=1024)(self._derived)
 
     def of(self, request: Request) -> int | None:
-        """A request's own limit in tokens, whole KV blocks. None: it has none beside that of its placement."""
+        """Return a request's limit in tokens, in whole KV blocks. None if the limit of its placement applies."""
         config, named = self._config, request.service.growth_limit_tokens
         if named is not None:
             return named // config.block_tokens * config.block_tokens
@@ -44,7 +44,7 @@ class GrowthLimits:
         return self._within(request.service.tbt_slo_s or config.tbt_target_s or DEFAULT_TBT_S)
 
     def check(self, request: Request) -> None:
-        """Raise UserError for a limit under which a request could not run."""
+        """Raise UserError if a request could not run with its limit."""
         config, named = self._config, request.service.growth_limit_tokens
         if named is None:
             return
@@ -58,15 +58,15 @@ class GrowthLimits:
                 f"growth_limit_tokens is {named}, which is less than a KV block: set it to at least "
                 f"{config.block_tokens}"
             )
-        limit_tokens, held_tokens = named // config.block_tokens * config.block_tokens, request.num_rows
-        if limit_tokens * config.kvp < held_tokens:
-            share_blocks = -(-held_tokens // (config.kvp * config.block_tokens))
+        limit_tokens, request_tokens = named // config.block_tokens * config.block_tokens, request.num_rows
+        if limit_tokens * config.kvp < request_tokens:
+            share_blocks = -(-request_tokens // (config.kvp * config.block_tokens))
             raise UserError(
                 f"growth_limit_tokens is {named}, so all KVP ranks together hold {limit_tokens * config.kvp} tokens, "
-                f"but the request may have {held_tokens}: set it to at least {share_blocks * config.block_tokens}"
+                f"but the request may have {request_tokens}: set it to at least {share_blocks * config.block_tokens}"
             )
         most_tokens = -(-config.longest_local_tokens // config.block_tokens) * config.block_tokens
-        if min(limit_tokens, held_tokens) > most_tokens:
+        if min(limit_tokens, request_tokens) > most_tokens:
             raise UserError(
                 f"growth_limit_tokens is {named}, but each rank is set up for at most {most_tokens} tokens of a "
                 f"request: set it to at most {most_tokens}, or raise --growth-limit-tokens"

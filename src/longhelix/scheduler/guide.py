@@ -243,7 +243,11 @@ def _check_schema(schema: object) -> None:
 
 
 def _check_choices(choices: object) -> None:
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
         raise UserError("choices is not a list of strings: give at least one string, and no empty ones")
     if len(choices) > _MOST_CHOICES:
         raise UserError(f"there are {len(choices)} choices: give at most {_MOST_CHOICES}", "guide_too_large")

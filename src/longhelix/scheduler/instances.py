@@ -1,4 +1,4 @@
-"""KVP instances with clocks of their own: in the tied layout each has the whole model, and steps without others."""
+"""KVP instances with their own clocks: in the tied layout, each has the whole model and can step without others."""
 
 from collections import Counter
 from collections.abc import Collection, Set
@@ -14,14 +14,14 @@ from longhelix.scheduler.step import Turn
 
 
 class Instances:
-    """One set of sequences for all that the same instances take part in; they step as teams.
+    """The decoding sequences of KVP instances that step in teams. Implements `Turns`.
 
-    An instance takes part in a sequence from when it has KV of it on, or is about to: then it computes all rows of it.
-    Instances that share a sequence are in one team, and so are those that share one with either of them. A step is for
-    one team. So no instance waits for one that has nothing for it.
+    An instance takes part in a sequence once it has KV of it, or is about to. Then it computes all its rows. Instances
+    that share a sequence are in one team, directly or through other instances. A step is for one team, so no instance
+    waits for an instance with which it shares nothing.
 
-    A sequence that grows takes the next instance when its last block is full, before the row that needs it. An instance
-    that joins a decoding sequence does not know its tokens, so the sequence has no step in flight then.
+    A growing sequence takes the next instance when its last block is full, before the row that needs the new block. An
+    instance that joins a decoding sequence does not know its tokens, so the sequence must have no step in flight then.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, changes: PendingChanges) -> None:
@@ -30,14 +30,14 @@ class Instances:
         self._chooses = not config.batch_invariant
         self._pool = pool
         self._changes = changes
-        self._each: dict[tuple[int, ...], Decodes] = {}
+        self._decodes: dict[tuple[int, ...], Decodes] = {}  # by instances
         self._joining: list[Sequence] = []
         self._running: Counter[tuple[int, ...]] = Counter()
         self._last_step = [0] * kvp
         self._in_flight = [0] * kvp
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._each.get(seq.schedule.instances, ())
+        return seq in self._decodes.get(seq.schedule.instances, ())
 
     def may_begin(self, busy: Set[int]) -> bool:
         return len(busy) < self._kvp
@@ -46,8 +46,8 @@ class Instances:
         kv = seq.kv
         owners = dict.fromkeys(rank for rank, blocks in enumerate(kv.block_ids) if blocks)
         first = kv.placement.start
-        others = range(self._kvp) if kv.placement.spread else owners
-        seq.schedule.instances = (first, *(rank for rank in others if rank != first))
+        ranks = range(self._kvp) if kv.placement.spread else owners
+        seq.schedule.instances = (first, *(rank for rank in ranks if rank != first))
         self._running[seq.schedule.instances] += 1
 
     def prompt_done(self, seq: Sequence, step_id: int) -> None:
@@ -55,17 +55,17 @@ class Instances:
 
     def leave(self, seq: Sequence) -> None:
         if seq in self:
-            self._each[seq.schedule.instances].leave(seq)
+            self._decodes[seq.schedule.instances].leave(seq)
         elif seq in self._joining:
             self._joining.remove(seq)
         self._running[seq.schedule.instances] -= 1
-        self._running += Counter()  # without what is 0
+        self._running += Counter()  # drops zero counts
 
     def _join_set(self, seq: Sequence) -> None:
-        self._each.setdefault(seq.schedule.instances, Decodes(self._block_tokens, self._kvp)).join(seq)
+        self._decodes.setdefault(seq.schedule.instances, Decodes(self._block_tokens, self._kvp)).join(seq)
 
     def _reach(self, seq: Sequence) -> None:
-        """A sequence's next row needs a KV block. The instance that has it takes part from now on."""
+        """Let the instance take part in a sequence that gets the KV block of its next row."""
         schedule = seq.schedule
         if self._pool.next_owner(seq) in schedule.instances:
             return
@@ -74,46 +74,49 @@ class Instances:
         owner = self._pool.next_owner(seq)
         decodes = seq in self
         if decodes:
-            self._each[schedule.instances].leave(seq)
+            self._decodes[schedule.instances].leave(seq)
         self._running[schedule.instances] -= 1
         self._running += Counter()
-        lead, *others = schedule.instances
-        schedule.instances = (lead, *sorted([*others, owner]))  # one set for each of these
+        lead, *followers = schedule.instances
+        schedule.instances = (lead, *sorted([*followers, owner]))  # sorted, so that equal teams have equal keys
         self._running[schedule.instances] += 1
         if decodes:
             self._join_set(seq)
         self._changes.add_joined(seq)
 
     def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
-        """Teams that have something to do, the one first whose last step is the longest ago."""
-        self._each = {instances: decodes for instances, decodes in self._each.items() if len(decodes)}
+        """See `Turns`. The team whose last step is the longest ago comes first."""
+        self._decodes = {instances: decodes for instances, decodes in self._decodes.items() if len(decodes)}
         begun = (seq for seq in (*prompts, *self._joining) if seq.length == seq.kv.num_blocks * self._block_tokens)
-        decoding = (seq for decodes in self._each.values() for seq in decodes.next_growing())
+        decoding = (seq for decodes in self._decodes.values() for seq in decodes.next_growing())
         for seq in [*begun, *decoding]:
             self._reach(seq)
-        wanted = {one for seq in prompts for one in seq.schedule.instances}
-        wanted |= {
-            one for instances in (*self._each, *(seq.schedule.instances for seq in self._joining)) for one in instances
+        with_rows = {instance for seq in prompts for instance in seq.schedule.instances}
+        with_rows |= {
+            instance
+            for instances in (*self._decodes, *(seq.schedule.instances for seq in self._joining))
+            for instance in instances
         }
         turns = [Turn(instances=team) for team in self._teams() if busy.isdisjoint(team)]
-        turns = [turn for turn in turns if not wanted.isdisjoint(turn.instances) or self._changes.has_ends_for(turn)]
+        turns = [turn for turn in turns if not with_rows.isdisjoint(turn.instances) or self._changes.has_ends_for(turn)]
         turns = [turn for turn in turns if self._has_tokens(turn)]
-        return sorted(turns, key=lambda turn: max(self._last_step[one] for one in turn.instances))
+        return sorted(turns, key=lambda turn: max(self._last_step[instance] for instance in turn.instances))
 
     def _has_tokens(self, turn: Turn) -> bool:
         """Return whether the last tokens of all sequences that another instance joins are known."""
         return not any(
-            any(self._in_flight[one] for one in seq.schedule.instances)
+            any(self._in_flight[instance] for instance in seq.schedule.instances)
             for seq in self._changes.joined
             if not seq.prompt_left and turn.has(seq.schedule.instances)
         )
 
     def _teams(self) -> list[tuple[int, ...]]:
-        teams = [{one} for one in range(self._kvp)]
+        """Return the teams: sets of instances that share sequences, directly or through others."""
+        teams = [{instance} for instance in range(self._kvp)]
         for instances in self._running:
             if len(instances) > 1:
-                apart = [team for team in teams if not team.isdisjoint(instances)]
-                teams = [team for team in teams if team.isdisjoint(instances)] + [set().union(*apart)]
+                joined = [team for team in teams if not team.isdisjoint(instances)]
+                teams = [team for team in teams if team.isdisjoint(instances)] + [set().union(*joined)]
         return [tuple(sorted(team)) for team in teams]
 
     def deal(self) -> list[Sequence]:
@@ -127,15 +130,15 @@ class Instances:
         return joined
 
     def decoding(self, turn: Turn) -> list[Decodes]:
-        return [decodes for instances, decodes in self._each.items() if turn.has(instances)]
+        return [decodes for instances, decodes in self._decodes.items() if turn.has(instances)]
 
     def load(self, turn: Turn) -> TeamLoad:
-        # Those of a team share something, and one alone exchanges nothing.
-        loads = {one: Load(self._kvp, parts=int(len(turn.instances) > 1)) for one in turn.instances}
-        for instances, decodes in self._each.items():
-            for one in instances:
-                if one in loads:
-                    loads[one].add_decodes_of(one, decodes)
+        # The instances of a team exchange. A single one does not.
+        loads = {instance: Load(self._kvp, parts=int(len(turn.instances) > 1)) for instance in turn.instances}
+        for instances, decodes in self._decodes.items():
+            for instance in instances:
+                if instance in loads:
+                    loads[instance].add_decodes_of(instance, decodes)
         return TeamLoad(loads)
 
     def tbt_slo_s(self, turn: Turn) -> float:
@@ -145,25 +148,27 @@ class Instances:
         return seq in self
 
     def grew(self, seq: Sequence) -> None:
-        self._each[seq.schedule.instances].grew(seq)
+        self._decodes[seq.schedule.instances].grew(seq)
 
     def recount(self) -> None:
-        for decodes in self._each.values():
+        for decodes in self._decodes.values():
             decodes.recount()
 
     def began(self, turn: Turn, step_id: int) -> None:
-        for one in turn.instances:
-            self._last_step[one] = step_id
-            self._in_flight[one] += 1
+        for instance in turn.instances:
+            self._last_step[instance] = step_id
+            self._in_flight[instance] += 1
 
     def ended(self, turn: Turn) -> None:
-        for one in turn.instances:
-            self._in_flight[one] -= 1
+        for instance in turn.instances:
+            self._in_flight[instance] -= 1
 
 
 def tokens_within(seq: Sequence, num_tokens: int) -> int:
-    """Of a prompt's next tokens, those whose KV is for instances that take part in it by now; all where ranks have one
-    clock."""
+    """Return how many of a prompt's next tokens have their KV on instances that take part in it now.
+
+    All of them if all ranks have one clock.
+    """
     if not seq.schedule.instances:
         return num_tokens
     kv = seq.kv

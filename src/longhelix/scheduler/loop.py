@@ -1,5 +1,4 @@
-"""The loop: it carries steps from the scheduler to a Runner. The live engine and a simulation differ only in the
-runner."""
+"""The loop passes steps from the scheduler to a runner. The live engine and a simulation differ only in the runner."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,27 +11,31 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import Step, StepResult
 from longhelix.scheduler.token_event import TokenEvent, Usage
 
-# Ranks begin the next step while the scheduler takes the tokens of the last one.
+# Ranks begin the next step while the scheduler takes the tokens of the last step.
 STEPS_IN_FLIGHT = 2
 
 
 def most_in_flight(pp: int) -> int:
-    """With pipeline stages, one more than these, so that all of them have one."""
+    """Return the most steps in flight. With several stages, one more than stages, so that each stage has a step."""
     return STEPS_IN_FLIGHT if pp == 1 else pp + 1
 
 
 def leads_of(pp: int) -> Callable[[Step], bool]:
-    """Which steps let the next one be sent before they end.
+    """Return a function that decides whether the next step may be sent before a step ends.
 
-    In one stage those without chunks of prompts: beside these the time between steps is nothing, and requests that come
-    meanwhile would wait for two such steps. With several stages all, because each takes a step of its own.
+    With one stage, this holds for steps without chunks of prompts. Steps with chunks are long, so a gap between them
+    hardly matters, and requests that arrive meanwhile would wait for two of them. With several stages, it holds for all
+    steps, because each stage computes its own step.
     """
     return (lambda step: not step.chunks) if pp == 1 else lambda step: True
 
 
 class Runner(Protocol):
-    """Computes steps. `collect` returns the next result, or None if it takes longer than `timeout_s`: in the order of
-    `submit`, of instances with clocks of their own in that order for each of them."""
+    """Computes steps.
+
+    `collect` returns the next result, or None if it takes longer than `timeout_s`. Results come in the order of
+    `submit`. If instances have their own clocks, this holds for each instance.
+    """
 
     def submit(self, step: Step) -> None: ...
 
@@ -41,18 +44,25 @@ class Runner(Protocol):
 
 @dataclass
 class _Clock:
-    """Ranks that are in one step at a time. is_led: by the last step that was sent."""
+    """The state of ranks that are in the same step at a time.
+
+    Attributes:
+        in_flight: Their steps in flight.
+        is_led: Whether the next step may be sent before the last one that was sent ends.
+    """
 
     in_flight: int = 0
     is_led: bool = True
 
 
 class Loop:
-    """One scheduler over one runner, with at most `depth` steps in flight, of instances with clocks of their own for
-    each of them. `clock` gives the time in seconds.
+    """Runs the steps of a scheduler on a runner.
 
-    leads: whether the next step may be sent before this one has ended (default: any step). on_event: called with
-    each event between the loop and the scheduler, in order; a list's `append` records them.
+    Args:
+        clock: Returns the time in seconds.
+        depth: The most steps in flight. If instances have their own clocks, this holds for each instance.
+        leads: Whether the next step may be sent before a step has ended (default: always).
+        on_event: Called with each event between the loop and the scheduler, in order. A list's `append` records them.
     """
 
     def __init__(
@@ -71,7 +81,7 @@ class Loop:
         self._depth = depth
         self._leads = leads
         self._clocks = [_Clock() for _ in range(scheduler.config.clocks)]
-        self._of_step: dict[int, list[_Clock]] = {}  # of the steps in flight
+        self._of_step: dict[int, list[_Clock]] = {}  # by id of a step in flight
 
     @property
     def has_work(self) -> bool:
@@ -83,16 +93,18 @@ class Loop:
         self.on_event(Added(request, hashes))
 
     def abort(self, request_id: int) -> Usage | None:
-        """End a request in any phase. Its blocks are free at once; the ranks hear of it with the next step.
+        """End a request in any phase. Its blocks are free at once. The next step tells the ranks.
 
-        Returns what it held and took, or None if it has already ended.
+        Returns the request's usage, or None if it has already ended.
         """
         self.on_event(Aborted(request_id))
         return self.scheduler.end(request_id)
 
     def step(self, timeout_s: float = math.inf) -> tuple[StepResult, list[TokenEvent]] | None:
-        """Fill the pipeline, then wait for its next result. None: there is nothing to do, or that takes longer than
-        `timeout_s`."""
+        """Fill the pipeline, then wait for its next result.
+
+        Returns None if there is nothing to do, or if the result takes longer than `timeout_s`.
+        """
         while len(busy := self._busy()) < len(self._clocks):
             now_s = self._clock()
             step = self.scheduler.schedule(now_s, busy)
@@ -112,7 +124,7 @@ class Loop:
         return result, self.scheduler.complete(result)
 
     def _busy(self) -> set[int]:
-        """The clocks that have all steps that they may have."""
+        """Return the clocks that have the most steps in flight that they may have."""
         return {at for at, clock in enumerate(self._clocks) if clock.in_flight >= (self._depth if clock.is_led else 1)}
 
     def _begin(self, step: Step) -> None:

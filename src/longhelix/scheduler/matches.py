@@ -27,7 +27,7 @@ class RunCounts(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """Cached blocks that follow each other in at least one waiting prompt, and do not branch.
+    """Consecutive cached blocks of at least one waiting prompt, without a branch.
 
     Runs form a tree. The prefix of a waiting request is all runs from the root to the one where its match ends.
 
@@ -70,7 +70,7 @@ class Match:
 
     @property
     def owner_before_last(self) -> int | None:
-        """The KVP rank of the block before the last one. None: there is none."""
+        """The KVP rank of the block before the last one. None if there is none."""
         run, before = self.run, self.run.before
         if len(run.blocks) > 1:
             return run.blocks[-2].owner
@@ -78,7 +78,7 @@ class Match:
 
     @property
     def num_held(self) -> int:
-        """How many of its blocks sequences hold."""
+        """Number of its blocks that sequences hold."""
         run: Run | None = self.run
         count = 0
         while run is not None:
@@ -87,7 +87,7 @@ class Match:
         return count
 
     def counts(self) -> tuple[Counter[int], Counter[int], Counter[int]]:
-        """Blocks by KVP rank: all, those in the pool, and of these the ones that nobody holds."""
+        """Return three counts of blocks by KVP rank: all, those in the pool, and those in the pool without a holder."""
         owners, kept, unheld = Counter[int](), Counter[int](), Counter[int]()
         run: Run | None = self.run
         while run is not None:
@@ -101,15 +101,15 @@ class Match:
 
 
 class Matches:
-    """The tree of all matches. Allocators and swaps report each block that is taken up, let go of or evicted.
+    """The tree of all matches. Allocators and swaps report each block that is taken, released or evicted.
 
-    A change costs as much as the blocks that it concerns, however long the prompts are and however many wait.
-    `num_visits` counts the blocks that were looked at, for tests.
+    The cost of a change depends only on the number of changed blocks, not on the number or length of prompts.
+    `num_visits` counts the visited blocks, for tests.
 
     Args:
-        allocators: those of all KVP ranks.
-        index: blocks in the pools by hash.
-        swapped: slots by hash.
+        allocators: The allocators of all KVP ranks.
+        index: Blocks in the pools by hash.
+        swapped: Slots by hash.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class Matches:
         self.num_visits = 0
 
     def new(self) -> Match:
-        """A match that has found nothing yet."""
+        """Return a new match without blocks."""
         match = Match(self._root)
         self._root.matches.add(match)
         return match
 
     def has(self, first_hash: bytes) -> bool:
-        """Whether a run begins with this block."""
+        """Return whether a run begins with the block of this hash."""
         return first_hash in self._root.after
 
     def drop(self, match: Match) -> None:
@@ -139,14 +139,14 @@ class Matches:
         self._prune(match.run)
 
     def extend(self, match: Match, most_blocks: int, chain: Chain) -> None:
-        """Follow a prompt as far as it is cached, to at most `most_blocks`."""
+        """Extend a match as far as its prompt is cached, to at most `most_blocks`."""
         run = match.run
         while run.stop < most_blocks:
             following = run.after.get(chain[run.stop])
             if following is None:
-                found = self._find(run.stop, most_blocks, chain)
-                if found:
-                    run = self._append(run, match, *found)
+                cached = self._find(run.stop, most_blocks, chain)
+                if cached:
+                    run = self._append(run, match, *cached)
                 break
             same = chain.num_same(following.start, most_blocks, following.hashes)
             self.num_visits += same
@@ -154,7 +154,7 @@ class Matches:
         self._move(match, run)
 
     def _find(self, start: int, most_blocks: int, chain: Chain) -> tuple[list[Block | Slot], list[bytes]] | None:
-        """The cached blocks of a prompt from index `start` on."""
+        """Return the cached blocks of a prompt from index `start` on, and their hashes."""
         blocks, hashes = list[Block | Slot](), list[bytes]()
         for digest in islice(chain.since(start), most_blocks - start):
             block = self._index.get(digest) or self._swapped.get(digest)
@@ -165,7 +165,7 @@ class Matches:
         return (blocks, hashes) if blocks else None
 
     def _append(self, run: Run, match: Match, blocks: list[Block | Slot], hashes: list[bytes]) -> Run:
-        """Add blocks behind a run: to it, or to a new one, if anything else ends or goes on there."""
+        """Add blocks behind a run. They go to a new run if another match or run ends or begins there."""
         if run is self._root or run.after or run.matches - {match}:
             run.after[hashes[0]] = run = self._new_run(run, run.stop)
         self._fill(run, blocks, hashes)
@@ -200,8 +200,10 @@ class Matches:
         return (self._run_of_slot if isinstance(block, Slot) else self._run_of_block)[block.owner]
 
     def _split(self, run: Run, at: int) -> Run:
-        """Split a run before its block `at`, and return the first part. The shorter part becomes the new run, because
-        each of its blocks has to be visited."""
+        """Split a run before its block `at`, and return the first part.
+
+        The shorter part becomes the new run, because each of its blocks has to be visited.
+        """
         if 2 * at < len(run.blocks):
             return self._split_front(run, at)
         rest = self._new_run(run, run.start + at)
@@ -209,8 +211,8 @@ class Matches:
         del run.blocks[at:], run.hashes[at:]
         self._count(run, blocks, -1)
         rest.after, run.after = run.after, {hashes[0]: rest}
-        for one in rest.after.values():
-            one.before = rest
+        for following in rest.after.values():
+            following.before = rest
         for match in list(run.matches):
             self._move_to(match, rest)
         self._fill(rest, blocks, hashes)
@@ -239,7 +241,7 @@ class Matches:
         run.matches.add(match)
 
     def _prune(self, run: Run) -> None:
-        """Drop runs that no match needs any longer, and join those that no longer branch."""
+        """Drop runs that no match needs any longer, and join runs that no longer branch."""
         while run.before is not None and not run.matches:
             if len(run.after) > 1:
                 return
@@ -258,8 +260,8 @@ class Matches:
             return
         self._fill(run, following.blocks, following.hashes)
         run.after = following.after
-        for one in run.after.values():
-            one.before = run
+        for child in run.after.values():
+            child.before = run
         for match in list(following.matches):
             self._move_to(match, run)
 
@@ -275,12 +277,12 @@ class Matches:
         for block in blocks:
             del self._runs_of(block)[block.id]
 
-    def taken_up(self, rank: int, ids: Iterable[int]) -> None:
-        """Blocks that nobody held are held now."""
+    def on_taken(self, rank: int, ids: Iterable[int]) -> None:
+        """See `CacheWatcher`."""
         self._count_unheld(rank, ids, -1)
 
-    def let_go(self, rank: int, ids: Iterable[int]) -> None:
-        """Nobody holds these blocks any longer. They keep their content."""
+    def on_released(self, rank: int, ids: Iterable[int]) -> None:
+        """See `CacheWatcher`."""
         self._count_unheld(rank, ids, 1)
 
     def _count_unheld(self, rank: int, ids: Iterable[int], sign: int) -> None:
@@ -291,8 +293,8 @@ class Matches:
                 if run is not None:
                     run.counts.unheld[rank] += sign
 
-    def lost(self, block: Block | Slot) -> None:
-        """A block's content is no longer found, or is found elsewhere."""
+    def on_lost(self, block: Block | Slot) -> None:
+        """See `CacheWatcher`."""
         run = self._runs_of(block).get(block.id)
         if run is not None:
             at = len(run.blocks) - 1
@@ -301,15 +303,15 @@ class Matches:
             self._cut(run, at)
 
     def _cut(self, run: Run, at: int) -> None:
-        """Drop a run from its block `at` on, and all that follows it."""
+        """Drop a run from its block `at` on, and all runs behind it."""
         end = run if at else run.before
         assert end is not None
         dropped = list(run.after.values())
         blocks = run.blocks[at:]
-        for one in dropped:
-            dropped += one.after.values()
-            blocks += one.blocks
-            for match in list(one.matches):
+        for dropped_run in dropped:
+            dropped += dropped_run.after.values()
+            blocks += dropped_run.blocks
+            for match in list(dropped_run.matches):
                 self._move_to(match, end)
         self._count(run, run.blocks[at:], -1)
         self._forget(blocks)

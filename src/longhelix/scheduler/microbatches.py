@@ -1,4 +1,4 @@
-"""Microbatches: the sequences that decode, dealt to as many sets as there are pipeline stages."""
+"""Microbatches: one set of decoding sequences per pipeline stage."""
 
 from collections.abc import Collection, Set
 
@@ -8,63 +8,64 @@ from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.step import ALL_RANKS, Turn
 from longhelix.scheduler.work import Cost
 
-# Of steps of one microbatch, where there are others: its next one is on its way to the first stage when the last one
-# leaves the last stage, and requests that come meanwhile wait for no more.
+# The most steps of one microbatch in flight, if there are several microbatches. With two, the next step is on its way
+# to the first stage when one leaves the last stage. More would only delay requests that arrive meanwhile.
 _MOST_IN_FLIGHT = 2
 
 
 class Microbatches:
-    """One `Decodes` for each of `pp` stages. A step has the rows of one of them, so that all stages have work while a
-    sequence's next row waits for its last token.
+    """The decoding sequences in one `Decodes` per pipeline stage. Implements `Turns`.
 
-    A sequence joins the microbatch whose rows take least when its prompt is done, by `cost`, or without one the
-    smallest. Where a microbatch has none left, it gets one of another.
+    A step has the rows of one microbatch. So all stages have work while a sequence's next row waits for its last token.
+
+    When its prompt is done, a sequence joins the microbatch whose rows take the shortest time by `cost`, or without a
+    cost the smallest one. An empty microbatch gets a sequence of another one.
     """
 
     def __init__(self, pp: int, kvp: int, block_tokens: int, cost: Cost | None = None) -> None:
         self._cost = cost
         self._kvp = kvp
-        self._each = [Decodes(block_tokens, kvp) for _ in range(pp)]
+        self._microbatches = [Decodes(block_tokens, kvp) for _ in range(pp)]
         self._joining: list[list[Sequence]] = [[] for _ in range(pp)]
         self._in_flight = [0] * pp
         self._last_step = [0] * pp
-        self._last = self._current = -1  # of the step that was made last, and of the one that is made
+        self._last = self._current = -1  # microbatches of the last step and of the current one
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._each[seq.schedule.microbatch]
+        return seq in self._microbatches[seq.schedule.microbatch]
 
     def decoding(self, turn: Turn) -> tuple[Decodes]:
-        return (self._each[turn.microbatch],)
+        return (self._microbatches[turn.microbatch],)
 
     def load(self, turn: Turn) -> Load:
         load = Load(self._kvp)
-        load.add_decodes(self._each[turn.microbatch])
+        load.add_decodes(self._microbatches[turn.microbatch])
         return load
 
     def tbt_slo_s(self, turn: Turn) -> float:
-        """Each waits for the steps of all microbatches."""
-        return min(decodes.tbt_slo_s for decodes in self._each)
+        """See `Turns`. Every sequence waits for the steps of all microbatches."""
+        return min(decodes.tbt_slo_s for decodes in self._microbatches)
 
     def may_begin(self, busy: Set[int]) -> bool:
-        return len(self._each) == 1 or min(self._in_flight) < _MOST_IN_FLIGHT
+        return len(self._microbatches) == 1 or min(self._in_flight) < _MOST_IN_FLIGHT
 
     def begin(self, seq: Sequence) -> None:
-        """It has no microbatch yet."""
+        """See `Turns`. The sequence has no microbatch yet."""
 
     def prompt_done(self, seq: Sequence, step_id: int) -> None:
-        self._let_join(seq, min(range(len(self._each)), key=self._load), step_id)
+        self._let_join(seq, min(range(len(self._microbatches)), key=self._load), step_id)
 
     def deal(self) -> list[Sequence]:
-        """Where a microbatch has no sequence, and another has several, the longest of these joins it."""
+        """Move the longest sequence of the fullest microbatch to each empty one, and return the moved sequences."""
         moved: list[Sequence] = []
-        if len(self._each) == 1 or max(map(len, self._each)) < 2:
+        if len(self._microbatches) == 1 or max(map(len, self._microbatches)) < 2:
             return moved
         for empty, joining in enumerate(self._joining):
-            if not joining and not len(self._each[empty]):
-                fullest = max(range(len(self._each)), key=self._load)
-                seq = self._each[fullest].longest() if len(self._each[fullest]) > 1 else None
+            if not joining and not len(self._microbatches[empty]):
+                fullest = max(range(len(self._microbatches)), key=self._load)
+                seq = self._microbatches[fullest].longest() if len(self._microbatches[fullest]) > 1 else None
                 if seq is not None:
-                    self._each[fullest].leave(seq)
+                    self._microbatches[fullest].leave(seq)
                     self._let_join(seq, empty, self._last_step[fullest])
                     moved.append(seq)
         return moved
@@ -74,8 +75,8 @@ class Microbatches:
         self._joining[microbatch].append(seq)
 
     def _load(self, microbatch: int) -> tuple[float, int]:
-        """The seconds of a microbatch's rows, and how many they are."""
-        decodes, joining = self._each[microbatch], self._joining[microbatch]
+        """Return the seconds and the number of a microbatch's rows."""
+        decodes, joining = self._microbatches[microbatch], self._joining[microbatch]
         rows = len(decodes) + len(joining)
         if self._cost is None or not rows:
             return 0.0, rows
@@ -86,23 +87,25 @@ class Microbatches:
         return load.seconds(self._cost), rows
 
     def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> list[Turn]:
-        """Those that have rows come before the others, unless there are prompts, which any may have beside it."""
-        pp = len(self._each)
+        """See `Turns`. Microbatches with rows come first, unless there are prompts, whose chunks any turn can have."""
+        pp = len(self._microbatches)
         if pp == 1:
             return [ALL_RANKS]
         turns = ((self._last + 1 + turn) % pp for turn in range(pp))
-        found = [microbatch for microbatch in turns if self._in_flight[microbatch] < _MOST_IN_FLIGHT]
+        free = [microbatch for microbatch in turns if self._in_flight[microbatch] < _MOST_IN_FLIGHT]
         if not prompts:
-            found.sort(key=lambda microbatch: not self._has_rows(microbatch, step_id, oldest_id))
-        return [Turn(microbatch) for microbatch in found]
+            free.sort(key=lambda microbatch: not self._has_rows(microbatch, step_id, oldest_id))
+        return [Turn(microbatch) for microbatch in free]
 
     def _has_rows(self, microbatch: int, step_id: int, oldest_id: int) -> bool:
-        return len(self._each[microbatch]) > 0 or bool(self._ready(microbatch, step_id, oldest_id))
+        return len(self._microbatches[microbatch]) > 0 or bool(self._ready(microbatch, step_id, oldest_id))
 
     def _ready(self, microbatch: int, step_id: int, oldest_id: int) -> list[Sequence]:
-        """Those that can join a microbatch, whose last token is known, or is by the time that the step needs it: no
-        stage waits for it longer than for those of a whole round."""
-        pp = len(self._each)
+        """Return the sequences that can join a microbatch now.
+
+        Their last token is known, or will be when the step needs it: no stage waits longer than for a whole round.
+        """
+        pp = len(self._microbatches)
         return [
             seq
             for seq in self._joining[microbatch]
@@ -116,23 +119,23 @@ class Microbatches:
         joined = self._ready(microbatch, step_id, oldest_id)
         self._joining[microbatch] = [seq for seq in self._joining[microbatch] if seq not in joined]
         for seq in joined:
-            self._each[microbatch].join(seq)
+            self._microbatches[microbatch].join(seq)
         return joined
 
     def may_lose(self, seq: Sequence) -> bool:
-        decodes = self._each[seq.schedule.microbatch]
+        decodes = self._microbatches[seq.schedule.microbatch]
         return seq in decodes and (seq.schedule.microbatch == self._current or decodes.has_more_rows(seq))
 
     def grew(self, seq: Sequence) -> None:
-        self._each[seq.schedule.microbatch].grew(seq)
+        self._microbatches[seq.schedule.microbatch].grew(seq)
 
     def recount(self) -> None:
-        for decodes in self._each:
+        for decodes in self._microbatches:
             decodes.recount()
 
     def leave(self, seq: Sequence) -> None:
         if seq in self:
-            self._each[seq.schedule.microbatch].leave(seq)
+            self._microbatches[seq.schedule.microbatch].leave(seq)
         elif seq in (joining := self._joining[seq.schedule.microbatch]):
             joining.remove(seq)
 

@@ -1,18 +1,20 @@
-"""How much longer prefills take than they would alone."""
+"""Measures how much longer prefills take than they would alone."""
 
-_SHARE = 0.1  # of the last step in what is known
+_SHARE = 0.1  # weight of the last step in the average
 
 
 class Pace:
-    """What steps with chunks take, for each second that their chunks were predicted to take alone: decodes are in the
-    same steps, and a step may spare some of its time. At least 1."""
+    """Averages the time of steps with chunks, relative to the predicted time of their chunks alone. At least 1.
+
+    It is above 1 because steps also have decodes, and may leave time unused.
+    """
 
     def __init__(self) -> None:
         self.factor = 1.0
         self._alone_s: dict[int, float] = {}
 
     def add(self, step_id: int, alone_s: float) -> None:
-        """A chunk more of a step: what it would take alone."""
+        """Add a chunk to a step. alone_s: predicted seconds of the chunk alone."""
         self._alone_s[step_id] = self._alone_s.get(step_id, 0.0) + alone_s
 
     def ended(self, step_id: int, taken_s: float) -> None:

@@ -80,10 +80,10 @@ class PendingChanges:
 
     def take_started(self, turn: Turn) -> tuple[tuple[NewSequence, ...], Copies]:
         """Return the sequences that start with the turn's step, and the block copies for them."""
-        started = [one for one in self._started.values() if turn.has(one.seq.schedule.instances)]
-        for one in started:
-            del self._started[one.seq.id]
-        return tuple(_with_instances(one) for one in started), tuple(copy for one in started for copy in one.copies)
+        taken = [started for started in self._started.values() if turn.has(started.seq.schedule.instances)]
+        for started in taken:
+            del self._started[started.seq.id]
+        return tuple(map(_with_instances, taken)), tuple(copy for started in taken for copy in started.copies)
 
     def take_joined(self, turn: Turn) -> tuple[NewSequence, ...]:
         """Return the running sequences that another instance joins with the turn's step.
@@ -98,14 +98,14 @@ class PendingChanges:
 
     def take_ended(self, turn: Turn) -> tuple[int, ...]:
         """Return the ids of the sequences whose end the turn's step carries."""
-        taken, left = [], []
+        taken, remaining = [], []
         for id, instances in self._ended:
-            others = tuple(one for one in instances if turn.instances and one not in turn.instances)
+            untold = tuple(rank for rank in instances if turn.instances and rank not in turn.instances)
             if turn.has(instances):
                 taken.append(id)
-            if others:
-                left.append((id, others))
-        self._ended = left
+            if untold:
+                remaining.append((id, untold))
+        self._ended = remaining
         return tuple(taken)
 
 

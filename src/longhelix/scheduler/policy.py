@@ -3,18 +3,18 @@
 from longhelix.errors import UserError
 from longhelix.scheduler.sequence import Job
 
-# Of a request's time to its deadline: after so many of them it no longer waits for shorter ones.
+# A request no longer waits for shorter ones after this multiple of its time to its deadline.
 _PATIENCE = 10.0
 _MOST_HEADROOM = 0.4
-# Of a request's prefill: so much later than another one it may be, to let that be done first. A bit above 1: of two
-# equal ones the second is later by a whole prefill when the first is done.
+# How much later than another request a request may be and still let it go first, in prefills. A bit above 1: of two
+# equal requests, the second is later by a whole prefill when the first is done.
 _LATER = 1.1
 
 
 class Policy:
-    """Decides which request is served first: the one that arrived first. A subclass changes what it wants to.
+    """Decides which request is served first: the one that arrived first. Subclasses override methods.
 
-    A policy has no state of its own, reads no clock, and is asked again for each step. Times are in seconds on the
+    A policy has no state and reads no clock. The scheduler calls it again for each step. Times are in seconds on the
     scheduler's clock. Priorities and clients' shares come before any policy.
 
     Attributes:
@@ -27,35 +27,34 @@ class Policy:
         """Return a number. The request with the smallest number runs first. Ties run in the order of arrival.
 
         Args:
-            left_s: what is left of its prefill, as predicted.
+            left_s: predicted seconds that are left of its prefill.
         """
         return job.request.arrival_s
 
     def headroom_s(self, job: Job, left_s: float, now_s: float, spare_s: float) -> float:
-        """Return how much of a step's time is left unused where this request goes first, for the decodes in the step.
+        """Return the time that a step leaves unused for its decodes if this request goes first.
 
         Args:
-            left_s: what is left of its prefill, as predicted.
-            spare_s: what decodes leave of the step's target.
+            left_s: predicted seconds that are left of its prefill.
+            spare_s: the time that decodes leave of the step's target.
         """
         return 0.0
 
     def yields_to(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
-        """Return whether a request lets another one be done before it, which comes later in the order and has less left
-        of its prefill."""
+        """Return whether a request lets a later one with less work left go first."""
         return False
 
     def preemption_key(self, job: Job, lost_s: float, now_s: float) -> float:
-        """Return a number for a request that runs. Where KV blocks run out, the one with the smallest loses its own.
+        """Return a number for a running request. If KV blocks run out, the request with the smallest is preempted.
 
         Args:
-            lost_s: what it takes to compute its KV again, as predicted.
+            lost_s: predicted seconds to compute its KV again.
         """
         return lost_s
 
 
 class EarliestDeadlineFirst(Policy):
-    """The request whose first token is due first."""
+    """Serves the request whose first token is due first."""
 
     overtakes = True
 
@@ -64,29 +63,30 @@ class EarliestDeadlineFirst(Policy):
 
 
 class ShortestRemainingFirst(Policy):
-    """The request with the least left of its prefill. One that has waited ten times as long as its deadline allows goes
-    before those that have not, so that none waits forever."""
+    """Serves the request with the shortest remaining prefill.
+
+    A request that has waited ten times as long as its deadline allows goes first, so that none waits forever.
+    """
 
     overtakes = True
 
     def sort_key(self, job: Job, left_s: float, now_s: float) -> float:
         arrival_s = job.request.arrival_s
         if now_s - arrival_s > _PATIENCE * (job.deadline_s - arrival_s):
-            return arrival_s - now_s  # below 0, as nothing else is
+            return arrival_s - now_s  # below 0, unlike all other keys
         return left_s
 
 
 class LeastRelativeSlackFirst(Policy):
-    """LARS (Medha, arXiv 2409.17264v4): the time that a request has to spare until its deadline, beside what is left of
-    its prefill, counted in its prefills.
+    """LARS (Medha, arXiv 2409.17264v4): serves the request with the least slack relative to its prefill.
 
-    So a long prefill in time gives way to short requests that run late, and one that runs late itself does not. While
-    the first request has time to spare, steps are shorter, for the decodes in them.
+    So a long prefill that is in time yields to late short requests, but a late one does not. While the first request
+    has slack, steps are shorter, for the decodes in them.
 
-    Beyond the paper, a request gives way to one that is sooner done if it is in time all the same; or if only one of
-    them can be, and it is hardly later than that one would be. As published, each chunk makes a prompt less urgent than
-    its equals, so that equal ones are computed in turns and all end together; and short ones wait for their deadlines
-    beside long ones that have time.
+    Beyond the paper, a request yields to one with less work left if it stays in time; or if only one of them can be in
+    time, and it would hardly be later than the other one. As published, each chunk makes a prompt less urgent than
+    equal ones, so that equal prompts are computed in turns and all end together, and short prompts wait until their
+    deadlines although long ones have slack.
     """
 
     overtakes = True
@@ -100,7 +100,7 @@ class LeastRelativeSlackFirst(Policy):
     def yields_to(self, job: Job, left_s: float, other: Job, other_left_s: float, now_s: float) -> bool:
         afterwards = self.sort_key(job, left_s, now_s + other_left_s)
         other_is_late = self.sort_key(other, other_left_s, now_s + left_s) < 0
-        # Prefills may take longer now than when they came.
+        # Prefills may take longer now than when the requests arrived.
         later = _LATER * max(left_s / job.prefill_s, 1.0)
         return afterwards >= 0 or (other_is_late and afterwards >= self.sort_key(other, other_left_s, now_s) - later)
 
@@ -115,7 +115,7 @@ POLICIES = tuple(_POLICIES)
 
 
 def make_policy(name: str) -> Policy:
-    """By name. Raises UserError for one that is none of POLICIES."""
+    """Return the policy of a name. Raises UserError if the name is not in POLICIES."""
     if name not in _POLICIES:
         raise UserError(f"policy {name!r} is not known: use one of {', '.join(POLICIES)}")
     return _POLICIES[name]()

@@ -9,10 +9,10 @@ _MOST_TABLES = 64  # requests may have limits of their own
 
 
 class PrefillTimes:
-    """Seconds of a prompt's prefill alone, in chunks of 1,024 tokens: tables that grow with the longest prompt, as
-    Medha's (arXiv 2409.17264v4), one for each `alone_tokens` of placements.
+    """Predicts the seconds of a prompt's prefill alone, in chunks of 1,024 tokens.
 
-    Without a cost, a token counts as a second: only ratios are then of use.
+    Like Medha (arXiv 2409.17264v4), it has tables that grow with the longest prompt, one per `alone_tokens` of
+    placements. Without a cost, a token counts as a second, so only ratios are meaningful.
     """
 
     def __init__(self, cost: Cost | None, kvp: int) -> None:
@@ -21,7 +21,7 @@ class PrefillTimes:
         self._table = lru_cache(_MOST_TABLES)(lambda alone_tokens: [0.0])  # seconds by number of chunks
 
     def until(self, tokens: int, alone_tokens: float) -> float:
-        """Of the first `tokens`, of which one KVP rank has up to `alone_tokens` alone."""
+        """Return the seconds of the first `tokens`. One KVP rank has the first `alone_tokens` of them alone."""
         if self._cost is None:
             return float(tokens)
         until_s, (whole, rest) = self._table(alone_tokens), divmod(tokens, _TOKENS)
@@ -32,5 +32,5 @@ class PrefillTimes:
         return before_s + (until_s[whole + 1] - before_s) * rest / _TOKENS
 
     def between(self, start: int, stop: int, alone_tokens: float) -> float:
-        """Of the tokens from `start` to `stop`."""
+        """Return the seconds of the tokens from `start` to `stop`."""
         return self.until(stop, alone_tokens) - self.until(start, alone_tokens)

@@ -1,4 +1,4 @@
-"""Prefixes: the first tokens of a request whose KV other requests have computed."""
+"""Prefixes: the first tokens of a request, whose KV is already cached."""
 
 from array import array
 from collections.abc import Callable, Mapping
@@ -20,11 +20,13 @@ from longhelix.scheduler.sequence import Sequence
 
 @dataclass(frozen=True)
 class Prefix:
-    """The first `num_tokens` of a request, whose KV all earlier steps together have filled.
+    """The first tokens of a request, whose KV earlier steps have computed.
 
-    blocks: their KV blocks, in position order, or where these are swapped, their slots. Each has a holder, or keeps its
-    content, at least until the next step is made. The last block need not be full, and tokens in it beyond `num_tokens`
-    need not be those of the request. windows: the same of each group with a limit.
+    Attributes:
+        num_tokens: Number of these tokens.
+        blocks: Their KV blocks, in position order, or the slots of swapped blocks. All keep their content at least
+            until the next step is made. The last block need not be full, and may have other tokens beyond `num_tokens`.
+        windows: Their blocks in each group with a limit.
     """
 
     num_tokens: int = 0
@@ -32,16 +34,16 @@ class Prefix:
     windows: tuple[WindowPrefix, ...] = ()
 
     def full_blocks(self, block_tokens: int) -> tuple[Block | Slot, ...]:
-        """The blocks that the prefix fills: all of them, or all but the last."""
+        """Return the blocks that the prefix fills: all of them, or all but the last."""
         return self.blocks[: self.num_tokens // block_tokens]
 
     @cached_property
     def kept(self) -> tuple[Block, ...]:
-        """Those of its blocks that are not swapped."""
+        """The blocks that are not swapped."""
         return kept(self.blocks)
 
     def swapped_tokens(self, block_tokens: int) -> int:
-        """Those of its tokens whose KV is swapped, in any group."""
+        """Return the number of tokens whose KV is swapped in any group."""
         if len(self.kept) == len(self.blocks) and not self.windows:
             return 0
         of_groups = ((0, self.blocks), *self.windows)
@@ -51,23 +53,23 @@ class Prefix:
         return sum(min(block_tokens, self.num_tokens - place * block_tokens) for place in places)
 
     def seen_token_ids(self, request: Request) -> bytes:
-        """`seen_ids` of the `KnownTokens`."""
+        """Return the `seen_ids` of the request's `KnownTokens`."""
         if request.sampling.repetition_penalty == 1:
             return b""
         return array("i", sorted(set(request.prompt_token_ids[: self.num_tokens]))).tobytes()
 
     def of_windows(self, num_windows: int) -> tuple[WindowPrefix, ...]:
-        """Its blocks of each group with a limit; without a prefix there are none."""
+        """Return the blocks of each group with a limit. An empty prefix has none."""
         return self.windows if self.num_tokens else (WindowPrefix(),) * num_windows
 
     @property
     def copied(self) -> tuple[Block, ...]:
-        """The block that it does not fill, in each group. It is not swapped."""
+        """The block of each group that the prefix does not fill. It must not be swapped."""
         (last,) = self.kept[-1:]
         return last, *kept([window.blocks[-1] for window in self.windows])
 
     def cut(self, num_tokens: int, block_tokens: int) -> "Prefix":
-        """The prefix, shortened to at most `num_tokens`."""
+        """Return the prefix, shortened to at most `num_tokens`."""
         num_tokens = min(self.num_tokens, num_tokens)
         return Prefix(num_tokens, self.blocks[: -(-num_tokens // block_tokens)])
 
@@ -76,24 +78,24 @@ NO_PREFIX = Prefix()
 
 
 class Prefixes(Protocol):
-    """What the scheduler asks for prefixes."""
+    """Finds the prefixes of requests."""
 
     def find(self, request: Request) -> Prefix:
-        """The longest prefix of a request that could start now. If the request cannot start, it is asked again in the
-        next step."""
+        """Return the longest prefix of a request. Called again in each step until the request starts."""
         ...
 
 
 class PrefixCache:
-    """Prefixes of full KV blocks, found by their hashes, see `Chain`.
+    """Finds prefixes of full KV blocks by their hashes (`Chain`).
 
-    index: blocks by hash, as the allocators have them.
-    swapped: slots by hash.
-    matches: cached prefixes of waiting requests.
-    windows: the groups with a limit.
-    root: gives everything but the tokens that a request's KV depends on. The hash before a prompt's first block is that
-        of it and of the request's salt.
-    record: learns what blocks contain before they are named; None: nobody records it.
+    Args:
+        index: Blocks by hash, as the allocators have them.
+        swapped: Slots by hash.
+        matches: Cached prefixes of waiting requests.
+        root: Returns everything that a request's KV depends on, except for the tokens. The hash before a prompt's first
+            block is computed from this and the request's salt.
+        record: Records the content of blocks before they become findable, if not None.
+        windows: The groups with a limit.
     """
 
     def __init__(
@@ -114,24 +116,24 @@ class PrefixCache:
         self._match_of: dict[int, Match] = {}  # by request
         self._block_tokens = block_tokens
         self._root = root
-        self._chains: dict[int, Chain] = {}  # of requests that were looked for
+        self._chains: dict[int, Chain] = {}  # by waiting request
 
     def find(self, request: Request) -> Prefix:
         blocks = list[Block | Slot]()
-        found, swapped = self._index.get, self._swapped.get
+        find_block, find_slot = self._index.get, self._swapped.get
         for digest in self._chain(request).since(0):
-            block = found(digest) or swapped(digest)
+            block = find_block(digest) or find_slot(digest)
             if block is None:
                 break
             blocks.append(block)
         return Prefix(len(blocks) * self._block_tokens, tuple(blocks))
 
     def within_windows(self, request: Request, prefix: Prefix) -> Prefix:
-        """The longest part of a prefix for which all groups with a limit have what the next row sees."""
+        """Return the longest part of a prefix whose next row sees only cached blocks in all groups with a limit."""
         if not self._windows:
             return prefix
         hash_at, num_tokens = self._chain(request).__getitem__, prefix.num_tokens
-        # By group the place from which on all are there up to the end of what is left: each is looked at once.
+        # By group: the place from which all blocks are cached up to the end of the part. Each place is checked once.
         known_from = [len(prefix.blocks)] * len(self._windows)
         while num_tokens:
             stop = -(-num_tokens // self._block_tokens)
@@ -144,13 +146,14 @@ class PrefixCache:
                 known_from[at] = min(known_from[at], first)
             else:
                 blocks = prefix.blocks[:stop]
-                there = tuple(
+                windows = tuple(
                     window.cached(first, blocks, hash_at) for window, first in zip(self._windows, firsts, strict=True)
                 )
                 full = num_tokens // self._block_tokens
-                if full == stop or not any(isinstance(each[-1], Slot) for each in (blocks, *(w.blocks for w in there))):
-                    return Prefix(num_tokens, blocks, there)
-                # A block that is not full is copied in all groups, but what is swapped cannot be copied.
+                of_groups = (blocks, *(window.blocks for window in windows))
+                if full == stop or not any(isinstance(group_blocks[-1], Slot) for group_blocks in of_groups):
+                    return Prefix(num_tokens, blocks, windows)
+                # The last block is not full, so it would be copied in all groups, but a swapped block cannot be copied.
                 num_tokens = full * self._block_tokens
         return NO_PREFIX
 
@@ -176,11 +179,11 @@ class PrefixCache:
         return chain.num_hashed - before, True
 
     def num_hashed(self, request: Request) -> int:
-        """How many blocks of a waiting request's prompt have been hashed."""
+        """Return how many blocks of a waiting request's prompt have been hashed."""
         return self._chain(request).num_hashed
 
     def _is_found(self, chain: Chain) -> bool:
-        """Whether the last block that was hashed is cached, if there is any."""
+        """Return whether the last hashed block is cached. True if no block has been hashed."""
         last = chain.before(chain.num_hashed)
         return not chain.num_hashed or last in self._index or last in self._swapped
 
@@ -189,7 +192,7 @@ class PrefixCache:
         self._chains[request.id] = self._new_chain(request, hashes)
 
     def match(self, request: Request, most_blocks: int) -> Match:
-        """The blocks that `find` would give, at most so many. Looks at none of them again that it has seen before."""
+        """Return the match of the first `most_blocks` blocks that `find` would return. Visits each block only once."""
         match = self._match_of.get(request.id)
         if match is None:
             match = self._match_of[request.id] = self._matches.new()
@@ -198,19 +201,19 @@ class PrefixCache:
         return match
 
     def is_alike(self, request: Request) -> bool:
-        """Whether a prompt begins as that of a waiting request does that has been matched."""
+        """Return whether a prompt has the same first block as a waiting request that has a match."""
         chain = self._chain(request)
         return chain.num_blocks > 0 and self._matches.has(chain[0])
 
     def _chain(self, request: Request) -> Chain:
-        """The hashes of a waiting request's prompt."""
+        """Return the hashes of a waiting request's prompt."""
         chain = self._chains.get(request.id)
         if chain is None:
             chain = self._chains[request.id] = self._new_chain(request)
         return chain
 
     def _new_chain(self, request: Request, hashes: Items[bytes] = ()) -> Chain:
-        # Of one length and by a word apart, so that no salt is what blocks are hashed from.
+        # Digests have a fixed length and "root" marks them, so no salt can imitate the input of a block's hash.
         salt = sha256(request.service.cache_salt.encode()).digest()
         root = sha256(b"root" + sha256(self._root(request)).digest() + salt).digest()
         return Chain(root, request, self._block_tokens, hashes)
@@ -220,26 +223,29 @@ class PrefixCache:
         return self._new_chain(request).all()
 
     def learn(self, request: Request, hashes: Items[bytes]) -> None:
-        """Let the record know the first blocks of a prompt, by their hashes."""
+        """Tell the record the content of the first blocks of a prompt, by their hashes."""
         if self._record is not None:
             token_bytes = request.prompt_token_ids[: len(hashes) * self._block_tokens].tobytes()
             self._record.learn(hashes, None, token_bytes, 0, request)
 
     def forget(self, request_id: int) -> None:
-        """It waits no longer."""
+        """Drop what is kept for a waiting request."""
         self._chains.pop(request_id, None)
         match = self._match_of.pop(request_id, None)
         if match is not None:
             self._matches.drop(match)
 
     def begin(self, seq: Sequence, num_blocks: int) -> None:
-        """A sequence begins with the first `num_blocks` of the prefix that was found for it."""
+        """Start a sequence with the first `num_blocks` of its prefix."""
         seq.unhashed.parent_hash = self._chain(seq.request).before(num_blocks)
         self.forget(seq.id)
 
     def named(self, seq: Sequence) -> tuple[list[Block], list[bytes], int]:
-        """The blocks of a sequence that are full by now and have no hash yet, their hashes, and the position of their
-        first token."""
+        """Hash the full blocks of a sequence that have no hash yet.
+
+        Returns:
+            The blocks, their hashes, and the position of their first token.
+        """
         unhashed = seq.unhashed
         unnamed, block_tokens = unhashed.blocks, self._block_tokens
         start = (seq.kv.num_blocks - len(unnamed)) * block_tokens

@@ -1,4 +1,4 @@
-"""What a loop and its scheduler told each other: enough to go through all of it again."""
+"""Events between a loop and its scheduler, which suffice to replay all steps."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,14 +21,14 @@ class Aborted(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """The scheduler was asked for a step, at `now_s` of the loop's clock. None: there was nothing to run."""
+    """The scheduler made a step at `now_s` on the loop's clock. step: None if there was nothing to run."""
 
     now_s: float
     step: Step | None
 
 
 class Completed(NamedTuple):
-    """A step came back."""
+    """The result of a step came back."""
 
     result: StepResult
 

@@ -160,13 +160,13 @@ def _subtracted(name: str, value: object) -> float:
 
 def _logit_bias(value: object) -> dict[int, float]:
     allowed = f"a number from {-_MOST_BIAS} to {_MOST_BIAS}"
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, bias in entries("logit_bias", value, _MOST_BIASED, "token ids to numbers"):
         token_id = whole("a token id of logit_bias", key, 0, MOST_TOKENS)
-        found[token_id] = real(
+        biases[token_id] = real(
             f"the logit bias of token {token_id}", bias, lambda number: abs(number) <= _MOST_BIAS, allowed
         )
-    return found
+    return biases
 
 
 def _stop_string(value: object) -> str:
@@ -299,10 +299,12 @@ class Request:
 
     def resumed(self, generated: "array[int]") -> "Request":
         """Return the request that continues after `generated`, tokens that it has generated since it started."""
-        left = replace(
+        sampling = replace(
             self.sampling,
             max_new_tokens=self.sampling.max_new_tokens - len(generated),
             min_tokens=max(self.sampling.min_tokens - len(generated), 0),
         )
         tokens = self.prompt_token_ids + generated
-        return replace(self, prompt_token_ids=tokens, sampling=left, num_generated=self.num_generated + len(generated))
+        return replace(
+            self, prompt_token_ids=tokens, sampling=sampling, num_generated=self.num_generated + len(generated)
+        )

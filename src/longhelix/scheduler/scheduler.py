@@ -1,8 +1,8 @@
-"""The scheduler: requests in, Steps out. Continuous batching.
+"""The scheduler: makes steps from requests (continuous batching).
 
-It is the only decision maker: admission, blocks, chunks, parts, preemption, ends. It needs no sampled token's value to
-plan the next step, because workers keep their own copy of every sequence; so several steps may be in flight. Only
-sequences with draft tokens wait for their last step's result (`Drafting`).
+It alone decides about admission, blocks, chunks, parts, preemption and ends. Workers keep their own copy of every
+sequence, so the scheduler can plan the next step without the values of sampled tokens, and several steps may be in
+flight. Only sequences with draft tokens wait for the result of their last step (`Drafting`).
 """
 
 import math
@@ -23,13 +23,13 @@ from longhelix.scheduler.cut import Cut
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.drafting import Drafter, Drafting
 from longhelix.scheduler.growth_limits import GrowthLimits
-from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.instances import Instances, tokens_within
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.load import AnyLoad
 from longhelix.scheduler.microbatches import Microbatches
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.pending_changes import PendingChanges
+from longhelix.scheduler.pinned_prefix import PinnedPrefix
 from longhelix.scheduler.policy import Policy, make_policy
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.prefix import PrefixCache, Prefixes
@@ -55,14 +55,14 @@ from longhelix.scheduler.turns import Turns
 from longhelix.scheduler.widening import Widening
 from longhelix.scheduler.work import Cost
 
-_LEAST_TTFT_S = 1.0  # of deadlines that nobody asked for
-_MARGIN = 0.85  # of targets: steps take longer than predicted as often as not
-# No target but the engine's is less than so many times what decodes take alone, nor than a millisecond: our choice.
+_LEAST_TTFT_S = 1.0  # of deadlines that the request does not set
+_MARGIN = 0.85  # of targets, because every second step takes longer than predicted
+# A request's target is at least this multiple of the decodes' time alone, and at least a millisecond (our choice).
 _TBT_FACTOR, _LEAST_TBT_S = 2.0, 1e-3
 
 
 class _Drafted(NamedTuple):
-    """The tokens of a draft, and the KV blocks that they need in addition."""
+    """The tokens of a sequence's draft, and the new KV blocks that they need."""
 
     seq: Sequence
     token_ids: "array[int]"
@@ -70,14 +70,18 @@ class _Drafted(NamedTuple):
 
 
 class Scheduler:
-    """State + budget + now -> Step. `schedule` and `complete` are called in the order of steps.
+    """Makes the steps of an engine. Call `schedule` and `complete` in the order of steps.
 
-    cost: what time steps take; without it, deadlines count tokens, and chunks cannot adapt. policy: which request goes
-    next, where it is none of those by name. chunk_rule: how many prompt tokens a step computes. cut: in how many parts
-    a step attends; None where exchanges do not travel while ranks compute. prefixes: KV that requests need not compute
-    (default: the prefix cache, where that is on). root: what a request's KV depends on beside its tokens. swap_s: what
-    a KV block's way out of its pool and back takes; it is computed again where that is predicted to take less. record:
-    collects what the prefix cache stores and removes, see `BlockPool.changes`. drafter: guesses next tokens.
+    Args:
+        cost: Predicts the time of steps. Without it, deadlines count tokens, and chunks cannot adapt.
+        policy: Decides which request goes next. Default: the policy that the settings name.
+        chunk_rule: Decides how many prompt tokens a step computes.
+        cut: Decides in how many parts a step attends. None if ranks cannot exchange while they compute.
+        prefixes: Finds prefixes whose KV is cached. Default: the prefix cache, if it is enabled.
+        root: Returns everything that a request's KV depends on, except for its tokens.
+        swap_s: Seconds to swap a KV block out and in. Blocks that are faster to compute again are not swapped.
+        record: Records what the prefix cache stores and removes (`BlockPool.changes`).
+        drafter: Guesses the next tokens.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Scheduler:
         self.pool = BlockPool(config, self._swap_pays, record)
         self.cost = None if cost is None else CorrectedCost(cost)
         self._chunk_rule = _chunk_rule(config, self.cost) if chunk_rule is None else chunk_rule
-        self._cut = None if config.own_clocks else cut  # instances exchange what they share, and no more
+        self._cut = None if config.own_clocks else cut  # instances exchange only for sequences that they share
         self._shares = Shares(config.client_weights)
         self._order = Order(make_policy(config.policy) if policy is None else policy, self._shares, self._times)
         self._cache: PrefixCache | None = None
@@ -125,8 +129,8 @@ class Scheduler:
             guides=self._guides,
         )
         self._running: dict[int, Sequence] = {}
-        self._prompts: dict[int, Sequence] = {}  # those with prompt tokens left
-        self._preempted: dict[int, Sequence] = {}  # whose last tokens are on their way
+        self._prompts: dict[int, Sequence] = {}  # those with prompt tokens to compute
+        self._preempted: dict[int, Sequence] = {}  # whose last tokens have not come back
         self._changes = PendingChanges()
         self._turns: Turns = (
             Instances(config, self.pool, self._changes)
@@ -135,10 +139,10 @@ class Scheduler:
         )
         self._drafting = Drafting(drafter, config.pp)
         self._widening = Widening(config, self.pool)
-        self._leaving: list[Sequence] = []  # as their next step says
-        self._chunked: list[Sequence] = []  # which the last step has a chunk of
+        self._leaving: list[Sequence] = []  # the next step of their ranks says so
+        self._chunked: list[Sequence] = []  # sequences with a chunk in the last step
         self._next_step_id = 0
-        self._step_s = 0.0  # what the last step with chunks took
+        self._step_s = 0.0  # seconds of the last step with chunks
         self._in_flight: dict[int, Step] = {}
 
     @property
@@ -161,7 +165,7 @@ class Scheduler:
     def add(self, request: Request, hashes: Items[bytes] = ()) -> None:
         """Queue a request. Raises UserError if it could never run.
 
-        hashes: those of its first blocks, if they are known, see `hashes`.
+        hashes: content hashes of its first blocks, if they are known (see the method `hashes`).
         """
         self.check(request)
         self._waiting.push(self._job(request), request.arrival_s, hashes)
@@ -180,27 +184,34 @@ class Scheduler:
         """See `PrefixCache.hashes`."""
         return self._waiting.hashes(request)
 
-    def hold(self, request: Request, hashes: Items[bytes]) -> HeldPrefix | None:
-        """See `Admission.hold`."""
-        return self._waiting.hold(request, hashes)
+    def pin_prefix(self, request: Request, hashes: Items[bytes]) -> PinnedPrefix | None:
+        """See `Admission.pin_prefix`."""
+        return self._waiting.pin_prefix(request, hashes)
 
     def prefilled_tokens(self, request_id: int) -> int:
-        """How many of a request's prompt tokens steps have; 0 while it waits or after its end."""
+        """Return how many of a request's prompt tokens are in steps. 0 while it waits or after its end."""
         seq = self._running.get(request_id)
         return 0 if seq is None else min(seq.length, seq.request.given_tokens)
 
     def has_begun(self, request_id: int) -> bool:
-        """Whether steps have been given to the ranks for a request that has not ended, and may be under way."""
+        """Return whether the ranks have been given steps of a request that has not ended."""
         seq = self._running.get(request_id)
         return request_id in self._preempted if seq is None else not self._changes.is_new(seq)
 
     def schedule(self, now_s: float, busy: Set[int] = frozenset()) -> Step | None:
-        """The next step: one row of every sequence that decodes, of one microbatch or of one team of instances, drafts,
-        and chunks of prompts. None if there is nothing to run now. busy: instances that can be given no step now."""
+        """Make the next step. Returns None if there is nothing to run now.
+
+        A step has one row of every decoding sequence (of one microbatch, or of one team of instances), drafts, and
+        chunks of prompts.
+
+        Args:
+            now_s: The time on the engine's clock.
+            busy: Instances that cannot be given a step now.
+        """
         if not self._turns.may_begin(busy):
             return None
-        self._widening.name()
-        self._pass_by()
+        self._widening.name_moved()
+        self._free_expired()
         self._resume(now_s)
         self._admit(now_s)
         turn, decoding, decode_next, growing = self._turn(busy)
@@ -209,7 +220,7 @@ class Scheduler:
         joined = self._changes.take_joined(turn)
         grown, drafted = self._grow(growing, self._drafting.ready(turn), now_s)
         load = self._turns.load(turn)
-        drafts = tuple(self._draft(*each, load) for each in drafted)
+        drafts = tuple(self._draft(*draft, load) for draft in drafted)
         chunks = self._chunks(turn, load, now_s)
         self.pool.give_back(turn)
         if not (load.has_decodes or chunks or self._changes.has_ends_for(turn)):
@@ -226,8 +237,9 @@ class Scheduler:
         self._leaving = [seq for seq in self._leaving if not turn.has(seq.schedule.instances)]
         new, copies = self._changes.take_started(turn)
         self._guides.heard(new)
-        joined = tuple(one for one in joined if one.id in self._running)
-        joining += tuple(one.id for one in joined if self._running[one.id] in self._turns and one.id not in joining)
+        joined = tuple(member for member in joined if member.id in self._running)
+        joined_ids = [member.id for member in joined if self._running[member.id] in self._turns]
+        joining += tuple(id for id in joined_ids if id not in joining)
         self._next_step_id += 1
         swapped_out, swapped_in = self.pool.swaps_of_step(turn)
         transfers = BlockTransfers(copies=copies, swapped_out=swapped_out, swapped_in=swapped_in)
@@ -254,15 +266,15 @@ class Scheduler:
         self._turns.began(turn, step.id)
         return step
 
-    def _pass_by(self) -> None:
-        """Take back the blocks of windows that chunks which have been given to the ranks have left behind."""
+    def _free_expired(self) -> None:
+        """Free the blocks of windows that have expired with the chunks of the last step."""
         for seq in self._chunked:
             if self._running.get(seq.id) is seq:
-                self.pool.pass_by(seq)
+                self.pool.free_expired(seq)
         self._chunked.clear()
 
     def _swap_pays(self, start: int) -> bool:
-        """Whether the KV block whose first token is at `start` is swapped rather than computed again."""
+        """Return whether swapping the KV block that starts at position `start` is faster than computing it again."""
         stop = start + self.config.block_tokens
         return self._swap_s < self._times.between(start, stop, self.config.place(stop, stop + 1, 0).alone_tokens)
 
@@ -277,8 +289,12 @@ class Scheduler:
             self._turns.begin(seq)
 
     def _turn(self, busy: Set[int]) -> tuple[Turn | None, Items[Decodes], list[Sequence], list[Sequence]]:
-        """Whose step is next, the sets of sequences that have rows in it, those that join them, and those whose rows
-        need a KV block."""
+        """Decide whose step is next.
+
+        Returns:
+            The turn (None: there is nothing to run), the sets of sequences that have rows in the step, the sequences
+            that join these sets, and those whose rows need a KV block.
+        """
         self._leaving += self._turns.deal()
         step_id, oldest_id = self._next_step_id + 1, self._oldest_id
         with_segments = [*self._prompts.values(), *self._drafting.ready(Turn())]
@@ -286,9 +302,9 @@ class Scheduler:
             joined, growing = self._turns.join(turn, step_id, oldest_id), list[Sequence]()
             decoding = self._turns.decoding(turn)
             for decodes in decoding:
-                done, more = decodes.advance()
+                done, decoding_growing = decodes.advance()
                 self._leaving += done
-                growing += more
+                growing += decoding_growing
             if (
                 any(turn.has(seq.schedule.instances) for seq in with_segments)
                 or any(map(len, decoding))
@@ -299,15 +315,20 @@ class Scheduler:
 
     @property
     def _oldest_id(self) -> int:
-        """Of the steps in flight, or if there is none, of the next one."""
+        """Id of the oldest step in flight. If there is none, of the next step."""
         return next(iter(self._in_flight), self._next_step_id + 1)
 
     def _grow(
         self, growing: list[Sequence], drafting: list[Sequence], now_s: float
     ) -> tuple[tuple[tuple[int, Block], ...], list[_Drafted]]:
-        """KV blocks for decodes whose next rows need some, and the tokens of drafts. Where there is no block for a
-        first row, a request is preempted. Blocks for draft tokens leave one block to each running request on every
-        rank."""
+        """Take KV blocks for decoding sequences whose next rows need them, and for drafts.
+
+        If there is no block for a sequence's first row, a request is preempted. Draft tokens get blocks only while each
+        rank has a free block per running request.
+
+        Returns:
+            The new blocks with the ids of their sequences, and the drafts.
+        """
         grown: list[tuple[Sequence, tuple[Block, ...]]] = []
         for seq in growing:
             blocks = self._take(seq, now_s)
@@ -317,22 +338,22 @@ class Scheduler:
         with_block = [
             (seq, () if seq.kv.num_blocks * self.config.block_tokens > seq.length else self._take(seq, now_s))
             for seq in drafting
-            if seq in self._drafting  # or it was preempted just now
+            if seq in self._drafting  # otherwise, it was preempted just now
         ]
         drafted: list[_Drafted] = []
         for seq, blocks in with_block:
             if seq in self._drafting:
                 token_ids = self._drafting.token_ids(seq)
-                blocks += self.pool.take_free(seq, seq.length + len(token_ids), left=len(self._running))
+                blocks += self.pool.take_free(seq, seq.length + len(token_ids), spare=len(self._running))
                 room = seq.kv.num_blocks * self.config.block_tokens - seq.length
                 drafted.append(_Drafted(seq, token_ids[:room], blocks))
         return (
             tuple((seq.id, block) for seq, blocks in grown if seq in self._turns for block in blocks),
-            [each for each in drafted if each.seq in self._drafting],
+            [draft for draft in drafted if draft.seq in self._drafting],
         )
 
     def _take(self, seq: Sequence, now_s: float) -> tuple[Block, ...]:
-        """The next KV block of a sequence that decodes. Empty if it had to be preempted for want of one."""
+        """Take the next KV block of a decoding sequence. Empty if the sequence had to be preempted."""
         self.pool.choose_ranks(seq, seq.kv.num_blocks + 1)
         blocks = None
         while blocks is None and self._decodes(seq):
@@ -345,26 +366,27 @@ class Scheduler:
         return seq in self._turns or seq in self._drafting
 
     def _draft(self, seq: Sequence, token_ids: "array[int]", new_blocks: tuple[Block, ...], load: AnyLoad) -> Draft:
-        """A draft, which is added to the step's load."""
+        """Return a draft, and add it to the step's load."""
         load.add_draft(seq, len(token_ids))
         self._drafting.submit(seq)
         return Draft(seq.id, seq.length, token_ids.tobytes(), new_blocks)
 
     def _free_some(self, rank: int, growing: Sequence, now_s: float) -> None:
-        """For a sequence that grows onto a KVP rank without a block: ranks that have some help out, or a request loses
-        its own."""
-        # What ranks have of a sequence with draft tokens changes with its next draft, and so none of it moves.
+        """Make room for a sequence whose next block goes to a full KVP rank: move blocks, or preempt a request."""
+        # Blocks of a sequence with draft tokens change with its next draft, so they do not move.
         if self._widening.widen(rank, growing, (seq for seq in self._running.values() if seq in self._turns)):
             self._turns.recount()
         else:
             self._preempt(self._victim(rank, growing, now_s))
 
     def _victim(self, rank: int, growing: Sequence, now_s: float) -> Sequence:
-        """The sequence that is preempted, of `growing` and those that have blocks on a KVP rank or are promised some:
-        one of the lowest priority, and then as the policy says."""
-        others = (seq for seq in self._running.values() if seq.kv.block_ids[rank] or seq.kv.promised[rank])
+        """Return the sequence to preempt: `growing`, or one that has blocks or reservations on a KVP rank.
+
+        It is one of the lowest priority. Among these, the policy decides.
+        """
+        on_rank = (seq for seq in self._running.values() if seq.kv.block_ids[rank] or seq.kv.reserved[rank])
         return min(
-            (seq for seq in (growing, *others) if self._may_be_preempted(seq)),
+            (seq for seq in (growing, *on_rank) if self._may_be_preempted(seq)),
             key=lambda seq: self._order.preemption(seq, self._lost_s(seq), now_s),
         )
 
@@ -372,13 +394,16 @@ class Scheduler:
         return self._times.until(seq.known_length, seq.kv.placement.alone_tokens)
 
     def _may_be_preempted(self, seq: Sequence) -> bool:
-        """Not if no rank knows it yet, if it is done but for a token on its way, or if it was preempted so
-        often that it has been promised all that it needs."""
+        """Return whether a sequence may be preempted.
+
+        It may not if no rank knows it yet, if only its last token has to come back, or if it has been preempted so
+        often that all blocks that it needs are reserved.
+        """
         runs = seq.prompt_left > 0 or seq in self._drafting or self._turns.may_lose(seq)
         return runs and not self._changes.is_new(seq) and seq.job.history.preemptions < MOST_PREEMPTIONS
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take a sequence's blocks. It is computed again once there is room for it, from the tokens that it has."""
+        """Release a sequence's blocks. Once there is room for it, it is computed again from the tokens that it has."""
         self._leave(seq)
         seq.schedule.last_step = self._next_step_id
         self._preempted[seq.id] = seq
@@ -398,7 +423,7 @@ class Scheduler:
             self.pool.give_back_unused(tuple(source for source, _ in unused))
 
     def _resume(self, now_s: float) -> None:
-        """Let preempted requests wait to be admitted, once all of their tokens have come back, and all ranks know."""
+        """Queue preempted requests again, once all of their tokens have come back and all ranks know."""
         for seq in [seq for seq in self._preempted.values() if self._has_come_back(seq)]:
             del self._preempted[seq.id]
             request, history = seq.request.resumed(seq.tokens.output), seq.job.history
@@ -411,16 +436,16 @@ class Scheduler:
         if not schedule.instances:
             return schedule.last_step < self._oldest_id
         steps = (step for id, step in self._in_flight.items() if id <= schedule.last_step)
-        under_way = any(Turn(instances=step.turn.instances).has(schedule.instances) for step in steps)
-        return not under_way and seq.id not in self._changes.ended_ids
+        is_in_flight = any(Turn(instances=step.turn.instances).has(schedule.instances) for step in steps)
+        return not is_in_flight and seq.id not in self._changes.ended_ids
 
     def _chunks(self, turn: Turn, load: AnyLoad, now_s: float) -> tuple[Chunk, ...]:
-        """The next chunks of prompts, which are added to the step's load."""
+        """Return the next chunks of prompts, and add them to the step's load."""
         prompts = [seq for seq in self._prompts.values() if turn.has(seq.schedule.instances)]
         if not prompts:
             return ()
         if len(prompts) > 1:
-            # Who is not in this step is in the next one, and has its token when that ends.
+            # A prompt that is not in this step gets its token after the next one.
             later_s = now_s + 2 * self._step_s
             prompts = self._order.prompts(prompts, later_s)
         target_s = self._target_s(turn, load, prompts[0], now_s) if self._chunk_rule.adapts else math.inf
@@ -431,18 +456,19 @@ class Scheduler:
                 num_tokens = tokens_within(seq, num_tokens)
                 self.pool.choose_ranks(seq, -(-(seq.length + num_tokens) // self.config.block_tokens))
                 num_tokens = self.pool.tokens_within(seq, num_tokens)
-                assert num_tokens, "it is promised a block"
+                assert num_tokens, "a block is reserved for it"
                 load.add_chunk(seq, num_tokens)
                 chunks.append(self._chunk(seq, num_tokens))
         return tuple(chunks)
 
     def _target_s(self, turn: Turn, beside: AnyLoad, first: Sequence, now_s: float) -> float:
-        """What the step may take, where `first` is the prompt that goes first.
+        """Return the time that the step may take. `first` is the prompt that goes first.
 
-        What a request asks for has a floor: one that asks for next to nothing would have its tokens hardly sooner, and
-        hold up the prompts of all others.
-        A policy's headroom is of what decodes leave, not of the whole target (Medha's packer): decodes that take half
-        of it would otherwise leave nothing to prompts that have slack.
+        A request's target has a lower bound. A request that asks for almost no time would hardly get its tokens sooner,
+        and would delay the prompts of all other requests.
+
+        A policy's headroom is a part of the time that decodes leave, not of the whole target (Medha's packer).
+        Otherwise, decodes that take half of the target would leave no time to prompts that have slack.
         """
         decodes_s = beside.seconds(self.cost) if self.cost is not None and beside.has_decodes else 0.0
         least_s = max(_LEAST_TBT_S, _TBT_FACTOR * decodes_s)
@@ -478,7 +504,7 @@ class Scheduler:
         return Chunk(seq.id, token_ids, new_blocks, sample=ends, scored=scored)
 
     def complete(self, result: StepResult) -> list[TokenEvent]:
-        """Take a step's tokens. Tokens of requests that have ended meanwhile are dropped."""
+        """Process the tokens of a step and return their events. Tokens of requests that have ended are dropped."""
         step = self._in_flight.pop(result.step_id)
         self._turns.ended(Turn(step.turn.microbatch, step.turn.instances))
         if step.chunks:
@@ -488,12 +514,12 @@ class Scheduler:
             seq = self._running.get(rebalance.id) or self._preempted.get(rebalance.id)
             if rebalance.moves and seq is not None:
                 seq.job.history.moved_s += result.measured.moved_s
-        # Moves, and guides that are compiled, take time that no cost knows of.
-        guided = any(one.sampling.guide is not None for one in step.changes.new)
-        if self.cost is not None and not step.moved and not guided:
+        # The cost does not include moves, nor the compilation of guides.
+        has_guides = any(new.sampling.guide is not None for new in step.changes.new)
+        if self.cost is not None and not step.moved and not has_guides:
             self.cost.observe(step.work, result.measured.taken_s)
         running = self._running
-        events = [self._prompt_event(found) for found in result.prompt_logprobs if self._has(found.sequence_id)]
+        events = [self._prompt_event(scores) for scores in result.prompt_logprobs if self._has(scores.sequence_id)]
         for sampled in result.sampled:
             id, token_id = sampled.sequence_id, sampled.token_id
             seq = running.get(id) or self._preempted.get(id)
@@ -507,21 +533,21 @@ class Scheduler:
             else:
                 events.append(TokenEvent(id, sampled))
         for seq in self._drafting.take_result(step):
-            self.pool.cut(seq, is_promised=seq.job.history.preemptions >= MOST_PREEMPTIONS)
+            self.pool.cut(seq, reserve_again=seq.job.history.preemptions >= MOST_PREEMPTIONS)
         return events
 
     def _has(self, request_id: int) -> bool:
-        """Whether a request that was in a step has not ended."""
+        """Return whether a request that was in a step has not ended."""
         return request_id in self._running or request_id in self._preempted
 
-    def _prompt_event(self, found: PromptLogprobs) -> TokenEvent:
-        id = found.sequence_id
-        if found.error:
-            return TokenEvent(id, SampledToken(id, 0, error=found.error), "error", self.end(id))
-        return TokenEvent(id, None, prompt_logprobs=found.logprobs)
+    def _prompt_event(self, scores: PromptLogprobs) -> TokenEvent:
+        id = scores.sequence_id
+        if scores.error:
+            return TokenEvent(id, SampledToken(id, 0, error=scores.error), "error", self.end(id))
+        return TokenEvent(id, None, prompt_logprobs=scores.logprobs)
 
     def _look(self, seq: Sequence, sampled: SampledToken) -> TokenEvent:
-        """The event of a token after which a block is full, or the request ends."""
+        """Return the event of a token after which a block is full, or the request ends."""
         tokens = seq.tokens
         num_output = len(tokens.output)
         tokens.next_look = tokens.max_output
@@ -543,21 +569,21 @@ class Scheduler:
     def end(self, request_id: int) -> Usage | None:
         """Drop a request, waiting or running, and free its blocks.
 
-        Returns what it held and took, or None if it has already ended.
+        Returns the request's usage, or None if it has already ended.
         """
         seq = self._running.get(request_id)
         if seq is not None:
             self._leave(seq)
             length = seq.known_length
-            held = tuple(seq.kv.placement.local_length(rank, length) for rank in range(self.config.kvp))
-            return Usage.of(seq.job, held)
+            rank_tokens = tuple(seq.kv.placement.local_length(rank, length) for rank in range(self.config.kvp))
+            return Usage.of(seq.job, rank_tokens)
         preempted = self._preempted.pop(request_id, None)
         job = self._waiting.cancel(request_id) if preempted is None else preempted.job
         return None if job is None else Usage.of(job, (0,) * self.config.kvp)
 
 
 def _scored_rows(seq: Sequence, num_tokens: int) -> Scored | None:
-    """Those of a sequence's next chunk, which are not asked for again."""
+    """Return the scored rows of a sequence's next chunk, and count them as scored. None if there are none."""
     rows = seq.scored(num_tokens)
     if not rows:
         return None
@@ -573,7 +599,7 @@ def _chunk_rule(config: SchedulerConfig, cost: Cost | None) -> ChunkRule:
 
 
 def _root(config: SchedulerConfig, root: Callable[[Request], bytes]) -> Callable[[Request], bytes]:
-    """Where bits may not depend on who computed a prefix, requests of other placements have computed others."""
+    """Return the root function of the prefix cache. If results must be batch-invariant, it includes the placement."""
     if not config.batch_invariant:
         return root
 

@@ -64,7 +64,7 @@ class SequenceKV:
     Attributes:
         placement: Which rank owns each block. Also written by `choose_ranks`.
         room: The most blocks that each rank may come to have.
-        promised: Blocks of each rank that are promised to it and that it does not have yet.
+        reserved: Blocks of each rank that are reserved for it and that it does not have yet.
         block_ids: Ids of the blocks that it has on each rank, in position order.
         num_blocks: Blocks that it has on all ranks together.
         most_blocks: The most blocks that it has on one rank.
@@ -74,7 +74,7 @@ class SequenceKV:
 
     placement: Placement
     room: list[int]
-    promised: list[int]
+    reserved: list[int]
     block_ids: "list[array[int]]"
     num_blocks: int = 0
     most_blocks: int = 0

@@ -1,24 +1,23 @@
-"""What clients have had of the prefill, so that each has its share of it."""
+"""Divides prefill time fairly between clients."""
 
 from collections import Counter
 from collections.abc import Mapping
 
-_MOST_GONE = 64  # clients without prompts that are kept beside as many as have some
+_MOST_GONE = 64  # clients without prompts that are remembered, beyond one per client with prompts
 
 
 class Shares:
-    """Start-time fair queueing between clients (Goyal and others, SIGCOMM 1996): of those with prompts, the one goes
-    next that has had the least for its weight.
+    """Start-time fair queueing between clients (Goyal and others, SIGCOMM 1996).
 
-    Nobody saves up a share: who comes back after a pause, or was held up by its priority, begins where the one is that
-    was served last. weights: by client, 1 where there is none.
+    The client with prompts that has had the least prefill time relative to its weight goes next. Clients cannot save up
+    a share: after a pause, a client begins at the level of the client served last. weights: by client, 1 by default.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._prompts: Counter[str] = Counter()
-        self._had: dict[str, float] = {}  # for the weight
-        self._served = 0.0  # what the client had had that was served last, before that
+        self._had: dict[str, float] = {}  # prefill time divided by the weight
+        self._served = 0.0  # what the client served last had had before
 
     @property
     def compete(self) -> bool:
@@ -29,11 +28,11 @@ class Shares:
         return max(self._had.get(client, 0.0), self._served)
 
     def add(self, client: str) -> None:
-        """It has one prompt more."""
+        """Add a prompt of a client."""
         self._prompts[client] += 1
 
     def remove(self, client: str) -> None:
-        """It has one prompt less."""
+        """Remove a prompt of a client."""
         self._prompts[client] -= 1
         if not self._prompts[client]:
             del self._prompts[client]

@@ -1,4 +1,4 @@
-"""Swapped KV blocks: what the prefix cache keeps outside of the pools of blocks whose room was needed."""
+"""Swapped KV blocks: evicted blocks of the prefix cache, whose content is kept outside of the pools."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,7 +11,7 @@ from longhelix.scheduler.step import Swap, Turn
 
 
 class SwapRecorder(Protocol):
-    """Is told which contents are found in slots, or no longer."""
+    """Records which contents are in slots."""
 
     def stored(self, tier: Tier, hashes: Iterable[bytes]) -> None: ...
 
@@ -19,22 +19,29 @@ class SwapRecorder(Protocol):
 
 
 class Swaps:
-    """The slots of all KVP ranks in a KV group, `num_slots` each, for the content of blocks that were evicted.
+    """The slots of all KVP ranks in a KV group, which keep the content of evicted blocks.
 
-    A slot keeps its content when it is swapped in again, since full blocks never change; where all are in use, the one
-    used the longest ago is written next. A step swaps out before it swaps in, so what it reads is not written in it.
+    A slot keeps its content after it is swapped in, since full blocks never change. If all slots are in use, the least
+    recently used one is overwritten. A step swaps out before it swaps in, so it never writes to a slot that it reads.
 
-    found: the blocks in the pools, by content hash. pays: whether a block whose first token is at that position is
-    worth a slot, or had better be computed again. is_reachable: for KV groups with a limit, instead of `pays`: whether
-    a request can come to need a block of this hash. index: slots by content hash. evicted: blocks whose content goes
-    with the next step, and its hash, the first to go first. record: None: nobody records what is found in slots.
+    Args:
+        num_slots: Slots of each rank.
+        pool_index: Blocks in the pools by content hash.
+        pays: Whether swapping a block pays, by the position of its first token. Otherwise it is computed again.
+        is_reachable: For KV groups with a limit, instead of `pays`: whether a request can need a block of this hash.
+        record: Records which contents are in slots, if not None.
+
+    Attributes:
+        index: Slots by content hash.
+        evicted: Blocks that the next step may swap out, with their hashes, in the order of eviction.
+        watcher: Watches blocks and slots, if not None.
     """
 
     def __init__(
         self,
         kvp: int,
         num_slots: int,
-        found: Mapping[bytes, Block],
+        pool_index: Mapping[bytes, Block],
         pays: Callable[[int], bool] = lambda start: True,
         record: SwapRecorder | None = None,
         group: int = 0,
@@ -46,46 +53,46 @@ class Swaps:
         self.index: dict[bytes, Slot] = {}
         self.watcher: CacheWatcher | None = None
         self.evicted: list[tuple[Block, bytes]] = []
-        self._found = found
+        self._pool_index = pool_index
         self._record = record
         self._pays = pays
-        self._starts: dict[bytes, int] = {}  # of what is found in the pools, by hash
-        self._used: list[OrderedDict[Slot, bytes]] = [OrderedDict() for _ in range(kvp)]  # the next to be written first
-        self._in: list[tuple[Slot, Block]] = []  # with the next step
+        self._starts: dict[bytes, int] = {}  # first positions of blocks in the pools, by hash
+        self._used: list[OrderedDict[Slot, bytes]] = [OrderedDict() for _ in range(kvp)]  # least recently used first
+        self._pending: list[tuple[Slot, Block]] = []  # that the next step swaps in
 
     def name(self, content_hash: bytes, start: int) -> None:
-        """A block is found in its pool from now on. start: the position of its first token."""
+        """Note that a block has become findable in its pool. start: the position of its first token."""
         if self.watcher is not None and content_hash in self.index:
-            self.watcher.lost(self.index[content_hash])
+            self.watcher.on_lost(self.index[content_hash])
         self._starts[content_hash] = start
 
     def hash_of(self, slot: Slot) -> bytes:
-        """Of its content."""
+        """Return the hash of a slot's content."""
         return self._used[slot.owner][slot]
 
     def swap_in(self, slots: Items[Slot], blocks: Items[Block]) -> None:
-        """Fill blocks on the owners of slots, in position order, with the next step."""
-        self._in += zip(slots, blocks, strict=True)
+        """Fill blocks from slots of the same ranks in the next step. Both are in position order."""
+        self._pending += zip(slots, blocks, strict=True)
         for slot in reversed(slots):  # a block is found only where all before it are
             self._used[slot.owner].move_to_end(slot)
 
     @property
     def awaited(self) -> set[Block]:
-        """The blocks that get their content only with a step that is yet to be made."""
-        return {target for _, target in self._in}
+        """The blocks that a later step will fill."""
+        return {target for _, target in self._pending}
 
-    def lose(self, written: Collection[Block]) -> None:
-        """Blocks that were evicted are written to before the next step, which is to leave them so."""
-        self._in = [one for one in self._in if one[1] not in written]
+    def cancel_for(self, written: Collection[Block]) -> None:
+        """Cancel swaps from and to blocks that are written before the next step."""
+        self._pending = [(slot, target) for slot, target in self._pending if target not in written]
         for _, content_hash in self.evicted:
             self._start(content_hash)
         self.evicted.clear()
 
     def of_step(self, turn: Turn) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
-        """What those swap out and in who take the turn's step."""
-        if not (self.evicted or self._in):
+        """Return what the ranks that take the turn's step swap out and in."""
+        if not (self.evicted or self._pending):
             return (), ()
-        evicted, swapped_in = self._of(turn)
+        evicted, swapped_in = self._take(turn)
         read, out = {slot for slot, _ in swapped_in}, dict[Slot, Block]()
         for block, content_hash in evicted:
             start = self._start(content_hash)
@@ -93,46 +100,46 @@ class Swaps:
                 slot = self.index[content_hash]
                 self._used[slot.owner].move_to_end(slot)
             elif start is not None and self._pays(start):
-                new = self._slot(block.owner, read)
-                if new is not None:
-                    self._used[block.owner][new] = content_hash
-                    self.index[content_hash] = new
+                free = self._slot(block.owner, read)
+                if free is not None:
+                    self._used[block.owner][free] = content_hash
+                    self.index[content_hash] = free
                     if self._record is not None:
                         self._record.stored("swap", [content_hash])
-                    out[new] = block
+                    out[free] = block
         return (
             tuple(Swap(block, slot.id, self._group) for slot, block in out.items()),
             tuple(Swap(block, slot.id, self._group) for slot, block in swapped_in),
         )
 
-    def _of(self, turn: Turn) -> tuple[list[tuple[Block, bytes]], list[tuple[Slot, Block]]]:
-        """What was evicted of them and what is swapped in, which others need no longer hear of."""
-        evicted = [one for one in self.evicted if turn.has((one[0].owner,))]
-        swapped_in = [one for one in self._in if turn.has((one[0].owner,))]
-        # Blocks are evicted to the same list.
-        self.evicted[:] = [one for one in self.evicted if not turn.has((one[0].owner,))]
-        self._in = [one for one in self._in if not turn.has((one[0].owner,))]
+    def _take(self, turn: Turn) -> tuple[list[tuple[Block, bytes]], list[tuple[Slot, Block]]]:
+        """Take the evicted blocks and the pending swaps of the turn's ranks off the lists."""
+        evicted = [eviction for eviction in self.evicted if turn.has((eviction[0].owner,))]
+        swapped_in = [swap for swap in self._pending if turn.has((swap[0].owner,))]
+        # The allocators append to this list object.
+        self.evicted[:] = [eviction for eviction in self.evicted if not turn.has((eviction[0].owner,))]
+        self._pending = [swap for swap in self._pending if not turn.has((swap[0].owner,))]
         return evicted, swapped_in
 
     def _start(self, content_hash: bytes) -> int | None:
-        """The first position of a block that was evicted, if that matters. None: another block has its content by
-        now."""
-        if content_hash in self._found:
+        """Return the first position of an evicted block. 0 if swapping always pays. None if another block now has the
+        same content."""
+        if content_hash in self._pool_index:
             return None
         if self._is_reachable is not None:
             return 0 if self._is_reachable(content_hash) else None
         return self._starts.pop(content_hash, None)
 
     def _slot(self, rank: int, read: set[Slot]) -> Slot | None:
-        """One that may be written: not `read` in the same step."""
+        """Return a slot that may be overwritten. None if the step reads all of them."""
         used = self._used[rank]
         if len(used) < self.num_slots:
             return Slot(rank, len(used))
         slot = next(iter(used))
-        if slot in read:  # and so are all others, which were used later
+        if slot in read:  # and so are all slots that were used later
             return None
         if self.watcher is not None:
-            self.watcher.lost(slot)
+            self.watcher.on_lost(slot)
         content_hash = used.pop(slot)
         del self.index[content_hash]
         if self._record is not None:

@@ -1,4 +1,4 @@
-"""What a request gets in a step, and at its end."""
+"""Events of requests: new tokens, and the usage at the end."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Usage(NamedTuple):
-    """What a request held at its end, on each KVP rank, and what it took: see `JobHistory`."""
+    """The KV tokens of a request on each KVP rank at its end, and its history (see `JobHistory`)."""
 
     kv_tokens_per_rank: tuple[int, ...]
     cached_tokens: int = 0
@@ -36,8 +36,7 @@ class Usage(NamedTuple):
         )
 
     def after(self, earlier: "Usage") -> "Usage":
-        """Of a request that had begun in another engine before: together with what it took there. Cached were the
-        tokens that it found when it first began."""
+        """Add the usage of the same request in an earlier engine. `cached_tokens` are those of its first start."""
         return Usage(
             kv_tokens_per_rank=self.kv_tokens_per_rank,
             cached_tokens=earlier.cached_tokens,
@@ -50,13 +49,15 @@ class Usage(NamedTuple):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """A request's new token (None where a stop token ended it), and why the request ended, if it did.
+    """A request's new token, or its end.
 
-    prompt_logprobs: of the prompt's next tokens, the second one first, where they were asked for; in events without a
-    new token, before all others.
-    `sampled.error` says what went wrong, where that ended the request. After its end the scheduler has forgotten the
-    request; `usage` says what it held.
-    ending: the stop token that ended it, which is none of its new tokens.
+    Attributes:
+        sampled: The new token. None if a stop token ended the request. `sampled.error` is the error that ended it.
+        finish_reason: Why the request ended, if it did. The scheduler then forgets the request.
+        usage: The request's usage, at its end.
+        prompt_logprobs: Log-probabilities of the prompt's next tokens, from the second one on, if requested. Only in
+            events without a new token, which come before all others.
+        ending: The stop token that ended the request. It is not one of its new tokens.
     """
 
     request_id: int

@@ -1,4 +1,4 @@
-"""Turns: whose rows a step has."""
+"""Turns: which sequences have rows in a step."""
 
 from collections.abc import Collection, Set
 from collections.abc import Sequence as Items
@@ -11,70 +11,70 @@ from longhelix.scheduler.step import Turn
 
 
 class Turns(Protocol):
-    """The sequences that decode, in sets, and whose step is next.
+    """Divides the decoding sequences into sets, and decides which of them the next step is for.
 
-    step_id: that of the step which is made; oldest_id: of the oldest step in flight. busy: KVP instances that can be
-    given no step now.
+    In all methods, `step_id` is the id of the step that is being made, `oldest_id` that of the oldest step in flight,
+    and `busy` has the KVP instances that cannot be given a step now.
     """
 
     def __contains__(self, seq: Sequence) -> bool: ...
 
     def may_begin(self, busy: Set[int]) -> bool:
-        """Whether there may be another step in flight."""
+        """Return whether another step may be in flight."""
         ...
 
     def begin(self, seq: Sequence) -> None:
-        """A sequence runs from now on, with its prompt."""
+        """Note that a sequence begins to run, with its prompt."""
         ...
 
     def prompt_done(self, seq: Sequence, step_id: int) -> None:
-        """A sequence's last chunk is in the step that is made; it decodes as soon as it can."""
+        """Let a sequence decode as soon as it can. Its last chunk is in the step that is being made."""
         ...
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence runs no longer, whether it decodes or not."""
+        """Remove a sequence, whether it decodes or not."""
         ...
 
     def in_turn(self, step_id: int, oldest_id: int, busy: Set[int], prompts: Collection[Sequence]) -> Items[Turn]:
-        """What the step may be of, the first to be tried first. prompts: the sequences with prompt tokens left."""
+        """Return the turns to try for the step, in order. prompts: sequences that have prompt tokens to compute."""
         ...
 
     def deal(self) -> list[Sequence]:
-        """Deal the sequences that decode anew, where that pays. Returns those that leave their set."""
+        """Move decoding sequences between sets if that pays. Return those that leave their set."""
         ...
 
     def join(self, turn: Turn, step_id: int, oldest_id: int) -> list[Sequence]:
-        """Let sequences decode, from the step that is made on."""
+        """Let the sequences of the turn that are ready decode from this step on, and return them."""
         ...
 
     def decoding(self, turn: Turn) -> Items[Decodes]:
-        """The sets that have rows in the turn's steps."""
+        """Return the sets that have rows in the turn's steps."""
         ...
 
     def load(self, turn: Turn) -> AnyLoad:
-        """The next rows of these sets."""
+        """Return the work of the next rows of these sets."""
         ...
 
     def tbt_slo_s(self, turn: Turn) -> float:
-        """The least time between tokens that any sequence asks for that waits for the turn's step."""
+        """Return the shortest time between tokens that any sequence asks for that waits for the turn's step."""
         ...
 
     def may_lose(self, seq: Sequence) -> bool:
-        """Whether a sequence decodes and has a row that no step has yet."""
+        """Return whether a sequence decodes and has a row that no step has yet."""
         ...
 
     def grew(self, seq: Sequence) -> None:
-        """A sequence that decodes has the KV block that its row needs."""
+        """Note that a decoding sequence got the KV block that its row needs."""
         ...
 
     def recount(self) -> None:
-        """Some of the sequences have other KV blocks."""
+        """Count all tokens again, after KV blocks have moved."""
         ...
 
     def began(self, turn: Turn, step_id: int) -> None:
-        """A step of the turn is in flight."""
+        """Note that a step of the turn is in flight."""
         ...
 
     def ended(self, turn: Turn) -> None:
-        """The oldest step of the turn is no longer in flight."""
+        """Note that the oldest step of the turn is no longer in flight."""
         ...

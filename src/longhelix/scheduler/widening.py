@@ -1,4 +1,4 @@
-"""Widening: blocks of requests that run move from a KVP rank without room to ranks that have some."""
+"""Widening: moves KV blocks of running requests from a full KVP rank to ranks with free blocks."""
 
 from array import array
 from collections import Counter, defaultdict
@@ -18,12 +18,20 @@ from longhelix.scheduler.kv.windows import WindowGroup
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.step import Move, Rebalance
 
-# Blocks of one sequence in one step: ranks keep all that moves beside their pools, and stand still meanwhile.
+# The most blocks of one sequence that move in a step. Ranks buffer them beside their pools, and wait meanwhile.
 _MOST_MOVED = 64
 
 
-class _Named(NamedTuple):
-    """What a moved block was found by. start: the position of its first token. content: None: nobody records it."""
+class _MovedBlock(NamedTuple):
+    """A findable block that moves.
+
+    Attributes:
+        source: The block before the move.
+        target: The block after it.
+        digest: Its content hash.
+        start: The position of its first token.
+        content: Its content for the record. None if there is no record.
+    """
 
     source: Block
     target: Block
@@ -33,33 +41,42 @@ class _Named(NamedTuple):
 
 
 class Widening:
-    """Of the sequence that has the most blocks on a full rank, the last ones move, until that rank has as much room as
-    all ranks have on the average, or room enough for a while, or the sequence has none left to give. Where there is too
-    little room for that, the next block of the sequence that grows goes elsewhere. From then on the sequence is
-    striped.
+    """Makes room on a full KVP rank by moving the last blocks of the sequence that has the most blocks there.
 
-    Its last block stays, so that ranks go on writing where they are, and so do blocks that others share, which would
-    leave no room behind, those that have yet to get their hashes, and those that rows see in KV groups with a limit.
-    A block that moves is free, or cached, at once: steps are executed in order, and copy before they compute.
+    Blocks move until the rank has an average number of free blocks, or enough for a while, or until no more blocks of
+    the sequence can move. If there is too little room for that, the next block of the growing sequence goes to another
+    rank. A sequence whose blocks have moved is striped.
+
+    Some blocks do not move: the last block, so that ranks continue to write to the same block; shared blocks, which
+    would free no room; blocks without a hash; and blocks that rows see in KV groups with a limit. The source of a move
+    is free or cached at once, because steps are executed in order, and copy before they compute.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self._pool = pool
         self._allocators = pool.allocators
-        # What moved from one clock to another would tie the two.
+        # Moves between instances with their own clocks would make them wait for each other.
         self._widens = config.kvp > 1 and not (config.batch_invariant or config.own_clocks)
         self._most_blocks = config.most_blocks if self._widens else 0
-        # Ranks that are all but full would give each other a block or two in every step.
+        # Otherwise, ranks that are almost full would exchange a block or two in every step.
         self._least_level = config.num_blocks // 100 + 1
         self._of_step: dict[Sequence, Rebalance] = {}
-        self._named: dict[int, list[_Named]] = {}
+        self._moved: dict[int, list[_MovedBlock]] = {}  # by sequence
 
     def widen(self, rank: int, growing: Sequence, sequences: Iterable[Sequence]) -> bool:
-        """Make room for a sequence whose next block would go to a KVP rank that has none, if others have some.
-        sequences: those that decode. False: nothing can be done."""
+        """Make room for a sequence whose next block would go to a full KVP rank.
+
+        Args:
+            rank: The full rank.
+            growing: The sequence.
+            sequences: The decoding sequences, whose blocks may move.
+
+        Returns:
+            False if no other rank has room.
+        """
         if not self._widens:
             return False
-        is_full = not self._allocators[rank].available  # or else a KV group with a limit is
+        is_full = not self._allocators[rank].available  # otherwise, the pool of a KV group with a limit is full
         return (is_full and self._relieve(rank, sequences)) or self._go_elsewhere(growing)
 
     def _relieve(self, rank: int, sequences: Iterable[Sequence]) -> bool:
@@ -67,9 +84,9 @@ class Widening:
         level = sum(allocator.available for allocator in self._allocators) // len(self._allocators)
         if level < self._least_level:
             return False
-        able = [seq for seq in sequences if seq not in self._of_step and not any(seq.kv.promised)]
-        able.sort(key=lambda seq: (-len(seq.kv.block_ids[rank]), seq.id))
-        return any(self._move(seq, rank, level) for seq in able if seq.kv.block_ids[rank])
+        candidates = [seq for seq in sequences if seq not in self._of_step and not any(seq.kv.reserved)]
+        candidates.sort(key=lambda seq: (-len(seq.kv.block_ids[rank]), seq.id))
+        return any(self._move(seq, rank, level) for seq in candidates if seq.kv.block_ids[rank])
 
     def _go_elsewhere(self, seq: Sequence) -> bool:
         """Let a sequence's next block go to the rank with the most room."""
@@ -83,43 +100,44 @@ class Widening:
         return self._place(seq, [*owners, room.index(max(room))])
 
     def of_step(self) -> tuple[Rebalance, ...]:
-        """Return what the next step carries, and forget it."""
-        for seq, one in self._of_step.items():
-            seq.job.history.moved_tokens += len(one.moves) * seq.kv.placement.block_tokens
+        """Return and forget the changes for the next step."""
+        for seq, rebalance in self._of_step.items():
+            seq.job.history.moved_tokens += len(rebalance.moves) * seq.kv.placement.block_tokens
         rebalances = tuple(self._of_step.values())
         self._of_step.clear()
         return rebalances
 
-    def name(self) -> None:
-        """The step is made that moves what was to be moved: let it be found where it is, and no longer where it was."""
-        for found in self._named.values():
-            self._name(found)
-        self._named.clear()
+    def name_moved(self) -> None:
+        """Make moved blocks findable at their targets. Called after the step that moves them is made."""
+        for moved in self._moved.values():
+            self._name(moved)
+        self._moved.clear()
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence runs no longer. What was to move with the step that is being made stays where it was."""
-        found = self._named.pop(seq.id, [])
+        """Forget a sequence that no longer runs. Moves that are not in a step yet are cancelled."""
+        moved = self._moved.pop(seq.id, [])
         if self._of_step.pop(seq, None) is None:
-            self._name(found)
+            self._name(moved)
 
-    def _name(self, found: list[_Named]) -> None:
-        left = defaultdict[int, "array[int]"](lambda: array("q"))
-        moved: list[_Named] = []
-        for block in found:
-            there = self._pool.index.get(block.digest)
-            if there is None or (there == block.source and self._allocators[there.owner].is_cached(there.id)):
-                moved.append(block)
-                if there is not None:
-                    left[there.owner].append(there.id)
-        for owner, ids in left.items():
-            self._allocators[owner].uncache(ids)
+    def _name(self, moved: list[_MovedBlock]) -> None:
+        """Make blocks findable at their targets, unless another block with the content is findable or held."""
+        sources = defaultdict[int, "array[int]"](lambda: array("q"))
+        targets: list[_MovedBlock] = []
         for block in moved:
+            known = self._pool.index.get(block.digest)
+            if known is None or (known == block.source and self._allocators[known.owner].is_cached(known.id)):
+                targets.append(block)
+                if known is not None:
+                    sources[known.owner].append(known.id)
+        for owner, ids in sources.items():
+            self._allocators[owner].uncache(ids)
+        for block in targets:
             if self._pool.record is not None and block.content is not None:
-                self._pool.record.know(block.digest, block.content)  # it may be forgotten since the source was evicted
+                self._pool.record.know(block.digest, block.content)  # forgotten if the source was evicted
             self._pool.name([block.target], [block.digest], block.start)
 
     def _move(self, seq: Sequence, rank: int, level: int) -> bool:
-        """Move blocks of a sequence away from a rank. False: it can give none."""
+        """Move blocks of a sequence away from a rank. Return False if none can move."""
         blocks = _blocks(seq)
         movable = self._movable(seq, blocks, rank)
         targets = self._targets(min(level, len(movable), _MOST_MOVED))
@@ -134,7 +152,7 @@ class Widening:
         return True
 
     def _place(self, seq: Sequence, owners: list[int]) -> bool:
-        """Let a sequence's blocks have other owners. False: a rank would have too many of them."""
+        """Change the owners of a sequence's blocks. Return False if a rank would have too many of them."""
         kv = seq.kv
         placement = Continued(Striped(kv.placement.kvp, kv.placement.block_tokens), tuple(owners))
         room = blocks_needed(placement, seq.schedule.num_rows)
@@ -146,9 +164,9 @@ class Widening:
         return True
 
     def _movable(self, seq: Sequence, blocks: list[Block], rank: int) -> list[int]:
-        """The indices of its blocks that may move."""
-        allocator, stay = self._allocators[rank], max(len(seq.unhashed.blocks), 1)
-        stop = min([len(blocks) - stay, *(held.first for held in seq.kv.windows)])
+        """Return the indices of the blocks on a rank that may move."""
+        allocator, num_fixed = self._allocators[rank], max(len(seq.unhashed.blocks), 1)
+        stop = min([len(blocks) - num_fixed, *(window.first for window in seq.kv.windows)])
         return [
             index
             for index, block in enumerate(blocks[: max(stop, 0)])
@@ -156,7 +174,7 @@ class Widening:
         ]
 
     def _targets(self, count: int) -> list[int]:
-        """The ranks that so many blocks go to: each to the one with the most room by then."""
+        """Return the ranks that `count` blocks go to. Each block goes to the rank with the most room then."""
         room, targets = [allocator.available for allocator in self._allocators], []
         for _ in range(count):
             roomiest = room.index(max(room))
@@ -165,21 +183,21 @@ class Widening:
         return sorted(targets)
 
     def _moves(self, seq: Sequence, blocks: list[Block], indices: Items[int], targets: Items[int]) -> tuple[Move, ...]:
-        """Give a sequence its new blocks, and take back those that they replace."""
+        """Give a sequence its new blocks, and release those that they replace."""
         kv = seq.kv
         new = {rank: iter(self._allocators[rank].take_many(count, 0)) for rank, count in Counter(targets).items()}
         moved = {index: Block(target, next(new[target])) for index, target in zip(indices, targets, strict=True)}
-        block_ids, moves, left = [array("q") for _ in kv.block_ids], [], array("q")
+        block_ids, moves, released = [array("q") for _ in kv.block_ids], [], array("q")
         for index, source in enumerate(blocks):
             block = moved.get(index, source)
             if block is not source:
                 moves.append(Move(source, block, index))
-                left.append(source.id)
+                released.append(source.id)
             block_ids[block.owner].append(block.id)
         allocator, block_tokens = self._allocators[blocks[indices[0]].owner], kv.placement.block_tokens
         contents = {} if self._pool.record is None else self._pool.record.contents
-        self._named[seq.id] = [
-            _Named(
+        self._moved[seq.id] = [
+            _MovedBlock(
                 source=move.source,
                 target=move.target,
                 digest=digest,
@@ -189,13 +207,13 @@ class Widening:
             for move, index in zip(moves, indices, strict=True)
             if (digest := allocator.hash_of(move.source.id)) is not None
         ]
-        allocator.release(left, 0)
+        allocator.release(released, 0)
         kv.block_ids, kv.most_blocks = block_ids, max(map(len, block_ids))
         return tuple(moves)
 
 
 def _blocks(seq: Sequence) -> list[Block]:
-    """A sequence's blocks, in position order."""
+    """Return a sequence's blocks, in position order."""
     kv = seq.kv
     ids, placement = [iter(of_rank) for of_rank in kv.block_ids], kv.placement
     starts = range(0, kv.num_blocks * placement.block_tokens, placement.block_tokens)

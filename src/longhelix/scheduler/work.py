@@ -1,26 +1,31 @@
-"""What a step computes, as it is priced: how many rows, against how much KV."""
+"""The work of a step, from which its time is predicted: numbers of rows and KV tokens."""
 
 from operator import add
 from typing import Any, NamedTuple, Protocol
 
-# Of rows of chunks a part has at least so many: fewer attend in less time than an exchange takes to start.
+# The fewest rows of a part with chunks. Fewer rows attend in less time than an exchange takes to start.
 PART_ROWS = 64
-# Of a row's logits the largest, which ranks gather: what top-k and top-p usually leave is among them.
+# How many of a row's largest logits ranks gather. They usually include all tokens that top-k and top-p leave.
 CANDIDATES = 64
 
-Number = Any  # one, or an array of them
+Number = Any  # a number, or an array of numbers
 
 
 class Work(NamedTuple):
-    """What a step computes; arrays where many steps are priced at once.
+    """The work of a step. Fields are arrays if many steps are priced at once.
 
-    decode_rows: sequences with one row each; decode_kv_tokens: the lengths of their KV, summed. chunk_rows: rows of
-    prefill chunks and drafts; chunk_kv_tokens: the KV that they read; chunk_pairs: row and key, causal. sampled_rows:
-    rows whose logits are wanted. parts: in how many its rows attend, of which each is exchanged while the next attends
-    (HOP-B); 0: one KVP instance has all of them, and nothing is exchanged.
+    KV tokens and pairs are KVP times those of the fullest KVP rank, because the other ranks wait for it. If KV is
+    spread evenly, these are the sums over all ranks.
 
-    KV and pairs are KVP times those of the fullest KVP rank, for which the others wait: the sums over all ranks, where
-    KV is spread evenly, and more than these where it is not.
+    Attributes:
+        decode_rows: Sequences with one row each.
+        decode_kv_tokens: KV tokens of these sequences.
+        chunk_rows: Rows of prefill chunks and drafts.
+        chunk_kv_tokens: KV tokens that these rows read.
+        chunk_pairs: Causal pairs of such a row and a key.
+        sampled_rows: Rows whose logits are computed.
+        parts: Number of parts in which the rows attend. A part is exchanged while the next one attends (HOP-B). 0: one
+            KVP instance has all rows, and nothing is exchanged.
     """
 
     decode_rows: Number = 0
@@ -33,13 +38,15 @@ class Work(NamedTuple):
 
     @classmethod
     def decode(cls, batch: Number, context: Number) -> "Work":
-        """One token for each of `batch` requests that hold `context` tokens, spread evenly."""
+        """Return the work of one token for each of `batch` requests with `context` tokens each, spread evenly."""
         return cls(decode_rows=batch, decode_kv_tokens=batch * context, sampled_rows=batch)
 
     @classmethod
     def chunk(cls, rows: Number, prefix: Number, *, sampled: bool = False) -> "Work":
-        """`rows` tokens of a prompt after `prefix` others, spread evenly. sampled: the last of them is the prompt's
-        last."""
+        """Return the work of `rows` tokens of a prompt after `prefix` others, spread evenly.
+
+        sampled: whether the last of them is the prompt's last token.
+        """
         return cls(
             chunk_rows=rows,
             chunk_kv_tokens=prefix + rows,
@@ -49,7 +56,7 @@ class Work(NamedTuple):
 
     @classmethod
     def growing_chunk(cls, rows: float, prefix: float, kvp: int, alone_tokens: float) -> "Work":
-        """The same where one of `kvp` ranks has up to `alone_tokens` of it alone, then the next one."""
+        """Return the work of a chunk if each of `kvp` ranks is filled to `alone_tokens` before the next one joins."""
 
         def counted(tokens: float) -> float:
             return max(tokens, kvp * min(tokens, alone_tokens))
@@ -61,7 +68,7 @@ class Work(NamedTuple):
         )
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]  # tuples are joined by it, work adds up
-        """Both in one step, of one part."""
+        """Return the work of both in one step, of one part."""
         return Work(*map(add, self[:-1], other[:-1]))
 
     @property
@@ -70,8 +77,10 @@ class Work(NamedTuple):
 
     @property
     def most_parts(self) -> Number:
-        """In how many parts its rows can attend: they are cut evenly, in their order, decodes first. A part may be one
-        decode; with rows of chunks among them it has PART_ROWS at least. May be 0."""
+        """The most parts in which the rows can attend. May be 0.
+
+        Parts are even, and in order: decodes first. Without chunks, a part has at least one row, otherwise PART_ROWS.
+        """
         return self.rows // (1 + (PART_ROWS - 1) * (self.chunk_rows > 0))
 
 
@@ -79,6 +88,6 @@ NO_WORK = Work()
 
 
 class Cost(Protocol):
-    """What time steps take, on the machine that is to run them."""
+    """Predicts the time of steps on the machine that runs them."""
 
     def seconds(self, work: Work) -> float: ...

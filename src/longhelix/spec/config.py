@@ -43,8 +43,8 @@ def equals(given: object, kind: type, wanted: list[Any]) -> bool:
 
 
 def dtype_name(config: Mapping[str, Any]) -> str:
-    found = (config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None)
-    dtype = next(found, "float32")
+    dtypes = (config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None)
+    dtype = next(dtypes, "float32")
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
     if name not in DTYPES:
         raise UserError(f"the model's dtype is {shown(dtype)}: longhelix runs {', '.join(DTYPES)}", "invalid_model")

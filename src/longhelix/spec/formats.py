@@ -1,7 +1,7 @@
-"""Number formats: what a stored number takes, who stores it, and how. All that asks for bytes or choices asks here.
+"""Number formats: how numbers are stored, and the sizes of stored numbers.
 
-A format is stored as weights, as keys and values, or as both, each in some arrangements (`compute/kernels/weight.py`,
-`compute/kernels/layer.py`). To add one, name it in `FORMATS`.
+A format stores weights, keys and values, or both, in some arrangements (`compute/kernels/weight.py`,
+`compute/kernels/layer.py`). To add a format, add it to `FORMATS`.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,14 @@ from longhelix.errors import UserError
 
 @dataclass(frozen=True)
 class Scales:
-    """What neighbouring numbers share: number = scale * stored + offset. `numbers`: how many share it; None: all of a
-    vector, which is one token's key or value of one head, or one output's weights."""
+    """The scale and offset that neighbouring numbers share: number = scale * stored + offset.
+
+    Attributes:
+        scale_bits: Bits of a scale.
+        offset_bits: Bits of an offset.
+        numbers: How many numbers share a scale. None: all numbers of a vector, which is one token's key or value of one
+            head, or one output's weights.
+    """
 
     scale_bits: int
     offset_bits: int = 0
@@ -21,7 +27,7 @@ class Scales:
 
     @property
     def bits(self) -> int:
-        """Of one scale and its offset."""
+        """Bits of a scale and its offset."""
         return self.scale_bits + self.offset_bits
 
 
@@ -30,14 +36,18 @@ UNSCALED = Scales(0)
 
 @dataclass(frozen=True, eq=False)
 class NumberFormat:
-    """How one number is stored.
+    """How a number is stored. A format without `weights` and `kv` is only for planning.
 
-    `bits`: of a number, without its share of a scale. `activation`: the engine computes in it. `weights`, `kv`: the
-    arrangements in which the engine keeps weights, or keys and values, of it; a format with neither can be planned
-    with. `weight_scales`: of all weights, and of the keys and values of a format that is planned with; `kv` has the
-    scales of each arrangement. `arithmetic`: the format whose arithmetic its products take, if not its own.
-    `converted`: products turn it into bfloat16 as they read it, where the hardware has none of that. `rounds_inputs`:
-    products round their inputs to bytes, a scale for each 64 in a row, and multiply integers.
+    Attributes:
+        name: Its name.
+        bits: Bits of a number, without its share of a scale.
+        activation: Whether the engine can compute in it.
+        weights: Arrangements in which the engine keeps weights.
+        weight_scales: Scales of weights. For planning-only formats, also of keys and values.
+        kv: Arrangements in which the engine keeps keys and values, with the scales of each.
+        arithmetic: The format whose arithmetic products use. Empty: its own.
+        converted: Products convert it to bfloat16 as they read it, if the hardware has no arithmetic in it.
+        rounds_inputs: Products round their inputs to bytes, with a scale for each 64 in a row, and multiply integers.
     """
 
     name: str
@@ -52,23 +62,22 @@ class NumberFormat:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of one number of a weight, with its share of a scale and an offset; those of whole vectors are left
-        out."""
+        """Bytes of a weight's number, with its share of a scale and an offset. Scales of whole vectors are left out."""
         numbers = self.weight_scales.numbers
         return (self.bits + (self.weight_scales.bits / numbers if numbers else 0)) / 8
 
     def weight_row_bytes(self, depth: int) -> int:
-        """Bytes of the weights of one output, of `depth` inputs."""
+        """Return bytes of the weights of one output with `depth` inputs."""
         return int(depth * self.weight_bytes) + (0 if self.weight_scales.numbers else self.weight_scales.bits // 8)
 
     def kv_scales(self, device: str) -> Scales:
-        """Of keys and values on "cpu" or "cuda": in tiles on CPUs, in rows where these do not hold the format."""
+        """Return the scales of keys and values on "cpu" or "cuda". CPUs use tiles if the format has them, else rows."""
         arrangements = ("tiles", "rows") if device == "cpu" else ("rows",)
         planned = UNSCALED if self.kv or self.weights else self.weight_scales
         return next((self.kv[name] for name in arrangements if name in self.kv), planned)
 
     def vector_bits(self, size: int, scales: Scales) -> int:
-        """Bits of one token's key or value of one head, of `size` channels."""
+        """Return bits of one token's key or value of one head with `size` channels."""
         return size * self.bits + scales.bits * (-(-size // scales.numbers) if scales.numbers else 1)
 
 
@@ -91,9 +100,9 @@ _KNOWN = (
     ),
     NumberFormat("int4", 4, weights=("panels",), weight_scales=_WEIGHT_BLOCK, kv={"tiles": _KV_TILE}, converted=True),
     NumberFormat("w8a8", 8, weights=("panels",), weight_scales=Scales(scale_bits=32), rounds_inputs=True),
-    # Its bits alone, as papers count it.
+    # Without scales, as papers count it.
     NumberFormat("fp4", 4),
-    # A scale in fp8 for 16 numbers (NVIDIA), and an exponent for 32 (OCP Microscaling Formats, 1.0).
+    # nvfp4 has a scale in fp8 for 16 numbers (NVIDIA), mxfp4 an exponent for 32 (OCP Microscaling Formats, 1.0).
     NumberFormat("nvfp4", 4, weight_scales=Scales(8, numbers=16), arithmetic="fp4", converted=True),
     NumberFormat("mxfp4", 4, weight_scales=Scales(8, numbers=32), arithmetic="fp4", converted=True),
 )
@@ -106,13 +115,17 @@ KV_DTYPES = tuple(format.name for format in _KNOWN if format.kv)
 
 
 def product_dtype(weight_dtype: str, activation_dtype: str | None) -> str:
-    """The format in which products keep weights of `weight_dtype`. `activation_dtype`: int8, to which they round their
-    inputs, or None."""
+    """Return the format in which products keep weights.
+
+    Args:
+        weight_dtype: The format of the weights.
+        activation_dtype: int8 if products round their inputs to it, otherwise None.
+    """
     return weight_dtype if activation_dtype is None else "w8a8"
 
 
 def number_format(name: str, what: str = "the number format") -> NumberFormat:
-    """The format of that name; raises UserError, which calls it `what`, where there is none."""
+    """Return the format of a name. Raises UserError if there is none. what: how the error calls the name."""
     if name not in FORMATS:
         raise UserError(f"{what} {name!r} is not known: use one of {', '.join(FORMATS)}", "unsupported_dtype")
     return FORMATS[name]

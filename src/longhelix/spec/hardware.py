@@ -1,4 +1,4 @@
-"""What hardware can do: rates, sizes and fixed costs of one GPU and its links, each with its source."""
+"""Hardware: rates, sizes and fixed costs of one GPU and its links, each with its source."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +11,13 @@ from longhelix.spec.formats import FORMATS
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the network: a message's latency, bandwidth per GPU and direction, and the ranks that it joins."""
+    """One level of the network.
+
+    Attributes:
+        latency_s: Latency of a message.
+        bytes_per_s: Bandwidth per GPU and direction.
+        ranks: Number of ranks that it connects.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -20,22 +26,32 @@ class Link:
 
 @dataclass(frozen=True)
 class HardwareSpec:
-    """One GPU of a system, and its links to others; seconds, bytes and operations, not multiples of them.
+    """One GPU of a system, and its links to other GPUs, in seconds, bytes and operations.
 
-    memory_bytes: all there is; reserve_bytes: what of it the driver, contexts, communication buffers, graphs and
-    fragments take beside the model. memory_efficiency, compute_efficiency: the fractions of `memory_bytes_per_s` and of
-    `flops_per_s` (by dtype, dense) that kernels reach; attention_efficiency: of the latter, in attention. node_ranks:
-    the ranks of one server or tray, which are had together. scale_up: the domain that is linked closest, one server or
-    many; in_switch_reduction: its switches add up (NVLink SHARP). scale_out: beyond it, where `ranks` is the most there
-    can be. Fixed costs: kernel_s of every kernel, collective_s of every collective
-    beside its link's latency, step_s of every step in each pipeline stage (scheduling and sampling on its host).
-    part_fixed_share: if an exchange is cut into n parts (HOP-B), the share of its fixed cost that each part pays
-    again: at 0 the parts divide it, as in Figure 3 of arXiv 2507.07120; at 1 each is a collective of its own. part_s:
-    what a part's attention costs beside its kernels, to be cut, packed, started and merged: of its fixed cost as well.
-    swap_bytes_per_s: to and from where swapped KV is kept, the host's memory or a disk. shared: ranks are processes of
-    one machine, so each of N has 1/N of its bandwidth and arithmetic; cores: of that machine, and where there are more
-    ranks, these take turns. Of several such machines, see `of_machines`; a scale_up domain is one of them.
-    sources: where each number comes from, by dotted name ("scale_up.latency_s").
+    Attributes:
+        name: Name of the system.
+        memory_bytes_per_s: Memory bandwidth.
+        memory_bytes: All memory.
+        reserve_bytes: Memory of the driver, contexts, communication buffers, graphs and fragments.
+        flops_per_s: Peak dense operations per second, by dtype.
+        node_ranks: Ranks of one server or tray.
+        scale_up: The closest domain of ranks: one server or several.
+        scale_out: The network beyond it. Its `ranks` is the largest possible number.
+        in_switch_reduction: The switches of `scale_up` can add up (NVLink SHARP).
+        kernel_s: Fixed cost of every kernel.
+        collective_s: Fixed cost of every collective, without the latency of its link.
+        step_s: Fixed cost of every step in each pipeline stage (scheduling and sampling on its host).
+        memory_efficiency: Fraction of `memory_bytes_per_s` that kernels reach.
+        compute_efficiency: Fraction of `flops_per_s` that kernels reach.
+        attention_efficiency: Fraction of `flops_per_s` that attention reaches.
+        part_fixed_share: Share of an exchange's fixed cost that each of its parts pays again (HOP-B). 0: the parts
+            divide it, as in Figure 3 of arXiv 2507.07120. 1: each part is a collective of its own.
+        part_s: Fixed cost of a part's attention besides its kernels: to cut, pack, start and merge it.
+        swap_bytes_per_s: Bandwidth of swapped KV, which is in the host's memory or on a disk.
+        shared: Ranks are processes of one machine, so each of N ranks has 1/N of its bandwidth and arithmetic. For
+            several such machines, see `of_machines`. Each is a scale_up domain.
+        cores: Cores of that machine. If there are more ranks, they take turns.
+        sources: The source of each number, by dotted name ("scale_up.latency_s").
     """
 
     name: str
@@ -66,11 +82,11 @@ class HardwareSpec:
         return self.memory_bytes - self.reserve_bytes
 
     def computes_in(self, dtype: str) -> bool:
-        """Whether products in `dtype` have arithmetic here, if need be that of bfloat16."""
+        """Return whether the hardware can compute products in `dtype`, if necessary in bfloat16."""
         return self._rate(dtype) is not None
 
     def rate(self, dtype: str) -> float:
-        """Peak dense operations per second of products in `dtype`; raises UserError where the hardware has none."""
+        """Return peak dense operations per second of products in `dtype`. Raises UserError if there are none."""
         rate = self._rate(dtype)
         if rate is None:
             raise UserError(
@@ -115,12 +131,12 @@ class HardwareSpec:
         return {key: self._value(key) for key in self.sources}
 
     def replaced(self, values: Mapping[str, Any], source: str) -> "HardwareSpec":
-        """The same system with other values, by dotted name, that all come from `source`."""
+        """Return the system with other values, by dotted name, which all come from `source`."""
         sources = {**self.sources, **dict.fromkeys(values, source)}
         return self._of(self.name, {**self.constants, **values}, sources)
 
     def of_machines(self, count: float) -> "HardwareSpec":
-        """The system of ranks that share `count` such machines: so many times the rates, the memory and the cores."""
+        """Return the system of ranks that share `count` such machines: rates, memory and cores are multiplied."""
         scaled = (
             "memory_bytes_per_s",
             "memory_bytes",
@@ -139,7 +155,7 @@ class HardwareSpec:
 
     @classmethod
     def _of(cls, name: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> "HardwareSpec":
-        """From values by dotted name; raises UserError where one is missing, or where nothing is left of memory."""
+        """Make a system from values by dotted name. Raises UserError if one is missing, or if no memory is left."""
         rates = {dtype: values.get(f"flops_per_s.{dtype}") for dtype in FORMATS}
         flops_per_s = {dtype: rate for dtype, rate in rates.items() if rate is not None}
         missing = [key for key in _KINDS if key not in values and not key.startswith("flops_per_s.")]
@@ -171,7 +187,7 @@ def _invalid(message: str) -> UserError:
 
 
 def _constants(name: str, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Dotted name, value and source of every constant in a table and its subtables."""
+    """Yield dotted name, value and source of every constant in a table and its subtables."""
     for key, entry in table.items():
         dotted = prefix + key
         if isinstance(entry, Mapping) and not {"value", "source"} & set(entry):
@@ -201,8 +217,8 @@ _REACHED = (lambda value: _is_number(value) and 0 < value <= 1, "a number above 
 _RANKS = (lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 1, "an integer above 0")
 _FLAG = (lambda value: isinstance(value, bool), "true or false")
 
-# What files that are older than a constant do not say: those before `reserve_bytes` meant by `memory_bytes` what may be
-# filled, a server of one rank rules no number of ranks out, and of so many cores no ranks take turns.
+# Values of constants that older system files do not have. Without `reserve_bytes`, `memory_bytes` was usable memory. A
+# server of one rank allows any number of ranks, and with this many cores ranks never take turns.
 _ASSUMED: Mapping[str, float] = {
     "part_s": 0.0,
     "swap_bytes_per_s": 1e9,
@@ -211,7 +227,7 @@ _ASSUMED: Mapping[str, float] = {
     "cores": 2**20,
 }
 
-# What older files say, and nothing asks for.
+# Keys of older system files that are ignored.
 _GONE = ("cache_bytes", "prefetch")
 
 _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {

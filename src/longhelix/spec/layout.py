@@ -1,7 +1,7 @@
-"""Who owns what: the one place that divides heads, columns and vocabulary among ranks.
+"""Layouts: how heads, columns, experts and vocabulary are divided among ranks.
 
-One pipeline stage has N = KVP * TPA = TPF * EP * R ranks (Helix, arXiv 2507.07120, section 2). Layers ask the
-layout; nothing else divides.
+One pipeline stage has N = KVP * TPA = TPF * EP * R ranks (Helix, arXiv 2507.07120, section 2). Only
+this module divides anything among ranks.
 """
 
 from collections.abc import Sequence
@@ -223,9 +223,9 @@ class Layout:
         return len(kv_heads) > 0 and (self.tpa_rank(rank) == 0 or self.kv_heads(heads, rank - 1) != kv_heads)
 
     def query_heads(self, heads: HeadShape, rank: int) -> range:
-        """Query heads of this rank's attention: those of its KV heads, or its share of a shared group.
+        """Return the query heads of this rank's attention: those of its KV heads, or its share of a shared group.
 
-        Splitting by KV head keeps one group size on a rank, and a rank reads no KV head that it could avoid.
+        Splitting by KV head keeps one group size on a rank, and a rank reads as few KV heads as possible.
         """
         kv_heads = self.kv_heads(heads, rank)
         group = range(kv_heads.start * heads.group_size, kv_heads.stop * heads.group_size)
@@ -235,7 +235,7 @@ class Layout:
         return _piece(group, len(sharers), self.tpa_rank(rank) - sharers.start)
 
     def merged_query_heads(self, heads: HeadShape, rank: int) -> range:
-        """Query heads that this rank holds whole after the exchange: its rows of Wo."""
+        """Return the query heads that this rank has completely after the exchange: its rows of Wo."""
         return _piece(self.query_heads(heads, rank), self.kvp, self.kvp_rank(rank))
 
     def output_heads(self, heads: HeadShape, rank: int) -> range:
@@ -252,14 +252,15 @@ class Layout:
         return list(map(len, split(len(self.query_heads(heads, rank)), instances)))
 
     def ffn_columns(self, ffn_size: int, rank: int) -> range:
-        """Columns of a dense FFN, or of shared experts: over all ranks of one copy of the FFN."""
+        """Return this rank's columns of a dense FFN or of shared experts, split over all ranks of a copy of the FFN."""
         return piece_of(ffn_size, self.ffn_ranks, self.stage_rank(rank) % self.ffn_ranks)
 
     def expert_columns(self, expert_size: int, rank: int) -> range:
-        """Columns of each of this rank's experts."""
+        """Return this rank's columns of each of its experts."""
         return piece_of(expert_size, self.tpf, self.tpf_rank(rank))
 
     def experts(self, num_experts: int, rank: int) -> range:
+        """Return this rank's experts."""
         return piece_of(num_experts, self.ep, self.ep_rank(rank))
 
     def expert_group_leaders(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a model is: its layers, and what comes before and after them."""
+"""The description of a model: its layers, and what comes before and after them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -103,7 +103,7 @@ class ModelSpec:
 
     @property
     def checkpoint_dtypes(self) -> tuple[str, str]:
-        """In which the checkpoint has most weights, and experts."""
+        """The dtypes of most weights and of experts in the checkpoint."""
         stored = self.stored_dtype or self.dtype
         return self.dtype if self.stored_experts_alone else stored, stored
 
@@ -114,24 +114,24 @@ class ModelSpec:
 
     @cached_property
     def views(self) -> tuple[Visibility, ...]:
-        """What rows see in layers with a limit: each window, and each size of chunks, once."""
+        """The different visibilities of layers with a limit: each window, and each size of chunks, once."""
         seen = (layer.attention.visibility for layer in self.layers if layer.attention is not None)
-        return tuple(dict.fromkeys(each for each in seen if each.limit_tokens is not None))
+        return tuple(dict.fromkeys(visibility for visibility in seen if visibility.limit_tokens is not None))
 
     def view_of(self, layer: int) -> int | None:
-        """Which of `views` a layer has. None: its rows see everything."""
+        """Return the index in `views` of a layer's visibility. None if its rows see everything."""
         attention = self.layers[layer].attention
         if attention is None or attention.visibility.limit_tokens is None:
             return None
         return self.views.index(attention.visibility)
 
     def group_of(self, layer: int) -> int:
-        """Which KV group a layer's keys and values are in: 0 if its rows see everything, then those of `views`."""
+        """Return the KV group of a layer's keys and values: 0 if its rows see everything, otherwise one of 1 and up."""
         attention = self.layers[layer].attention
         return 0 if attention is None else self.group_of_view(attention.visibility)
 
     def group_of_view(self, visibility: Visibility) -> int:
-        """Which KV group the layers with this visibility are in."""
+        """Return the KV group of layers with this visibility."""
         return 0 if visibility.limit_tokens is None else 1 + self.views.index(visibility)
 
     @cached_property
@@ -140,20 +140,20 @@ class ModelSpec:
         return tuple(map(self.group_of, range(self.num_layers)))
 
     def check(self, layout: Layout) -> None:
-        """Raise UserError unless the layers and their heads can be split like this."""
+        """Raise UserError if the layers and their heads cannot be split like this."""
         for heads in dict.fromkeys(attention.heads for attention in self.attentions):
             layout.check(heads, self.num_layers)
 
     def heads_of(self, group: int) -> HeadShape | None:
-        """The heads of the layers in a KV group: those of the first one. None if there is no layer."""
-        layers = (layer for layer, own in zip(self.layers, self.groups, strict=True) if own == group)
+        """Return the heads of the first layer in a KV group. None if there is no layer."""
+        layers = (layer for layer, layer_group in zip(self.layers, self.groups, strict=True) if layer_group == group)
         return next((layer.attention.heads for layer in layers if layer.attention is not None), None)
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """The different attentions of its layers."""
-        found = (layer.attention for layer in self.layers)
-        return tuple(dict.fromkeys(attention for attention in found if attention is not None))
+        attentions = (layer.attention for layer in self.layers)
+        return tuple(dict.fromkeys(attention for attention in attentions if attention is not None))
 
     @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
@@ -161,16 +161,16 @@ class ModelSpec:
         return tuple(dict.fromkeys(attention.rotation for attention in self.attentions))
 
     def rotation_of(self, layer: int) -> int:
-        """Which of `rotations` a layer has. For layers with attention."""
+        """Return the index in `rotations` of a layer's rotation. The layer must have attention."""
         attention = self.layers[layer].attention
         assert attention is not None
         return self.rotations.index(attention.rotation)
 
     @cached_property
     def fewest_heads(self) -> HeadShape:
-        """As few query heads, and as few KV heads, as any layer has."""
-        heads = [attention.heads for attention in self.attentions]
-        return HeadShape(min(each.num_query_heads for each in heads), min(each.num_kv_heads for each in heads))
+        """The fewest query heads and the fewest KV heads of any layer."""
+        shapes = [attention.heads for attention in self.attentions]
+        return HeadShape(min(shape.num_query_heads for shape in shapes), min(shape.num_kv_heads for shape in shapes))
 
     @cached_property
     def has_latents(self) -> bool:
@@ -189,7 +189,7 @@ class ModelSpec:
 
     @property
     def num_experts(self) -> int:
-        """The fewest experts that a layer with experts has. 1: no layer has any."""
+        """The fewest experts of any layer with experts. 1 if no layer has experts."""
         return min((moe.num_experts for moe in self.moes), default=1)
 
     def without_windows(self) -> "ModelSpec":
@@ -197,15 +197,17 @@ class ModelSpec:
         return self.with_layers(_without_window)
 
     def within(self, max_tokens: int) -> "ModelSpec":
-        """Return the model without the limits that hide nothing in requests of up to `max_tokens` tokens."""
+        """Return the model without the limits that have no effect on requests of up to `max_tokens` tokens."""
         return self.with_layers(
             lambda layer: _without_window(layer) if (_limit_tokens(layer) or 0) >= max_tokens else layer
         )
 
     @property
     def scaled_positions(self) -> int:
-        """The positions that the model was made for, or those that its rope scaling takes it to, if these are more:
-        the original ones times yarn's factor (arXiv 2309.00071)."""
+        """The positions that the model was trained for, or more if its rope scaling extends them.
+
+        Yarn extends the original positions by its factor (arXiv 2309.00071).
+        """
         ropes = (rotation.rope for rotation in self.rotations)
         scaled = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.kind == "yarn"]
         return max([self.max_positions, *scaled])

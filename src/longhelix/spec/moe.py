@@ -1,4 +1,4 @@
-"""Mixture of experts: FFNs of which a token passes through a few."""
+"""Mixture of experts: FFNs in which a token passes through a few of many experts."""
 
 import msgspec
 

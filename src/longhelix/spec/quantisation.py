@@ -1,4 +1,4 @@
-"""In which format a checkpoint stores its weights, from the quantisation settings of its config."""
+"""Reads the format of a checkpoint's weights from the quantisation settings of its config."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ _ALGORITHMS = {
 
 
 def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config's quantisation settings; empty if the checkpoint is not quantised. Raises UserError."""
+    """Return the config's quantisation settings. Empty if the checkpoint is not quantised. Raises UserError."""
     for key in _SETTINGS:
         settings = config.get(key)
         if not isinstance(settings, Mapping | None):
@@ -41,27 +41,27 @@ def quantisation(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:
-    """The format of most of a quantised checkpoint's weights; empty if it is not quantised.
+    """Return the format of most of a quantised checkpoint's weights. Empty if it is not quantised.
 
-    A format that longhelix has no name for keeps the name of its method, which no table of formats has, so that whoever
-    asks for its size is told.
+    A format without a name in longhelix keeps the name of its method. No table of formats has this name, so asking for
+    its size raises an error.
     """
     settings = quantisation(config)
     if not settings:
         return ""
-    given = settings.get("quant_method")
-    method = given if isinstance(given, str) else ""
+    method_name = settings.get("quant_method")
+    method = method_name if isinstance(method_name, str) else ""
     if not method:
         method = "compressed-tensors" if "config_groups" in settings else "modelopt" if "quant_algo" in settings else ""
     reader = _READERS.get(method)
-    found = None if reader is None else reader(settings)
-    if found in FORMATS:
-        return str(found)
-    return f"{method or shown(given)} ({found})" if found else method or shown(given)
+    format_name = None if reader is None else reader(settings)
+    if format_name in FORMATS:
+        return str(format_name)
+    return f"{method or shown(method_name)} ({format_name})" if format_name else method or shown(method_name)
 
 
 def stores_experts_alone(config: Mapping[str, Any]) -> bool:
-    """Whether only the experts are in that format: attention is among the modules that stay in the model's dtype."""
+    """Return whether only the experts are quantised, because attention stays in the model's dtype."""
     settings = quantisation(config)
     lists = [settings.get(key) for key in _PLAIN_MODULES]
     names = [name for plain in lists if isinstance(plain, (list, tuple)) for name in plain if isinstance(name, str)]
@@ -69,7 +69,7 @@ def stores_experts_alone(config: Mapping[str, Any]) -> bool:
 
 
 def _integers(*keys: str) -> Callable[[Mapping[str, Any]], str]:
-    """A reader of methods that say how many bits their integers have."""
+    """Return a reader for methods whose settings contain the number of bits of integers."""
 
     def read(settings: Mapping[str, Any]) -> str:
         bits = next((settings[key] for key in keys if type(settings.get(key)) is int), None)
@@ -85,10 +85,10 @@ def _bitsandbytes(settings: Mapping[str, Any]) -> str:
 
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> str:
-    """One format for all groups, or none."""
+    """Return the format of all groups. If they differ, only the number of formats."""
     groups = settings.get("config_groups")
-    found = {_group(group) for group in groups.values()} if isinstance(groups, Mapping) else set()
-    return found.pop() if len(found) == 1 else f"{len(found)} formats" if found else ""
+    formats = {_group(group) for group in groups.values()} if isinstance(groups, Mapping) else set()
+    return formats.pop() if len(formats) == 1 else f"{len(formats)} formats" if formats else ""
 
 
 def _group(group: Any) -> str:
@@ -125,7 +125,7 @@ def _quark(settings: Mapping[str, Any]) -> str:
 
 
 def _torchao(settings: Mapping[str, Any]) -> str:
-    """A name such as int4_weight_only, or settings of a class with such a name."""
+    """Read a name such as int4_weight_only, or settings of a class with such a name."""
     kind = settings.get("quant_type")
     if isinstance(kind, Mapping):
         default = kind.get("default")

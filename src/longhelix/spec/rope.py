@@ -1,4 +1,4 @@
-"""Rotary position embedding: what a model's configuration says of it."""
+"""Rotary position embedding (RoPE) as a model's configuration describes it."""
 
 import math
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ _ROPE_KEYS = {
     "short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "mrope_section", "mrope_interleaved",
     "attn_factor", "finetuned",
 }  # fmt: skip
-# No model's are near these; far beyond them cos and sin are no numbers.
+# No model's values are near these. Far beyond them, cos and sin overflow.
 _LEAST, _MOST = 1e-3, 1e6
-# Settings that yarn's first implementation had. transformers does not read them, and neither does longhelix.
+# Settings of yarn's first implementation, which neither transformers nor longhelix reads.
 UNREAD_ROPE_KEYS = frozenset({"attn_factor"})
 _MOST_POSITIONS = 2**53  # above, floats skip integers
 
@@ -36,11 +36,24 @@ _ROPE_NEEDS = {
 class RopeSpec:
     """Rotary position embedding: how its frequencies follow from theta.
 
-    `attention_factor` multiplies cos and sin. `latent_factor` multiplies the scores of latent attention, whose keys are
-    rotated only in part (mscale_all_dim of DeepSeek's models). `divisors`, where present, divide the frequencies one by
-    one (C/2 numbers; GGUF files carry llama3 scaling in this form). Fields of other kinds keep their defaults.
-    `sections`, where present: tokens of images have a position on each of three axes, time, row and column, and so many
-    frequency pairs turn by each of them (`axes`); all other tokens have the same one on all three.
+    Fields that the kind does not use keep their defaults.
+
+    Attributes:
+        kind: One of ROPE_KINDS.
+        theta: Base of the frequencies.
+        factor: Scaling of the positions.
+        original_max_positions: Positions before scaling.
+        attention_factor: Multiplies cos and sin.
+        latent_factor: Multiplies the scores of latent attention, whose keys are only partly rotated (mscale_all_dim of
+            DeepSeek's models).
+        low_freq_factor: llama3: the bound of scaled frequencies, as for `high_freq_factor`.
+        beta_fast: yarn: the bound of interpolated frequencies, as for `beta_slow` and `truncate`.
+        short_factor: longrope: divides the frequencies within the original positions.
+        long_factor: longrope: divides the frequencies beyond the original positions.
+        divisors: Divide the frequencies one by one, if present (C/2 numbers). GGUF files have llama3 scaling in this
+            form.
+        sections: Number of frequency pairs that turn by each of three axes (`axes`), if present. Image tokens have a
+            position for each axis: time, row and column. All other tokens have the same position on all three.
     """
 
     kind: str = "default"
@@ -61,16 +74,18 @@ class RopeSpec:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """By which axis each frequency pair turns. Rows and columns have every third pair, from the second and the
-        third on, until they have had theirs; all else is time's (interleaved M-RoPE, as in Qwen3-VL, arXiv
-        2511.21631)."""
+        """The axis by which each frequency pair turns (interleaved M-RoPE, as in Qwen3-VL, arXiv 2511.21631).
+
+        Rows and columns have every third pair, from the second and the third pair on, up to their numbers of pairs. All
+        other pairs turn by time.
+        """
         return tuple(
             axis if (axis := pair % 3) and pair < 3 * self.sections[axis] else 0 for pair in range(sum(self.sections))
         )
 
     @classmethod
     def from_config(cls, rope: Mapping[str, Any], head_size: int, max_positions: int) -> "RopeSpec":
-        """Resolve a `rope_parameters` (or `rope_scaling` plus theta) mapping; all defaults are filled here."""
+        """Read a `rope_parameters` mapping (or `rope_scaling` plus theta), and fill in all defaults."""
         unknown = sorted(map(shown, set(rope) - _ROPE_KEYS))
         if unknown:
             raise UserError(f"unknown rope setting {unknown[0]}: known ones are {', '.join(sorted(_ROPE_KEYS))}")
@@ -118,8 +133,8 @@ class Rotation(NamedTuple):
     """How a layer rotates its queries and keys.
 
     Attributes:
-        rope: How the frequencies follow.
-        size: Channels of a head that are rotated, from the first on. 0: none.
+        rope: The frequencies.
+        size: Number of channels of a head that are rotated, from the first channel on. 0: none.
     """
 
     rope: RopeSpec
@@ -128,7 +143,7 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """What a model's configuration says of rotary position embedding, by Hugging Face's names.
+    """The RoPE settings of a model's configuration, by Hugging Face's names.
 
     Attributes:
         settings: Theta and the scaling, by name.
@@ -156,8 +171,8 @@ class RopeSettings:
         if not 2 <= rotated_size <= head_size:
             name, allowed = "partial_rotary_factor in the model's settings", f"a number from {2 / head_size:g} to 1"
             raise refused(name, share, allowed, "invalid_model")
-        others = {name: value for name, value in self.settings.items() if name != "partial_rotary_factor"}
-        return rotated_size, RopeSpec.from_config(others, rotated_size, self.max_positions)
+        settings = {name: value for name, value in self.settings.items() if name != "partial_rotary_factor"}
+        return rotated_size, RopeSpec.from_config(settings, rotated_size, self.max_positions)
 
 
 def _sections(rope: Mapping[str, Any], head_size: int) -> tuple[int, ...]:
@@ -174,7 +189,7 @@ def _sections(rope: Mapping[str, Any], head_size: int) -> tuple[int, ...]:
 
 
 def _moderate(rope: Mapping[str, Any], key: str, default: float) -> float:
-    """A number that scales something; absent and null mean the default."""
+    """Read a scaling factor. Absent and null mean the default."""
     value = rope.get(key)
     return real(
         f"{key} in the model's settings",
@@ -185,7 +200,7 @@ def _moderate(rope: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _yarn_weight(rope: Mapping[str, Any], key: str) -> float:
-    """mscale or mscale_all_dim; absent and null mean 0, none."""
+    """Read mscale or mscale_all_dim. Absent and null mean 0: no scaling."""
     value = rope.get(key)
     return real(
         f"{key} in the model's settings",

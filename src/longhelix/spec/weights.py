@@ -1,7 +1,7 @@
-"""The weights of a model, each declared once: what it is called, its rows and columns, and who shares them.
+"""The table of a model's weights: the name, rows and columns of each weight, and the ranks that share it.
 
-Three read this table: `models.parameters` (what one rank loads, and from where), `perf.weights` (numbers on the fullest
-rank), and below `num_parameters` and `num_active_parameters`: how many there are, and how many of them a token meets.
+This table has three readers: `models.parameters` (a rank's tensors), `perf.weights` (numbers on the fullest
+rank), and below `num_parameters` and `num_active_parameters`.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from longhelix.spec.sparse import Indexer
 
 
 class Split(Enum):
-    """Which ranks of a stage share the items of a dim; `Layout` says who has which."""
+    """Which ranks of a stage share the items of a dim. `Layout` divides the items."""
 
     WHOLE = auto()  # every rank has all
     QUERY_HEADS = auto()  # over TPA
@@ -78,9 +78,9 @@ _ONCE = Dim(Split.WHOLE, 1)
 class WeightSpec:
     """A matrix of `rows` and `columns`, or a vector without columns.
 
-    name: what the model calls it; what has one name is stacked by rows in the order of the table. tensor: what it is in
-    checkpoints. Where every one of `experts` has its own, "{}" in both stands for the expert's number. exact: it
-    is loaded in the checkpoint's dtype.
+    name: its name in the model. Weights of the same name are stacked by rows in the order of the table.
+    tensor: its name in checkpoints. If each of `experts` has its own weight, both names have "{}" for its number.
+    exact: it is loaded in the checkpoint's dtype.
     """
 
     name: str
@@ -93,12 +93,12 @@ class WeightSpec:
 
     @property
     def dims(self) -> tuple[Dim, ...]:
-        """Those of the tensor."""
+        """The dims of the tensor."""
         return (self.rows,) if self.columns is None else (self.rows, self.columns)
 
     @property
     def num_elements(self) -> int:
-        """Numbers in it, or in that of one expert."""
+        """Numbers of the weight, or of one expert's weight."""
         return prod(dim.size for dim in self.dims)
 
 
@@ -111,39 +111,39 @@ def last_norm(spec: ModelSpec) -> WeightSpec:
 
 
 def head(spec: ModelSpec) -> WeightSpec:
-    """Where embeddings are tied, the embedding's tensor."""
+    """Return the LM head. With tied embeddings, its tensor is the embedding."""
     tensor = embedding(spec).tensor if spec.tied_embeddings else "lm_head.weight"
     return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
 
 
 def layer_weights(spec: ModelSpec, layer: LayerSpec) -> tuple[WeightSpec, ...]:
-    """Those of one layer. Names and tensors are without the layer's own prefix."""
+    """Return the weights of a layer. Names and tensors do not have the layer's prefix."""
     return tuple(weight for part in (*layer.mixers, *layer.ffns) for weight in part_weights(spec, part))
 
 
 def part_weights(spec: ModelSpec, part: Mixer | FFN) -> tuple[WeightSpec, ...]:
-    """Those of a layer's mixer or FFN, with the norm before it. Names and tensors are without the layer's own
-    prefix."""
+    """Return the weights of a mixer or FFN and of the norm before it. Names do not have the layer's prefix."""
     weights = _ffn(spec, part) if isinstance(part, GatedFFN | MoE) else _mixer(spec, part)
     renamed = FAMILIES[spec.architecture].tensors
-    return tuple(replace(each, tensor=renamed[each.tensor]) if each.tensor in renamed else each for each in weights)
+    return tuple(
+        replace(weight, tensor=renamed[weight.tensor]) if weight.tensor in renamed else weight for weight in weights
+    )
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """All numbers of a model: matrices, norms and biases; a head that is the embedding counts once, further heads (MTP)
-    not."""
+    """Count all numbers of a model: matrices, norms and biases. Tied embeddings count once, MTP heads do not count."""
     own_head = 0 if spec.tied_embeddings else head(spec).num_elements
     ends = embedding(spec).num_elements + last_norm(spec).num_elements + own_head
     return ends + _in_layers(spec, taken_only=False)
 
 
 def num_active_parameters(spec: ModelSpec) -> int:
-    """Those that one token meets: all but an embedding that is not the head, and of the experts those it takes."""
+    """Count the numbers that one token uses: its experts, and everything else except for an untied embedding."""
     return last_norm(spec).num_elements + head(spec).num_elements + _in_layers(spec, taken_only=True)
 
 
 def _in_layers(spec: ModelSpec, taken_only: bool) -> int:
-    """With all experts, or with those that a token takes."""
+    """Count the numbers in layers, with all experts, or only with those that a token takes."""
 
     def times(layer: LayerSpec, weight: WeightSpec) -> int:
         if weight.experts.split is not Split.EXPERTS:
@@ -265,10 +265,10 @@ def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
     if moe.routing_bias:
         tensor = "mlp.gate.e_score_correction_bias"
         yield WeightSpec("routing_bias", tensor, experts, exact=True, stored=WeightDtype.FLOAT32)
-    columns, each = Dim(Split.EXPERT_COLUMNS, moe.expert_size), Dim(Split.EXPERTS, moe.num_experts)
-    yield from _swiglu(spec, "experts.{}.", "mlp.experts.{}.", columns, each)
+    columns, experts = Dim(Split.EXPERT_COLUMNS, moe.expert_size), Dim(Split.EXPERTS, moe.num_experts)
+    yield from _swiglu(spec, "experts.{}.", "mlp.experts.{}.", columns, experts)
     if moe.biases:
-        yield from _swiglu_biases(spec, "experts.{}.", "mlp.experts.{}.", columns, each)
+        yield from _swiglu_biases(spec, "experts.{}.", "mlp.experts.{}.", columns, experts)
     if moe.shared_size:
         shared = Dim(Split.SHARED_COLUMNS, moe.shared_size)
         yield from _shared_swiglu(spec, "shared.", "mlp.shared_experts.", shared, moe.shared_bias)

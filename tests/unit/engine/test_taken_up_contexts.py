@@ -10,8 +10,8 @@ import pytest
 from longhelix import SamplingParams, UserError
 from longhelix.compute.cache.saved_context import Origin, SavedContext
 from longhelix.engine.contexts import Contexts
-from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.kv.blocks import Block
+from longhelix.scheduler.pinned_prefix import PinnedPrefix
 
 pytestmark = pytest.mark.unit
 
@@ -38,9 +38,9 @@ class Core:
     def has_cached(self, hashes):
         return self.is_cached
 
-    def hold(self, prompt_ids, capacity_tokens, cache_salt, hashes):
+    def pin_prefix(self, prompt_ids, capacity_tokens, cache_salt, hashes):
         assert not self.is_cached
-        return HeldPrefix((Block(0, 5), Block(0, 6)), 1, (b"first", b"second")) if self.has_room else None
+        return PinnedPrefix((Block(0, 5), Block(0, 6)), 1, (b"first", b"second")) if self.has_room else None
 
     def releasing(self, held):
         return nullcontext()

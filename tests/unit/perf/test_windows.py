@@ -207,7 +207,7 @@ def test_the_fullest_run_holds_as_much_as_any(layers, data):
     lengths = np.array(data.draw(st.lists(st.integers(1, len(layers)), min_size=1, max_size=4)), np.float64)
     amounts = {kind: np.array(data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths))))
                for kind in runs.kinds}  # fmt: skip
-    held, counts = runs.most_held(amounts, lengths), runs.fullest(amounts, lengths)
+    held, counts = runs.largest_total(amounts, lengths), runs.fullest(amounts, lengths)
     assert sum(counts.values()).tolist() == lengths.tolist()
     for place, length in enumerate(lengths.astype(int)):
         pieces = [layers[start : start + length] for start in range(len(layers) - length + 1)]

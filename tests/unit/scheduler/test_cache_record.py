@@ -192,7 +192,7 @@ def test_prompts_of_other_salts_and_images_have_other_keys():
 
 def test_what_was_filled_from_elsewhere_is_known():
     engine = Reader(config(num_blocks=60))
-    held = engine.hold(request(-1, LONG[:30], 1))
+    held = engine.pin(request(-1, LONG[:30], 1))
     held.publish(engine.scheduler.pool)
     held.release(engine.scheduler.pool)
     engine.read()

@@ -72,14 +72,14 @@ def test_a_neighbours_load_changes_which_rank_a_prompt_takes(chunk_tokens):
     engine.step()
     engine.add(*(request(id, LONG[id : id + tokens], 9) for id, tokens in ((1, 4), (2, 4), (3, 8))))
     engine.scheduler._chunk_rule = FixedChunks(chunk_tokens)
-    assert engine.scheduler._running[0].kv.promised == [1, 2, 1]
+    assert engine.scheduler._running[0].kv.reserved == [1, 2, 1]
     engine.step()
     check_blocks(engine.scheduler)
     while not engine.outcomes[0].token_ids:
         engine.step()
         check_blocks(engine.scheduler)
     assert [block.owner for block in engine.runner.replicas[0].blocks] == [0, 0, 2, 2, 1]
-    assert engine.scheduler._running[0].kv.promised == [0, 0, 0]
+    assert engine.scheduler._running[0].kv.reserved == [0, 0, 0]
     engine.drain()
 
 

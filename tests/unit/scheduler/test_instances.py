@@ -227,7 +227,7 @@ def check_blocks_between(scheduler):
         held = {block for seq in scheduler._running.values() for block in seq.kv.block_ids[rank]}
         borrowed = {block.id for block, *_ in scheduler.pool._borrowed if block.owner == rank}
         assert allocator._num_free + len(held | borrowed) + allocator.num_cached == allocator.num_blocks
-        assert allocator.reserved == sum(seq.kv.promised[rank] for seq in scheduler._running.values())
+        assert allocator.reserved == sum(seq.kv.reserved[rank] for seq in scheduler._running.values())
 
 
 def own(**more):
@@ -351,7 +351,7 @@ def swapping():
 
 
 def hold(run, request):
-    return run.scheduler.hold(request, run.scheduler.hashes(request))
+    return run.scheduler.pin_prefix(request, run.scheduler.hashes(request))
 
 
 def test_kv_that_is_yet_to_be_swapped_in_is_not_saved(swapping):

@@ -10,7 +10,7 @@ from test_scheduler import VOCAB, expected_output
 from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.placement import PLACEMENTS
-from longhelix.scheduler.kv.windows import PASSED_ID, KVWindow, WindowGroup, span_blocks
+from longhelix.scheduler.kv.windows import EXPIRED_ID, KVWindow, WindowGroup, span_blocks
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, StepResult
@@ -140,7 +140,7 @@ def test_a_hit_is_what_all_groups_have():
     cached = [engine.runner.new[id].kv.cached_tokens for id in (1, 2, 3)]
     assert cached == [39, 40, 0]
     blocks = engine.runner.new[2].kv.cached_blocks[1::2]
-    passed = [block.id == PASSED_ID for block in blocks]
+    passed = [block.id == EXPIRED_ID for block in blocks]
     assert passed == [True] * 8 + [False] * 2, "rows behind token 40 see tokens from 35 on"
 
 

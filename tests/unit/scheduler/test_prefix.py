@@ -329,7 +329,7 @@ def test_any_requests_that_begin_alike_get_their_own_output_and_leave_nothing(wo
     prefixes.drop()
     engine.assert_nothing_is_left()
     for allocator in engine.scheduler.pool.allocators:
-        assert not allocator._more_holders
+        assert not allocator._extra_holders
     for one in asked:
         outcome, expected = engine.outcomes[one.id], expected_output(one)
         ended_early = outcome.finish_reason == "abort"

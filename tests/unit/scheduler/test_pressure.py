@@ -106,8 +106,8 @@ def check_blocks(scheduler):
         held = Counter(block for seq in scheduler._running.values() for block in seq.kv.block_ids[rank])
         assert allocator._num_free + len(held) + allocator.num_cached == allocator.num_blocks
         assert held.keys().isdisjoint(allocator._cached)
-        assert allocator._more_holders == {block: count - 1 for block, count in held.items() if count > 1}
-        assert allocator.reserved == sum(seq.kv.promised[rank] for seq in scheduler._running.values())
+        assert allocator._extra_holders == {block: count - 1 for block, count in held.items() if count > 1}
+        assert allocator.reserved == sum(seq.kv.reserved[rank] for seq in scheduler._running.values())
         assert allocator.available >= 0
     assert sorted(scheduler.pool.index.values(), key=lambda block: (block.owner, block.id)) == sorted(
         scheduler.pool.allocators[0].index.values(), key=lambda block: (block.owner, block.id)
@@ -128,10 +128,10 @@ def check_window(scheduler, at, window):
     for rank, allocator in enumerate(window.allocators):
         held = Counter(block.id for seq in running for block in seq.kv.windows[at].blocks if block.owner == rank)
         assert allocator._num_free + len(held) + allocator.num_cached == allocator.num_blocks
-        assert held.keys().isdisjoint([*allocator._cached, *allocator._passed])
-        assert allocator._more_holders == {block: count - 1 for block, count in held.items() if count > 1}
-        promised = sum(seq.kv.windows[at].promised[rank] for seq in running)
-        assert allocator.reserved == promised + sum(allocator._more_holders.values())
+        assert held.keys().isdisjoint([*allocator._cached, *allocator._expired])
+        assert allocator._extra_holders == {block: count - 1 for block, count in held.items() if count > 1}
+        promised = sum(seq.kv.windows[at].reserved[rank] for seq in running)
+        assert allocator.reserved == promised + sum(allocator._extra_holders.values())
         assert allocator.available >= 0
         assert len(allocator.index) == len(allocator._hashes)
     for seq in running:
@@ -158,7 +158,7 @@ def check_placements(scheduler):
         ]
         assert all(count <= room for count, room in zip(most, seq.kv.room, strict=True))
         assert all(
-            count + promised <= room for count, promised, room in zip(blocks, seq.kv.promised, seq.kv.room, strict=True)
+            count + promised <= room for count, promised, room in zip(blocks, seq.kv.reserved, seq.kv.room, strict=True)
         )
         assert max(seq.kv.room) <= scheduler.config.num_blocks
         assert all(block.id in seq.kv.block_ids[block.owner] for block in seq.unhashed.blocks)
@@ -172,14 +172,14 @@ def check_slots(scheduler):
     for window in scheduler.pool.windows:
         for rank, swaps in enumerate(window.swaps):
             assert not swaps.evicted
-            assert not swaps._in
+            assert not swaps._pending
             used = swaps._used[rank]
             assert sorted(slot.id for slot in used) == list(range(len(used)))
             assert len(used) <= swaps.num_slots
             assert swaps.index == {content_hash: slot for slot, content_hash in used.items()}
     swaps = scheduler.pool.swaps
     assert not swaps.evicted
-    assert not swaps._in
+    assert not swaps._pending
     for rank, used in enumerate(swaps._used):
         assert {slot.owner for slot in used} <= {rank}
         assert sorted(slot.id for slot in used) == list(range(len(used)))
@@ -296,7 +296,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(1, 40))
     def load(self, num_tokens):
         """Fill blocks from elsewhere between two steps, as a saved context does."""
-        held = self.engine.hold(request(-1, LONG[:num_tokens], 1))
+        held = self.engine.pin(request(-1, LONG[:num_tokens], 1))
         if held is not None:
             self.engine.runner.load(held.blocks, held.num_cached, LONG)
             held.publish(self.engine.scheduler.pool)
@@ -336,7 +336,7 @@ class Traffic(RuleBasedStateMachine):
         self.engine.scheduler.pool.forget()
         assert not self.engine.scheduler.pool.index
         assert not any(each.index for window in self.engine.scheduler.pool.windows for each in window.allocators)
-        assert all(not allocator._more_holders for allocator in self.engine.scheduler.pool.allocators)
+        assert all(not allocator._extra_holders for allocator in self.engine.scheduler.pool.allocators)
 
 
 class WindowedTraffic(Traffic):

@@ -14,10 +14,10 @@ from msgspec import structs
 from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.drafting import Drafter
-from longhelix.scheduler.held_prefix import HeldPrefix
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.loop import Loop
+from longhelix.scheduler.pinned_prefix import PinnedPrefix
 from longhelix.scheduler.prefix import Prefixes
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
@@ -506,8 +506,8 @@ class Engine:
             self.loop.add(new)
             self.outcomes[new.id] = Outcome()
 
-    def hold(self, request: Request) -> HeldPrefix | None:
-        return self.scheduler.hold(request, self.scheduler.hashes(request))
+    def pin(self, request: Request) -> PinnedPrefix | None:
+        return self.scheduler.pin_prefix(request, self.scheduler.hashes(request))
 
     def step(self) -> None:
         stepped = self.loop.step()

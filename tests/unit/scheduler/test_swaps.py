@@ -113,7 +113,7 @@ def test_blocks_far_behind_the_beginning_are_swapped_before_others():
 def test_blocks_that_are_written_to_before_the_next_step_are_not_swapped():
     engine = Pressed(config(kvp=1, num_blocks=12, swap_blocks=12))
     ran(engine, request(0, LONG[:40], 1))
-    held = engine.hold(request(-1, OTHERS[:44], 1))
+    held = engine.pin(request(-1, OTHERS[:44], 1))
     assert held is not None
     engine.runner.load(held.blocks, held.num_cached, OTHERS)
     held.publish(engine.scheduler.pool)

@@ -89,7 +89,7 @@ def test_blocks_that_others_share_do_not_move():
     engine.step()
     engine.add(request(1, [*LONG[:32], 1], 16))
     while engine.loop.has_work:
-        shared = {id for id, _ in engine.scheduler.pool.allocators[0]._more_holders.items()}
+        shared = {id for id, _ in engine.scheduler.pool.allocators[0]._extra_holders.items()}
         engine.step()
         check_blocks(engine.scheduler)
         assert shared.isdisjoint(source.id for source, _ in engine.runner.steps[-1].moved)
@@ -150,7 +150,7 @@ def test_a_request_moves_once_in_a_step():
 
 def test_a_request_does_not_move_from_where_it_was_promised_blocks():
     engine, seq = until_rank_0_is_full()
-    seq.kv.promised[1] = 1
+    seq.kv.reserved[1] = 1
     assert not engine.scheduler._widening._relieve(0, [seq])
 
 

@@ -1,4 +1,4 @@
-"""KV blocks: ids on each KVP rank, reserved at admission, handed out as a request grows, shared once filled."""
+"""KV blocks: admission reserves them on each KVP rank, a growing request takes them, and full ones can be shared."""
 
 from array import array
 from collections import OrderedDict
@@ -8,50 +8,55 @@ from typing import Literal, Protocol
 
 import msgspec
 
-# Live sequences together list so many ids at most for each block of a pool, which is 1 without blocks that they share.
+# The most ids that live sequences together may list for each block of a pool. Without shared blocks they list one.
 IDS_PER_BLOCK = 4
 _NO_IDS = range(0)
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One KV block: the KVP rank that keeps it and its id in that rank's pool."""
+    """One KV block: the KVP rank that owns it, and its id in that rank's pool."""
 
     owner: int
     id: int
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a KVP rank keeps a KV block's content outside of its pool."""
+    """A place outside of a KVP rank's pool where the rank keeps the content of a KV block."""
 
     owner: int
     id: int
 
 
 class CacheRecorder(Protocol):
-    """Is told which contents of blocks are found no longer."""
+    """Records which contents of blocks are findable no longer."""
 
     def removed(self, tier: Literal["pool"], content_hash: bytes) -> None: ...
 
 
 class CacheWatcher(Protocol):
-    """Is told what happens to blocks that can be found by their content."""
+    """Watches blocks that can be found by their content."""
 
-    def taken_up(self, rank: int, ids: Iterable[int]) -> None:
-        """Blocks that nobody held are held now."""
+    def on_taken(self, rank: int, ids: Iterable[int]) -> None:
+        """Called when cached blocks get a holder."""
         ...
 
-    def let_go(self, rank: int, ids: Iterable[int]) -> None:
-        """Nobody holds these blocks any longer. They keep their content."""
+    def on_released(self, rank: int, ids: Iterable[int]) -> None:
+        """Called when blocks lose their last holder and keep their content."""
         ...
 
-    def lost(self, block: Block | Slot) -> None:
-        """A block's content will no longer be found there."""
+    def on_lost(self, block: Block | Slot) -> None:
+        """Called when a block loses its content."""
         ...
 
 
 @dataclass(slots=True)
 class _FreeIds:
-    """Ids that were freed together, in the order in which they are handed out; the first `taken` are handed out."""
+    """Ids that were freed together, in the order in which they are handed out.
+
+    Attributes:
+        ids: All of them.
+        taken: Number of ids at the start that have been handed out.
+    """
 
     ids: "range | array[int]"
     taken: int = 0
@@ -59,19 +64,23 @@ class _FreeIds:
 
 @dataclass
 class BlockAllocator:
-    """The KV blocks of one KVP rank that nobody holds (the same ids on all its TPA ranks).
+    """Allocates the KV blocks of one KVP rank. The ids are the same on all of its TPA ranks.
 
-    Blocks that a request gives back stay together, in their order, and are handed out first. So blocks that follow each
-    other in a sequence mostly do so in memory, and memory that nobody has used yet is used last.
+    Blocks that a request releases stay together, in their order, and are handed out first. So consecutive blocks of a
+    sequence are mostly consecutive in memory, and memory that was never used is used last.
 
-    A block that is handed out has one holder. It may get more, and nobody holds it once the last of them has released
-    it. A block with a content hash is *cached* from then on: it keeps its content, to be shared again, until all free
-    blocks are handed out and it is the one released the longest ago. Only blocks that are shared or have a hash take
-    memory of their own here. Cached blocks that have `passed` are handed out before others.
+    A block that is handed out has one holder, and may get more. When the last holder releases a block that has a
+    content hash, the block is *cached*: it keeps its content and can be shared again. Cached blocks are evicted when no
+    free blocks are left: first the expired ones, then the others, each in the order of their release. Only blocks that
+    are shared or have a hash take memory in the allocator.
 
-    index: blocks by content hash, of all ranks whose allocators have the same one. evicted: where cached blocks are
-    noted when they are handed out, with their hashes, but for those that have passed; None: nobody wants to know.
-    watcher, record: None: nobody watches, or records.
+    Attributes:
+        num_blocks: Blocks of the rank.
+        index: Blocks by content hash. Allocators of several ranks may have the same index.
+        evicted: Collects evicted blocks with their hashes, without expired ones. None if they are not needed.
+        watcher: Watches blocks with a hash, if not None.
+        record: Records removed contents, if not None.
+        reserved: Blocks that are reserved and not handed out yet.
     """
 
     num_blocks: int
@@ -83,10 +92,12 @@ class BlockAllocator:
     reserved: int = 0
     _num_free: int = field(init=False)
     _free: list[_FreeIds] = field(init=False)
-    _more_holders: dict[int, int] = field(default_factory=dict, init=False)  # than one, by block
+    _extra_holders: dict[int, int] = field(default_factory=dict, init=False)  # how many a block has beyond one
     _hashes: dict[int, bytes] = field(default_factory=dict, init=False)  # by block
-    _cached: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # the next to be handed out first
-    _passed: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # likewise, and before those
+    _cached: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # the next to be evicted first
+    _expired: OrderedDict[int, None] = field(
+        default_factory=OrderedDict, init=False
+    )  # the same, evicted before `_cached`
 
     def __post_init__(self) -> None:
         self._num_free = self.num_blocks
@@ -94,42 +105,42 @@ class BlockAllocator:
 
     @property
     def available(self) -> int:
-        """Blocks neither held nor promised."""
+        """Number of blocks that are neither held nor reserved."""
         return self._num_free + self.num_cached - self.reserved
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of blocks that have a holder."""
         return self.num_blocks - self._num_free - self.num_cached
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and that keep their content."""
-        return len(self._cached) + len(self._passed)
+        """Number of blocks that have no holder and keep their content."""
+        return len(self._cached) + len(self._expired)
 
     def reserve(self, count: int) -> None:
-        """Promise `count` blocks to a request, so that it cannot fail to get them."""
+        """Reserve `count` blocks for a request, so that it cannot fail to get them."""
         assert count <= self.available
         self.reserved += count
 
     def unreserve(self, count: int) -> None:
-        """Take back a promise of `count` blocks."""
+        """Cancel the reservation of `count` blocks."""
         self.reserved -= count
         assert self.reserved >= 0
 
     def take_reserved(self) -> int:
-        """Hand out one promised block."""
+        """Hand out one reserved block."""
         assert self.reserved > 0
         self.reserved -= 1
         return self._take()
 
     def take(self) -> int:
-        """Hand out one block that is promised to nobody."""
+        """Hand out one block that is not reserved."""
         assert self.available > 0
         return self._take()
 
     def take_many(self, count: int, reserved: int) -> Sequence[int]:
-        """Hand out blocks, of which `reserved` are promised ones."""
+        """Hand out `count` blocks. `reserved` of them are reserved ones."""
         assert reserved <= self.reserved
         assert count == reserved or count - reserved <= self.available
         self.reserved -= reserved
@@ -143,7 +154,7 @@ class BlockAllocator:
         return ids
 
     def _take_free(self, most: int) -> "range | array[int]":
-        """At most so many of the free blocks that were given back together."""
+        """Hand out at most `most` of the free blocks that were released last together."""
         if not self._num_free:
             return _NO_IDS
         free = self._free[-1]
@@ -166,11 +177,11 @@ class BlockAllocator:
         return block_id
 
     def _evict(self) -> int:
-        """The cached block that is the next to be handed out."""
-        cached = self._passed or self._cached
+        """Evict the next cached block and return its id."""
+        cached = self._expired or self._cached
         block_id = next(iter(cached))
         if self.watcher is not None:
-            self.watcher.lost(Block(self.rank, block_id))
+            self.watcher.on_lost(Block(self.rank, block_id))
         del cached[block_id]
         content_hash = self._forget_hash(block_id)
         if self.evicted is not None and cached is self._cached:
@@ -178,59 +189,64 @@ class BlockAllocator:
         return block_id
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether nobody holds it, and it keeps its content."""
-        return block_id in self._cached or block_id in self._passed
+        """Return whether a block has no holder and keeps its content."""
+        return block_id in self._cached or block_id in self._expired
 
     def refresh(self, ids: Sequence[int]) -> None:
-        """Let those of these blocks that nobody holds be the last to be evicted, as if they were released now."""
+        """Make the cached ones of these blocks the last ones to be evicted, as if they were released now."""
         for block_id in reversed(ids):
-            if block_id in self._passed:
-                del self._passed[block_id]
+            if block_id in self._expired:
+                del self._expired[block_id]
                 self._cached[block_id] = None
             elif block_id in self._cached:
                 self._cached.move_to_end(block_id)
 
     def num_cached_of(self, ids: Iterable[int]) -> int:
-        """How many of these blocks nobody holds, and keep their content."""
-        return sum(map(self.is_cached if self._passed else self._cached.__contains__, ids))
+        """Return how many of these blocks are cached."""
+        return sum(map(self.is_cached if self._expired else self._cached.__contains__, ids))
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether it has more than one holder."""
-        return block_id in self._more_holders
+        """Return whether a block has more than one holder."""
+        return block_id in self._extra_holders
 
     def hash_of(self, block_id: int) -> bytes | None:
-        """The content hash under which it is found."""
+        """Return the content hash by which a block is found. None if it has none."""
         return self._hashes.get(block_id)
 
     def name(self, block_id: int, content_hash: bytes) -> None:
-        """Let a full block that somebody holds be found by its content, if no other one is."""
+        """Make a full block that has a holder findable by its content, unless another block has the same content."""
         block = Block(self.rank, block_id)
         if self.index.setdefault(content_hash, block) == block:
             self._hashes[block_id] = content_hash
 
     def share(self, ids: Iterable[int]) -> None:
-        """Add a holder to blocks that have one or are cached, who promises to `release` each of them once."""
-        cached, passed, more_holders, taken_up = self._cached, self._passed, self._more_holders, list[int]()
+        """Add a holder to blocks that have one or are cached. The holder must `release` each of them once."""
+        cached, expired, extra_holders, revived = self._cached, self._expired, self._extra_holders, list[int]()
         for block_id in ids:
             if block_id in cached:
                 del cached[block_id]
-                taken_up.append(block_id)
-            elif block_id in passed:
-                del passed[block_id]
-                taken_up.append(block_id)
+                revived.append(block_id)
+            elif block_id in expired:
+                del expired[block_id]
+                revived.append(block_id)
             else:
-                more_holders[block_id] = more_holders.get(block_id, 0) + 1
+                extra_holders[block_id] = extra_holders.get(block_id, 0) + 1
         if self.watcher is not None:
-            self.watcher.taken_up(self.rank, taken_up)
+            self.watcher.on_taken(self.rank, revived)
         assert self.available >= 0
 
-    def release(self, ids: "array[int]", unused_reservation: int, *, passed: bool = False) -> None:
-        """Take back the blocks of one holder, each once, in the order of its sequence, and what it was promised but
-        never used. The allocator keeps `ids`. passed: the holder goes on without them."""
-        if self._more_holders:
+    def release(self, ids: "array[int]", unused_reservation: int, *, expired: bool = False) -> None:
+        """Remove the holder of blocks.
+
+        Args:
+            ids: Each block once, in the order of the holder's sequence. The allocator keeps this array.
+            unused_reservation: Number of blocks that were reserved for the holder and never used.
+            expired: Whether the holder continues without these blocks, which are then evicted first.
+        """
+        if self._extra_holders:
             ids = self._unshared(ids)
         if self._hashes:
-            ids = self._uncached(ids, self._passed if passed else self._cached)
+            ids = self._uncached(ids, self._expired if expired else self._cached)
         if ids:
             self._forget_taken()
             self._free.append(_FreeIds(ids))
@@ -240,20 +256,20 @@ class BlockAllocator:
         assert self._num_free + self.num_cached <= self.num_blocks
 
     def forget(self) -> None:
-        """Let all cached blocks be free."""
-        self.uncache(array("q", [*self._passed, *self._cached]))
+        """Free all cached blocks."""
+        self.uncache(array("q", [*self._expired, *self._cached]))
 
     def uncache(self, ids: "array[int]") -> None:
-        """Let cached blocks be free. The allocator keeps `ids`."""
+        """Free cached blocks. The allocator keeps `ids`."""
         for block_id in ids:
             if self.watcher is not None:
-                self.watcher.lost(Block(self.rank, block_id))
-            del (self._cached if block_id in self._cached else self._passed)[block_id]
+                self.watcher.on_lost(Block(self.rank, block_id))
+            del (self._cached if block_id in self._cached else self._expired)[block_id]
             self._forget_hash(block_id)
         self.release(ids, 0)
 
     def _forget_hash(self, block_id: int) -> bytes:
-        """Let a block be found no longer. Returns its hash."""
+        """Make a block unfindable, and return its hash."""
         content_hash = self._hashes.pop(block_id)
         del self.index[content_hash]
         if self.record is not None:
@@ -261,40 +277,42 @@ class BlockAllocator:
         return content_hash
 
     def _unshared(self, ids: "array[int]") -> "array[int]":
-        """Those of `ids` with one holder, in their order. The others lose a holder."""
-        shared = self._more_holders.keys() & ids
+        """Remove a holder from the shared blocks of `ids`, and return the other ids in their order."""
+        shared = self._extra_holders.keys() & ids
         for block_id in shared:
-            self._more_holders[block_id] -= 1
-            if not self._more_holders[block_id]:
-                del self._more_holders[block_id]
+            self._extra_holders[block_id] -= 1
+            if not self._extra_holders[block_id]:
+                del self._extra_holders[block_id]
         return array("q", [block_id for block_id in ids if block_id not in shared]) if shared else ids
 
     def _uncached(self, ids: "array[int]", cached_in: OrderedDict[int, None]) -> "array[int]":
-        """Those of `ids` without a hash, in their order. The others are cached: a sequence's last ones go first,
-        because a block is found only where all before it are."""
+        """Cache the blocks of `ids` that have a hash, and return the other ids in their order.
+
+        The last blocks of a sequence are evicted first, because a block is found only if all blocks before it are.
+        """
         if self._hashes.keys().isdisjoint(ids):
             return ids
         cached = [block_id for block_id in reversed(ids) if block_id in self._hashes]
         cached_in.update(dict.fromkeys(cached))
         if self.watcher is not None:
-            self.watcher.let_go(self.rank, cached)
+            self.watcher.on_released(self.rank, cached)
         if len(cached) == len(ids):
             return array("q")
         return array("q", [block_id for block_id in ids if block_id not in self._hashes])
 
     def _forget_taken(self) -> None:
-        """Before other ids go on top of them: drop the taken ids, where these are more than the free ones."""
+        """Drop the taken ids at the top of the free list, if they are more than the free ids there."""
         if self._free and 2 * (free := self._free[-1]).taken > len(free.ids):
             free.ids, free.taken = free.ids[free.taken :], 0
 
 
 def kept(blocks: Sequence[Block | Slot]) -> tuple[Block, ...]:
-    """Those that are not swapped."""
+    """Return the blocks that are not swapped."""
     return tuple([block for block in blocks if isinstance(block, Block)])
 
 
 def by_rank(blocks: Iterable[Block], num_ranks: int) -> "list[array[int]]":
-    """The ids of the blocks that each KVP rank has, in order."""
+    """Return the ids of the blocks of each KVP rank, in order."""
     ids = [array("q") for _ in range(num_ranks)]
     append = [of_rank.append for of_rank in ids]
     for block in blocks:
@@ -303,8 +321,12 @@ def by_rank(blocks: Iterable[Block], num_ranks: int) -> "list[array[int]]":
 
 
 def set_hashes(allocators: Sequence[BlockAllocator], blocks: Iterable[Block], hashes: Sequence[bytes]) -> None:
-    """Let full blocks that somebody holds be found by their content. `allocators`: by rank, which have one index. Of
-    several blocks with the same content the first is found, and only that one is cached."""
+    """Make full blocks that have a holder findable by their content.
+
+    If several blocks have the same content, only the first one is findable and can be cached.
+
+    allocators: the allocator of each rank. All of them have the same index.
+    """
     find = allocators[0].index.setdefault
     for index, block in enumerate(blocks):
         content_hash = hashes[index]

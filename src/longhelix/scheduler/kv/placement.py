@@ -1,7 +1,7 @@
 """Placements: which KVP rank owns each KV block of a request.
 
-Every placement is a list of owners; the closed forms below say the same without the list. All are exact, because
-attention over a set of keys may be split over any partition of that set (docs/internals/attention.md).
+Every placement is a list of owners. The closed forms below compute the same without the list. Attention is exact with
+any placement, because it may be split over any partition of the keys (docs/internals/attention.md).
 """
 
 from collections import Counter
@@ -16,24 +16,33 @@ from longhelix.errors import UserError
 
 
 class Share(NamedTuple):
-    """Of blocks in a row, the `num` ones at `places` that `rank` owns."""
+    """The blocks that one rank owns, among consecutive blocks.
+
+    Attributes:
+        num: Number of its blocks.
+        places: Their places among the consecutive blocks.
+    """
 
     rank: int
     num: int
     places: slice
 
-    def behind(self, more: int) -> "Share":
-        """The same where `more` blocks come first."""
+    def behind(self, num_blocks: int) -> "Share":
+        """Return the share with its places moved behind `num_blocks` other blocks."""
         start, stop, step = self.places.start, self.places.stop, self.places.step
-        return self._replace(places=slice(start + more, stop + more, step))
+        return self._replace(places=slice(start + num_blocks, stop + num_blocks, step))
 
 
 class Placement(Protocol):
-    """How one request's KV blocks spread over the KVP ranks of an attention group, from rank `start` on.
+    """Which KVP ranks of an attention group own the KV blocks of one request.
 
-    name: in PLACEMENTS. spread: they go to all ranks at once, so that all take part in the request from its first row
-    on. home: the rank that alone takes part in it at first; None if several do. even: all ranks have the same share of
-    its tokens, to within a KV block. alone_tokens: one rank has all of its first tokens, up to so many.
+    Attributes:
+        name: Its name in PLACEMENTS.
+        spread: Whether the blocks go to all ranks at once, so that all ranks compute from the first row on.
+        home: The only rank that computes at first. None if several ranks do.
+        even: Whether all ranks have the same share of the tokens, to within a KV block.
+        alone_tokens: Number of first tokens that are all on one rank.
+        start: The rank of the first block.
     """
 
     @property
@@ -62,30 +71,35 @@ class Placement(Protocol):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The KVP ranks in the order in which they are taken, from `start` on."""
+        """The KVP ranks in the order in which the request takes them, from `start` on."""
         ...
 
     def next_owner(self, last: int, count: int) -> int:
-        """The KVP rank of the next block after `count` blocks, of which `last` owns the last one. Without blocks it is
-        `start`. With another `last`, all blocks that follow move on by as many ranks of `order`."""
+        """Return the KVP rank of the block after the first `count` blocks. Without blocks it is `start`.
+
+        last: the owner of the last block. If it differs from the placement's own, all blocks that follow move on by the
+            same number of ranks in `order`.
+        """
         ...
 
     def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
-        """Of the next `num` blocks those of each KVP rank, which may have several shares, in order: as if `next_owner`
-        were asked for one after the other."""
+        """Return the shares of the next `num` blocks, in order, as repeated calls of `next_owner` would give them.
+
+        A rank may have several shares.
+        """
         ...
 
     def owner(self, position: int) -> int:
-        """Closed form: the KVP rank that keeps the token at `position`."""
+        """Return the KVP rank that keeps the token at `position`, in closed form."""
         ...
 
     def local_length(self, rank: int, length: int) -> int:
-        """Closed form: how many of the request's first `length` tokens `rank` keeps."""
+        """Return how many of the request's first `length` tokens `rank` keeps, in closed form."""
         ...
 
 
 def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
-    """How many of `length` tokens fall to the rank whose turn is `turn`, when blocks go round `kvp` ranks."""
+    """Return how many of `length` tokens the rank with turn `turn` gets, if `kvp` ranks take blocks in turn."""
     round_tokens = block_tokens * kvp
     full_rounds, rest = divmod(length, round_tokens)
     return full_rounds * block_tokens + min(max(rest - turn * block_tokens, 0), block_tokens)
@@ -93,21 +107,21 @@ def striped_length(block_tokens: int, kvp: int, turn: int, length: int) -> int:
 
 @lru_cache
 def in_turn(kvp: int, start: int) -> tuple[int, ...]:
-    """All ranks, each after the one before it, from `start` on."""
+    """Return all ranks in ascending order from `start` on, then those before it."""
     return (*range(start, kvp), *range(start))
 
 
 @lru_cache
 def _stripes(order: tuple[int, ...], first: int, start: int, stop: int) -> tuple[Share, ...]:
-    """Of `stop` blocks those from `start` on, which go round the ranks in an order, from rank `first` on."""
+    """Return the shares of the blocks from `start` to `stop`, which ranks take in turn from rank `first` on."""
     kvp, turn = len(order), order.index(first)
     places = [slice(place, stop, kvp) for place in range(start, min(start + kvp, stop))]
-    return tuple(Share(order[(turn + at) % kvp], len(range(stop)[each]), each) for at, each in enumerate(places))
+    return tuple(Share(order[(turn + at) % kvp], len(range(stop)[where]), where) for at, where in enumerate(places))
 
 
 @dataclass(frozen=True)
 class Striped:
-    """Round robin by block from a start rank of the request's own (Helix's staggered KV, section 2.3)."""
+    """Ranks take blocks round robin, from a start rank per request (Helix's staggered KV, section 2.3)."""
 
     name: ClassVar[str] = "striped"
     spread: ClassVar[bool] = True
@@ -137,10 +151,11 @@ class Striped:
 
 @dataclass(frozen=True)
 class Growing:
-    """One rank until it holds `limit_tokens`, then one more (Medha's dynamic KVP); striped once all are full.
+    """Ranks join one by one, when the last one has `limit_tokens` (Medha's dynamic KVP). Then blocks are striped.
 
-    `limit_tokens` is a multiple of the block. later: the other ranks in the order in which they are taken; without
-    them, those that follow `start`.
+    Attributes:
+        limit_tokens: A multiple of the block.
+        later: The ranks after `start`, in the order in which they join. Empty: in ascending order.
     """
 
     name: ClassVar[str] = "growing"
@@ -167,13 +182,13 @@ class Growing:
     def order(self) -> tuple[int, ...]:
         return (self.start, *self.later) if self.later else in_turn(self.kvp, self.start)
 
-    def swapped(self, one: int, other: int) -> "Growing":
-        """Two of the later ranks change places."""
-        places = {one: other, other: one}
+    def swapped(self, first: int, second: int) -> "Growing":
+        """Return the placement with two of the later ranks exchanged."""
+        places = {first: second, second: first}
         return replace(self, later=tuple(places.get(rank, rank) for rank in self.order[1:]))
 
     def openings(self, first: int, stop: int) -> range:
-        """Which of the blocks with an index from `first` to `stop` are a later rank's first ones."""
+        """Return the indices from `first` to `stop` of the blocks at which a later rank joins."""
         limit_blocks = self.limit_tokens // self.block_tokens
         next_turn = max(-(-first // limit_blocks), 1)
         return range(next_turn * limit_blocks, min(stop, self.kvp * limit_blocks), limit_blocks)
@@ -195,14 +210,14 @@ class Growing:
 
     def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
         limit_blocks = self.limit_tokens // self.block_tokens
-        growing, found = min(num, self.kvp * limit_blocks - count), list[Share]()
+        growing, shares = min(num, self.kvp * limit_blocks - count), list[Share]()
         start = 0
         while start < growing:
             last = self.next_owner(last, count + start)
             stop = min(start + limit_blocks - (count + start) % limit_blocks, growing)
-            found.append(Share(last, stop - start, slice(start, stop)))
+            shares.append(Share(last, stop - start, slice(start, stop)))
             start = stop
-        return [*found, *_stripes(self.order, self.next_owner(last, count + start), start, num)]
+        return [*shares, *_stripes(self.order, self.next_owner(last, count + start), start, num)]
 
     def owner(self, position: int) -> int:
         filled = self.kvp * self.limit_tokens
@@ -257,7 +272,9 @@ class Local:
 class Behind:
     """Placement that continues `base` behind existing blocks when only their number on each rank is known.
 
-    blocks_by_owner: how many of the blocks each KVP rank has. last: the rank that has the last one.
+    Attributes:
+        blocks_by_owner: Number of existing blocks on each KVP rank.
+        last: The rank of the last one.
     """
 
     base: Placement
@@ -282,35 +299,34 @@ class Behind:
 
     @cached_property
     def _turn(self) -> int:
-        """How many ranks of the order lie between the next owner and the one that `base` would choose without these
-        blocks."""
+        """Number of ranks in the order from the owner that `base` alone would choose to the next owner."""
         base, order = self.base, self.order
         return order.index(base.next_owner(self.last, self.num_blocks)) - order.index(
             base.owner(self.num_blocks * self.block_tokens)
         )
 
     def _turned(self, rank: int, turn: int) -> int:
-        """The rank that is `turn` places further on in the order."""
+        """Return the rank that is `turn` places later in the order."""
         return self.order[(self.order.index(rank) + turn) % self.kvp]
 
     def owner(self, position: int) -> int:
-        """The KVP rank that keeps the token at `position`, which is behind the blocks."""
+        """Return the KVP rank that keeps the token at `position`, which is behind the existing blocks."""
         return self._turned(self.base.owner(position), self._turn)
 
     def local_length(self, rank: int, length: int) -> int:
-        """How many of the first `length` tokens, at least those of the blocks, `rank` keeps."""
+        """Return how many of the first `length` tokens `rank` keeps. `length` includes all existing blocks."""
         turned = self._turned(rank, -self._turn)
-        there = self.num_blocks * self.block_tokens
-        added = self.base.local_length(turned, length) - self.base.local_length(turned, there)
+        existing = self.num_blocks * self.block_tokens
+        added = self.base.local_length(turned, length) - self.base.local_length(turned, existing)
         return self.blocks_by_owner[rank] * self.block_tokens + added
 
 
 @dataclass(frozen=True)
 class Continued:
-    """The placement `base`, going on after blocks that are there already.
+    """Placement that continues `base` behind existing blocks, which another request may have placed differently.
 
-    owners: those of the blocks, at least one, in position order. Another request may have placed them, by another
-    placement or from another rank on.
+    Attributes:
+        owners: The owner of each existing block, in position order. At least one.
     """
 
     base: Placement
@@ -355,16 +371,16 @@ class Continued:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the blocks with `owners` hold when all of them are full."""
+        """Number of tokens of the existing blocks when all of them are full."""
         return len(self.owners) * self.block_tokens
 
     def follows(self, placement: Placement) -> bool:
-        """Whether `placement` would have put the blocks where they are."""
+        """Return whether `placement` would have put the existing blocks where they are."""
         return all(placement.owner(index * self.block_tokens) == owner for index, owner in enumerate(self.owners))
 
     @cached_property
     def blocks_by_owner(self) -> Counter[int]:
-        """How many of the blocks each KVP rank has."""
+        """Number of existing blocks on each KVP rank."""
         return Counter(self.owners)
 
     @cached_property
@@ -375,14 +391,14 @@ class Continued:
         return self.owners[count] if count < len(self.owners) else self.base.next_owner(last, count)
 
     def shares(self, last: int, count: int, num: int) -> Sequence[Share]:
-        there = self.owners[count : count + num]
-        if not there:
+        existing = self.owners[count : count + num]
+        if not existing:
             return self.base.shares(last, count, num)
-        found = [Share(owner, 1, slice(place, place + 1)) for place, owner in enumerate(there)]
-        if len(there) == num:
-            return found
-        behind = self.base.shares(there[-1], count + len(there), num - len(there))
-        return [*found, *(share.behind(len(there)) for share in behind)]
+        shares = [Share(owner, 1, slice(place, place + 1)) for place, owner in enumerate(existing)]
+        if len(existing) == num:
+            return shares
+        behind = self.base.shares(existing[-1], count + len(existing), num - len(existing))
+        return [*shares, *(share.behind(len(existing)) for share in behind)]
 
     def owner(self, position: int) -> int:
         if position < self.tokens:
@@ -397,7 +413,7 @@ class Continued:
 
 
 def blocks_needed(placement: Placement | Behind, tokens: int) -> list[int]:
-    """Blocks on each KVP rank for the first tokens of a request."""
+    """Return the number of blocks on each KVP rank for the first `tokens` tokens of a request."""
     return [-(-placement.local_length(rank, tokens) // placement.block_tokens) for rank in range(placement.kvp)]
 
 
@@ -405,8 +421,11 @@ PLACEMENTS = ("striped", "growing", "local")
 
 
 def placement_by_length(prompt_tokens: int, capacity_tokens: int, threshold_tokens: int) -> str:
-    """The name of the placement for a request of these lengths: local where all of it stays within the threshold,
-    growing where its answer may exceed it, striped where its prompt does. What runs beside it has no influence."""
+    """Return the name of the placement for a request of these lengths. Other requests do not influence it.
+
+    It is local if the whole request stays within the threshold, growing if only its answer may exceed it, and striped
+    if its prompt exceeds it.
+    """
     if capacity_tokens <= threshold_tokens:
         return "local"
     return "growing" if prompt_tokens <= threshold_tokens else "striped"
@@ -415,7 +434,7 @@ def placement_by_length(prompt_tokens: int, capacity_tokens: int, threshold_toke
 def make_placement(
     kind: str, kvp: int, block_tokens: int, growth_limit_tokens: int, start: int, later: tuple[int, ...] = ()
 ) -> Placement:
-    """The placement of one request, by name. Raises UserError for a name that is none of PLACEMENTS."""
+    """Return the placement of one request by name. Raises UserError if the name is not in PLACEMENTS."""
     if block_tokens < 1:
         raise UserError(f"block_tokens is {block_tokens}: set it to 1 or more")
     match kind:

@@ -8,7 +8,7 @@ STATES_BYTES = 256 * 2**20  # what the states of splits may take at a time, or t
 
 
 def length_bucket(tokens: int) -> int:
-    """The length that a launch for sequences of up to `tokens` is made for: one split, four, sixteen, ..."""
+    """Return the length bucket of sequences of up to `tokens`: one split, four, sixteen, ..."""
     bucket = SPLIT_TOKENS
     while bucket < tokens:
         bucket *= 4
@@ -16,7 +16,7 @@ def length_bucket(tokens: int) -> int:
 
 
 def length_buckets(longest_tokens: int) -> list[int]:
-    """All buckets, up to that of the longest sequence."""
+    """Return all buckets, up to that of the longest sequence."""
     buckets = [SPLIT_TOKENS]
     while buckets[-1] < longest_tokens:
         buckets.append(4 * buckets[-1])
@@ -24,18 +24,18 @@ def length_buckets(longest_tokens: int) -> list[int]:
 
 
 def state_bytes(num_splits: int, num_query_heads: int, value_size: int) -> int:
-    """Memory for the states of one row: a value and an LSE for each split and head, in float32."""
+    """Return bytes of the states of one row: a value and an LSE for each split and head, in float32."""
     return num_splits * num_query_heads * (value_size + 1) * 4
 
 
 def rows_at_once(num_splits: int, num_query_heads: int, value_size: int, tile_rows: int) -> int:
-    """For how many rows states are held at a time: for whole tiles of `tile_rows`, where there is room for one."""
+    """Return for how many rows states are kept at a time: whole tiles of `tile_rows`, if there is room for one."""
     rows = max(1, STATES_BYTES // max(state_bytes(num_splits, num_query_heads, value_size), 1))
     return rows - rows % tile_rows if rows > tile_rows > 0 else rows
 
 
 def most_state_bytes(longest_tokens: int, num_query_heads: int, value_size: int) -> int:
-    """The most memory that states take in steps with sequences of up to `longest_tokens`."""
+    """Return the most bytes that states take in steps with sequences of up to `longest_tokens`."""
     num_splits = length_bucket(longest_tokens) // SPLIT_TOKENS
     if num_splits == 1:
         return 0

@@ -110,12 +110,12 @@ def _quantisation(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as JSON ({error}): download it again", "invalid_model") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a JSON object, not a {type(found).__name__}", "invalid_model")
-    return found
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(content).__name__}", "invalid_model")
+    return content
 
 
 def _names(folder: str, suffix: str) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ class Allocation(RuleBasedStateMachine):
     @invariant()
     def nothing_is_kept_of_blocks_without_a_second_holder_or_a_hash(self):
         count = Counter(block for ids in self.held.values() for block in ids)
-        assert self.allocator._more_holders == {block: held - 1 for block, held in count.items() if held > 1}
+        assert self.allocator._extra_holders == {block: held - 1 for block, held in count.items() if held > 1}
         assert sorted(self.allocator._hashes) == sorted(self.found.values())
 
     @invariant()
