@@ -21,8 +21,8 @@ def rotation(
     if native.module is not None and positions_T.device.type == "cpu":
         _native(positions_T, frequencies_TR, attention_factor, *into)
     else:
-        for own, found in zip(into, reference(positions_T, frequencies_TR, attention_factor), strict=True):
-            own.copy_(found)
+        for target, values in zip(into, reference(positions_T, frequencies_TR, attention_factor), strict=True):
+            target.copy_(values)
     return into
 
 

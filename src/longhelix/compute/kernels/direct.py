@@ -75,9 +75,9 @@ def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Ten
     size, and in the dtype of up_qXZ where the pool is quantised. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
     """
     if first + count > len(blocks_J) * layer.format.block_tokens:
-        held = len(blocks_J) * layer.format.block_tokens
+        room_tokens = len(blocks_J) * layer.format.block_tokens
         raise ValueError(
-            f"the sequence's KV blocks here have room for {held} tokens, but {first + count} are requested"
+            f"the sequence's KV blocks here have room for {room_tokens} tokens, but {first + count} are requested"
         )
     made = _expanded_format(layer.format, up_qXZ, nope_size, count)
     if made.arrangement is TILES and not is_compiling():

@@ -5,8 +5,8 @@ import importlib.util
 
 import torch
 
-_found = importlib.util.find_spec("longhelix._native")
-module = importlib.import_module("longhelix._native") if _found else None
+_spec = importlib.util.find_spec("longhelix._native")
+module = importlib.import_module("longhelix._native") if _spec else None
 
 LANES = 16  # tokens of a tile, outputs of a panel
 LONGEST_HEAD = 512  # channels that the merge of shared memory takes

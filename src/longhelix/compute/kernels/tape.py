@@ -50,7 +50,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.complete = True
-        self._kept: list[Tensor] = []
+        self._results: list[Tensor] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -60,7 +60,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
         if name in _EMPTY or (name in _VIEWS and _shares_memory(result, args[0])):
-            self._kept.append(result)
+            self._results.append(result)
         else:
             self.complete = False
         return result
