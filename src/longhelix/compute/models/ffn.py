@@ -30,6 +30,6 @@ class DenseFFN(nn.Module):
 
     def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """hidden_TH with the FFN's output added. Rows of the padding are computed as well."""
-        more = {"bias": self.gate_up_bias, "swiglu": True}
-        inner_Tf = project_normed(hidden_TH, self.gate_up, self.norm, self.eps, batch, **more)
+        options = {"bias": self.gate_up_bias, "swiglu": True}
+        inner_Tf = project_normed(hidden_TH, self.gate_up, self.norm, self.eps, batch, **options)
         return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.ffn, batch)

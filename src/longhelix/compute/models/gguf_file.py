@@ -73,16 +73,16 @@ class GgufFile:
         self.tensors: Mapping[str, GgufTensor] = self._tensors(num_tensors)
 
     def _fields(self, count: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for _ in range(count):
             name = self._name()
-            if name in found:
+            if name in entries:
                 raise self._unsound(f"{shown(name)} occurs twice")
             try:
-                found[name] = self._value(self._number("I"))
+                entries[name] = self._value(self._number("I"))
             except (MemoryError, RecursionError):
                 raise self._unsound(f"{shown(name)} is too long or too deep") from None
-        return found
+        return entries
 
     def _value(self, kind: int) -> Any:
         """The next value, of a type that the format gives this number.
@@ -106,17 +106,17 @@ class GgufFile:
 
     def _strings(self, count: int) -> list[str | bytes]:
         """Strings. One that is not UTF-8 comes as bytes, so that it matters only where it is read."""
-        view, at, found = self._view, self._at, list[str | bytes]()
+        view, at, entries = self._view, self._at, list[str | bytes]()
         for _ in range(count):
             begin = at + 8
             at = begin + int.from_bytes(view[at:begin], "little")
             self._check_end(at)
             try:
-                found.append(str(view[begin:at], "utf-8"))
+                entries.append(str(view[begin:at], "utf-8"))
             except UnicodeDecodeError:
-                found.append(bytes(view[begin:at]))
+                entries.append(bytes(view[begin:at]))
         self._at = at
-        return found
+        return entries
 
     def _name(self) -> str:
         (name,) = self._strings(1)
@@ -139,15 +139,15 @@ class GgufFile:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self._unsound(f"general.alignment is {shown(alignment)}, not a power of two")
         start, end = -(-self._at // alignment) * alignment, 0
-        found = {}
+        entries = {}
         for name, (shape, kind, at) in sorted(declared.items(), key=lambda item: item[1][2]):
             if at % alignment:
                 raise self._unsound(f"tensor {shown(name)} begins at byte {at}, which is not a multiple of {alignment}")
             if at < end:
                 raise self._unsound(f"tensor {shown(name)} begins inside another tensor")
-            found[name] = self._tensor(name, shape, kind, start + at)
-            end = at + found[name].data.nbytes
-        return found
+            entries[name] = self._tensor(name, shape, kind, start + at)
+            end = at + entries[name].data.nbytes
+        return entries
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
         if kind not in GGML_QUANT_SIZES:

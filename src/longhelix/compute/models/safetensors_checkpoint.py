@@ -163,15 +163,15 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
-        held = _read_header(folder / shard)
-        for name in held:
+        shard_tensors = _read_header(folder / shard)
+        for name in shard_tensors:
             if weight_map.get(name) != shard:
                 place = f"in {weight_map[name]}" if name in weight_map else "in no file"
                 raise invalid_checkpoint(
                     f"{folder / shard} holds {name}, which the index places {place}: "
                     "download the index and the shards of one revision."
                 )
-        tensors |= held
+        tensors |= shard_tensors
     for name, shard in weight_map.items():
         if name not in tensors:
             raise invalid_checkpoint(
@@ -183,15 +183,15 @@ def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tenso
 
 def _canonical_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
     """Of each canonical name the one that the files have."""
-    found: dict[str, str] = {}
+    stored_names: dict[str, str] = {}
     for name in stored:
-        other = found.setdefault(canonical(name), name)
+        other = stored_names.setdefault(canonical(name), name)
         if other != name:
             raise invalid_checkpoint(
                 f"{folder} holds {shown(other)} and {shown(name)}, which are the same tensor of a model: leave out the "
                 "files that do not belong to it"
             )
-    return found
+    return stored_names
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:

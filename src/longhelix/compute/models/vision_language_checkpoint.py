@@ -90,5 +90,5 @@ class VisionLanguageCheckpoint:
 
     @property
     def _decoder_config(self) -> Mapping[str, Any]:
-        found = self.config.get("text_config")
-        return found if isinstance(found, Mapping) else {}
+        text_config = self.config.get("text_config")
+        return text_config if isinstance(text_config, Mapping) else {}

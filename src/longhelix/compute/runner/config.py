@@ -137,12 +137,12 @@ class EngineConfig:
     def weight_bytes_read(self, rank: int) -> int:
         """Bytes of weights that a decode step of one row reads: all weights except an embedding that is not also the
         head, and of the experts only those that the row takes."""
-        found = self._stored_bytes(rank)
-        experts = {name: size for name, size in found.items() if ".experts." in name}
-        others = sum(found.values()) - found.get("embedding", 0) - sum(experts.values())
-        return others + int(sum(size * self._taken(name) for name, size in experts.items()))
+        sizes = self._stored_bytes(rank)
+        experts = {name: size for name, size in sizes.items() if ".experts." in name}
+        other_bytes = sum(sizes.values()) - sizes.get("embedding", 0) - sum(experts.values())
+        return other_bytes + int(sum(size * self._share_taken(name) for name, size in experts.items()))
 
-    def _taken(self, name: str) -> Fraction:
+    def _share_taken(self, name: str) -> Fraction:
         """The share of a layer's experts that a row takes. name: of a weight of one of these experts."""
         moe = self.spec.layers[int(name.split(".")[1])].moe
         assert moe is not None
@@ -158,8 +158,8 @@ class EngineConfig:
     def kv_bytes(self, rank: int, tokens: int) -> int:
         """Bytes that `rank` keeps of a request with so many tokens on it: in layers with a limit not more than a
         request needs at once."""
-        held = [tokens, *(min(tokens, most) for most in self.scheduler.window_tokens)]
-        return sum(self._kv_bytes_per_token(rank, group) * count for group, count in enumerate(held))
+        group_tokens = [tokens, *(min(tokens, window_tokens) for window_tokens in self.scheduler.window_tokens)]
+        return sum(self._kv_bytes_per_token(rank, group) * count for group, count in enumerate(group_tokens))
 
     def _kv_bytes_per_token(self, rank: int, group: int) -> int:
         """Bytes of one token's K and V in the layers of a KV group."""

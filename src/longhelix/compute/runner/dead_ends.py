@@ -40,11 +40,11 @@ class DeadEnds:
             return  # of these llguidance allows only bytes from which a text can end
         for schema in _schemas(guide):
             self._check_schema(schema)
-        found = self._search(guide)
-        if found is not None:
-            said = found.decode(errors="replace")
+        dead_end = self._search(guide)
+        if dead_end is not None:
+            text = dead_end.decode(errors="replace")
             raise UserError(
-                f"the guide cannot be used: after {said[-_QUOTED:]!r} no text can end, so answers would continue to "
+                f"the guide cannot be used: after {text[-_QUOTED:]!r} no text can end, so answers would continue to "
                 "their token limit; change what the guide allows there",
                 "invalid_guide",
             )
@@ -58,7 +58,7 @@ class DeadEnds:
                 "invalid_guide",
             )
         for patterns, names in _closed_objects(schema):
-            if not self._has_more_names(patterns, names):
+            if not self._allows_new_names(patterns, names):
                 raise UserError(
                     f"the JSON schema cannot be used: patternProperties {', '.join(patterns)[:_QUOTED]} match only "
                     f"keys that properties names already ({', '.join(names)[:_QUOTED] or 'none'}), and other keys are "
@@ -66,7 +66,7 @@ class DeadEnds:
                     "invalid_guide",
                 )
 
-    def _has_more_names(self, patterns: list[str], names: list[str]) -> bool:
+    def _allows_new_names(self, patterns: list[str], names: list[str]) -> bool:
         """Whether a key of an object can match one of the patterns and be none of the names."""
         null = {"type": "null"}
         schema = {
@@ -77,8 +77,8 @@ class DeadEnds:
             "additionalProperties": False,
         }
         matcher = self._matchers.compiled(Guide.of_schema(schema))
-        begun = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:null," for name in names)
-        if not matcher.consume_tokens(list(begun.encode())) or matcher.is_error():
+        prefix = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:null," for name in names)
+        if not matcher.consume_tokens(list(prefix.encode())) or matcher.is_error():
             return True  # it is not written like that, and the search says more
         return ord('"') in _allowed(matcher)
 
@@ -130,16 +130,16 @@ def _goes_on_after_blanks(matcher: "LLMatcher", allowed: set[int]) -> bool:
     for blank in allowed & _BLANKS:
         after = matcher.deep_copy()
         after.consume_token(blank)
-        more = _allowed(after)
-        if more - _BLANKS or _is_limit(after):
+        following = _allowed(after)
+        if following - _BLANKS or _is_limit(after):
             return True
-        if blank != ord(" ") and ord(" ") in more:
+        if blank != ord(" ") and ord(" ") in following:
             for _ in range(64):
                 after.consume_token(ord(" "))
-                more = _allowed(after)
-                if more - _BLANKS:
+                following = _allowed(after)
+                if following - _BLANKS:
                     return True
-                if ord(" ") not in more:
+                if ord(" ") not in following:
                     break
     return False
 
@@ -162,16 +162,16 @@ def _resolved(root: Any, reference: object) -> Any:
     """What a reference within a schema leads to; True, which allows everything, if it does not."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True
-    found = root
+    node = root
     for name in reference[1:].split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
         else:
             return True
-    return found
+    return node
 
 
 def _children(root: Any, node: Mapping[str, Any]) -> Iterator[Any]:
@@ -189,14 +189,14 @@ def _children(root: Any, node: Mapping[str, Any]) -> Iterator[Any]:
 
 def _nodes(root: Any) -> list[dict[str, Any]]:
     """Every schema that a part of a value may have to satisfy."""
-    found: dict[int, dict[str, Any]] = {}
-    left = [root]
-    while left:
-        node = left.pop()
-        if isinstance(node, dict) and id(node) not in found:
-            found[id(node)] = node
-            left += _children(root, node)
-    return list(found.values())
+    nodes: dict[int, dict[str, Any]] = {}
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict) and id(node) not in nodes:
+            nodes[id(node)] = node
+            pending += _children(root, node)
+    return list(nodes.values())
 
 
 def _endless(root: Any) -> str | None:
@@ -206,25 +206,25 @@ def _endless(root: Any) -> str | None:
     def is_finite(node: Any) -> bool:
         return not isinstance(node, dict) or id(node) in finite
 
-    left = _nodes(root)[::-1]  # parts mostly before what has them
-    while left:
-        still = []
-        for node in left:
-            if all(map(is_finite, _needed(root, node, is_finite))):
+    pending = _nodes(root)[::-1]  # parts mostly before what has them
+    while pending:
+        unresolved = []
+        for node in pending:
+            if all(map(is_finite, _required_parts(root, node, is_finite))):
                 finite.add(id(node))
             else:
-                still.append(node)
-        if len(still) == len(left):
+                unresolved.append(node)
+        if len(unresolved) == len(pending):
             definitions = root.get("$defs", root.get("definitions"))
-            names = [name for name, inner in (definitions or {}).items() if any(inner is node for node in still)]
+            names = [name for name, inner in (definitions or {}).items() if any(inner is node for node in unresolved)]
             if names:
                 return f"the definition {names[0]!r}"
-            return "it" if any(root is node for node in still) else "a part of it"
-        left = still
+            return "it" if any(root is node for node in unresolved) else "a part of it"
+        pending = unresolved
     return None
 
 
-def _needed(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]) -> Iterator[Any]:
+def _required_parts(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]) -> Iterator[Any]:
     """Schemas of parts that every value must have. Of alternatives, one that is known to be finite, if there is one."""
     if "$ref" in node:
         yield _resolved(root, node["$ref"])
@@ -238,8 +238,8 @@ def _needed(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]
         properties = node.get("properties", {})
         for name in node["required"]:
             if isinstance(name, str) and isinstance(properties, dict):
-                others = True if "patternProperties" in node else node.get("additionalProperties", True)
-                yield properties.get(name, others)
+                other_schema = True if "patternProperties" in node else node.get("additionalProperties", True)
+                yield properties.get(name, other_schema)
     least = node.get("minItems", 0)
     if node.get("type") in ("array", ["array"]) and isinstance(least, int) and least > 0:
         first = node.get("prefixItems", [])
@@ -252,21 +252,21 @@ def _needed(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]
 def _closed_objects(root: Any) -> Iterator[tuple[list[str], list[str]]]:
     """Of schemas of objects with patternProperties and without other keys: the patterns, and the properties' names."""
     for node in _nodes(root):
-        parts, left = list[Mapping[str, Any]](), [node]
-        while left:
-            part = left.pop()
-            if isinstance(part, dict) and all(part is not other for other in parts):
-                parts.append(part)
-                left += part["allOf"] if isinstance(part.get("allOf"), list) else []
-                left += [_resolved(root, part["$ref"])] if "$ref" in part else []
+        merged, pending = list[Mapping[str, Any]](), [node]
+        while pending:
+            part = pending.pop()
+            if isinstance(part, dict) and all(part is not other for other in merged):
+                merged.append(part)
+                pending += part["allOf"] if isinstance(part.get("allOf"), list) else []
+                pending += [_resolved(root, part["$ref"])] if "$ref" in part else []
         patterns, names = dict[str, None](), dict[str, None]()
-        for part in parts:
+        for part in merged:
             patterns |= dict.fromkeys(_names(part.get("patternProperties")))
             names |= dict.fromkeys([*_names(part.get("properties")), *_names(part.get("required"))])
-        if patterns and any(part.get("additionalProperties") is False for part in parts):
+        if patterns and any(part.get("additionalProperties") is False for part in merged):
             yield list(patterns), list(names)
 
 
-def _names(given: object) -> list[str]:
+def _names(container: object) -> list[str]:
     """Of what has names; a schema from outside may have anything in its place."""
-    return [name for name in given if isinstance(name, str)] if isinstance(given, (dict, list)) else []
+    return [name for name in container if isinstance(name, str)] if isinstance(container, (dict, list)) else []

@@ -65,30 +65,30 @@ def affordable_blocks(
         with_ends: see `SchedulerConfig.windows_of`.
     """
     block_tokens = scheduler.block_tokens
-    held_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
-    own = [0] if views else None
-    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank, own) for rank in ranks)
+    weight_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
+    full_group = [0] if views else None
+    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank, full_group) for rank in ranks)
     window_bytes = [
         sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank, [1 + view]) for rank in ranks)
         for view in range(len(views))
     ]
-    free_bytes = int((memory_bytes - held_bytes) * _POOL_SHARE)
+    free_bytes = int((memory_bytes - weight_bytes) * _POOL_SHARE)
 
     def exceeds(num_blocks: int) -> bool:
         windows = scheduler.windows_of(views, num_blocks, with_ends=with_ends)
-        more = sum(window.num_blocks * size for window, size in zip(windows, window_bytes, strict=True))
-        return (num_blocks * token_bytes + more) * block_tokens > free_bytes
+        bytes_of_windows = sum(window.num_blocks * size for window, size in zip(windows, window_bytes, strict=True))
+        return (num_blocks * token_bytes + bytes_of_windows) * block_tokens > free_bytes
 
     affordable_tokens = free_bytes // (token_bytes + sum(window_bytes))
     if views:
         # Without layers that see everything, their blocks take no memory.
-        many = max(scheduler.most_listed_blocks, affordable_tokens // block_tokens)
-        most = free_bytes // (block_tokens * token_bytes) if token_bytes else many
-        blocks = bisect.bisect_left(range(1, max(most, 0) + 1), True, key=exceeds)
+        listed_blocks = max(scheduler.most_listed_blocks, affordable_tokens // block_tokens)
+        most_blocks = free_bytes // (block_tokens * token_bytes) if token_bytes else listed_blocks
+        blocks = bisect.bisect_left(range(1, max(most_blocks, 0) + 1), True, key=exceeds)
         affordable_tokens = max(affordable_tokens, blocks * block_tokens)
     if affordable_tokens < 1:
         raise UserError(
-            f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: free some memory, or use a "
+            f"the weights take {weight_bytes} bytes, which leaves no memory for a KV cache: free some memory, or use a "
             "smaller model or dtype",
             "out_of_memory",
         )
@@ -106,13 +106,13 @@ def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, b
     allows."""
     affordable_tokens = affordable * block_tokens * kvp
     if asked_tokens is None:
-        wanted = -(-longest_tokens // block_tokens)
-        if wanted > affordable:
+        longest_blocks = -(-longest_tokens // block_tokens)
+        if longest_blocks > affordable:
             warnings.warn(
                 f"memory holds {affordable_tokens} tokens of KV cache, less than one request of max_model_len",
                 stacklevel=3,
             )
-        return min(wanted, affordable)
+        return min(longest_blocks, affordable)
     if asked_tokens > affordable_tokens:
         raise UserError(
             f"kv_cache_tokens is {asked_tokens}, but the memory left by the weights holds {affordable_tokens}: set "
@@ -125,5 +125,5 @@ def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, b
 def num_blocks_of_many(tokens: int, affordable: int, block_tokens: int, kvp: int, *, shares_memory: bool) -> int:
     """KV blocks of each KVP rank for `tokens` of many requests, as far as memory allows. shares_memory: with other
     programs, which it leaves half of what is free."""
-    most = max(affordable // 2, 1) if shares_memory else affordable
-    return min(-(-tokens // (block_tokens * kvp)), most)
+    most_blocks = max(affordable // 2, 1) if shares_memory else affordable
+    return min(-(-tokens // (block_tokens * kvp)), most_blocks)

@@ -20,7 +20,7 @@ from longhelix.compute.models.parameters import declare
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.meeting import Meeting
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.errors import UserError
@@ -143,13 +143,13 @@ def _take_memory(pool: KVPool, sharers: int) -> None:
 def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
     """The runner of this rank's steps. `spans`: those of the model. Raises UserError where there is no room for swapped
     KV blocks."""
-    asked = config.execution
+    settings = config.execution
     execution = Execution.resolve(
-        compile=asked.compile,
-        replay=asked.replay,
-        whole=asked.attention == "flashinfer",
-        found=find(mesh, model, pool),
-        token_ranges=asked.token_ranges,
+        compile=settings.compile,
+        replay=settings.replay,
+        whole_batches=settings.attention == "flashinfer",
+        capabilities=rank_capabilities(mesh, model, pool),
+        token_ranges=settings.token_ranges,
     )
     page_lists, scheduler = new_page_lists(config, mesh.rank, pool), config.scheduler
     num_slots = [scheduler.swap_blocks, *(window.num_slots for window in scheduler.windows)]
@@ -166,9 +166,9 @@ def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, s
     )
 
 
-def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
+def rank_capabilities(mesh: Mesh, model: Decoder, pool: KVPool) -> RankCapabilities:
     """What `Execution.resolve` needs to know of this rank."""
-    return Found(
+    return RankCapabilities(
         device=pool.device.type,
         native=native.module is not None,
         overlaps=mesh.kvp.overlaps,

@@ -103,7 +103,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
             case TakeImageRows(id, start, states):
                 runner.take_image_rows(id, start, states)
             case TakeTokens(table):
-                runner.running.take_tokens(table)
+                runner.running.set_token_table(table)
             case SaveBlocks() | LoadBlocks() as message:
                 socket.send(_carry(saved, message))
             case Stop():
