@@ -28,7 +28,7 @@ class SwapSpace:
         self._pool = pool
         self.swapped_blocks = 0
         block_bytes = [pool.block_bytes(group) for group in range(pool.num_groups)]
-        sizes = [slots * each for slots, each in zip(num_slots, block_bytes, strict=True)]
+        sizes = [slots * size_of_block for slots, size_of_block in zip(num_slots, block_bytes, strict=True)]
         size = sum(sizes)
         try:
             bytes_X = _pinned(size) if pool.device.type == "cuda" else _mapped(size)
@@ -39,8 +39,8 @@ class SwapSpace:
                 "--swap-tokens" + ("" if pool.device.type == "cuda" else ", or set TMPDIR to a folder on a larger disk")
             ) from error
         self._slots = [
-            part_X.view(slots, each)
-            for part_X, slots, each in zip(bytes_X.split(sizes), num_slots, block_bytes, strict=True)
+            part_X.view(slots, size_of_block)
+            for part_X, slots, size_of_block in zip(bytes_X.split(sizes), num_slots, block_bytes, strict=True)
         ]
 
     def swap_out(self, block: int, slot: int, group: int = 0) -> None:

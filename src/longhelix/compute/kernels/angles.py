@@ -1,4 +1,4 @@
-"""Cosines and sines by which rows are rotated. CPUs run a native kernel, everything else the reference."""
+"""Cosines and sines by which rows are rotated. CPUs run a native kernel, other devices the reference."""
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ def rotation(
 def rotation_by_axes(
     positions_3T: Tensor, axes_R: Tensor, frequencies_R: Tensor, attention_factor: float, into: tuple[Tensor, Tensor]
 ) -> None:
-    """As `rotation`, for rows with a position on each of three axes: each pair turns by that of its own axis."""
+    """Compute `rotation` for rows with a position on each of three axes. Each pair uses the position on its axis."""
     angles_TR = (positions_3T[axes_R].T * frequencies_R).contiguous()
     rotation(positions_3T.new_ones(len(angles_TR)), angles_TR, attention_factor, into)
 
 
 def reference(positions_T: Tensor, frequencies_TR: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """In float64, as said above."""
+    """Compute `rotation` in float64."""
     angles_TR = positions_T.unsqueeze(-1) * frequencies_TR
     return attention_factor * angles_TR.cos(), attention_factor * angles_TR.sin()
 

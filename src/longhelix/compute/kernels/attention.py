@@ -54,9 +54,9 @@ def partial_attention(
     """
     if layer.format.arrangement is TILES and not is_compiling():
         return _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, onto)
-    table, most = (blocks_X, extents_B2, row_starts_B, limits_T), (max_rows, most_tokens)
+    table, launch_sizes = (blocks_X, extents_B2, row_starts_B, limits_T), (max_rows, most_tokens)
     state = torch.ops.longhelix.partial_attention(
-        q_TqC, layer.values, layer.scales, *table, scale, *most, firsts_T, *format_arguments(layer)
+        q_TqC, layer.values, layer.scales, *table, scale, *launch_sizes, firsts_T, *format_arguments(layer)
     )
     return state if onto is None else merge_states(*map(torch.stack, zip(onto, state, strict=True)))
 

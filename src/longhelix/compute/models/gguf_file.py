@@ -1,7 +1,7 @@
-"""What a GGUF file says before its tensors' bytes: metadata, and the tensors' names, shapes, types and places.
+"""Reads the header of a GGUF file: metadata, and the names, shapes, types and places of tensors.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package's own reader makes two arrays of
-every string, which takes seconds for a vocabulary.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the gguf package makes two
+arrays of every string, which takes seconds for a vocabulary.
 """
 
 import struct
@@ -85,9 +85,9 @@ class GgufFile:
         return entries
 
     def _value(self, kind: int) -> Any:
-        """The next value, of a type that the format gives this number.
+        """Read the next value, of the type with this number.
 
-        Numbers of an array stay packed: as a list they would take up to 40 times their bytes.
+        Arrays of numbers stay packed, because lists would need up to 40 times the memory.
         """
         if kind == GGUFValueType.STRING:
             return self._strings(1)[0]
@@ -105,7 +105,7 @@ class GgufFile:
         return [byte != 0 for byte in data] if code == "?" else array(code, bytes(data))
 
     def _strings(self, count: int) -> list[str | bytes]:
-        """Strings. One that is not UTF-8 comes as bytes, so that it matters only where it is read."""
+        """Read strings. Those that are not UTF-8 become bytes, so that they only matter to whoever reads them."""
         view, at, entries = self._view, self._at, list[str | bytes]()
         for _ in range(count):
             begin = at + 8
@@ -181,7 +181,7 @@ class GgufFile:
 
 
 def unreadable(path: Path, name: str, kind: str) -> UserError:
-    """A tensor of a type from which no numbers can be had."""
+    """Return the error for a tensor of a type that cannot be decoded."""
     return invalid_checkpoint(
         f"{path} stores {shown(name)} as {kind}, which cannot be read: give a file with another quantisation, such as "
         "Q8_0."

@@ -54,10 +54,12 @@ class TokenShards:
         """Return multiply(all rows of each of x_LX), y_TY. Multiplies pieces of rows while other pieces travel."""
         pieces = self._pieces(x_LX[0].shape[1] * x_LX[0].element_size())
         started = [[self.group.start_all_gather(each[rows]) for each in x_LX] for rows in pieces]
-        done = [multiply(*(finish() for finish in finishes)) for finishes in started]
-        if len(done) == 1:
-            return done[0][: self.tokens]
-        return torch.cat([each.unflatten(0, (self.group.size, -1)) for each in done], 1).flatten(0, 1)[: self.tokens]
+        products = [multiply(*(finish() for finish in finishes)) for finishes in started]
+        if len(products) == 1:
+            return products[0][: self.tokens]
+        return torch.cat([each.unflatten(0, (self.group.size, -1)) for each in products], 1).flatten(0, 1)[
+            : self.tokens
+        ]
 
     def summed_product(self, x_TX: Tensor, multiply: Callable[[Tensor], Tensor], row_bytes: int) -> Tensor:
         """Return this rank's rows of the sum over the ranks of multiply(x_TX), y_LY.

@@ -175,8 +175,8 @@ class Batches:
         """Return how far rows at these positions are rotated, for each rotation. Written to `into`, if not empty."""
         rotations = self._spec.rotations
         return tuple(
-            RowRotation(*rotation(positions_t, of_rows, each.rope.attention_factor, memory))
-            for each, of_rows, memory in zip(rotations, frequencies, into or (None,) * len(rotations), strict=True)
+            RowRotation(*rotation(positions_t, of_rows, spec.rope.attention_factor, memory))
+            for spec, of_rows, memory in zip(rotations, frequencies, into or (None,) * len(rotations), strict=True)
         )
 
     def _rotate_by_axes(

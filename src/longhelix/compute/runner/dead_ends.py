@@ -1,6 +1,6 @@
-"""Guides that a text can follow into a dead end: a place from which no text ends.
+"""Finds dead ends of guides: texts that a guide allows, but that cannot be completed.
 
-llguidance refuses most schemas that nothing satisfies. A bounded search finds some of what it lets pass.
+llguidance rejects most schemas that no value satisfies. A bounded search finds some of the others.
 """
 
 import json
@@ -27,7 +27,7 @@ _QUOTED = 60  # characters of a text, in a message
 
 
 class DeadEnds:
-    """Looks for dead ends of guides, with texts that are made byte by byte of the bytes that a vocabulary has."""
+    """Searches for dead ends of guides, with texts of the bytes that a vocabulary has."""
 
     def __init__(self, table: TokenTable) -> None:
         has = set().union(*table.tokens)
@@ -37,7 +37,7 @@ class DeadEnds:
     def check(self, guide: Guide) -> None:
         """Raise UserError for a guide with a dead end."""
         if guide.kind in ("regex", "choice"):
-            return  # of these llguidance allows only bytes from which a text can end
+            return  # llguidance allows only texts that can be completed
         for schema in _schemas(guide):
             self._check_schema(schema)
         dead_end = self._search(guide)
@@ -67,7 +67,7 @@ class DeadEnds:
                 )
 
     def _allows_new_names(self, patterns: list[str], names: list[str]) -> bool:
-        """Whether a key of an object can match one of the patterns and be none of the names."""
+        """Return whether a key of an object can match one of the patterns without being one of the names."""
         null = {"type": "null"}
         schema = {
             "type": "object",
@@ -79,11 +79,11 @@ class DeadEnds:
         matcher = self._matchers.compiled(Guide.of_schema(schema))
         prefix = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:null," for name in names)
         if not matcher.consume_tokens(list(prefix.encode())) or matcher.is_error():
-            return True  # it is not written like that, and the search says more
+            return True  # the guide requires another form, which the search covers
         return ord('"') in _allowed(matcher)
 
     def _search(self, guide: Guide) -> bytes | None:
-        """A text after which none can end, if some texts that differ as much as possible lead to one."""
+        """Try some texts that differ as much as possible. Returns a text that cannot be completed, or None."""
         start, tried, steps = self._matchers.compiled(guide), Counter[tuple[bytes, int]](), 0
         until_s = time.process_time() + _MOST_S
         while steps < _MOST_STEPS:
@@ -113,7 +113,7 @@ class DeadEnds:
 
 
 def _allowed(matcher: "LLMatcher") -> set[int]:
-    """Bytes that may come next, and the end; none at a dead end."""
+    """Return the bytes that may come next, and _EOS if the text may end. Empty at a dead end."""
     if matcher.is_error():
         return set()
     bits = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -121,12 +121,12 @@ def _allowed(matcher: "LLMatcher") -> set[int]:
 
 
 def _is_limit(matcher: "LLMatcher") -> bool:
-    """Whether a limit is what ends a text, which says nothing of dead ends."""
+    """Return whether the matcher has reached a limit, which does not imply a dead end."""
     return matcher.is_error() and "NoExtension" not in matcher.get_error()
 
 
 def _goes_on_after_blanks(matcher: "LLMatcher", allowed: set[int]) -> bool:
-    """Whether a token other than a blank may follow after some blanks, such as a line's end with its indentation."""
+    """Return whether anything other than a blank may follow after blanks, such as a line break with indentation."""
     for blank in allowed & _BLANKS:
         after = matcher.deep_copy()
         after.consume_token(blank)
@@ -145,7 +145,7 @@ def _goes_on_after_blanks(matcher: "LLMatcher", allowed: set[int]) -> bool:
 
 
 def _schemas(guide: Guide) -> Iterator[Mapping[str, Any]]:
-    """Those that a guide has, inside of a grammar too."""
+    """Yield the JSON schemas of a guide, including those inside of a grammar."""
     if guide.kind == "json_schema":
         yield json.loads(guide.text)
     elif guide.kind == "grammar":
@@ -159,7 +159,7 @@ def _schemas(guide: Guide) -> Iterator[Mapping[str, Any]]:
 
 
 def _resolved(root: Any, reference: object) -> Any:
-    """What a reference within a schema leads to; True, which allows everything, if it does not."""
+    """Resolve a reference within a schema. Returns True, which allows everything, if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True
     node = root
@@ -175,7 +175,7 @@ def _resolved(root: Any, reference: object) -> Any:
 
 
 def _children(root: Any, node: Mapping[str, Any]) -> Iterator[Any]:
-    """Schemas nested in this one, which the value or a part of it may also have to satisfy."""
+    """Yield the nested schemas that the value or a part of it may have to satisfy."""
     for name in ("properties", "patternProperties"):
         if isinstance(node.get(name), dict):
             yield from node[name].values()
@@ -188,7 +188,7 @@ def _children(root: Any, node: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _nodes(root: Any) -> list[dict[str, Any]]:
-    """Every schema that a part of a value may have to satisfy."""
+    """Return all schemas that a part of a value may have to satisfy."""
     nodes: dict[int, dict[str, Any]] = {}
     pending = [root]
     while pending:
@@ -200,13 +200,13 @@ def _nodes(root: Any) -> list[dict[str, Any]]:
 
 
 def _endless(root: Any) -> str | None:
-    """A schema that only endless values satisfy, in words."""
-    finite: set[int] = set()  # those that a value of some depth satisfies, or that somebody else refuses
+    """Return the description of a schema that only infinite values satisfy, or None."""
+    finite: set[int] = set()  # ids of schemas that a finite value satisfies, or that llguidance rejects
 
     def is_finite(node: Any) -> bool:
         return not isinstance(node, dict) or id(node) in finite
 
-    pending = _nodes(root)[::-1]  # parts mostly before what has them
+    pending = _nodes(root)[::-1]  # parts mostly before schemas that contain them
     while pending:
         unresolved = []
         for node in pending:
@@ -225,7 +225,7 @@ def _endless(root: Any) -> str | None:
 
 
 def _required_parts(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]) -> Iterator[Any]:
-    """Schemas of parts that every value must have. Of alternatives, one that is known to be finite, if there is one."""
+    """Yield the schemas of parts that every value must have. Of alternatives, prefers one that is finite."""
     if "$ref" in node:
         yield _resolved(root, node["$ref"])
     if isinstance(node.get("allOf"), list):
@@ -250,7 +250,7 @@ def _required_parts(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any
 
 
 def _closed_objects(root: Any) -> Iterator[tuple[list[str], list[str]]]:
-    """Of schemas of objects with patternProperties and without other keys: the patterns, and the properties' names."""
+    """Yield patterns and property names of each schema with patternProperties that allows no other keys."""
     for node in _nodes(root):
         merged, pending = list[Mapping[str, Any]](), [node]
         while pending:
@@ -268,5 +268,5 @@ def _closed_objects(root: Any) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def _names(container: object) -> list[str]:
-    """Of what has names; a schema from outside may have anything in its place."""
+    """Return the names in a list or dict. Schemas from users may have any value there, which counts as empty."""
     return [name for name in container if isinstance(name, str)] if isinstance(container, (dict, list)) else []

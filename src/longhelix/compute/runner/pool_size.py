@@ -1,4 +1,4 @@
-"""How many KV blocks a rank's pool holds: as many as were asked for, or as many as memory allows."""
+"""Computes the number of KV blocks of a rank's pool, from the options or from free memory."""
 
 import bisect
 import warnings
@@ -12,15 +12,14 @@ from longhelix.spec import ModelSpec, number_format
 from longhelix.spec.attention import Visibility
 from longhelix.spec.layout import Layout
 
-# What the pool may take of the memory that is free once the weights are in.
+# Share of the memory left by the weights that the pool may use.
 _POOL_SHARE = 0.8
 
 
 def kv_bytes_per_token(
     spec: ModelSpec, layout: Layout, kv_dtype: str, device: str, rank: int, groups: Collection[int] | None = None
 ) -> int:
-    """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage. groups: only those
-    of these KV groups."""
+    """Return the bytes of one token's K and V on `rank`. groups: KV groups to count. None: all."""
     layers = [layer for layer in layout.layers(spec.num_layers, rank) if groups is None or spec.groups[layer] in groups]
     number = number_format(kv_dtype)
     return int(
@@ -33,7 +32,7 @@ def kv_bytes_per_token(
 
 
 def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:
-    """Memory that a GPU's attention takes beside the pool, with sequences of up to `longest_tokens` on that GPU."""
+    """Return the memory that a GPU's attention needs besides the pool, for sequences of up to `longest_tokens`."""
     return max(
         most_state_bytes(
             longest_tokens, len(layout.query_heads(attention.heads, rank)), attention.cache_entry.value_size
@@ -61,8 +60,8 @@ def affordable_blocks(
     The weights and the pools of layers with a window use the same memory.
 
     Args:
-        views: what rows see in the layers with a window or chunks.
-        with_ends: see `SchedulerConfig.windows_of`.
+        views: Which tokens rows see, for each kind of layer with a window or chunks.
+        with_ends: See `SchedulerConfig.windows_of`.
     """
     block_tokens = scheduler.block_tokens
     weight_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
@@ -81,7 +80,7 @@ def affordable_blocks(
 
     affordable_tokens = free_bytes // (token_bytes + sum(window_bytes))
     if views:
-        # Without layers that see everything, their blocks take no memory.
+        # If no layer sees all tokens, blocks of the first KV group take no memory.
         listed_blocks = max(scheduler.most_listed_blocks, affordable_tokens // block_tokens)
         most_blocks = free_bytes // (block_tokens * token_bytes) if token_bytes else listed_blocks
         blocks = bisect.bisect_left(range(1, max(most_blocks, 0) + 1), True, key=exceeds)
@@ -102,8 +101,11 @@ def affordable_blocks(
 
 
 def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, block_tokens: int, kvp: int) -> int:
-    """KV blocks of each KVP rank: what was asked for, else room for one request of the longest length, as far as memory
-    allows."""
+    """Return the KV blocks of each KVP rank.
+
+    Args:
+        asked_tokens: Requested capacity. None: room for one request of `longest_tokens`, if memory allows.
+    """
     affordable_tokens = affordable * block_tokens * kvp
     if asked_tokens is None:
         longest_blocks = -(-longest_tokens // block_tokens)
@@ -123,7 +125,10 @@ def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, b
 
 
 def num_blocks_of_many(tokens: int, affordable: int, block_tokens: int, kvp: int, *, shares_memory: bool) -> int:
-    """KV blocks of each KVP rank for `tokens` of many requests, as far as memory allows. shares_memory: with other
-    programs, which it leaves half of what is free."""
+    """Return the KV blocks of each KVP rank for `tokens` of many requests, as far as memory allows.
+
+    Args:
+        shares_memory: Leave half of the free memory to other programs.
+    """
     most_blocks = max(affordable // 2, 1) if shares_memory else affordable
     return min(-(-tokens // (block_tokens * kvp)), most_blocks)

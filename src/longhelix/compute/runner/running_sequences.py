@@ -106,7 +106,7 @@ class RunningSequences:
         return seq
 
     def _new_frequencies(self, of_rotations: tuple[tuple[float, ...], ...]) -> Frequencies:
-        tensors = (torch.tensor(each, dtype=torch.float64, device=self._device) for each in of_rotations)
+        tensors = (torch.tensor(frequencies, dtype=torch.float64, device=self._device) for frequencies in of_rotations)
         return Frequencies(tuple(tensors))
 
     def _seen(self, new: NewSequence) -> SeenTokens | None:

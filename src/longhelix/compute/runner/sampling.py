@@ -47,7 +47,7 @@ class _Settings:
         self.greedy = not self.weighing.temperatures_S.any()
         self.count = 1 if self.greedy else CANDIDATES
         self._adjusted = [(at, row.line, row.adjustments) for at, row in enumerate(rows) if row.adjustments is not None]
-        self.logprob_rows = [row for row, each in enumerate(self.params) if each.logprobs is not None]
+        self.logprob_rows = [row for row, request in enumerate(self.params) if request.logprobs is not None]
         self.candidates = Candidates.new(len(rows), self.count, device)
         self.memory_X = self.candidates.memory()
         self.tokens_S = torch.empty(len(rows), dtype=torch.int64)
@@ -112,8 +112,8 @@ class Sampling:
             return sampled
         logits_of = dict(zip(settings.logprob_rows, logits_AV, strict=True))
         return tuple(
-            _with_logprobs(token, each, errors.get(row, ""), logits_of.get(row))
-            for row, (token, each) in enumerate(zip(sampled, settings.params, strict=True))
+            _with_logprobs(token, params, errors.get(row, ""), logits_of.get(row))
+            for row, (token, params) in enumerate(zip(sampled, settings.params, strict=True))
         )
 
     def gather(self, logits_Sv: Tensor) -> Tensor:
@@ -172,8 +172,8 @@ def _weighing(rows: Sequence[SampledRow]) -> Weighing:
     params = [row.new.sampling for row in rows]
     return Weighing(
         [None if row.seen is None else row.seen.words_W for row in rows],
-        torch.tensor([each.repetition_penalty for each in params], dtype=torch.float32),
-        torch.tensor([each.temperature for each in params], dtype=torch.float32),
+        torch.tensor([request.repetition_penalty for request in params], dtype=torch.float32),
+        torch.tensor([request.temperature for request in params], dtype=torch.float32),
     )
 
 

@@ -27,9 +27,9 @@ class SavedBlocks:
         layers = layout.layers(config.spec.num_layers, rank)
         groups = config.spec.groups if config.scheduler.windows else (0,) * config.spec.num_layers
         heads = [config.spec.heads_of(group) or config.heads for group in range(pool.num_groups)]
-        snapshot = Snapshot(pool, [layout.kv_heads(each, rank) for each in heads], layers, groups)
+        snapshot = Snapshot(pool, [layout.kv_heads(heads_of_group, rank) for heads_of_group in heads], layers, groups)
         files = tuple(file_name(rank, group) for group in range(pool.num_groups))
-        saves = tuple(layout.keeps_kv_first(each, rank) for each in heads)
+        saves = tuple(layout.keeps_kv_first(heads_of_group, rank) for heads_of_group in heads)
         return cls(snapshot, layout.kvp_rank(rank), files, saves)
 
     def save(

@@ -108,7 +108,9 @@ def _reusable(batch: Batch) -> Batch:
             row_starts_b=rows.row_starts_b.clone(),
             limits_t=rows.limits_t.clone(),
             extents_b2=rows.extents_b2.clone(),
-            rotations=tuple(RowRotation(each.cos_tR.clone(), each.sin_tR.clone()) for each in rows.rotations),
+            rotations=tuple(
+                RowRotation(rotation.cos_tR.clone(), rotation.sin_tR.clone()) for rotation in rows.rotations
+            ),
             views=tuple(map(_copied_view, rows.views)),
         )
     if holders is not None:
