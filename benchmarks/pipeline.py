@@ -98,7 +98,7 @@ def measure(arguments: argparse.Namespace) -> int:
             runner.execute(step)
         dist.barrier()
         took_s = time.perf_counter() - began_s
-        runner.settle()
+        runner.receive_all_tokens()
         return took_s, 0.0 if pipeline is None else pipeline.waited_s - waited_s
 
     rows = []

@@ -129,12 +129,12 @@ def products(group, backend):
         for piece_bytes in (1, 64 * 4 * 13, 2**30):
             token_shards._PIECE_BYTES = piece_bytes
             multiplied.clear()
-            found = shards.gathered_product((shards.own(rows), shards.own(scales)), multiply)
+            found = shards.gathered_product((shards.local_rows(rows), shards.local_rows(scales)), multiply)
             assert torch.equal(found, rows @ weight.T * scales), (tokens, piece_bytes)
             if piece_bytes != 64 * 4 * 13:
                 assert len(multiplied) == (min(4, shards.rows) if backend == "gloo" and piece_bytes == 1 else 1)
             found = shards.summed_product(whole_numbers(group.index, tokens, 64), multiply, row_bytes=48 * 4)
-            assert torch.equal(found, shards.own(total)), (tokens, piece_bytes)
+            assert torch.equal(found, shards.local_rows(total)), (tokens, piece_bytes)
 
 
 def whole_numbers(seed, *sizes):

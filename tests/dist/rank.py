@@ -33,7 +33,7 @@ from longhelix.compute.runner.batches import Batches
 from longhelix.compute.runner.config import takes_images
 from longhelix.compute.runner.execution import Execution
 from longhelix.compute.runner.graphed_layers import GraphedLayers
-from longhelix.compute.runner.rank import find, load_model, meet, new_pool
+from longhelix.compute.runner.rank import load_model, meet, new_pool, rank_capabilities
 from longhelix.compute.runner.row_memory import RowMemory
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.compute.runner.sampling import Sampling
@@ -82,7 +82,7 @@ class RecordingRunner(ModelRunner):
         self.moves += [(source.owner, target.owner) for source, target in step.moved]
         self.copies, sent_before = (), self.mesh.kvp.exchanged_bytes
         self.expect(step)
-        result, sampled = self.execute(step), self.next_tokens.known(step) if self._is_last else ()
+        result, sampled = self.execute(step), self.next_tokens.last_sampled(step) if self._is_last else ()
         self._results.append(msgspec.structs.replace(result, sampled=sampled))
         self.copied_bytes += self.mesh.kvp.exchanged_bytes - sent_before - self._results[-1].measured.exchanged_bytes
         self.fingerprints.append(self._results[-1].measured.fingerprint)
@@ -220,16 +220,18 @@ def build(case, rank, meshes):
     execution = Execution.resolve(
         compile=config.execution.compile,
         replay=config.execution.replay,
-        whole=False,
-        found=find(mesh, model, pool),
+        whole_batches=False,
+        capabilities=rank_capabilities(mesh, model, pool),
         token_ranges=config.execution.token_ranges,
     )
     runner = RecordingRunner(config.spec, mesh, model, pool, execution)
-    runner.cut = Cut(step_cost(config, execution.found.overlaps), config.execution.hop_b) if execution.parts else None
+    runner.cut = (
+        Cut(step_cost(config, execution.capabilities.overlaps), config.execution.hop_b) if execution.parts else None
+    )
     splits.SPLIT_TOKENS = case.get("split_tokens", 4096)
     if case.get("graphed"):
         runner.layers = GraphedLayers(partial(model.run_layers, pool=pool), mesh, 2**20, capture=run_again)
-        runner.layers._met_once = Everything()
+        runner.layers._seen_buckets = Everything()
     runner.num_requests = len(case["prompts"])
     return config, runner
 
@@ -297,7 +299,7 @@ def run(case, rank, meshes, direct_rows):
             if first is not None and stepped[1] and len(tokens[0]) == 3:  # what was moved is there now
                 for request in requests[1:]:
                     loop.add(request)
-    runner.settle()  # the next case's tokens come behind them
+    runner.receive_all_tokens()  # the next case's tokens come behind them
     if first is not None:
         first.release(scheduler)
         assert {allocator.available for allocator in scheduler.pool.allocators} == {runner.pool.num_blocks}
@@ -360,7 +362,7 @@ class mutation:  # noqa: N801 - reads as a statement
         self.saved = (
             RowMemory.advance,
             Batches._segment_rows,
-            Batches._own,
+            Batches._is_local,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,
@@ -387,7 +389,7 @@ class mutation:  # noqa: N801 - reads as a statement
             def second_block_has_no_owner(batches, seq, positions_T):
                 return own(batches, seq, positions_T) & (positions_T // batches._block_tokens != 1)
 
-            Batches._own = second_block_has_no_owner
+            Batches._is_local = second_block_has_no_owner
         if self.kind == "merge":
             exchange_module.merge_states = lambda out, lse: (out.nan_to_num().mean(0), lse.amax(0))
             SharedMemoryRankGroup.merges = lambda group, head_size: False
@@ -420,7 +422,7 @@ class mutation:  # noqa: N801 - reads as a statement
         (
             RowMemory.advance,
             Batches._segment_rows,
-            Batches._own,
+            Batches._is_local,
             exchange_module.merge_states,
             SharedMemoryRankGroup.merges,
             SharedMemoryRankGroup.exchange_states,

@@ -667,8 +667,8 @@ def one_rank_without_packed_kernels(tmp_path, monkeypatch):
     program = """
 from dataclasses import replace
 from longhelix.compute.runner import rank
-find = rank.find
-rank.find = lambda mesh, *parts: replace(find(mesh, *parts), packed=mesh.rank != 1)
+found = rank.rank_capabilities
+rank.rank_capabilities = lambda mesh, *parts: replace(found(mesh, *parts), packed=mesh.rank != 1)
 """
     (tmp_path / "sitecustomize.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

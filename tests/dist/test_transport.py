@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from builtin import builtin
-from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.progress import Progress
 from longhelix.compute.runner.trace import TraceEvent
 from longhelix.engine.options import EngineOptions
@@ -35,13 +35,13 @@ from longhelix.spec.layout import Layout
 
 pytestmark = pytest.mark.dist
 
-FOUND = Found("cpu", native=True, overlaps=True, sums_in_rank_order=False, packed=False)
+CAPABILITIES = RankCapabilities("cpu", native=True, overlaps=True, sums_in_rank_order=False, packed=False)
 FROM_WORKERS = [
     Joined(),
     Alive(Progress(3, 5, "all-reduce 5", 2)),
     Loaded(2**40),
     Warmed(0.25),
-    Ready(Execution.resolve(compile=False, replay=True, whole=False, found=FOUND)),
+    Ready(Execution.resolve(compile=False, replay=True, whole_batches=False, capabilities=CAPABILITIES)),
     Done(StepResult(7, (), 1, measured=StepMeasurements(fingerprint=2**64 - 1))),
     Traced([TraceEvent("attention", "compute", 1.5, 2.5, {"layer": 3})]),
     RowCounts([[1, 2], []]),

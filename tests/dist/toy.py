@@ -11,7 +11,7 @@ from longhelix.compute.models.parameters import declare
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.execution import Execution
-from longhelix.compute.runner.rank import find, meet
+from longhelix.compute.runner.rank import meet, rank_capabilities
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.spec.layout import Layout
 
@@ -39,7 +39,9 @@ def make_runner(spec, mesh, tensors, kv_dtype, num_blocks):
     for layer in pool.entries():
         layer.values.view(torch.uint8).fill_(255)
     model = Decoder(spec, mesh, weights)
-    execution = Execution.resolve(compile=False, replay=True, whole=False, found=find(mesh, model, pool))
+    execution = Execution.resolve(
+        compile=False, replay=True, whole_batches=False, capabilities=rank_capabilities(mesh, model, pool)
+    )
     return ModelRunner(spec, mesh, model, pool, execution)
 
 
@@ -53,7 +55,7 @@ class AtOnce:
     def submit(self, step):
         result = self._runner.execute(step)
         self._results.append(
-            msgspec.structs.replace(result, sampled=result.sampled or self._runner.next_tokens.known(step))
+            msgspec.structs.replace(result, sampled=result.sampled or self._runner.next_tokens.last_sampled(step))
         )
 
     def collect(self, timeout_s):

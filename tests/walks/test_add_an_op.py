@@ -16,7 +16,7 @@ from longhelix.compute.models.parameters import declare
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.execution import Execution
-from longhelix.compute.runner.rank import find
+from longhelix.compute.runner.rank import rank_capabilities
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import SamplingParams
@@ -85,7 +85,9 @@ def capped_runner() -> ModelRunner:
     weights = Weights(Tensors.of(TINY), declare(TINY, Layout(), 0), torch.float32, "float32", CPU)
     model = CappedDecoder(TINY, mesh, weights)
     pool = KVPool([{"kv": KVFormat.choose("float32", 16, 1, 16, 16, CPU)}] * TINY.num_layers, 2, CPU)
-    execution = Execution.resolve(compile=False, replay=False, whole=False, found=find(mesh, model, pool))
+    execution = Execution.resolve(
+        compile=False, replay=False, whole_batches=False, capabilities=rank_capabilities(mesh, model, pool)
+    )
     return ModelRunner(TINY, mesh, model, pool, execution)
 
 

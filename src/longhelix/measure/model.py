@@ -138,7 +138,7 @@ class LongRequests:
 
     def settle(self) -> None:
         """Wait until all tokens of the last step are known."""
-        self.runner.settle()
+        self.runner.receive_all_tokens()
 
 
 def fill(pool: KVPool) -> None:

@@ -13,9 +13,11 @@ from array import array
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import longhelix.compute.models.overlap as overlap
 from longhelix.compute.runner.runner import ModelRunner
+from longhelix.compute.runner.running_sequences import RunningSequences
 
 _FILE = Path(os.environ["FAULT_FILE"])
 _SLOW_S = 2.0
@@ -84,11 +86,11 @@ def _with_nan(rows, tensor):
 
 
 def _take(point, take):
-    def reach(runner, *given):
+    def reach(taker, *values):
         global _rank
-        _rank = runner.mesh.rank
+        _rank = dist.get_rank() if dist.is_initialized() else 0
         _reach(point)
-        take(runner, *given)
+        take(taker, *values)
 
     return reach
 
@@ -107,5 +109,5 @@ def _exchange(*arguments, exchange=overlap.exchange):
 
 ModelRunner.forward = _forward
 ModelRunner.take_image_rows = _take("image", ModelRunner.take_image_rows)
-ModelRunner.take_tokens = _take("tokens", ModelRunner.take_tokens)
+RunningSequences.set_token_table = _take("tokens", RunningSequences.set_token_table)
 overlap.exchange = _exchange

@@ -1,4 +1,4 @@
-"""The KV block ids of live sequences as the kernels read them: kept from step to step, so that no step copies them."""
+"""The KV block ids of live sequences, in memory that kernels read. Steps only write what changes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +12,26 @@ from longhelix.compute.cache.int_table import IntTable
 
 @dataclass(eq=False)
 class Extent:
-    """Where a sequence's ids are in the arena: its line says where they begin and end, `room` how many there may be."""
+    """The part of the arena with a sequence's ids."""
 
-    line: int
-    room: int
+    line: int  # of `BlockArena.extents`, with the begin and end of the part
+    room: int  # maximum number of ids
 
 
 class BlockArena:
-    """One run of memory that never moves, with an extent of ids for each sequence, in position order; `extents` says
-    where each begins and ends. The arena also keeps each block's *place*: its index among all blocks of the sequence,
-    those of other KVP ranks included.
+    """The KV block ids of all sequences, in one contiguous memory that never moves.
 
-    A block has an id in each of `num_groups` KV groups: `blocks[g]`, blocks_X, has those of group g. Of a block that
-    no row sees any longer it may be anything.
+    Each sequence has an extent with the ids of its blocks, in position order, and with each block's *place*: its index
+    among all blocks of the sequence, including those of other KVP ranks. A block has an id in each KV group. If no row
+    sees the block any longer, its id is arbitrary.
 
-    Extents are opened one behind the other, with room for all that their sequences may ever need; at the end of the
-    memory those that live move together. Together they have at most `num_ids` ids, and the memory has room for twice
-    as many: between two moves as many are opened as a move can move, so that an id costs the same however many there
-    are. Steps are prepared on the host and run on `device`: where that is a GPU, it has a copy.
+    A new extent begins after the last one, and has room for all blocks that its sequence may ever need. When the memory
+    ends, live extents move together. Live extents have at most `num_ids` ids, and the memory has twice the room, so the
+    cost of moves per id is constant. The host writes the memory. A GPU has a copy.
+
+    Attributes:
+        blocks: Ids of each KV group, blocks_X. int64, on the device.
+        extents: Begin and end of each extent.
     """
 
     def __init__(self, num_ids: int, device: torch.device, num_groups: int = 1) -> None:
@@ -48,7 +50,7 @@ class BlockArena:
         self._tail = 0
 
     def open(self, room: int) -> Extent:
-        """An extent for a new sequence."""
+        """Return an extent for a new sequence."""
         if self._tail + room > self.group_stride:
             self._compact()
         extent = Extent(self.extents.take(), room)
@@ -59,7 +61,7 @@ class BlockArena:
         return extent
 
     def close(self, extent: Extent) -> None:
-        """Forget a sequence that has ended."""
+        """Free the extent of a sequence that has ended."""
         del self._live[extent]
         self.extents.give_back(extent.line)
 
@@ -69,7 +71,7 @@ class BlockArena:
         ids_GJ: Sequence[Sequence[int]] | NDArray[np.int64],
         places: Sequence[int] | NDArray[np.int64],
     ) -> None:
-        """Add block ids, by group, and the places of the blocks at the end of an extent."""
+        """Append blocks to an extent. ids_GJ: ids by KV group. places: places of the blocks."""
         if not len(places):
             return
         begin, start = self.extents.values[extent.line].tolist()
@@ -85,25 +87,25 @@ class BlockArena:
         self.extents.values[extent.line, 1] = self.extents.values[extent.line, 0] + count
 
     def ids(self, extent: Extent) -> NDArray[np.int64]:
-        """A sequence's block ids by group, ids_GJ, on the host."""
+        """Return a sequence's block ids by KV group, ids_GJ, on the host."""
         begin, end = self.extents.values[extent.line].tolist()
         return self._ids[:, begin:end]
 
     def num_blocks(self, extent: Extent) -> int:
-        """How many blocks a sequence has here."""
+        """Return the number of a sequence's blocks on this rank."""
         begin, end = self.extents.values[extent.line].tolist()
         return end - begin
 
     def places(self, extent: Extent) -> NDArray[np.int64]:
-        """The places of a sequence's blocks, which ascend."""
+        """Return the places of a sequence's blocks, in ascending order."""
         return self.places_between(*self.extents.values[extent.line].tolist())
 
     def places_between(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The places of the blocks in a part of the memory."""
+        """Return the places of the blocks in a part of the memory."""
         return self._places[begin:end]
 
     def ids_at(self, places_b: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The ids by group at these places of the memory; at a place outside of it, any."""
+        """Return ids_Gb: the ids by KV group at these indices of the memory. Indices outside give arbitrary ids."""
         return self._ids.take(places_b, axis=1, mode="clip")
 
     def _compact(self) -> None:

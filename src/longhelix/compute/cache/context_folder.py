@@ -1,4 +1,4 @@
-"""The folder of saved contexts: each a folder of its own, there with all of its files or not at all."""
+"""The folder of saved contexts. Each context is a folder, which exists with all of its files or not at all."""
 
 import errno
 import fcntl
@@ -28,10 +28,10 @@ _REMOVING = "removes contexts"  # the name of threads
 
 
 class _Manifest(msgspec.Struct):
-    """checksum: SHA-256 of `context`, as it is written."""
+    """The contents of the file `context.json`."""
 
     version: int
-    checksum: str
+    checksum: str  # SHA-256 of the bytes of `context`
     context: msgspec.Raw
 
 
@@ -40,7 +40,7 @@ class _Version(msgspec.Struct):
 
 
 def context_name(value: object) -> str:
-    """A name that can be that of a folder."""
+    """Validate the name of a context. Raises UserError for a name that a folder cannot have."""
     name = text("a context's name", value)
     printable = bool(name.strip()) and name.isprintable()  # and so it can be encoded
     if not printable or name.startswith((".", "-")) or len(name.encode()) > _LONGEST_NAME:
@@ -51,14 +51,13 @@ def context_name(value: object) -> str:
     return name
 
 
-def _shown(disk_name: str) -> str:
-    """What a folder is called here: its name, or where no context may have that, a printable form of it, which is of no
-    other folder."""
-    return disk_name if _may_be(disk_name) else disk_name.encode("unicode_escape").decode()
+def _display_name(disk_name: str) -> str:
+    """Return the name of a folder, or a unique printable form if no context may have the name."""
+    return disk_name if _is_context_name(disk_name) else disk_name.encode("unicode_escape").decode()
 
 
-def _may_be(name: str) -> bool:
-    """Whether a context may have that name."""
+def _is_context_name(name: str) -> bool:
+    """Return whether a context may have the name."""
     try:
         context_name(name)
     except UserError:
@@ -67,20 +66,21 @@ def _may_be(name: str) -> bool:
 
 
 class ContextFolder:
-    """Saved contexts by name. Raises UserError for what is not there, is damaged, or cannot be written.
+    """Saved contexts by name. Methods raise UserError if a context is missing or damaged, or cannot be written.
 
-    asked: the folder, or None: that of the user's data, as the XDG base directory specification has it.
+    Args:
+        folder: The folder. None: a folder in the user's data directory, after the XDG base directory specification.
     """
 
-    def __init__(self, asked: Path | None) -> None:
-        self._asked = asked
-        self._has_looked = False  # for what others have left
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._has_cleaned_up = False  # after processes that ended while they saved
 
     @cached_property
     def path(self) -> Path:
-        """Absolute: ranks may have another working directory."""
-        if self._asked is not None:
-            return self._asked.absolute()
+        """The absolute path of the folder. Ranks may have another working directory."""
+        if self._folder is not None:
+            return self._folder.absolute()
         try:
             data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
         except RuntimeError as error:  # there is no home
@@ -90,28 +90,27 @@ class ContextFolder:
         return data.absolute() / "longhelix" / "contexts"
 
     def names(self) -> list[str]:
-        """Of all that are there: damaged ones as well, and folders whose names no context may have, as `_shown` has
-        them."""
+        """Sorted names of all folders, including damaged contexts and folders with other names (`_display_name`)."""
         return sorted(self._folders())
 
     def _folders(self) -> dict[str, str]:
-        """Of all names what the disk has in their places."""
+        """Return the names of folders on disk, by displayed name."""
         try:
-            return {_shown(entry.name): entry.name for entry in os.scandir(self.path) if _is_context(entry)}
+            return {_display_name(entry.name): entry.name for entry in os.scandir(self.path) if _is_context(entry)}
         except FileNotFoundError:
             return {}
         except OSError as error:
             raise disk_error(f"the folder of contexts {self.path} cannot be read", error) from error
 
     def at(self, name: str) -> Path:
-        """The folder of a context that is there."""
+        """Return the folder of an existing context."""
         if context_name(name) not in self.names():
             known = f"known contexts are {', '.join(self.names())}" if self.names() else "the folder has no contexts"
             raise UserError(f"there is no context {name!r} in {self.path}: {known}", "unknown_context")
         return self.path / name
 
     def to_remove(self, name: str) -> Path:
-        """The folder of that name, which need not be one that a context may have."""
+        """Return the folder with a displayed name, even if no context may have the name."""
         disk_name = self._folders().get(name) if isinstance(name, str) else None
         return self.at(name) if disk_name is None else self.path / disk_name
 
@@ -119,26 +118,26 @@ class ContextFolder:
         return self._manifest(name, self.at(name) / _MANIFEST)
 
     def manifests(self) -> dict[str, SavedContext | UserError]:
-        """Of all that are there, by name, in one look at the folder: the error of what is damaged or no context."""
-        found: dict[str, SavedContext | UserError] = {}
+        """Return the manifests of all contexts by name, or the error of a damaged or invalid context."""
+        manifests: dict[str, SavedContext | UserError] = {}
         for name in self.names():
-            if not _may_be(name):
-                found[name] = UserError(
+            if not _is_context_name(name):
+                manifests[name] = UserError(
                     f"the folder '{name}' has a name that is not allowed for contexts: rename it, or remove it",
                     "invalid_context",
                 )
                 continue
             try:
-                found[name] = self._manifest(name, self.path / name / _MANIFEST)
+                manifests[name] = self._manifest(name, self.path / name / _MANIFEST)
             except UserError as error:
                 if (self.path / name).is_dir():  # or it was removed meanwhile
-                    found[name] = error
-        return found
+                    manifests[name] = error
+        return manifests
 
     def _manifest(self, name: str, path: Path) -> SavedContext:
-        found = _read(path)
+        data = _read(path)
         try:
-            version = msgspec.json.decode(found, type=_Version).version
+            version = msgspec.json.decode(data, type=_Version).version
         except (msgspec.MsgspecError, RecursionError) as error:
             raise damaged(path, "it is not a valid manifest") from error
         if version not in READ_VERSIONS:
@@ -148,7 +147,7 @@ class ContextFolder:
                 "invalid_context",
             )
         try:
-            manifest = msgspec.json.decode(found, type=_Manifest)
+            manifest = msgspec.json.decode(data, type=_Manifest)
             context = msgspec.json.decode(manifest.context, type=SavedContext)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise damaged(path, "it is not a valid manifest") from error
@@ -158,34 +157,37 @@ class ContextFolder:
 
     def token_ids(self, context: SavedContext) -> "array[int]":
         path = self.at(context.name) / _TOKENS
-        found = _read(path)
-        if len(found) != 4 * context.num_tokens or _sha256(found) != context.tokens_checksum:
+        data = _read(path)
+        if len(data) != 4 * context.num_tokens or _sha256(data) != context.tokens_checksum:
             raise damaged(path, "it has changed since it was saved")
-        return array("i", found)
+        return array("i", data)
 
     def remove(self, name: str) -> None:
-        with _in_words(f"context {name!r} cannot be removed"), self._without(self.to_remove(name)):
+        with _disk_errors_in_words(f"context {name!r} cannot be removed"), self._removed(self.to_remove(name)):
             pass
 
     @contextmanager
-    def _without(self, path: Path, later: bool = False) -> Iterator[None]:
-        """A context is gone at once, and its files then, or `later`, on a thread of their own; it is back if what is
-        done meanwhile fails."""
-        gone, lock = self.path / f"{_UNFINISHED}{secrets.token_hex(8)}", _lock(path)
+    def _removed(self, path: Path, later: bool = False) -> Iterator[None]:
+        """Remove a context, and restore it if the body fails.
+
+        Args:
+            later: Delete the files on a separate thread.
+        """
+        removed, lock = self.path / f"{_UNFINISHED}{secrets.token_hex(8)}", _lock(path)
         try:
-            os.rename(path, gone)
+            os.rename(path, removed)
             try:
                 yield
             except BaseException:
-                os.rename(gone, path)
+                os.rename(removed, path)
                 raise
         except BaseException:
             os.close(lock)
             raise
         if later:
-            threading.Thread(target=_remove, args=(gone, lock), name=_REMOVING).start()
+            threading.Thread(target=_remove, args=(removed, lock), name=_REMOVING).start()
         else:
-            _remove(gone, lock)
+            _remove(removed, lock)
 
     def check_free(self, name: str, replace: bool) -> None:
         if context_name(name) in self.names() and not replace:
@@ -201,14 +203,14 @@ class ContextFolder:
 
     @contextmanager
     def new(self, name: str, replace: bool) -> Iterator[Path]:
-        """A folder for files of a context, which is the context's if `finish` was called, and gone otherwise."""
+        """Create a folder for the files of a context. It is deleted unless `finish` makes it the context's folder."""
         self.check_free(name, replace)
-        with _in_words(f"context {name!r} cannot be saved in {self.path}"):
+        with _disk_errors_in_words(f"context {name!r} cannot be saved in {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
-            if not self._has_looked:
-                self._has_looked = True
-                left = list(self.path.glob(f"{_UNFINISHED}*"))  # before there is one of its own
-                threading.Thread(target=_remove_left, args=(left,), name=_REMOVING).start()
+            if not self._has_cleaned_up:
+                self._has_cleaned_up = True
+                unfinished = list(self.path.glob(f"{_UNFINISHED}*"))  # before there is one of its own
+                threading.Thread(target=_remove_abandoned, args=(unfinished,), name=_REMOVING).start()
             folder, lock = _unfinished(self.path)
             try:
                 yield folder
@@ -216,20 +218,20 @@ class ContextFolder:
                 _remove(folder, lock)
 
     def finish(self, folder: Path, context: SavedContext, token_ids: "array[int]", replace: bool) -> None:
-        """Make a folder with the files of ranks the context of that name, in one step. Raises OSError."""
+        """Turn a folder with the ranks' files into a context, in one atomic step. Raises OSError."""
         encoded = msgspec.json.encode(context)
         _write(folder / _TOKENS, token_ids.tobytes())
         _write(folder / _MANIFEST, msgspec.json.encode(_Manifest(VERSION, _sha256(encoded), msgspec.Raw(encoded))))
         _sync(folder)
         self.check_free(context.name, replace)
         path = self.path / context.name
-        with self._without(path, later=True) if context.name in self.names() else nullcontext():
+        with self._removed(path, later=True) if context.name in self.names() else nullcontext():
             os.rename(folder, path)
         _sync(self.path)
 
 
 def _unfinished(path: Path) -> tuple[Path, int]:
-    """A new folder in it, and its lock."""
+    """Create a folder in `path`. Returns it and its lock."""
     while True:
         folder = Path(mkdtemp(prefix=_UNFINISHED, dir=path))
         with suppress(FileNotFoundError):
@@ -237,13 +239,15 @@ def _unfinished(path: Path) -> tuple[Path, int]:
             if folder.exists():
                 return folder, lock
             os.close(lock)
-        # Somebody took it for one that was left, before it had its lock.
+        # Another process considered it abandoned before it was locked.
 
 
 def _lock(folder: Path) -> int:
-    """The descriptor of a folder that is written or removed. While it is open nobody takes it for one that was left:
-    the system lets go of the lock of a process that ends, however it does. Where there are no locks nothing is left to
-    others."""
+    """Lock a folder that is written or removed, and return its descriptor.
+
+    While the descriptor is open, other processes do not consider the folder abandoned. The system releases the lock
+    when the process ends. Without support for locks, other processes never remove the folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -251,8 +255,7 @@ def _lock(folder: Path) -> int:
 
 
 def _is_context(entry: "os.DirEntry[str]") -> bool:
-    """Whether an entry of the folder of contexts is a folder that is no writer's. What cannot be looked at, such as a
-    link into a folder that may not be read, is none."""
+    """Whether an entry is a finished folder. Unreadable entries, such as links into protected folders, are not."""
     try:
         return entry.is_dir() and not entry.name.startswith(".")
     except OSError:
@@ -260,16 +263,16 @@ def _is_context(entry: "os.DirEntry[str]") -> bool:
 
 
 def _remove(folder: Path, lock: int) -> None:
-    if folder.is_symlink():  # whose target is somebody else's
+    if folder.is_symlink():  # the target of a link is not ours
         folder.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
 
 
-def _remove_left(folders: list[Path]) -> None:
-    """Those whose writers have ended before them."""
+def _remove_abandoned(folders: list[Path]) -> None:
+    """Remove the folders of writers that have ended."""
     for folder in folders:
-        with suppress(OSError):  # one that is written, or gone already
+        with suppress(OSError):  # it is being written, or already removed
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,7 +286,7 @@ def tokens_checksum(token_ids: "array[int]") -> str:
 
 
 def disk_error(what: str, error: OSError) -> UserError:
-    """What went wrong with a disk."""
+    """Turn an OSError of a disk into a UserError."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
             f"{what}: the disk is full, or the file exceeds the limit on file sizes; make room, or choose another "
@@ -294,7 +297,7 @@ def disk_error(what: str, error: OSError) -> UserError:
 
 
 @contextmanager
-def _in_words(what: str) -> Iterator[None]:
+def _disk_errors_in_words(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

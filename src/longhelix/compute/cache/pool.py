@@ -1,4 +1,4 @@
-"""The paged pool: this rank's bytes of all KV blocks, layer by layer."""
+"""The paged KV pool of one rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -10,16 +10,18 @@ from longhelix.compute.kernels import TILES, KVFormat, KVLayer
 
 
 class KVPool:
-    """`layers[i][name]` holds what the i-th layer of the rank's stage keeps in the cache entry of that name; contents
-    start undefined.
+    """The memory of all KV blocks of a rank. Contents start undefined.
 
     A KV block has one id in all entries and layers of a KV group.
 
+    Attributes:
+        layers: `layers[i][name]` is the cache entry `name` of the i-th layer of the rank's stage.
+
     Args:
-        formats: of each layer's entries, by name. All have KV blocks of as many tokens.
+        formats: Formats of each layer's entries, by name. All have the same number of tokens per KV block.
         num_blocks: KV blocks of the first group.
-        groups: the KV group of each layer. All are in the first one if there are none.
-        window_blocks: KV blocks of the other groups.
+        groups: KV group of each layer. Empty: all layers are in the first group.
+        window_blocks: KV blocks of each other group.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class KVPool:
 
     @cached_property
     def formats(self) -> tuple[KVFormat, ...]:
-        """The different ones."""
+        """The distinct formats of all entries."""
         return tuple(dict.fromkeys(entry.format for entry in self.entries()))
 
     @property
@@ -54,20 +56,20 @@ class KVPool:
         return block_tokens
 
     def entries(self) -> Iterator[KVLayer]:
-        """Those of all layers."""
+        """Return the entries of all layers."""
         return (entry for layer in self.layers for entry in layer.values())
 
     def _entries_of(self, group: int) -> Iterator[KVLayer]:
-        layers = (layer for layer, own in zip(self.layers, self._groups, strict=True) if own == group)
+        layers = (layer for layer, of_layer in zip(self.layers, self._groups, strict=True) if of_layer == group)
         return (entry for layer in layers for entry in layer.values())
 
     @property
     def packed(self) -> bool:
-        """Whether the native CPU kernels read all of it."""
+        """Whether the native CPU kernels can read all entries."""
         return all(format.arrangement is TILES for format in self.formats)
 
     def block_bytes(self, group: int = 0) -> int:
-        """Bytes of one KV block in all layers of a group."""
+        """Return the bytes of one KV block in all layers of a group."""
         return sum(entry.format.block_bytes for entry in self._entries_of(group))
 
     def copy(self, source: int, target: int, group: int = 0) -> None:
@@ -77,19 +79,24 @@ class KVPool:
                 bytes_PX[target] = bytes_PX[source]
 
     def read(self, blocks: Sequence[int], group: int = 0) -> Tensor:
-        """The bytes of KV blocks, of all layers of a group, one block after the other: flat, uint8, on the pool's
-        device. Ranks of one KVP group can write what another one of them has read."""
+        """Return the bytes of KV blocks in all layers of a group, one block after the other.
+
+        Other ranks of the KVP group can `write` them.
+
+        Returns:
+            bytes_X, flat, on the pool's device. uint8.
+        """
         bytes_JX = torch.empty(len(blocks), self.block_bytes(group), dtype=torch.uint8, device=self.device)
         for block, bytes_X in zip(blocks, bytes_JX, strict=True):
-            for own, given in self._pieces(block, group, bytes_X):
-                given.copy_(own)
+            for entry_X, piece_X in self._pieces(block, group, bytes_X):
+                piece_X.copy_(entry_X)
         return bytes_JX.view(-1)
 
     def write(self, blocks: Sequence[int], bytes_X: Tensor, group: int = 0) -> None:
-        """Fill KV blocks with what `read` gave."""
+        """Fill KV blocks with the bytes that `read` returned."""
         for block, block_X in zip(blocks, bytes_X.view(len(blocks), self.block_bytes(group)), strict=True):
-            for own, given in self._pieces(block, group, block_X):
-                own.copy_(given)
+            for entry_X, piece_X in self._pieces(block, group, block_X):
+                entry_X.copy_(piece_X)
 
     def _pieces(self, block: int, group: int, bytes_X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the tensors of a KV block in all layers of a group, each with its part of the block's bytes."""

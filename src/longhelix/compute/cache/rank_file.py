@@ -1,9 +1,9 @@
-"""The file that a rank writes of a saved context: safetensors, found sound before any of it is used.
+"""The file that a rank writes for a saved context, in the safetensors format. Readers verify it before they use it.
 
-The format: https://github.com/huggingface/safetensors#format. The index comes first: the header, which KV blocks of the
-context are there (`blocks`, int64), and a CRC-32 of each block and head (`checksums`, over its bytes in all tensors, in
-their order). All other tensors are (J, k, L, ...), in the order of `compute/kernels/stored.py`: what belongs to one
-block and head is in one place, and is checked by itself by whoever reads it.
+The format: https://github.com/huggingface/safetensors#format. The index comes first: the header, the indices of the
+file's KV blocks (`blocks`, int64), and a CRC-32 of each block and head (`checksums`, over its bytes in all tensors, in
+their order). All other tensors are (J, k, L, ...), in the order of `compute/kernels/stored.py`. The bytes of one block
+and head are contiguous in each tensor, and readers verify them separately.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _LONGEST_HEADER = 2**20
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's name of its dtype, and its shape."""
+    """The safetensors dtype and the shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class StoredTensor(NamedTuple):
 
 
 def header_of(num_blocks: int, num_heads: int, parts: Mapping[str, StoredTensor]) -> bytes:
-    """The bytes before the first tensor. `parts`: what is kept of a block and a head, (L, ...), by name."""
+    """Return the bytes before the first tensor. parts: tensors of one block and head, (L, ...), by name."""
     tensors = {"blocks": StoredTensor("I64", (num_blocks,)), "checksums": StoredTensor("U32", (num_blocks, num_heads))}
     tensors |= {name: StoredTensor(part.dtype, (num_blocks, num_heads, *part.shape)) for name, part in parts.items()}
     entries, start = {}, 0
@@ -53,14 +53,14 @@ def header_of(num_blocks: int, num_heads: int, parts: Mapping[str, StoredTensor]
 
 
 class RankFile:
-    """A file of `header_of`, mapped. Raises UserError if it is damaged or not of the size and index that were saved."""
+    """A mapped file of a rank. Raises UserError if it is damaged, or not of the saved size and index."""
 
     def __init__(self, path: Path, num_bytes: int | None = None, checksum: str | None = None) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
                 self.num_bytes = os.fstat(file.fileno()).st_size
-                # Copied where it is written to, which never happens: torch wants memory that can be.
+                # Copy-on-write, because torch requires writable memory. Nothing writes to it.
                 self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.num_bytes else b""
         except FileNotFoundError:
             raise damaged(path, "it is missing") from None
@@ -99,12 +99,11 @@ class RankFile:
 
     @property
     def parts(self) -> dict[str, NDArray]:
-        """The tensors of KV by name, (J, k, L, ...), as bits in views of the file."""
+        """The KV tensors by name, (J, k, L, ...): bits in views of the file."""
         return {name: self._array(name) for name in list(self.tensors)[2:]}
 
     def verify(self, rows: Iterable[int], heads: range) -> None:
-        """Raise UserError if what belongs to the blocks in `rows` of the tensors, and to `heads`, is not what was
-        saved."""
+        """Raise UserError if the bytes of some blocks and heads have changed. rows: rows of the blocks in the file."""
         parts = list(self.parts.values())
         for row in rows:
             for head in heads:
@@ -113,7 +112,7 @@ class RankFile:
 
 
 def checksum_of(parts: Iterable[NDArray], row: int, head: int) -> int:
-    """CRC-32 of what belongs to one block and head."""
+    """Return the CRC-32 of one block and head."""
     checksum = 0
     for array in parts:
         checksum = zlib.crc32(array[row, head], checksum)
@@ -123,8 +122,10 @@ def checksum_of(parts: Iterable[NDArray], row: int, head: int) -> int:
 def write_rows(
     path: Path, header: bytes, num_blocks: int, first_row: int, blocks: NDArray, parts: Mapping[str, NDArray]
 ) -> None:
-    """Write some rows of a file's tensors, in position order from `first_row` on, and have them on the disk. The first
-    of them make the file, at its whole size. Raises OSError."""
+    """Write some rows of a file's tensors from `first_row` on, and sync them to disk. Raises OSError.
+
+    The first call creates the file with its complete size. Rows are in position order.
+    """
     arrays = list(parts.values())
     checksums = [[checksum_of(arrays, row, head) for head in range(arrays[0].shape[1])] for row in range(len(blocks))]
     rows = {"blocks": blocks, "checksums": np.array(checksums, np.uint32), **parts}
@@ -132,7 +133,7 @@ def write_rows(
         start = len(header)
         if not first_row:
             total = start + sum(array[0].nbytes for array in rows.values()) * num_blocks
-            os.posix_fallocate(file.fileno(), 0, total)  # a disk that is full says so before much is written
+            os.posix_fallocate(file.fileno(), 0, total)  # fails early if the disk is full
             _write(file.fileno(), header, 0)
         for array in rows.values():
             row_bytes = array[0].nbytes
@@ -142,14 +143,14 @@ def write_rows(
 
 
 def _write(descriptor: int, data: bytes | memoryview, at: int) -> None:
-    left = memoryview(data).cast("B")
-    while len(left):
-        written = os.pwrite(descriptor, left, at)
-        left, at = left[written:], at + written
+    remaining = memoryview(data).cast("B")
+    while len(remaining):
+        written = os.pwrite(descriptor, remaining, at)
+        remaining, at = remaining[written:], at + written
 
 
 def damaged(path: Path, how: str) -> UserError:
-    """What a file of a context is that cannot be used. Its folder has the context's name."""
+    """Return the error for a file of a context that cannot be used. Its folder has the context's name."""
     name = path.parent.name
     return UserError(
         f"context {name!r} is damaged (file {path.name}: {how}): remove it with longhelix context rm, and save it "

@@ -1,4 +1,4 @@
-"""What a saved context is: the prompt whose KV was kept, what that KV depends on, and the files that it is in."""
+"""The manifest of a saved context: its prompt, everything that its KV depends on, and its files."""
 
 import msgspec
 
@@ -9,16 +9,19 @@ READ_VERSIONS = 2, 3  # in version 2, files have all layers
 
 
 def file_name(rank: int, group: int = 0) -> str:
-    """The file that a rank saves the layers of a KV group to."""
+    """Return the name of the file to which a rank saves the layers of a KV group."""
     return f"rank-{rank}-window-{group}.safetensors" if group else f"rank-{rank}.safetensors"
 
 
 class SavedFile(msgspec.Struct, frozen=True):
-    """What one rank has written: some of the model's layers and KV heads, from the first to before the last.
+    """A file that one rank has written, with some of the model's layers and KV heads.
 
-    group: the file has only the layers of this KV group (`ModelSpec.group_of`). For layers with a window, it has only
-    the last KV blocks. None: the file has all layers.
-    checksum: SHA-256 of its index, which has a checksum of everything else.
+    Attributes:
+        layers: First layer, and the layer after the last one.
+        heads: First KV head, and the head after the last one.
+        checksum: SHA-256 of the file's index, which has checksums of everything else.
+        group: The file has only the layers of this KV group (`ModelSpec.group_of`), and for layers with a window only
+            the last KV blocks. None: the file has all layers.
     """
 
     name: str
@@ -40,14 +43,18 @@ class Origin(msgspec.Struct, frozen=True):
     activation_dtype: str | None
     attention_dtype: str | None
     block_tokens: int
-    frequencies: str  # a checksum of those that keys are rotated by; dynamic and longrope choose them by capacity
+    frequencies: str  # a checksum of the rotation frequencies of keys, which dynamic and longrope choose by capacity
 
 
 class SavedContext(msgspec.Struct, frozen=True):
-    """A manifest. Of `num_tokens` tokens those that fill KV blocks have their KV in `files`.
+    """The manifest of a context. `files` have the KV of the tokens that fill complete KV blocks.
 
-    model: the name by which it was opened; saved_at: UTC. capacity_tokens: of the request that computed it.
-    tokens_checksum: SHA-256 of the token ids, int32.
+    Attributes:
+        model: The name by which the model was opened.
+        saved_at: UTC.
+        num_tokens: Number of tokens of the prompt.
+        capacity_tokens: Capacity of the request that computed the context.
+        tokens_checksum: SHA-256 of the token ids as int32.
     """
 
     name: str
@@ -80,12 +87,12 @@ class SavedContext(msgspec.Struct, frozen=True):
                 "time, or save the context again"
             )
         for name in ("dtype", "weight_dtype", "kv_dtype", "activation_dtype", "attention_dtype", "block_tokens"):
-            saved, own = getattr(self.origin, name), getattr(origin, name)
-            if saved != own:
+            saved, current = getattr(self.origin, name), getattr(origin, name)
+            if saved != current:
                 change = f"leave {name} out" if saved is None else f"set {name} to {saved}"
                 raise _mismatch(
-                    f"context {self.name!r} was saved with {name} {saved}, but {name} is now {own}: {change}, or save "
-                    "the context again"
+                    f"context {self.name!r} was saved with {name} {saved}, but {name} is now {current}: {change}, or "
+                    "save the context again"
                 )
 
 

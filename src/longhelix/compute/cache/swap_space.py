@@ -1,4 +1,4 @@
-"""Where a rank keeps swapped KV blocks: pinned memory of the host for a GPU's pool, a file for a pool in memory."""
+"""Storage of a rank's swapped KV blocks: pinned host memory for a GPU's pool, a file for a pool in host memory."""
 
 import mmap
 import os
@@ -13,17 +13,22 @@ from longhelix.errors import UserError
 
 
 class SwapSpace:
-    """Slots of one KV block each, `num_slots` of each KV group, whose contents start undefined. The file has no name,
-    in the folder of temporary files, and ends with the process.
+    """Slots of one KV block each. Contents start undefined. Raises UserError if there is no room for all slots.
 
-    swapped_blocks: how many have gone either way so far. Raises UserError where there is no room for all slots.
+    The file is an unnamed temporary file, which ends with the process.
+
+    Attributes:
+        swapped_blocks: Number of blocks swapped out or in so far.
+
+    Args:
+        num_slots: Slots of each KV group.
     """
 
     def __init__(self, pool: KVPool, num_slots: Sequence[int]) -> None:
         self._pool = pool
         self.swapped_blocks = 0
         block_bytes = [pool.block_bytes(group) for group in range(pool.num_groups)]
-        sizes = [slots * each for slots, each in zip(num_slots, block_bytes, strict=True)]
+        sizes = [slots * size_of_block for slots, size_of_block in zip(num_slots, block_bytes, strict=True)]
         size = sum(sizes)
         try:
             bytes_X = _pinned(size) if pool.device.type == "cuda" else _mapped(size)
@@ -34,17 +39,17 @@ class SwapSpace:
                 "--swap-tokens" + ("" if pool.device.type == "cuda" else ", or set TMPDIR to a folder on a larger disk")
             ) from error
         self._slots = [
-            part_X.view(slots, each)
-            for part_X, slots, each in zip(bytes_X.split(sizes), num_slots, block_bytes, strict=True)
+            part_X.view(slots, size_of_block)
+            for part_X, slots, size_of_block in zip(bytes_X.split(sizes), num_slots, block_bytes, strict=True)
         ]
 
     def swap_out(self, block: int, slot: int, group: int = 0) -> None:
-        """Keep a KV block's content in a slot."""
+        """Copy a KV block to a slot."""
         self._slots[group][slot].copy_(self._pool.read([block], group))
         self.swapped_blocks += 1
 
     def swap_in(self, slot: int, block: int, group: int = 0) -> None:
-        """Fill a KV block with what a slot keeps."""
+        """Copy a slot to a KV block."""
         self._pool.write([block], self._slots[group][slot], group)
         self.swapped_blocks += 1
 
@@ -54,7 +59,7 @@ def _pinned(size: int) -> Tensor:
 
 
 def _mapped(size: int) -> Tensor:
-    """A file in memory, for all of which there is room: the system would end a process that writes beyond it."""
+    """Map a file whose space is reserved, because the system kills a process that writes when the disk is full."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     with tempfile.TemporaryFile() as file:

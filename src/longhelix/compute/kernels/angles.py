@@ -1,4 +1,4 @@
-"""Cosines and sines by which rows are rotated. CPUs run a native kernel, everything else the reference."""
+"""Cosines and sines by which rows are rotated. CPUs run a native kernel, other devices the reference."""
 
 import torch
 from torch import Tensor
@@ -21,21 +21,21 @@ def rotation(
     if native.module is not None and positions_T.device.type == "cpu":
         _native(positions_T, frequencies_TR, attention_factor, *into)
     else:
-        for own, found in zip(into, reference(positions_T, frequencies_TR, attention_factor), strict=True):
-            own.copy_(found)
+        for target, values in zip(into, reference(positions_T, frequencies_TR, attention_factor), strict=True):
+            target.copy_(values)
     return into
 
 
 def rotation_by_axes(
     positions_3T: Tensor, axes_R: Tensor, frequencies_R: Tensor, attention_factor: float, into: tuple[Tensor, Tensor]
 ) -> None:
-    """As `rotation`, for rows with a position on each of three axes: each pair turns by that of its own axis."""
+    """Compute `rotation` for rows with a position on each of three axes. Each pair uses the position on its axis."""
     angles_TR = (positions_3T[axes_R].T * frequencies_R).contiguous()
     rotation(positions_3T.new_ones(len(angles_TR)), angles_TR, attention_factor, into)
 
 
 def reference(positions_T: Tensor, frequencies_TR: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """In float64, as said above."""
+    """Compute `rotation` in float64."""
     angles_TR = positions_T.unsqueeze(-1) * frequencies_TR
     return attention_factor * angles_TR.cos(), attention_factor * angles_TR.sin()
 

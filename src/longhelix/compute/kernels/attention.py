@@ -1,4 +1,4 @@
-"""Partial attention, and the merge of its states. LSE is a natural logarithm in float32, everywhere."""
+"""Partial attention, and the merge of its states. LSEs are natural logarithms in float32."""
 
 import torch
 from torch import Tensor
@@ -29,34 +29,34 @@ def partial_attention(
     firsts_T: Tensor | None = None,
     onto: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed rows over this rank's shard of their KV, with the log-sum-exp that makes it mergeable.
+    """Compute attention of packed rows over this rank's shard of their KV, and the log-sum-exp that merges need.
 
     A row sees the local tokens from its first one up to its limit. Blocks that end before the first token of all rows
     of a sequence are not read.
 
     Args:
-        q_TqC: rows of B sequences, one after the other.
-        layer: one layer's pool.
-        blocks_X: int64, local KV blocks of all sequences, those of each in position order.
-        extents_B2: int64, where those of each begin and end in blocks_X.
-        row_starts_B: int64 (B + 1), the first row of each sequence, then T.
-        limits_T: int64, the local token after the last one that each row sees.
-        scale: factor of scores.
-        max_rows: no sequence has more rows. Sizes a GPU's launches; None reads it back from the GPU.
-        most_tokens: no limit is larger. As max_rows.
-        firsts_T: int64, the first local token that each row sees. None for token 0.
-        onto: what this op returned for the same rows and other keys; it is merged in, and may be overwritten.
+        q_TqC: Rows of B sequences, one after the other.
+        layer: KV of the layer.
+        blocks_X: Local KV blocks of all sequences, each in position order. int64.
+        extents_B2: Begin and end of each sequence's blocks in blocks_X. int64.
+        row_starts_B: First row of each sequence, then T, (B + 1). int64.
+        limits_T: Local token after the last one that each row sees. int64.
+        scale: Factor of scores.
+        max_rows: Maximum rows of a sequence, for launches of a GPU. None: read it back from the GPU.
+        most_tokens: Maximum of limits_T. None: as for max_rows.
+        firsts_T: First local token that each row sees. int64. None: token 0.
+        onto: Result of this op for the same rows and other keys, which is merged in. May be overwritten.
 
     Returns:
-        out_TqC (dtype of q, channels of the values) and lse_Tq (float32). A row that sees nothing has 0 and -inf.
+        out_TqC (dtype of q, channels of the values) and lse_Tq (float32). Rows that see no token have 0 and -inf.
 
     Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
     if layer.format.arrangement is TILES and not is_compiling():
         return _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, onto)
-    table, most = (blocks_X, extents_B2, row_starts_B, limits_T), (max_rows, most_tokens)
+    table, launch_sizes = (blocks_X, extents_B2, row_starts_B, limits_T), (max_rows, most_tokens)
     state = torch.ops.longhelix.partial_attention(
-        q_TqC, layer.values, layer.scales, *table, scale, *most, firsts_T, *format_arguments(layer)
+        q_TqC, layer.values, layer.scales, *table, scale, *launch_sizes, firsts_T, *format_arguments(layer)
     )
     return state if onto is None else merge_states(*map(torch.stack, zip(onto, state, strict=True)))
 
@@ -85,17 +85,17 @@ def _partial_attention(
         )
     if scales is None:
         return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale, firsts_T)
-    k_JDkC, v_JDkC, *own = _decoded(layer, blocks_X, extents_B2)
-    return reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *own, row_starts_B, limits_T, scale, firsts_T)
+    k_JDkC, v_JDkC, *table_J = _decoded(layer, blocks_X, extents_B2)
+    return reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *table_J, row_starts_B, limits_T, scale, firsts_T)
 
 
 def _decoded(layer: KVLayer, blocks_X: Tensor, extents_B2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k_JDkC, v_JDkC of the sequences' own KV blocks, one sequence after the other, and a table for these."""
-    own_J = torch.cat([blocks_X[:0], *(blocks_X[begin:end] for begin, end in extents_B2.tolist())])
+    """Return k_JDkC and v_JDkC of all KV blocks, one sequence after the other, and a block table for them."""
+    ids_J = torch.cat([blocks_X[:0], *(blocks_X[begin:end] for begin, end in extents_B2.tolist())])
     counts_B = extents_B2[:, 1] - extents_B2[:, 0]
     ends_B = counts_B.cumsum(0)
     extents_B2 = torch.stack((ends_B - counts_B, ends_B), dim=1)
-    return *layer.decoded(own_J), torch.arange(len(own_J), device=own_J.device), extents_B2
+    return *layer.decoded(ids_J), torch.arange(len(ids_J), device=ids_J.device), extents_B2
 
 
 def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, onto=None):

@@ -1,4 +1,4 @@
-"""MLA's direct form: attention over keys and values that are made from the cached latents, piece by piece."""
+"""The direct form of MLA: attention over keys and values that are computed from cached latents, piece by piece."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ PIECE_TOKENS = 2048  # of a sequence, whose keys and values exist at a time; rou
 
 
 def can_expand(format: KVFormat, nope_size: int, value_size: int) -> bool:
-    """Whether `expand_latents` makes heads of these sizes from a pool of `format`."""
+    """Return whether `expand_latents` supports these head sizes for a pool of `format`."""
     return not (format.arrangement is TILES and (nope_size % native.LANES or value_size % native.LANES))
 
 
@@ -58,7 +58,7 @@ def direct_attention(
 def _attend(
     q_TqC: Tensor, made: KVLayer, limits_T: Tensor, scale: float, onto: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
-    """One sequence's rows over a layer of one KV block."""
+    """Attend with one sequence's rows over a layer of one KV block."""
     rows, missing = len(limits_T), made.format.key_size - q_TqC.shape[2]
     blocks_X, extents_12 = limits_T.new_zeros(1), limits_T.new_tensor([[0, 1]])
     table = blocks_X, extents_12, limits_T.new_tensor([0, rows]), limits_T.clamp(0, made.format.block_tokens)
@@ -75,9 +75,9 @@ def expand_latents(layer: KVLayer, up_qXZ: Tensor, nope_size: int, blocks_J: Ten
     size, and in the dtype of up_qXZ where the pool is quantised. Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1).
     """
     if first + count > len(blocks_J) * layer.format.block_tokens:
-        held = len(blocks_J) * layer.format.block_tokens
+        room_tokens = len(blocks_J) * layer.format.block_tokens
         raise ValueError(
-            f"the sequence's KV blocks here have room for {held} tokens, but {first + count} are requested"
+            f"the sequence's KV blocks here have room for {room_tokens} tokens, but {first + count} are requested"
         )
     made = _expanded_format(layer.format, up_qXZ, nope_size, count)
     if made.arrangement is TILES and not is_compiling():

@@ -19,7 +19,7 @@ def draw(
     """
     tokens_S = torch.full((len(logits_SV),), UNDECIDED)
     if native.module is not None and len(logits_SV):
-        others = (temperatures_S, top_k_S, top_p_S, min_p_S, numbers_S, tokens_S)
-        addresses = (tensor.data_ptr() for tensor in others)
+        operands = (temperatures_S, top_k_S, top_p_S, min_p_S, numbers_S, tokens_S)
+        addresses = (tensor.data_ptr() for tensor in operands)
         native.module.draw(logits_SV.data_ptr(), logits_SV.stride(0), *logits_SV.shape, *addresses)
     return tokens_S

@@ -1,8 +1,8 @@
-"""The ops of an FFN with experts: which of them a row takes, and what these make of it. CPUs run native
-kernels over weights in panels, GPUs grouped products over weights in rows, everything else the reference.
+"""Ops of an FFN with experts: routing of rows to experts, and the outputs of experts.
 
-Shared experts are one expert more, of number `num_experts`, which every row takes last: routed experts and shared ones
-are one op, and one sum.
+CPUs run native kernels over weights in panels, GPUs run grouped products over weights in rows, and other devices the
+reference. Shared experts count as one more expert with the number `num_experts`, which every row takes last. So routed
+and shared experts are one op and one sum.
 """
 
 import itertools
@@ -22,11 +22,15 @@ from longhelix.spec import MoE
 
 
 def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
-    """The taken experts' weights and numbers, weights_TY (float32) and experts_TY (int64), best first.
+    """Choose the experts of each row. Of equal scores, the expert or group with the lower number wins.
 
-    logits_TX (float32): of the experts, and, where there is a shared gate, of that. bias_E (float32): added where
-    experts are chosen. Y are the experts per token, with one more where experts are shared: it comes last, weighted
-    with 1 or the sigmoid of its gate. Of equal scores the expert of the lower number is better, and the group.
+    Args:
+        logits_TX: Logits of the experts, then of the shared gate, if there is one. float32.
+        bias_E: Added to scores when experts are chosen, but not to weights. float32.
+
+    Returns:
+        weights_TY (float32) and experts_TY (int64), best first. Y is the number of experts per token. If there are
+        shared experts, one more comes last, weighted by 1 or by the sigmoid of its gate.
 
     Softmax routing as in Mixtral (arXiv 2401.04088) and DeepSeek-V2 (arXiv 2405.04434, group-limited); sigmoid routing
     with a bias that only chooses as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
@@ -99,11 +103,15 @@ def _(logits_TX, bias_E, num_experts, per_token, shared, *_):
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """This rank's experts, by their numbers `ids`: the products of each, all in one arrangement.
+    """The weights of this rank's experts, all in one arrangement.
 
-    A rank may have no columns of an expert; it still counts its rows. rows_e (int64, where the weights are): the rows
-    that each has had. addresses: how the op of a graph finds the weights without a list of them: on GPUs see
-    `addresses`, of panels one number, that in `_NUMBERED`; empty: it takes lists.
+    A rank may have no columns of an expert. It counts the expert's rows nevertheless.
+
+    Attributes:
+        ids: Numbers of the experts.
+        rows_e: Number of rows that each expert has had. int64, on the device of the weights.
+        addresses: Lets ops in graphs find the weights without a list of tensors. On GPUs the result of `addresses`, for
+            panels the key in `_NUMBERED`. Empty: ops take lists.
     """
 
     ids: tuple[int, ...]
@@ -121,35 +129,35 @@ class Experts:
         num_experts: int,
         device: torch.device,
     ) -> "Experts":
-        """Those on `device`, of `num_experts` on all ranks, without rows so far."""
+        """Make experts on `device`. num_experts: number of experts on all ranks."""
         rows_e = torch.zeros(len(ids), dtype=torch.int64, device=device)
         if rows_e.is_cuda:
             return cls(ids, gate_up, down, rows_e, addresses=addresses(ids, gate_up, down, num_experts))
-        found = cls(ids, gate_up, down, rows_e)
-        if found.arrangement is PANELS:
+        experts = cls(ids, gate_up, down, rows_e)
+        if experts.arrangement is PANELS:
             number = next(_NUMBERS)
-            found = _NUMBERED[number] = replace(found, addresses=(torch.tensor([number]),))
-        return found
+            experts = _NUMBERED[number] = replace(experts, addresses=(torch.tensor([number]),))
+        return experts
 
     @property
     def arrangement(self) -> WeightArrangement:
-        """Of all weights; a rank that has none runs the native kernels where there are any."""
+        """The arrangement of all weights. Ranks without experts use native kernels, if there are any."""
         panels = all(weight.arrangement is PANELS for weight in (*self.gate_up, *self.down))
         return PANELS if panels and native.module is not None else PLAIN
 
     @property
     def hidden(self) -> int | None:
-        """Inputs and outputs of each; None where there are none."""
+        """Number of inputs and outputs of each expert. None: there are no experts."""
         return self.down[0].outputs if self.down else None
 
     @property
     def weight_dtype(self) -> str | None:
-        """Of all weights; None where there are none."""
+        """Number format of all weights. None: there are no experts."""
         return self.down[0].dtype if self.down else None
 
     @cached_property
     def handle(self):
-        """The weights as the native kernels know them."""
+        """The weights in the form that native kernels take."""
         gate_up, down = ([weight.handle for weight in weights] for weights in (self.gate_up, self.down))
         return native.module.ExpertSet(self.ids, gate_up, down)
 
@@ -161,20 +169,21 @@ _NUMBERS = itertools.count()
 def addresses(
     ids: Sequence[int], gate_up: Sequence[Weight], down: Sequence[Weight], num_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """Where the kernels of GPUs find weights, which stay where they are.
+    """Return the addresses of weights for kernels of GPUs. The weights must not move.
 
-    index_E (int32): the index of each of `num_experts` among this rank's e, -1 if it is elsewhere. weights_e3 (int64):
-    the address of gate and up (2 f, H), that of down (H, f), and the columns f.
+    Returns:
+        index_E: Index of each of `num_experts` among this rank's e experts. -1: on another rank. int32.
+        weights_e3: Address of gate and up (2 f, H), address of down (H, f), and the number of columns f. int64.
     """
     index = [-1] * num_experts
     for place, number in enumerate(ids):
         index[number] = place
-    found = [(a.values.data_ptr(), b.values.data_ptr(), b.depth) for a, b in zip(gate_up, down, strict=True)]
-    assert all(address % 16 == 0 for *both, _ in found for address in both)
+    weights = [(a.values.data_ptr(), b.values.data_ptr(), b.depth) for a, b in zip(gate_up, down, strict=True)]
+    assert all(address % 16 == 0 for *both, _ in weights for address in both)
     device = down[0].values.device if down else None
     return (
         torch.tensor(index, dtype=torch.int32, device=device),
-        torch.tensor(found, dtype=torch.int64, device=device).view(-1, 3),
+        torch.tensor(weights, dtype=torch.int64, device=device).view(-1, 3),
     )
 
 
@@ -190,20 +199,28 @@ def run_experts(
     dtype: torch.dtype | None = None,
     scales_TX: Tensor | None = None,
 ) -> Tensor:
-    """residual + the sum of each row's experts, as far as this rank has them, weighted; in `dtype`, by default that of
-    x.
+    """Return residual + the weighted sum of the outputs of each row's experts on this rank.
 
-    An expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202) of x, after an RMSNorm if `norm` has its weights.
-    weights_TY, experts_TY: as `route` gives them; a number that no expert has takes none. Adds the rows of each expert
-    to `experts.rows_e`. The sum is float32, rounded once. scales_TX: as of `linear`. Raises ValueError for operands of
-    another shape or dtype than these; a residual may be of any dtype.
+    The output of an expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202). The sum is float32, and rounded once.
+    Adds the number of rows of each expert to `experts.rows_e`.
+
+    Args:
+        weights_TY: As `route` returns them.
+        experts_TY: As `route` returns them. Numbers above those of all experts stand for no expert.
+        norm: Weight of an RMSNorm of x before the experts.
+        residual: Any dtype.
+        dtype: Dtype of the result. None: that of x.
+        scales_TX: As in `linear`.
+
+    Raises:
+        ValueError: An operand has the wrong shape or dtype.
     """
     dtype = dtype or x_TH.dtype
-    around = norm, norm_eps, residual, dtype, scales_TX, experts.rows_e
-    numbered = len(experts.addresses) == 1  # panels: no need to look at the weights of each expert
+    options = norm, norm_eps, residual, dtype, scales_TX, experts.rows_e
+    numbered = len(experts.addresses) == 1  # panels, without a look at the weights of each expert
     if not is_compiling() and (numbered or experts.arrangement is PANELS) and _is_native(x_TH):
-        return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
-    # What has addresses is found by them: lists of hundreds of tensors take the dispatcher longer than kernels run.
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, *options)
+    # Pass addresses if there are any, because the dispatcher needs longer for hundreds of tensors than kernels run.
     listed = len(experts.addresses) == 0
     gate_up = [weight.values for weight in experts.gate_up] if listed else []
     down = [weight.values for weight in experts.down] if listed else []
@@ -214,7 +231,7 @@ def run_experts(
         list(experts.addresses),
         weights_TY,
         experts_TY,
-        *around,
+        *options,
         [] if numbered else experts.ids,
         [] if numbered else [weight.depth for weight in experts.down],
         experts.hidden,
@@ -249,24 +266,24 @@ def _run_experts(
     weight_dtype,
     arrangement,
 ):
-    around = norm, norm_eps, residual, dtype, scales_TX, rows_e
+    options = norm, norm_eps, residual, dtype, scales_TX, rows_e
     if len(addresses) == 1:
-        return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *around)
+        return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *options)
     if not addresses and arrangement == PANELS.name and _is_native(x_TH):
         gate_ups = (
             Weight(w, weight_dtype, 2 * f, hidden, arrangement=PANELS) for w, f in zip(gate_up, columns, strict=True)
         )
         downs = (Weight(w, weight_dtype, hidden, f, arrangement=PANELS) for w, f in zip(down, columns, strict=True))
         experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
-        return _run_panels(x_TH, experts, weights_TY, experts_TY, *around)
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, *options)
     if scales_TX is not None or dtype != x_TH.dtype:
         raise ValueError("int8 rows with scales and results of another dtype need native kernels: leave them out")
     check_operands(x_TH, weight_dtype, hidden, hidden, norm, residual, dtype, scales_TX)
     check_taken(weights_TY, experts_TY, x_TH.shape[0])
     residual = None if residual is None else residual.to(dtype)
     if addresses:
-        taken = weights_TY, experts_TY, rows_e
-        return triton_kernels().run_experts(x_TH, *addresses, columns, *taken, norm, norm_eps, residual)
+        routing = weights_TY, experts_TY, rows_e
+        return triton_kernels().run_experts(x_TH, *addresses, columns, *routing, norm, norm_eps, residual)
     normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
     out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
     return out_TH if residual is None else residual + out_TH

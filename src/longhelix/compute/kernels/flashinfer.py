@@ -1,7 +1,7 @@
-"""FlashInfer's decode attention over our pool, for installs that have it. Source: arXiv 2501.01005.
+"""FlashInfer's decode attention over our pool, if it is installed. Source: arXiv 2501.01005.
 
-Its kernels want the pages of a batch listed on the host before they run: once for all layers, and before a CUDA graph
-that has captured them is replayed. `prepare` does that; `attend` then runs in place of our own kernel.
+Its kernels need a list of a batch's pages from the host, once for all layers, and before each replay of a CUDA graph.
+`prepare` makes the list. `attend` then runs instead of our kernel.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ _planned: dict[int, Any] = {}
 
 
 def check(format: KVFormat, dtype: str) -> None:
-    """Raise UserError if FlashInfer is not installed or does not read such a pool."""
+    """Raise UserError if FlashInfer is not installed or cannot read pools of this format."""
     if importlib.util.find_spec("flashinfer") is None:
         raise UserError("attention flashinfer needs the package flashinfer-python: install it, or leave the option out")
     if format.key_size not in _HEAD_SIZES or dtype not in ("bfloat16", "float16") or format.dtype != dtype:
@@ -36,7 +36,7 @@ def check(format: KVFormat, dtype: str) -> None:
 
 
 class PageLists:
-    """The pages of decode batches, listed on the host as FlashInfer wants them, for one model's attention."""
+    """Lists the pages of decode batches for FlashInfer, for the attention of one model."""
 
     def __init__(self, format: KVFormat, num_query_heads: int, scale: float, dtype: torch.dtype) -> None:
         self._format = format
@@ -46,7 +46,7 @@ class PageLists:
         self._workspace: Tensor | None = None  # of all wrappers, since only one of them runs at a time
 
     def prepare(self, blocks_X: Tensor, extents_B2: Tensor, limits_B: Tensor, max_rows: int) -> None:
-        """List the pages of the batch that these tensors describe. Only decode steps are; our kernel takes the rest."""
+        """List the pages of the batch that these tensors describe. Steps other than decodes use our kernel."""
         if max_rows > 1:
             self.forget(limits_B)
             return
@@ -76,7 +76,7 @@ class PageLists:
         )
 
     def forget(self, limits_B: Tensor) -> None:
-        """Keep nothing for the batch whose limits these are."""
+        """Free the page list of the batch with these limits."""
         _planned.pop(limits_B.data_ptr(), None)
 
     def _wrapper(self, blocks_X: Tensor, sequences: int) -> Any:
@@ -98,7 +98,7 @@ class PageLists:
 
 
 def attend(q_TqC: Tensor, kv_PADkC: Tensor, limits_T: Tensor) -> tuple[Tensor, Tensor] | None:
-    """`attention.partial_attention` of a batch that was prepared; None for others. FlashInfer's LSEs are base 2."""
+    """Compute `attention.partial_attention` of a prepared batch, or return None. FlashInfer's LSEs are base 2."""
     wrapper = _planned.get(limits_T.data_ptr())
     if wrapper is None:
         return None

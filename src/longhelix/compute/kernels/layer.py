@@ -1,4 +1,4 @@
-"""One layer's slice of the pool, and its format."""
+"""KV of one layer: its slice of the pool, and how keys and values lie in it."""
 
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,36 +14,40 @@ from longhelix.spec import FORMATS, NumberFormat, Scales
 
 
 class KVArrangement(Protocol):
+    """How keys and values lie in memory."""
+
     name: str
 
     def holds(self, format: "KVFormat", device: torch.device) -> bool:
-        """Whether the kernels of `device` can read such a layer."""
+        """Return whether the kernels of `device` can read layers of this format."""
         ...
 
     def new_tensors(self, format: "KVFormat", num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Values and scales of a layer of `num_blocks` KV blocks; contents start undefined."""
+        """Return values and scales of a layer with `num_blocks` KV blocks. Contents start undefined."""
         ...
 
     def sizes(self, values: Tensor) -> tuple[int, int]:
-        """Tokens of a KV block, and KV heads."""
+        """Return the tokens of a KV block, and the KV heads."""
         ...
 
     def by_block(self, values: Tensor) -> Tensor:
-        """A view with KV blocks outermost."""
+        """Return a view with KV blocks outermost."""
         ...
 
 
 class Rows:
-    """A tensor (P, A, D, k, C) of numbers; A is [keys, values], both of C channels, or [keys] alone where values are
-    the first channels of the keys (MLA, absorbed). Numbers of fewer than 8 bits share elements. Narrow numbers have
-    scales beside them: (P, A, D, k), or (P, A, D, k, G) where scale blocks are parts of a vector. GPUs and the
-    reference read them."""
+    """A tensor (P, A, D, k, C) of numbers, for GPUs and the reference kernels.
+
+    A is [keys, values], both with C channels, or [keys] if values are the first channels of the keys (absorbed MLA).
+    Numbers of fewer than 8 bits share elements. Narrow numbers have a tensor of scales: (P, A, D, k), or (P, A, D, k,
+    G) if scale blocks are parts of a vector.
+    """
 
     name = "rows"
 
     def holds(self, format: "KVFormat", device: torch.device) -> bool:
         kv = format.number.kv
-        # What is narrow to be fast is not left to the reference kernels of a CPU.
+        # Narrow numbers are meant to be fast, so the slow reference kernels of a CPU do not read them.
         slow = device.type == "cpu" and TILES.name in kv and kv[TILES.name].bits > 0
         return self.name in kv and not slow
 
@@ -65,11 +69,13 @@ class Rows:
 
 
 class Tiles:
-    """What the native CPU kernels read ("packed"): bytes (k, P, D / 16, X). A tile of 16 tokens is the keys as
-    [channel][token], then the values as [16 channels][token][channel], so that sixteen scores, or sixteen channels of
-    output, come from one load without sums across lanes. Numbers of 16 bits and less lie in pairs of neighbouring
-    channels (keys) or tokens (values), integers in fours. Where numbers are narrow, a bfloat16 scale for each token's
-    key comes last, and one for its value."""
+    """Bytes (k, P, D / 16, X) for the native CPU kernels ("packed").
+
+    A tile of 16 tokens has the keys as [channel][token], then the values as [16 channels][token][channel]. So one load
+    gives sixteen scores or sixteen output channels, without sums across lanes. Numbers of 16 bits and less are stored
+    in pairs of neighbouring channels (keys) or tokens (values), integers in fours. Narrow numbers are followed by a
+    bfloat16 scale for each token's key, then one for its value.
+    """
 
     name = "tiles"
 
@@ -91,7 +97,7 @@ class Tiles:
         return values.transpose(0, 1)
 
     def handle(self, layer: "KVLayer"):
-        """The layer as the native kernels know it."""
+        """Return the layer in the form that native kernels take."""
         format = layer.format
         number = getattr(native.module.Number, format.dtype)
         num_blocks, tiles = layer.values.shape[1:3]
@@ -105,17 +111,16 @@ ARRANGEMENTS: dict[str, KVArrangement] = {TILES.name: TILES, ROWS.name: ROWS}  #
 
 @dataclass(frozen=True)
 class KVFormat:
-    """Sizes, numbers and arrangement of a layer's keys and values; `dtype` is a number format's name. `rounded`:
-    attention may round queries and softmax weights to bytes, where the kernels multiply integers."""
+    """Sizes, number format and arrangement of a layer's keys and values."""
 
-    dtype: str
+    dtype: str  # name of a number format
     block_tokens: int
     num_kv_heads: int
     key_size: int
     value_size: int
     arrangement: KVArrangement
-    shared_values: bool = False
-    rounded: bool = False
+    shared_values: bool = False  # values are the first channels of the keys
+    rounded: bool = False  # kernels that multiply integers may round queries and softmax weights to bytes
 
     @classmethod
     def choose(
@@ -129,7 +134,7 @@ class KVFormat:
         shared_values: bool = False,
         rounded: bool = False,
     ) -> "KVFormat":
-        """In the first arrangement that holds it on `device`. Raises UserError if none does."""
+        """Return the format in the first arrangement that `device` supports. Raises UserError if there is none."""
         make = partial(
             cls,
             block_tokens=block_tokens,
@@ -157,28 +162,28 @@ class KVFormat:
 
     @property
     def scales(self) -> Scales:
-        """The scales of its numbers."""
+        """The scales of the numbers."""
         return self.number.kv[self.arrangement.name]
 
     @property
     def scales_per_vector(self) -> tuple[int, ...]:
-        """(G,), the scale blocks of a vector; empty if all of its channels share one scale."""
+        """(G,), the number of scale blocks of a vector. Empty if all of its channels share one scale."""
         numbers = self.scales.numbers
         return () if numbers is None else (-(-self.key_size // numbers),)
 
     @property
     def vector_sizes(self) -> tuple[int, ...]:
-        """Channels of what is kept of one token and head."""
+        """Channels of each vector that is stored for one token and head."""
         return (self.key_size,) if self.shared_values else (self.key_size, self.value_size)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one KV block: numbers, and the scales of narrow ones."""
+        """Bytes of one KV block: numbers and scales."""
         bits = sum(self.number.vector_bits(size, self.scales) for size in self.vector_sizes)
         return self.block_tokens * self.num_kv_heads * bits // 8
 
     def new_layer(self, num_blocks: int, device: torch.device) -> "KVLayer":
-        """A layer of `num_blocks` KV blocks; contents start undefined."""
+        """Return a layer with `num_blocks` KV blocks. Contents start undefined."""
         return KVLayer(self, *self.arrangement.new_tensors(self, num_blocks, device))
 
 
@@ -192,7 +197,7 @@ class KVLayer:
 
     @cached_property
     def handle(self):
-        """What the native kernels know it as; of tiles alone."""
+        """The layer in the form that native kernels take. Only for tiles."""
         return self.format.arrangement.handle(self)
 
     @property
@@ -201,18 +206,18 @@ class KVLayer:
 
     @property
     def by_block(self) -> tuple[Tensor, ...]:
-        """All of the layer as bytes: uint8 views of its tensors, of which the first dim counts KV blocks."""
+        """The whole layer as bytes: uint8 views of its tensors. The first dim is the KV block."""
         return tuple(self.format.arrangement.by_block(tensor).view(torch.uint8) for tensor in self.tensors)
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """k_PDkC, v_PDkC as views of unscaled rows."""
+        """Return k_PDkC and v_PDkC as views. Only for rows without scales."""
         if self.format.arrangement is not ROWS or self.scales is not None:
             raise ValueError(f"only unquantised rows can be seen as tensors, not {self.format}")
         keys_PDkC = self.values[:, 0]
         return keys_PDkC, keys_PDkC[..., : self.format.value_size] if self.format.shared_values else self.values[:, 1]
 
     def decoded(self, blocks_J: Tensor) -> tuple[Tensor, Tensor]:
-        """k_JDkC, v_JDkC of some KV blocks in rows; float32 where they have scales."""
+        """Return k_JDkC and v_JDkC of some KV blocks. float32 if they have scales. Only for rows."""
         scales = None if self.scales is None else self.scales[blocks_J]
         stored, numbers_per_scale = STORED[self.format.dtype], self.format.scales.numbers
         numbers_JADkC = stored.decode(self.values[blocks_J], scales, numbers_per_scale)

@@ -16,7 +16,7 @@ is_compiling = torch.compiler.is_compiling
 
 
 def dense_rows(rows: Tensor) -> Tensor:
-    """Rows that are each one run of memory, at whatever distance from each other."""
+    """Return the tensor with contiguous rows, at any distance from each other."""
     if rows.stride(-1) == 1 and (rows.dim() == 2 or rows.stride(1) == rows.shape[2]):
         return rows
     return rows.contiguous()
@@ -27,7 +27,7 @@ def dense(values: Tensor | None) -> Tensor | None:
 
 
 def triton_kernels():
-    """The GPU kernels; Triton is not imported where there is no GPU."""
+    """Return the module of GPU kernels. Imports Triton only on the first call."""
     from longhelix.compute.kernels import triton
 
     return triton
@@ -39,7 +39,7 @@ def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool, bool]:
 
 
 def layer_of(values, scales, key_size, arrangement, dtype, value_size, shared_values, rounded) -> KVLayer:
-    """The layer that an op was given, put together again from its tensors."""
+    """Rebuild the layer that was passed to an op as tensors."""
     chosen = ARRANGEMENTS[arrangement]
     block_tokens, num_kv_heads = chosen.sizes(values)
     format = KVFormat(

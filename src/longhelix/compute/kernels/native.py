@@ -1,19 +1,19 @@
-"""The native CPU kernels, where this install has them: `module` is None if it was built without a compiler."""
+"""The native CPU kernels. `module` is None if the installation was built without a compiler."""
 
 import importlib
 import importlib.util
 
 import torch
 
-_found = importlib.util.find_spec("longhelix._native")
-module = importlib.import_module("longhelix._native") if _found else None
+_spec = importlib.util.find_spec("longhelix._native")
+module = importlib.import_module("longhelix._native") if _spec else None
 
 LANES = 16  # tokens of a tile, outputs of a panel
 LONGEST_HEAD = 512  # channels that the merge of shared memory takes
 
 
 def _openmp_library() -> str | None:
-    """The OpenMP runtime that torch has loaded; another one beside it would fight with it for the cores."""
+    """Return the OpenMP runtime that torch has loaded. A second one would compete with it for the cores."""
     try:
         with open("/proc/self/maps") as maps:
             loaded = {line.split()[-1] for line in maps if "/" in line}
@@ -23,7 +23,7 @@ def _openmp_library() -> str | None:
 
 
 def set_num_threads(count: int) -> None:
-    """Threads of torch's own kernels and of ours: they are the same ones."""
+    """Set the number of threads, which torch's kernels and ours share."""
     torch.set_num_threads(count)
     if module is not None:
         module.set_threads(count)

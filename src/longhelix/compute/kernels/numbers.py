@@ -28,7 +28,7 @@ class StoredNumbers:
     largest: float | None = None
 
     def encode(self, x_TkC: Tensor, scales: Scales = VECTOR_SCALES) -> tuple[Tensor, Tensor | None]:
-        """Return what is stored of vectors: elements (T, k, X), and scales (T, k), or (T, k, G) for G scale blocks.
+        """Return the stored form of vectors: elements (T, k, X), and scales (T, k), or (T, k, G) for G scale blocks.
 
         scales: how many numbers share a scale, and its bits. The last scale block of a vector may be cut short.
         """
@@ -54,7 +54,7 @@ class StoredNumbers:
         return stored.float()
 
     def decode(self, stored: Tensor, scales: Tensor | None, numbers_per_scale: int | None = None) -> Tensor:
-        """Return the numbers (..., C), in float32 where they have scales.
+        """Return the numbers (..., C), in float32 if they have scales.
 
         scales: as `encode` returns them. numbers_per_scale: None: all of a vector.
         """
@@ -68,7 +68,7 @@ class StoredNumbers:
 
 
 def _blocks(x_TkC: Tensor, numbers_per_scale: int | None) -> Tensor:
-    """x_TkGB: vectors in scale blocks, the last one filled with zeros."""
+    """Return x_TkGB: vectors split into scale blocks. The last block is padded with zeros."""
     size = x_TkC.shape[-1]
     block = size if numbers_per_scale is None else numbers_per_scale
     return pad(x_TkC, (0, -size % block)).unflatten(-1, (-1, block))

@@ -82,5 +82,5 @@ def check_taken(weights_TY: Tensor, experts_TY: Tensor, rows: int) -> None:
 
 
 def num_blocks(depth: int) -> int:
-    """Scale blocks of a row of bytes."""
+    """Return the number of scale blocks of a row of bytes."""
     return -(-depth // ROW_BLOCK)

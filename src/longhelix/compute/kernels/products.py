@@ -1,4 +1,4 @@
-"""Products of rows with weights, rows as bytes for them, and picking rows out of a batch."""
+"""Products of rows with weights, rounding of rows to bytes, and selection of rows."""
 
 import torch
 from torch import Tensor
@@ -21,13 +21,19 @@ def linear(
     dtype: torch.dtype | None = None,
     scales_TX: Tensor | None = None,
 ) -> Tensor:
-    """x W^T + bias, with what a decoder has around it: a memory-bound product hides it.
+    """Return x W^T + bias, fused with the operations around it.
 
-    `norm`: weight of an RMSNorm (arXiv 1910.07467) of x before the product. `swiglu`: the first half of the outputs
-    gates the second, silu(gate) * up (arXiv 2002.05202). `residual`: added last. `scales_TX`: x_TX is int8, rows of
-    `quantise_rows` with these scales, for a weight of w8a8; then there is no norm. A weight of w8a8 rounds other rows
-    itself, to the same numbers. Returns `dtype`, by default that of x; of int8 it must be given. Raises ValueError for
-    operands of another shape or dtype than these; a residual may be of any dtype.
+    Args:
+        norm: Weight of an RMSNorm (arXiv 1910.07467) of x before the product.
+        swiglu: The first half of the outputs gates the second, silu(gate) * up (arXiv 2002.05202).
+        residual: Added last. Any dtype.
+        dtype: Dtype of the result. None: that of x, which must not be int8.
+        scales_TX: Scales of x_TX, if it has int8 rows of `quantise_rows`. Needs a w8a8 weight and no norm. A w8a8
+        weight
+            rounds other rows to the same numbers.
+
+    Raises:
+        ValueError: An operand has the wrong shape or dtype.
     """
     dtype = dtype or x_TX.dtype
     if weight.arrangement is PANELS and not is_compiling():
@@ -57,13 +63,15 @@ def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_
 
 
 def _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype):
-    """The reference, with one launch for the norm and one for the gate."""
+    """Run the reference, with one launch for the norm and one for the gate."""
     if norm is not None:
         x_TX, norm = triton_kernels().norm_rows(dense_rows(x_TX), norm, norm_eps), None
     if not swiglu:
         return reference.linear(x_TX, values, bias, norm, norm_eps, False, residual, dtype)
-    own = torch.promote_types(x_TX.dtype, values.dtype)
-    out_TO = triton_kernels().gate_rows(reference.linear(x_TX, values, bias, norm, norm_eps, False, None, own))
+    product_dtype = torch.promote_types(x_TX.dtype, values.dtype)
+    out_TO = triton_kernels().gate_rows(
+        reference.linear(x_TX, values, bias, norm, norm_eps, False, None, product_dtype)
+    )
     return (out_TO if residual is None else out_TO + residual).to(dtype)
 
 
@@ -83,7 +91,7 @@ def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
     rows, outputs = x_TX.shape[0], weight.outputs // 2 if swiglu else weight.outputs
     x_TX, norm, bias, scales_TX = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TX)
     if scales_TX is not None and bias is not None:
-        bias = bias.to(dtype)  # elsewhere it is of the dtype of x
+        bias = bias.to(dtype)  # other kernels use the dtype of x
     if residual is not None:
         residual = dense_rows(residual if residual.dtype == dtype else residual.to(dtype))
     out_TX = x_TX.new_empty(rows, outputs, dtype=dtype)
@@ -116,11 +124,16 @@ def _(
 
 
 def quantise_rows(x_TX: Tensor, *, norm: Tensor | None = None, norm_eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Rows as bytes, x = scale * q: q_TX (int8, -127 to 127) and a scale for each scale block of 64 inputs, scales_TX
-    (float32).
+    """Round rows to bytes, x = scale * q.
 
-    A block's largest magnitude becomes 127, the others the nearest, ties to even. Of a block below 2^-112 nothing is
-    left; the scale of one with an infinity or a NaN is NaN. `norm`: as of `linear`.
+    The largest magnitude of a scale block becomes 127. Others are rounded to nearest, ties to even. A block below
+    2^-112 becomes 0. A block with an infinity or a NaN gets a NaN as its scale.
+
+    Args:
+        norm: As in `linear`.
+
+    Returns:
+        q_TX (int8, -127 to 127), and the scale of each scale block of 64 inputs, scales_TX (float32).
     """
     if not is_compiling() and _rounds_natively(x_TX, norm):
         return _round_rows(x_TX, norm, norm_eps)
@@ -165,7 +178,7 @@ def _(x_TX, norm, norm_eps):
 
 
 def take_rows(x_TX: Tensor, rows_t: Tensor) -> Tensor:
-    """Rows `rows_t` (int64) of x_TX, in that order: x_tX."""
+    """Return the rows `rows_t` (int64) of x_TX, in that order: x_tX."""
     if native.module is not None and not x_TX.is_cuda and not is_compiling():
         return _copy_rows(x_TX, rows_t)
     return torch.ops.longhelix.take_rows(x_TX, rows_t)

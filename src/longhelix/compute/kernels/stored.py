@@ -1,10 +1,9 @@
-"""Keys and values as they are stored, bit for bit, in one order for all arrangements: what leaves a pool and comes back
-to another one.
+"""Stored keys and values, bit for bit, in one order for all arrangements. Used to move KV from one pool to another.
 
-Of a KV block and head: keys (C, D), values (V / 16, D, 16), or (1, D, V) where sixteens do not divide V, scales (D). It
-is the order of tiles of 16 tokens, which kernels of CPUs read, as far as numbers lie one by one there: much may have to
-be moved at once. int4 has two rows in a byte, which is told of as one row: of eight the i-th and the one four further.
-Where numbers share elements in rows, C and V count elements. Scales of scale blocks are (D, G).
+For a KV block and head: keys (C, D), values (V / 16, D, 16), or (1, D, V) if 16 does not divide V, scales (D), or (D,
+G) with scale blocks. This order is close to tiles of 16 tokens, so that CPUs can copy large pieces. int4 has two rows
+in a byte, which count as one row: of eight rows, row i and row i + 4. If numbers share elements in rows, C and V count
+elements.
 """
 
 import math
@@ -16,9 +15,9 @@ from torch import Tensor
 from longhelix.compute.kernels import native
 from longhelix.compute.kernels.layer import TILES, KVLayer
 
-# Bits as integers, whatever they stand for: nothing is rounded, and a NaN stays the one that it is.
+# Bits are copied as integers, so nothing is rounded, and NaNs keep their bits.
 _BITS = {32: torch.int32, 16: torch.int16, 8: torch.uint8, 4: torch.uint8}
-# How a panel, of rows by 16 lanes, lies in memory: what is inside of each of its lines.
+# Layout of each line of a panel, which has rows by 16 lanes.
 _LINES: dict[str, tuple[tuple[str, int], ...]] = {
     "float32": (("lanes", 16),),
     "float16": (("lanes", 16),),
@@ -31,32 +30,29 @@ _LINES: dict[str, tuple[tuple[str, int], ...]] = {
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Keys, values, or the scales of either of all KV blocks of a layer.
+    """Keys, values, or the scales of either, of all KV blocks of a layer."""
 
-    view: where they lie, blocks first, then heads; every group of its other dims is one dim of the order above.
-    """
-
-    view: Tensor
-    groups: tuple[tuple[int, ...], ...]
+    view: Tensor  # of the pool: KV blocks, heads, other dims
+    groups: tuple[tuple[int, ...], ...]  # of the other dims; each group is one dim of the order above
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one block and head."""
+        """Shape of one KV block and head."""
         return tuple(math.prod(group) for group in self.groups)
 
     def read(self, blocks_J: Tensor) -> Tensor:
-        """The bits of some KV blocks, (J, k, *shape), as a copy."""
+        """Return a copy of the bits of some KV blocks, (J, k, *shape)."""
         return self.view[blocks_J].reshape(len(blocks_J), self.view.shape[1], *self.shape)
 
     def write(self, blocks: slice, heads: slice, bits_Jk: Tensor) -> None:
-        """Give some heads of some KV blocks what `read` gave."""
+        """Overwrite some heads of some KV blocks by bits that `read` returned."""
         for dim, group in reversed(list(enumerate(self.groups, 2))):
             bits_Jk = bits_Jk.unflatten(dim, group)
         self.view[blocks, heads].copy_(bits_Jk)
 
 
 def stored_parts(layer: KVLayer) -> dict[str, StoredPart]:
-    """What a layer stores of a token: keys, values unless these are the keys' first channels, and their scales."""
+    """Return the parts of a layer by name: keys, values if they are stored separately, and their scales."""
     return _in_tiles(layer) if layer.format.arrangement is TILES else _in_rows(layer)
 
 
@@ -93,19 +89,19 @@ def _in_tiles(layer: KVLayer) -> dict[str, StoredPart]:
 
 
 def _vectors(layer: KVLayer) -> list[tuple[str, int]]:
-    """What is kept of a token and head, with its channels."""
+    """Return the name and the channels of each vector that is stored for a token and head."""
     return list(zip(("keys", "values"), layer.format.vector_sizes, strict=False))
 
 
 def _keys(bits_PktX: Tensor, dtype: str) -> StoredPart:
-    """One panel: tokens are lanes, channels are rows."""
+    """Return keys, which are one panel: tokens are lanes, channels are rows."""
     kinds, sizes = zip(*_LINES[dtype], strict=True)
     view = bits_PktX.unflatten(-1, (-1, *sizes))
     return _grouped(view, ["tiles", "rows", *kinds], [["rows"], ["tiles", "lanes"]])
 
 
 def _values(bits_PktX: Tensor, value_size: int, dtype: str) -> StoredPart:
-    """A panel for every 16 channels: tokens are rows, channels are lanes."""
+    """Return values, which have a panel for every 16 channels: tokens are rows, channels are lanes."""
     kinds, sizes = zip(*_LINES[dtype], strict=True)
     panels = value_size // native.LANES
     view = bits_PktX.unflatten(-1, (panels, bits_PktX.shape[-1] // panels // math.prod(sizes), *sizes))
@@ -113,8 +109,10 @@ def _values(bits_PktX: Tensor, value_size: int, dtype: str) -> StoredPart:
 
 
 def _grouped(view: Tensor, kinds: list[str], groups: list[list[str]]) -> StoredPart:
-    """`kinds`: of the dims of a view, behind blocks and heads. `groups`: which of them make each dim of the order."""
-    dims = [[dim for kind in group for dim, found in enumerate(kinds, 2) if found == kind] for group in groups]
+    """Permute a view. kinds: of its dims after blocks and heads. groups: the kinds that make each dim of the order."""
+    dims = [
+        [dim for kind in group for dim, kind_of_dim in enumerate(kinds, 2) if kind_of_dim == kind] for group in groups
+    ]
     return StoredPart(
         view.permute(0, 1, *(dim for group in dims for dim in group)),
         tuple(tuple(view.shape[dim] for dim in group) for group in dims),

@@ -1,7 +1,7 @@
 """Tapes: the native calls of one step, recorded once and run again without Python between them.
 
-What a step computes in Python between kernels takes longer than many of the kernels, and on a CPU there is no queue
-that hides it. A tape is to native calls what a CUDA graph is to launches: it keeps their arguments, addresses included.
+In a step, Python between kernels takes longer than many kernels, and a CPU has no queue that hides it. A tape is to
+native calls what a CUDA graph is to launches: it keeps their arguments, including addresses.
 """
 
 from torch import Tensor
@@ -15,7 +15,7 @@ _VIEWS = {"detach", "view", "flatten", "unflatten", "slice", "select", "unsqueez
 
 
 class Tape:
-    """Records what runs inside of `with tape:`; `run` does it again, reading and writing the same memory.
+    """Records native calls inside of `with tape:`. `run` repeats them on the same memory.
 
     Recording changes nothing of what runs, so ranks that wait for each other meanwhile may record or not. What a tape
     cannot hold makes it incomplete, and then it cannot run.
@@ -35,22 +35,22 @@ class Tape:
 
     @property
     def complete(self) -> bool:
-        """Whether all that ran was native calls, so that `run` does the same."""
+        """Whether only native calls ran, so that `run` has the same effect."""
         return self._watch.complete
 
     def run(self) -> None:
-        """Run the recorded calls, in order. Raises what they raise."""
+        """Run the recorded calls in order. Raises their errors."""
         assert self.complete, "a tape lacks what ran outside of native calls"
         self._calls.run()
 
 
 class _Watch(TorchDispatchMode):
-    """Keeps alive every tensor that is made, and notes operators that compute."""
+    """Keeps every created tensor alive, and detects operators that compute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.complete = True
-        self._kept: list[Tensor] = []
+        self._results: list[Tensor] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -60,12 +60,12 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
         if name in _EMPTY or (name in _VIEWS and _shares_memory(result, args[0])):
-            self._kept.append(result)
+            self._results.append(result)
         else:
             self.complete = False
         return result
 
 
 def _shares_memory(view: Tensor, base: Tensor) -> bool:
-    """Some views copy where strides do not allow one."""
+    """Return whether the result is a view. Some view operators copy if strides do not allow a view."""
     return view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Weights of matrix products, and how they can lie in memory."""
+"""Weights of matrix products, and their arrangements in memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from longhelix.spec import FORMATS
 
 
 class WeightArrangement(Protocol):
-    """How a weight lies in memory. `longhelix.spec.formats` says which number formats it holds, by its name."""
+    """How a weight lies in memory. `longhelix.spec.formats` lists the number formats of each arrangement, by name."""
 
     name: str
 
     def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
-        """Whether a matrix of that shape can lie so there, stored in `dtype`."""
+        """Return whether `device` supports a matrix of this shape, stored in `dtype`."""
         ...
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
-        """The matrix, laid out. `halves`: see `make_weight`."""
+        """Arrange a matrix. halves: see `make_weight`."""
         ...
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
-        """Rows of W: (T, depth)."""
+        """Return rows of W, (T, depth)."""
         ...
 
 
 class Plain:
-    """W as it is, (outputs, depth). torch multiplies with it."""
+    """W without change, (outputs, depth). torch multiplies with it."""
 
     name = "plain"
 
@@ -48,11 +48,13 @@ class Plain:
 
 
 class Panels:
-    """What the native CPU kernels read ("packed"): a row of panels, one for every 16 outputs: [input][output], inputs
-    in pairs where the numbers are bfloat16 or narrower. Numbers with scales come in blocks of 32 inputs: the block's
-    numbers, then 16 float16 scales and 16 float16 offsets, one for each output; weight = scale * stored +
-    offset (csrc/kernels.hpp). w8a8 has [four inputs][output], signed bytes, and one float32 scale for each output after
-    all of a panel's inputs."""
+    """Panels of 16 outputs for the native CPU kernels ("packed").
+
+    A panel is [input][output], with inputs in pairs if numbers are bfloat16 or narrower. Numbers with scales come in
+    blocks of 32 inputs: the numbers, then 16 float16 scales and 16 float16 offsets, one for each output, and weight =
+    scale * stored + offset (csrc/kernels.hpp). w8a8 has [four inputs][output] as signed bytes, and after all inputs of
+    a panel a float32 scale for each output.
+    """
 
     name = "panels"
 
@@ -66,7 +68,7 @@ class Panels:
         return weight
 
     def new_panels(self, outputs: int, depth: int, dtype: str, halves: int) -> "Weight":
-        """Panels whose outputs `write` then lays out one after the other; what fills up the last ones is zero."""
+        """Return panels that `write` then fills with outputs. Padding of the last panels is zero."""
         panels = halves * -(-outputs // halves // native.LANES)
         panel_bytes = native.LANES * FORMATS[dtype].weight_row_bytes(depth)
         new = torch.empty if depth else torch.zeros  # without inputs there is nothing to lay out
@@ -76,7 +78,7 @@ class Panels:
         return Weight(values, dtype, outputs, depth, arrangement=self)
 
     def write(self, rows_OI: Tensor, first: int, weight: "Weight", halves: int) -> None:
-        """Lay out some rows of W, float32, bfloat16 or float16, as its outputs `first` and those after it."""
+        """Write rows of W (float32, bfloat16 or float16) as the outputs from `first` on."""
         rows_OI = rows_OI if rows_OI.stride(1) == 1 else rows_OI.contiguous()
         width = weight.outputs // halves
         padded_width = -(-width // native.LANES) * native.LANES
@@ -100,13 +102,13 @@ class Panels:
         return panels[indices_T // native.LANES, :, indices_T % native.LANES].flatten(1)
 
     def handle(self, weight: "Weight"):
-        """The weight as the native kernels know it."""
+        """Return the weight in the form that native kernels take."""
         number = getattr(native.module.Number, weight.dtype)
         return native.module.Weight(weight.values.data_ptr(), number, weight.depth)
 
 
 def _multiple(dtype: str) -> int:
-    """Of which the inputs of panels are one."""
+    """Return the number of which the inputs of panels must be a multiple."""
     return FORMATS[dtype].weight_scales.numbers or native.LANES
 
 
@@ -116,49 +118,49 @@ ARRANGEMENTS: dict[str, WeightArrangement] = {PANELS.name: PANELS, PLAIN.name: P
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """y = x W^T. `values`: W (outputs, depth), or its panels (bytes); `dtype`: a number format's name."""
+    """The weight W of a product y = x W^T."""
 
-    values: Tensor
-    dtype: str
+    values: Tensor  # W (outputs, depth), or its panels (bytes)
+    dtype: str  # name of a number format
     outputs: int
     depth: int
     arrangement: WeightArrangement
 
     @cached_property
     def handle(self):
-        """What the native kernels know it as; of panels alone."""
+        """The weight in the form that native kernels take. Only for panels."""
         return self.arrangement.handle(self)
 
     @property
     def has_rows(self) -> bool:
-        """Whether `rows` can give them back as they were."""
+        """Whether `rows` returns exact rows of W."""
         return not FORMATS[self.dtype].weight_scales.bits
 
     def rows(self, indices_T: Tensor) -> Tensor:
-        """Rows of W: (T, depth)."""
+        """Return rows of W, (T, depth)."""
         return self.arrangement.rows(self, indices_T)
 
 
 def make_weight(weight_OI: Tensor, dtype: str, halves: int = 1) -> Weight:
-    """In the first arrangement that holds it, quantised if `dtype` is narrow. Raises UserError if none does.
+    """Arrange a matrix in the first possible arrangement, quantised to `dtype`. Raises UserError if there is none.
 
-    `halves`: 2 for a gate and an up projection side by side; each half is padded to whole panels.
+    halves: 2 for a gate and an up projection in one matrix. Each half is padded to whole panels.
     """
     return choose_arrangement([tuple(weight_OI.shape)], dtype, weight_OI.device).new_weight(weight_OI, dtype, halves)
 
 
 def choose_arrangement(shapes: Iterable[tuple[int, int]], dtype: str, device: torch.device) -> WeightArrangement:
-    """The first arrangement that holds matrices of all these shapes. Raises UserError if none does."""
+    """Return the first arrangement for matrices of all these shapes. Raises UserError if there is none."""
     shapes = list(shapes)
     for arrangement in ARRANGEMENTS.values():
         if all(arrangement.holds(shape_OI, dtype, device) for shape_OI in shapes):
             return arrangement
     multiple = _multiple(dtype)
     depth = next((depth for _, depth in shapes if depth % multiple), shapes[0][1])
-    asked, instead = f"weight_dtype {dtype}", "set weight_dtype to the model's dtype"
+    requirement, advice = f"weight_dtype {dtype}", "set weight_dtype to the model's dtype"
     if FORMATS[dtype].rounds_inputs:
-        asked, instead = "activation_dtype int8", "leave it out"
+        requirement, advice = "activation_dtype int8", "leave it out"
     raise UserError(
-        f"{asked} needs the native CPU kernels and weights whose number of inputs is a multiple of {multiple}, but a "
-        f"weight has {depth}: {instead}"
+        f"{requirement} needs the native CPU kernels and weights whose number of inputs is a multiple of {multiple}, "
+        f"but a weight has {depth}: {advice}"
     )

@@ -1,4 +1,4 @@
-"""What goes into the pool: keys and values of the rows that a rank owns, and on the way there their rotation."""
+"""Writes keys and values into the pool, and rotates queries and keys."""
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from longhelix.compute.kernels.numbers import STORED
 def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, layer: KVLayer, slots_T: Tensor) -> None:
     """Write the rows that this rank owns into one layer's pool, quantised as the pool's dtype asks.
 
-    slots_T (int64): block id * D + offset in the block, or -1 for a row that another rank owns. v_TkC is None where
-    values are the first channels of the keys.
+    Args:
+        v_TkC: None: values are the first channels of the keys.
+        slots_T: Block id * D + offset in the block, or -1 for a row that another rank owns. int64.
     """
     if layer.format.arrangement is TILES and not is_compiling():
         return _write_tiles(k_TkC, v_TkC, layer, slots_T)
@@ -81,11 +82,16 @@ def rotate_and_write(
     layer: KVLayer,
     slots_T: Tensor,
 ) -> Tensor:
-    """What lies between the QKV product and attention: q_TqC, rotated; keys, rotated, and values go to the pool.
+    """Rotate queries and keys, and write keys and values into the pool. Returns rotated queries, q_TqC.
 
-    qkv_TX: query heads, key heads, value heads. q_norm, k_norm: weights of an RMSNorm of each head. cos_TR, sin_TR:
-    float32, R <= C/2: channel r is rotated with channel R + r (arXiv 2104.09864), channels from 2R on are not rotated.
-    slots_T as in `write_kv`.
+    Args:
+        qkv_TX: Query heads, key heads, value heads.
+        q_norm: Weights of an RMSNorm of each query head.
+        k_norm: Weights of an RMSNorm of each key head.
+        cos_TR: R <= C/2. Channel r is rotated with channel R + r (arXiv 2104.09864), channels from 2R on are not
+            rotated. float32.
+        sin_TR: As cos_TR.
+        slots_T: As in `write_kv`.
     """
     if layer.format.arrangement is TILES and not is_compiling():
         return _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)

@@ -1,4 +1,4 @@
-"""What ranks can run on here, found without loading torch: the GPUs of this host, the native CPU kernels."""
+"""Detects the GPUs and the native CPU kernels of this host without loading torch."""
 
 import importlib
 import importlib.metadata
@@ -11,27 +11,27 @@ _TIMEOUT_S = 30
 
 
 def has_native_kernels() -> bool:
-    """False in an install that was built without a C++ compiler."""
+    """Return whether the native kernels are installed. They are not if there was no C++ compiler."""
     return importlib.util.find_spec("longhelix._native") is not None
 
 
 def native_instruction_set() -> str | None:
-    """That of the native kernels that run here; None without any."""
+    """Return the instruction set of the native kernels, or None if there are none."""
     return str(importlib.import_module("longhelix._native").instruction_set()) if has_native_kernels() else None
 
 
 def multiplies_integers() -> bool:
-    """Whether the native kernels that run here attend in integers."""
+    """Return whether the native kernels compute attention in integers on this machine."""
     return native_instruction_set() == "avx512"
 
 
 def free_gpu_bytes() -> list[int]:
-    """Free memory of each GPU that this process may use, in torch's order; none if torch was built without CUDA."""
+    """Return the free memory of each GPU of this process, in torch's order. Empty if torch has no CUDA."""
     return [int(mebibytes) * 2**20 for mebibytes in _query("memory.free")]
 
 
 def gpu_names() -> list[str]:
-    """The name of each of these GPUs, such as "NVIDIA H100 80GB HBM3"."""
+    """Return the name of each of these GPUs, such as "NVIDIA H100 80GB HBM3"."""
     return _query("name")
 
 

@@ -1,4 +1,4 @@
-"""What of this host's cores and memory this process may use: containers are given less than the host has.
+"""Detects the cores and the memory that this process may use. Containers may use less than the host has.
 
 Sources: cpuset by sched_getaffinity(2); cpu.max, memory.max and memory.high of cgroup v2, cpu.cfs_quota_us and
 memory.limit_in_bytes of v1 (the kernel's admin-guide/cgroup-v2.rst and cgroup-v1). A limit holds for a group and all
@@ -17,46 +17,46 @@ _NO_LIMIT_BYTES = 2**60  # v1 writes the largest multiple of a page where there 
 
 
 def cores(root: Path = _ROOT) -> int:
-    """Cores that this process can keep busy: those it may run on, at most as many as its quota pays for."""
+    """Return the number of cores that this process can keep busy, from its affinity and its quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(int(min([affinity, *_quotas(root)])), 1)
 
 
 def processor(root: Path = _ROOT) -> str:
-    """The name of the first core's model, such as "AMD EPYC 9654 96-Core Processor"."""
+    """Return the name of the first core's model, such as "AMD EPYC 9654 96-Core Processor"."""
     return _of_processor(root, "model name") or platform.processor() or platform.machine()
 
 
 def instruction_sets(root: Path = _ROOT) -> list[str]:
-    """The kernel's names of what the first core has beside the base of its architecture."""
+    """Return the kernel's names of the first core's instruction set extensions."""
     return (_of_processor(root, "flags") or _of_processor(root, "Features")).split()
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that this process and those it shares limits with may have together."""
+    """Return the memory that this process and those that share its limits may use together."""
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _limits(root))])
 
 
 def available_bytes(root: Path = _ROOT) -> int:
-    """Memory that this process can still take without swapping, of the host's and of every limit on the way."""
+    """Return the memory that this process can still allocate without swapping, within all limits."""
     return max(min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits(root))]), 0)
 
 
 def last_level_cache_bytes(root: Path = _ROOT) -> int | None:
-    """The size of the first core's largest cache, None where the system does not tell."""
+    """Return the size of the first core's largest cache, or None if it is unknown."""
     paths = (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = (_read(path).strip().removesuffix("K") for path in paths)
     return max((1024 * int(size) for size in sizes if size.isdigit()), default=None)
 
 
 def _of_processor(root: Path, name: str) -> str:
-    """A line of what the kernel says of the first core; empty where it has none."""
+    """Return a field of the first core in /proc/cpuinfo, or "" if it does not exist."""
     lines = (line.partition(":") for line in _read(root / "proc/cpuinfo").splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), "")
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time of each group that this process is in, where that is limited."""
+    """Yield the quota in cores of each group of this process that has one."""
     for group in _groups(root, ""):
         quota, _, period = _read(group / "cpu.max").partition(" ")
         if quota.isdigit():
@@ -109,7 +109,7 @@ def _mounts(folder: Path, names: list[str]) -> Iterator[Path]:
 
 
 def _statistic(group: Path, names: tuple[str, ...]) -> int:
-    """The sum of some of a group's numbers."""
+    """Return the sum of some numbers of a group."""
     lines = (line.split() for line in _read(group / "memory.stat").splitlines())
     return sum(int(value) for key, value in lines if key in names)
 
@@ -120,7 +120,7 @@ def _number(path: Path) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """A file's text, with paths in it as Python names them; empty if there is none."""
+    """Return the text of a file, or "" if it does not exist."""
     try:
         return os.fsdecode(path.read_bytes())
     except OSError:

@@ -1,4 +1,4 @@
-"""This machine as a system: the constants that the engine's own decisions are made with."""
+"""The hardware constants of this machine, which the engine uses for its decisions."""
 
 import os
 
@@ -10,10 +10,10 @@ _UNKNOWN_GPU = "h100"
 
 
 def machine(device: str) -> HardwareSpec:
-    """What ranks on `device`, cpu or cuda, run on.
+    """Return the hardware on which ranks of `device` ("cpu" or "cuda") run.
 
-    CPUs: the system "local" where `longhelix calibrate` has written one, else the preset "cpu". GPUs: the preset that
-    the first one's name has in it, else that of H100s. Every dtype of a KV cache has a rate. Raises UserError where
+    CPUs: the system "local" if `longhelix calibrate` has written it, else the preset "cpu". GPUs: the preset whose name
+    is in the name of the first GPU, else that of H100s. Every dtype of a KV cache has a rate. Raises UserError if
     "local" cannot be read.
     """
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""GQA attention of one layer, the Helix way: local attention, one exchange, output projection at TP = N."""
+"""GQA attention of one layer in Helix: local attention, one exchange, output projection at TP = N."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from longhelix.compute.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
 from longhelix.compute.models.batch import Batch
 from longhelix.compute.models.overlap import attend_and_exchange, attend_and_share
-from longhelix.compute.models.projection import add_projected, own_normed, project_normed
+from longhelix.compute.models.projection import add_projected, normed_local_rows, project_normed
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.exchange import gather_heads
 from longhelix.compute.parallel.mesh import Mesh
@@ -17,9 +17,11 @@ from longhelix.spec.attention import GroupedQueryAttention
 
 
 class Attention(nn.Module):
-    """Helix, arXiv 2507.07120, section 2.1: every KVP rank computes QKV for the heads of its TPA shard, which are the
-    same on all ranks that keep KV of a request. It writes only the KV that it owns, attends to its own KV shard, and
-    exchanges partial outputs for whole heads."""
+    """Attention of Helix (arXiv 2507.07120, section 2.1).
+
+    Every KVP rank computes QKV for the heads of its TPA shard, which are the same on all ranks with KV of a request. It
+    writes only the KV that it owns, attends to its KV shard, and exchanges partial outputs for complete heads.
+    """
 
     def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights, spans: Spans = UNTRACED) -> None:
         super().__init__()
@@ -46,14 +48,14 @@ class Attention(nn.Module):
         return self.qkv, self.output
 
     def forward(self, hidden_TH: Tensor, batch: Batch, kv: KVLayer) -> Tensor:
-        """hidden_TH with this layer's attention added."""
+        """Return hidden_TH with this layer's attention added."""
         span = self.spans.begin("QKV")
         rows, shared = batch.attention, batch.sharding.shared
         if batch.sharding.holders is None:
             qkv_tX = project_normed(hidden_TH, self.qkv, self.norm, self.eps, batch, bias=self.qkv_bias)
         else:
-            x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
-            qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **more)
+            x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
+            qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **options)
         q_tqC = rotate_and_write(
             qkv_tX,
             self.q_norm,

@@ -1,4 +1,4 @@
-"""The packed rows of one step, as the model sees them on this rank."""
+"""The batch of one step: the packed rows that the model computes on this rank."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from longhelix.spec.layout import split
 
 @dataclass(frozen=True)
 class ImageRows:
-    """What images do to hidden states.
+    """The rows of a step that images fill, and their values.
 
     Attributes:
         mask_T: Whether an image fills a row. bool.
@@ -35,7 +35,7 @@ class ImageRows:
         if layer + 1 >= len(self.states):
             return hidden_TH
         added_TH = self.states[layer + 1]
-        return hidden_TH + (added_TH if shards is None else shards.own(added_TH))
+        return hidden_TH + (added_TH if shards is None else shards.local_rows(added_TH))
 
 
 class RowRotation(NamedTuple):
@@ -77,7 +77,7 @@ class AttentionRows:
         max_rows: Number of rows of the sequence with the most rows.
         rotations: How far each row is rotated, for each of `ModelSpec.rotations`.
         views: What differs by KV group, for each of them (`ModelSpec.group_of`).
-        stays: Later steps with the same number of rows reuse these tensors, and overwrite their values.
+        is_reused: Later steps with the same number of rows reuse these tensors, and overwrite their values.
     """
 
     row_starts_b: Tensor
@@ -86,7 +86,7 @@ class AttentionRows:
     max_rows: int
     rotations: tuple[RowRotation, ...]
     views: tuple[RowView, ...]
-    stays: bool = False
+    is_reused: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,8 @@ class Batch:
     padding_T: Tensor | None = None
 
     @property
-    def alone(self) -> bool:
-        """Whether its layers run op by op, because hardly another step is like it: it has rows of images, or rows that
-        others have as well."""
+    def runs_op_by_op(self) -> bool:
+        """Whether layers run op by op, because the step is unlikely to repeat: it has rows of images or shared rows."""
         return bool(self.sharding.shared) or self.images is not None
 
     @property
@@ -152,14 +151,13 @@ class Batch:
         """Whether every sequence has one row."""
         return self.shape.num_sequences == len(self.token_ids_T)
 
-    def own_rows(self, hidden_TH: Tensor) -> Tensor:
-        """hidden_tH: the rows whose queries, keys and values this rank computes."""
+    def local_rows(self, hidden_TH: Tensor) -> Tensor:
+        """Return the rows whose queries, keys and values this rank computes, hidden_tH."""
         holders = self.sharding.holders
         return hidden_TH if holders is None else take_rows(hidden_TH, holders.rows_t)
 
     def cut(self) -> "list[BatchPart]":
-        """The parts that attend one after the other: `StepShape.parts` ranges of all T rows, as even as can be, the
-        same on every rank."""
+        """Split all T rows evenly into `StepShape.parts` ranges, which attend in turn. The same on all ranks."""
         holders = self.sharding.holders
         if holders is None:
             ranges = split(len(self.token_ids_T), self.shape.parts)

@@ -1,4 +1,4 @@
-"""Model files: what tensors they hold, and slices of those tensors.
+"""Reads model files: their tensors, and slices of the tensors.
 
 Opening a checkpoint reads headers only and needs no torch: the front process validates with it.
 `read` maps the file, so a rank reads the bytes of its own slices, and a few that follow.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as stored.
+    """A stored tensor.
 
     `dtype` is "float32", "bfloat16" or "float16", else the file's own name of it: "I64", or "Q4_1" for
     a quantised GGUF tensor.
@@ -31,18 +31,18 @@ class TensorInfo:
 
 
 class Checkpoint(Protocol):
-    """A model's files, opened and found sound; `tensors` is keyed by Hugging Face names."""
+    """A model's files, opened and validated. `tensors` is keyed by Hugging Face names."""
 
     path: Path
     tensors: Mapping[str, TensorInfo]
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Those that hold the tensors, in order."""
+        """Return the files that contain the tensors, in order."""
         ...
 
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        """One tensor cut by one `slice(start, stop)` per dim, inside its shape, in the stored dtype.
+        """Read a slice of a tensor in the stored dtype, with one `slice(start, stop)` per dim, inside its shape.
 
         Quantised tensors come dequantised to float32. The result may be a view of the mapped file:
         copy it before writing. Raises KeyError for a name that is not in `tensors`.

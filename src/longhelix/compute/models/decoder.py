@@ -1,4 +1,4 @@
-"""The decoder: one model for all supported architectures. They differ in the spec and in the weights."""
+"""The decoder: one model for all supported architectures, which differ in the spec and in the weights."""
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,7 @@ from longhelix.spec.attention import MultiHeadLatentAttention
 
 
 class Layer(nn.Module):
-    """Attention and FFN, each with a norm before it and added to the residual. `entries`: what the layer caches, by
-    name."""
+    """A layer: attention and FFN, each after a norm, and each added to the residual."""
 
     def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights, spans: Spans) -> None:
         super().__init__()
@@ -31,6 +30,7 @@ class Layer(nn.Module):
         self.ffn = ffn(spec, index, mesh, weights)
 
     def forward(self, hidden_TH: Tensor, batch: Batch, entries: dict[str, KVLayer]) -> Tensor:
+        """Run the layer. entries: cache entries of the layer, by name."""
         hidden_TH = self.attention(hidden_TH, batch, **entries)
         span = self.spans.begin("FFN")
         hidden_TH = self.ffn(hidden_TH, batch)
@@ -41,8 +41,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """This rank's shard of the model: the layers of its stage, the embedding on the first stage, the head on the last.
 
-    `weights`: those of `parameters.declare` for the same layout and rank, of which all are taken. `spans` are told of
-    what layers do.
+    Args:
+        weights: The parameters of `parameters.declare` for the same layout and rank. All of them are taken.
+        spans: Records what layers do.
     """
 
     def __init__(self, spec: ModelSpec, mesh: Mesh, weights: Weights, spans: Spans = UNTRACED) -> None:
@@ -52,27 +53,27 @@ class Decoder(nn.Module):
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
         self.hidden_size, self.multipliers = spec.hidden_size, spec.multipliers
-        self.layers_begun = 0  # op by op: those of tapes and graphs are not seen
+        self.layers_begun = 0  # op by op; layers of tapes and graphs do not count
         self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
         self.indices = layout.layers(spec.num_layers, rank)
         self.dtype = weights.dtype
         self.layers = nn.ModuleList(Layer(spec, index, mesh, weights, spans=spans) for index in self.indices)
         self.norm = weights.find("norm")
-        self.head = weights.product("head") if "head" in weights.left else None
-        if layout.has_head(rank) and self.head is None:  # one matrix: embeddings are tied, and this rank has both
+        self.head = weights.product("head") if "head" in weights.unused else None
+        if layout.has_head(rank) and self.head is None:  # tied embeddings: both are one matrix
             self.embedding, self.head = _tied(weights)
         else:
             self.embedding = _embedding(weights) if layout.has_embedding(rank) else None
-        assert not weights.left, f"declared, but not used: {weights.left}"
+        assert not weights.unused, f"declared, but not used: {weights.unused}"
 
     def products(self) -> list[Weight]:
-        """The weights that this rank multiplies with. A weight of which the rank has nothing is left out."""
+        """Return all weights with which this rank multiplies, without empty ones."""
         layers = [(*layer.attention.products, *layer.ffn.products) for layer in self.layers]
         head = () if self.head is None else (self.head,)
         return [weight for weight in (*sum(layers, ()), *head) if weight.outputs and weight.depth]
 
     def expert_rows(self) -> list[list[int]]:
-        """How many rows each expert of this rank has had, by layer of its stage. Empty for layers without experts."""
+        """Return the rows of each local expert so far, by layer of the stage. Empty for layers without experts."""
         ffns = [layer.ffn for layer in self.layers]
         return [ffn.rows_per_expert.tolist() if isinstance(ffn, ExpertFFN) else [] for ffn in ffns]
 
@@ -83,10 +84,10 @@ class Decoder(nn.Module):
                 layer.ffn.rows_per_expert.zero_()
 
     def run_layers(self, hidden_TH: Tensor, batch: Batch, pool: KVPool) -> Tensor:
-        """hidden_TH after the layers of this stage. Writes the rows' KV into the pool."""
+        """Run the layers of this stage, and write the KV of the rows into the pool. Returns hidden_TH."""
         token_shards = batch.sharding.token_shards
         if token_shards is not None:
-            hidden_TH = token_shards.own(hidden_TH)
+            hidden_TH = token_shards.local_rows(hidden_TH)
         for index, layer, entries in zip(self.indices, self.layers, pool.layers, strict=True):
             if not torch.compiler.is_compiling():
                 self.layers_begun += 1
@@ -95,22 +96,22 @@ class Decoder(nn.Module):
             if batch.images is not None:
                 hidden_TH = batch.images.add_after(index, hidden_TH, token_shards)
         self.spans.layer(None)
-        return hidden_TH if token_shards is None else token_shards.whole(hidden_TH)
+        return hidden_TH if token_shards is None else token_shards.all_rows(hidden_TH)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """logits_Tv: logits over the vocabulary of this rank, float32. For ranks of the last stage."""
+        """Return logits over the vocabulary of this rank, logits_Tv (float32). For ranks of the last stage."""
         logits_Tv = linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
         return logits_Tv if self.multipliers.logits == 1 else logits_Tv.mul_(self.multipliers.logits)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Hidden states before the first layer. For ranks of the first stage."""
+        """Return hidden states before the first layer. For ranks of the first stage."""
         hidden_TH = self._looked_up(token_ids_T)
         return hidden_TH if self.multipliers.embedding == 1 else hidden_TH * self.multipliers.embedding
 
     def _looked_up(self, token_ids_T: Tensor) -> Tensor:
-        """The embeddings of tokens.
+        """Return the embeddings of tokens.
 
-        Vocabulary-parallel: each rank looks up the tokens that it has and gives zeros for the others; the sum has all.
+        Vocabulary-parallel: each rank looks up the tokens that it has, and the ranks add up their results.
         """
         if self.mesh.ffn.size == 1:
             return self.embedding.rows(token_ids_T)
@@ -125,7 +126,7 @@ class Decoder(nn.Module):
 
 
 def _tied(weights: Weights) -> tuple[Weight, Weight]:
-    """The embedding and the head: one weight, where the head's format can give its rows back."""
+    """Return the embedding and the head: one weight, if rows of the head's format can be read exactly."""
     if not FORMATS[weights.weight_dtype].weight_scales.bits:
         shared = weights.product("embedding")
         return shared, shared
@@ -134,7 +135,7 @@ def _tied(weights: Weights) -> tuple[Weight, Weight]:
 
 
 def _embedding(weights: Weights) -> Weight:
-    """A weight of which only rows are read."""
+    """Return the embedding as a weight of which only rows are read."""
     embedding_vH = weights.take("embedding")
     outputs, depth = embedding_vH.shape
     return Weight(embedding_vH, weights.weight_dtype, outputs, depth, arrangement=PLAIN)

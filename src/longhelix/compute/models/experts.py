@@ -14,11 +14,11 @@ from longhelix.spec import FORMATS, ModelSpec
 
 
 class ExpertFFN(nn.Module):
-    """Experts over EP, the columns of each over TPF, shared experts over all ranks; one all-reduce adds up everything.
+    """An FFN with experts. EP splits the experts, TPF the columns of each, and all ranks split shared experts.
 
-    Every rank has all rows, and routes all of them the same way, so no row travels. A rank computes its experts'
-    outputs for the rows that take them (Helix, arXiv 2507.07120, section 2.2; the paper's all-reduce inside an expert
-    group and its sum over groups are one sum here).
+    Every rank has all rows and routes them in the same way, so no row travels. A rank computes the outputs of its
+    experts for the rows that take them, and one all-reduce adds up everything (Helix, arXiv 2507.07120, section 2.2;
+    the paper's all-reduce inside an expert group and its sum over groups are one sum here).
     """
 
     def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights) -> None:
@@ -33,13 +33,13 @@ class ExpertFFN(nn.Module):
         router_XH = weights.take(prefix + "router")
         if moe.shared_gate:
             router_XH = torch.cat((router_XH, weights.take(prefix + "shared_gate")))
-        # In float32, since near scores choose experts.
+        # In float32, because small differences of scores decide which experts are chosen.
         self.router = make_weight(router_XH.float(), "float32")
         bias_E = weights.find(prefix + "routing_bias")
         self.bias_E = None if bias_E is None else bias_E.float()
-        held = mesh.layout.experts(moe.num_experts, mesh.rank)
-        self.num_held = len(held)
-        stems = {expert: f"{prefix}experts.{expert}." for expert in held}
+        local_experts = mesh.layout.experts(moe.num_experts, mesh.rank)
+        self.num_local_experts = len(local_experts)
+        stems = {expert: f"{prefix}experts.{expert}." for expert in local_experts}
         if moe.shared_size:
             stems[moe.num_experts] = prefix + "shared."
         num_experts = moe.num_experts + (moe.shared_size > 0)
@@ -51,30 +51,32 @@ class ExpertFFN(nn.Module):
 
     @property
     def rows_per_expert(self) -> Tensor:
-        """How many rows each of this rank's routed experts has had, (e) int64."""
-        return self.experts.rows_e[: self.num_held]
+        """Number of rows that each of this rank's routed experts has had, (e). int64."""
+        return self.experts.rows_e[: self.num_local_experts]
 
     def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        """hidden_TH with the FFN's output added. Rows of the padding (bool) take no expert."""
-        x_TH, logits_TX, more = self._rows_and_logits(hidden_TH, batch)
+        """Return hidden_TH with the FFN's output added. Padding rows take no expert."""
+        x_TH, logits_TX, options = self._rows_and_logits(hidden_TH, batch)
         weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
         if batch.padding_T is not None:
             experts_TY = experts_TY.masked_fill(batch.padding_T.unsqueeze(1), self.moe.num_experts + 1)
-        taken = weights_TY, experts_TY
+        routing = weights_TY, experts_TY
         if self.mesh.ffn.size == 1:
-            return run_experts(x_TH, self.experts, *taken, **more, residual=hidden_TH)
-        part_TH = run_experts(x_TH, self.experts, *taken, **more)
+            return run_experts(x_TH, self.experts, *routing, **options, residual=hidden_TH)
+        part_TH = run_experts(x_TH, self.experts, *routing, **options)
         sharding = batch.sharding
         if sharding.pass_shards is not None:
-            return hidden_TH + sharding.pass_shards.whole(sharding.pass_shards.summed(part_TH))
+            return hidden_TH + sharding.pass_shards.all_rows(sharding.pass_shards.summed_rows(part_TH))
         if sharding.token_shards is not None:
-            return hidden_TH + sharding.token_shards.summed(part_TH)
+            return hidden_TH + sharding.token_shards.summed_rows(part_TH)
         return self.mesh.ffn.all_reduce_add(part_TH, hidden_TH)
 
     def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """All rows, the router's logits of each, and what is left to `run_experts`: the norm. Of token shards each rank
-        norms and routes its own rows, and both are gathered, the rows as bytes and scales if experts round them to
-        these anyway."""
+        """Return all rows, the router's logits of each, and remaining arguments of `run_experts`, such as the norm.
+
+        With token shards, each rank norms and routes its own rows, and gathers both. If experts round their inputs,
+        rows are gathered as int8 and scales.
+        """
         norm = {"norm": self.norm, "norm_eps": self.eps}
         shards = batch.sharding.token_shards or batch.sharding.pass_shards
         if shards is None:
@@ -82,18 +84,18 @@ class ExpertFFN(nn.Module):
         if batch.sharding.pass_shards is None:
             x_LH = hidden_TH
         else:
-            x_LH, norm = shards.own(rms_norm(hidden_TH, self.norm, self.eps)), {}
-        logits_TX = shards.whole(linear(x_LH, self.router, **norm, dtype=torch.float32))
+            x_LH, norm = shards.local_rows(rms_norm(hidden_TH, self.norm, self.eps)), {}
+        logits_TX = shards.all_rows(linear(x_LH, self.router, **norm, dtype=torch.float32))
         if self.rounds_inputs:
             q_LH, scales_LX = quantise_rows(x_LH, **norm)
-            more = {"scales_TX": shards.whole(scales_LX), "dtype": hidden_TH.dtype}
-            return shards.whole(q_LH), logits_TX, more
-        return shards.whole(rms_norm(x_LH, self.norm, self.eps) if norm else x_LH), logits_TX, {}
+            options = {"scales_TX": shards.all_rows(scales_LX), "dtype": hidden_TH.dtype}
+            return shards.all_rows(q_LH), logits_TX, options
+        return shards.all_rows(rms_norm(x_LH, self.norm, self.eps) if norm else x_LH), logits_TX, {}
 
 
 def _make_experts(weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device) -> Experts:
-    """The experts with the weights whose names begin with `stems`, by number, of `num_experts` on all ranks."""
-    # Where one cannot lie in panels, none does.
+    """Make experts from the weights whose names begin with `stems`, by number. num_experts: of all ranks."""
+    # If one weight cannot be in panels, none is.
     arrangement = weights.arrangement(stem + name for stem in stems.values() for name in ("gate_up", "down"))
     gate_up, down = [], []
     for stem in stems.values():

@@ -29,7 +29,7 @@ class DenseFFN(nn.Module):
         return self.gate_up, self.down
 
     def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        """hidden_TH with the FFN's output added. Rows of the padding are computed as well."""
-        more = {"bias": self.gate_up_bias, "swiglu": True}
-        inner_Tf = project_normed(hidden_TH, self.gate_up, self.norm, self.eps, batch, **more)
+        """Return hidden_TH with the FFN's output added. Padding rows are computed too."""
+        options = {"bias": self.gate_up_bias, "swiglu": True}
+        inner_Tf = project_normed(hidden_TH, self.gate_up, self.norm, self.eps, batch, **options)
         return add_projected(hidden_TH, inner_Tf, self.down, self.down_bias, self.mesh.ffn, batch, self.residual_scale)

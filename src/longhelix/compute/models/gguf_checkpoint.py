@@ -1,4 +1,4 @@
-"""Checkpoints in GGUF files, quantised ones as well."""
+"""Checkpoints in GGUF files, including quantised ones."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class GgufCheckpoint:
         return self._in_halves(values, slices[0]) if _GGUF_PERMUTED.search(name) else values
 
     def _in_halves(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Rows (head, i, half) of GGUF, made for interleaved rotation, as Hugging Face's (head, half, i)."""
+        """Reorder rows (head, i, half) of GGUF, for interleaved rotation, to (head, half, i) of Hugging Face."""
         C = self._head_size
         assert rows.start % C == 0 == rows.stop % C, f"rows {rows} do not hold whole heads of {C}"
         heads = values.unflatten(0, (len(values) // C, C // 2, 2))
@@ -150,7 +150,7 @@ def _hugging_face_name(path: Path, name: str) -> str:
 
 
 def _decode(stored: np.ndarray, kind: GGMLQuantizationType) -> torch.Tensor:
-    """Bytes [..., blocks * block_bytes] of whole blocks as values [..., blocks * block]."""
+    """Decode bytes of whole blocks [..., blocks * block_bytes] to values [..., blocks * block]."""
     import torch
 
     block, block_bytes = GGML_QUANT_SIZES[kind]

@@ -1,7 +1,7 @@
-"""What a GGUF file says before its tensors' bytes: metadata, and the tensors' names, shapes, types and places.
+"""Reads the header of a GGUF file: metadata, and the names, shapes, types and places of tensors.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The gguf package's own reader makes two arrays of
-every string, which takes seconds for a vocabulary.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the gguf package makes two
+arrays of every string, which takes seconds for a vocabulary.
 """
 
 import struct
@@ -73,21 +73,21 @@ class GgufFile:
         self.tensors: Mapping[str, GgufTensor] = self._tensors(num_tensors)
 
     def _fields(self, count: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for _ in range(count):
             name = self._name()
-            if name in found:
+            if name in entries:
                 raise self._unsound(f"{shown(name)} occurs twice")
             try:
-                found[name] = self._value(self._number("I"))
+                entries[name] = self._value(self._number("I"))
             except (MemoryError, RecursionError):
                 raise self._unsound(f"{shown(name)} is too long or too deep") from None
-        return found
+        return entries
 
     def _value(self, kind: int) -> Any:
-        """The next value, of a type that the format gives this number.
+        """Read the next value, of the type with this number.
 
-        Numbers of an array stay packed: as a list they would take up to 40 times their bytes.
+        Arrays of numbers stay packed, because lists would need up to 40 times the memory.
         """
         if kind == GGUFValueType.STRING:
             return self._strings(1)[0]
@@ -105,18 +105,18 @@ class GgufFile:
         return [byte != 0 for byte in data] if code == "?" else array(code, bytes(data))
 
     def _strings(self, count: int) -> list[str | bytes]:
-        """Strings. One that is not UTF-8 comes as bytes, so that it matters only where it is read."""
-        view, at, found = self._view, self._at, list[str | bytes]()
+        """Read strings. Those that are not UTF-8 become bytes, so that they only matter to whoever reads them."""
+        view, at, entries = self._view, self._at, list[str | bytes]()
         for _ in range(count):
             begin = at + 8
             at = begin + int.from_bytes(view[at:begin], "little")
             self._check_end(at)
             try:
-                found.append(str(view[begin:at], "utf-8"))
+                entries.append(str(view[begin:at], "utf-8"))
             except UnicodeDecodeError:
-                found.append(bytes(view[begin:at]))
+                entries.append(bytes(view[begin:at]))
         self._at = at
-        return found
+        return entries
 
     def _name(self) -> str:
         (name,) = self._strings(1)
@@ -139,15 +139,15 @@ class GgufFile:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise self._unsound(f"general.alignment is {shown(alignment)}, not a power of two")
         start, end = -(-self._at // alignment) * alignment, 0
-        found = {}
+        entries = {}
         for name, (shape, kind, at) in sorted(declared.items(), key=lambda item: item[1][2]):
             if at % alignment:
                 raise self._unsound(f"tensor {shown(name)} begins at byte {at}, which is not a multiple of {alignment}")
             if at < end:
                 raise self._unsound(f"tensor {shown(name)} begins inside another tensor")
-            found[name] = self._tensor(name, shape, kind, start + at)
-            end = at + found[name].data.nbytes
-        return found
+            entries[name] = self._tensor(name, shape, kind, start + at)
+            end = at + entries[name].data.nbytes
+        return entries
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
         if kind not in GGML_QUANT_SIZES:
@@ -181,7 +181,7 @@ class GgufFile:
 
 
 def unreadable(path: Path, name: str, kind: str) -> UserError:
-    """A tensor of a type from which no numbers can be had."""
+    """Return the error for a tensor of a type that cannot be decoded."""
     return invalid_checkpoint(
         f"{path} stores {shown(name)} as {kind}, which cannot be read: give a file with another quantisation, such as "
         "Q8_0."

@@ -1,4 +1,4 @@
-"""Where tokens are that images of a prompt stand for or come before: a position on each of three axes (M-RoPE)."""
+"""Positions of tokens in prompts with images: one on each of three axes (M-RoPE)."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ def positions(images: Sequence[ImageSpan], start: int, stop: int) -> NDArray[np.
     """positions_3T: time, row and column of the tokens from `start` to `stop`, int64. `images`: all of the prompt's, in
     order.
 
-    Text counts on, the same on all axes. An image's tokens have the time of its first one, and rows and columns from
-    there on; what follows counts on from the largest of these (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    Text counts up equally on all axes. All tokens of an image have the time of its first token, and rows and columns
+    count up from there. The next token follows the largest of these (Qwen2-VL, arXiv 2409.12191, section 2.1).
     """
     positions_3T = np.tile(np.arange(start, stop), (3, 1))
     for index, image in enumerate(images):
@@ -29,5 +29,5 @@ def positions(images: Sequence[ImageSpan], start: int, stop: int) -> NDArray[np.
 
 
 def shift(images: Sequence[ImageSpan]) -> int:
-    """What is added to the positions of what follows all of them: an image takes fewer of these than tokens."""
+    """Return the shift of positions after all images, because an image has fewer positions than tokens."""
     return sum(image.shift for image in images)

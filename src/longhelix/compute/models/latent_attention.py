@@ -1,4 +1,4 @@
-"""Multi-head latent attention of one layer (MLA), absorbed or direct, and sharded as GQA is."""
+"""Multi-head latent attention (MLA) of one layer, absorbed or direct, sharded like GQA."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from longhelix.compute.kernels import (
 )
 from longhelix.compute.models.batch import Batch
 from longhelix.compute.models.overlap import attend_and_exchange, attend_and_share
-from longhelix.compute.models.projection import add_projected, own_normed
+from longhelix.compute.models.projection import add_projected, normed_local_rows
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.exchange import gather_heads
 from longhelix.compute.parallel.mesh import Mesh
@@ -27,22 +27,22 @@ from longhelix.spans import UNTRACED, Spans
 from longhelix.spec import MLA, ModelSpec
 from longhelix.spec.attention import MultiHeadLatentAttention
 
-_LATENT_EPS = 1e-6  # of the latents' norms, whatever the model's own is
+_LATENT_EPS = 1e-6  # of the latents' norms in all models
 
 
 class LatentAttention(nn.Module):
-    """DeepSeek-V2 (arXiv 2405.04434, section 2.1): a token's cache entry is one latent and one rotated key.
+    """MLA of DeepSeek-V2 (arXiv 2405.04434, section 2.1). A token's cache entry is one latent and one rotated key.
 
-    Queries are turned into latents by the key half of the up-projection (absorbed), so that all heads attend to the
-    cache entries as they are; TPA > 1 shares heads and duplicates the entries. Sequences with `MLA.direct_rows` rows
-    and more attend to keys and values that are made of the entries (direct), but not on GPUs and in graphs, whose
-    launches are the same for all lengths.
+    The key half of the up-projection turns queries into latents (absorbed), so all heads attend to the cache entries
+    as they are. TPA > 1 splits the heads and duplicates the entries. Sequences with at least `MLA.direct_rows` rows
+    attend to keys and values computed from the entries (direct), except on GPUs and in graphs, whose launches are the
+    same for all lengths.
 
-    The value half comes after the exchange in decode steps on CPUs, else before it: values are kv_lora_rank /
-    value_size times fewer bytes than latents, for KVP times the arithmetic, 2 kv_lora_rank value_size FLOP against
-    2 (kv_lora_rank - value_size) bytes for a row and head. That is 171 FLOP per byte with DeepSeek-R1's sizes: little
-    for a GPU and its links, much for cores that share memory. Chunks compute more than they send in either case, and
-    what attends directly has values.
+    The value half follows the exchange in decode steps on CPUs, and precedes it in other steps. If it comes first,
+    ranks send value_size instead of kv_lora_rank channels, but compute it KVP times: 2 kv_lora_rank value_size FLOP
+    against 2 (kv_lora_rank - value_size) bytes for a row and head. That is 171 FLOP per byte with DeepSeek-R1's sizes:
+    little for a GPU and its links, much for cores that share memory. Chunks compute more than they send in either case,
+    and direct attention returns values anyway.
     """
 
     def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights, spans: Spans = UNTRACED) -> None:
@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
         self.head_size = attention.head_size
         self.heads_among = partial(layout.heads_among, heads, mesh.rank)
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
-        held, merged = layout.query_heads(heads, mesh.rank), layout.merged_query_heads(heads, mesh.rank)
+        local_heads, merged_heads = layout.query_heads(heads, mesh.rank), layout.merged_query_heads(heads, mesh.rank)
         self.norm = weights.take(prefix + "attention_norm")
         self.query_norm = weights.find(prefix + "query_norm")
         down_XH, down_bias_X = weights.take(prefix + "latent_down"), weights.find(prefix + "latent_down_bias")
@@ -67,12 +67,12 @@ class LatentAttention(nn.Module):
         self.down = weights.lay_out(down_XH[halves_X])
         self.down_bias = None if down_bias_X is None else down_bias_X[halves_X]
         query_up_XY = weights.take(prefix + "query_up")
-        self.query_up = weights.lay_out(query_up_XY[_in_halves(len(held), attention.head_size, mla)])
+        self.query_up = weights.lay_out(query_up_XY[_in_halves(len(local_heads), attention.head_size, mla)])
         self.latent_norm = weights.take(prefix + "latent_norm")
-        self.up_qXZ = weights.take(prefix + "latent_up").unflatten(0, (len(held), -1))
+        self.up_qXZ = weights.take(prefix + "latent_up").unflatten(0, (len(local_heads), -1))
         self.key_up_qCZ, self.value_up_qCZ = self.up_qXZ.split((mla.nope_size, mla.value_size), dim=1)
         self.values_first = mesh.kvp.size == 1 or self.latent_norm.is_cuda
-        self.merged = slice(merged.start - held.start, merged.stop - held.start)
+        self.merged = slice(merged_heads.start - local_heads.start, merged_heads.stop - local_heads.start)
         self.output = weights.product(prefix + "output")
         self.output_bias = weights.find(prefix + "output_bias")
 
@@ -81,11 +81,11 @@ class LatentAttention(nn.Module):
         return self.down, self.query_up, self.output
 
     def forward(self, hidden_TH: Tensor, batch: Batch, latent: KVLayer) -> Tensor:
-        """hidden_TH with this layer's attention added."""
+        """Return hidden_TH with this layer's attention added."""
         span = self.spans.begin("QKV")
         latent_tX, q_tqC = self._latents_and_queries(hidden_TH, batch)
         self._write(latent_tX, batch, latent)
-        # The same on all ranks that exchange: instances with clocks of their own may have chunks beside shared rows.
+        # The same on all ranks that exchange: instances with their own clocks may have chunks next to shared rows.
         shared = batch.sharding.shared
         values = self.values_first or shared is not None or not batch.decodes
         if not values:
@@ -107,22 +107,24 @@ class LatentAttention(nn.Module):
         return hidden_TH
 
     def _latents_and_queries(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """latent_tX: latents and keys of the rows, raw. q_tqC: queries, whose last channels are rotated.
+        """Compute latents and queries. With token shards, each rank projects its own rows down, and gathers latents.
 
-        Of token shards each rank projects its own rows down, and what is gathered are latents.
+        Returns:
+            latent_tX: Latents and keys of the rows, before norm and rotation.
+            q_tqC: Queries, whose last channels are rotated.
         """
         if self.mla.q_lora_rank is None:
-            x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.down.dtype)
-            latent_tX = linear(x_tH, self.down, bias=self.down_bias, **more)
-            q_tX = linear(x_tH, self.query_up, **more)
+            x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, self.down.dtype)
+            latent_tX = linear(x_tH, self.down, bias=self.down_bias, **options)
+            q_tX = linear(x_tH, self.query_up, **options)
         else:
             token_shards = batch.sharding.token_shards
             if token_shards is not None:
                 down_LX = linear(hidden_TH, self.down, bias=self.down_bias, norm=self.norm, norm_eps=self.eps)
-                down_tX = batch.own_rows(token_shards.whole(down_LX))
+                down_tX = batch.local_rows(token_shards.all_rows(down_LX))
             else:
-                x_tH, more = own_normed(hidden_TH, self.norm, self.eps, batch, self.down.dtype)
-                down_tX = linear(x_tH, self.down, bias=self.down_bias, **more)
+                x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, self.down.dtype)
+                down_tX = linear(x_tH, self.down, bias=self.down_bias, **options)
             query_tX, latent_tX = down_tX.split((self.mla.q_lora_rank, self.mla.cached_size), dim=1)
             q_tX = linear(query_tX.contiguous(), self.query_up, norm=self.query_norm, norm_eps=_LATENT_EPS)
         q_tqC = q_tX.unflatten(1, (-1, self.head_size))
@@ -138,8 +140,7 @@ class LatentAttention(nn.Module):
         write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.attention.views[0].slots_t)
 
     def _attend(self, values: bool, q_tqC: Tensor, *rows) -> tuple[Tensor, Tensor]:
-        """Partial outputs to exchange, and their LSEs. The outputs are values, or latents if the queries are absorbed
-        already."""
+        """Return partial outputs and their LSEs. The outputs are values, or latents if queries are already absorbed."""
         return self._attend_to_values(q_tqC, *rows) if values else partial_attention(q_tqC, *rows)
 
     def _attend_to_values(
@@ -155,8 +156,7 @@ class LatentAttention(nn.Module):
         most_tokens: int,
         firsts_t: None,
     ) -> tuple[Tensor, Tensor]:
-        """out_tqC (values) and lse_tq of all held heads. Sequences of many rows attend directly, the others
-        absorbed."""
+        """Return out_tqC (values) and lse_tq of all local heads. Only sequences of many rows attend directly."""
         if max_rows < self.mla.direct_rows or not self._may_be_direct(layer):
             table = blocks_X, extents_b2, row_starts_b, limits_t
             return self._attend_absorbed(q_tqC, layer, *table, scale, max_rows, most_tokens)
@@ -181,17 +181,17 @@ class LatentAttention(nn.Module):
 
     def _attend_absorbed(self, q_tqC: Tensor, layer: KVLayer, *rows) -> tuple[Tensor, Tensor]:
         out_tqZ, lse_tq = partial_attention(self._absorb(q_tqC), layer, *rows)
-        # What einsum gives lies head by head, and the exchange takes rows.
+        # einsum returns heads outermost, but the exchange needs rows outermost.
         return torch.einsum("tqz,qcz->tqc", out_tqZ, self.value_up_qCZ).contiguous(), lse_tq
 
     def _absorb(self, q_tqC: Tensor) -> Tensor:
-        """Queries that match the cache entries: latents, then rotated channels."""
+        """Turn queries into the channels of cache entries: latents, then rotated channels."""
         plain_tqC, rotated_TqC = q_tqC.split((self.mla.nope_size, self.mla.rope_size), dim=-1)
         return torch.cat((torch.einsum("tqc,qcz->tqz", plain_tqC, self.key_up_qCZ), rotated_TqC), dim=-1)
 
 
 def _in_halves(num_heads: int, size: int, mla: MLA) -> Tensor:
-    """Rows of a projection whose heads end in channels to rotate, in halves (half, i): scores stay the same."""
+    """Return the order of rows of a projection that puts each head's rotated channels into halves (half, i)."""
     rows = torch.arange(num_heads * size).view(num_heads, size)
     if mla.interleaved:
         pairs = rows[:, size - mla.rope_size :].unflatten(1, (-1, 2))

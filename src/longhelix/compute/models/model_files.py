@@ -21,7 +21,7 @@ _BUILTIN_SAMPLING = {"general.sampling.temp": 0.2, "general.sampling.top_p": 0.9
 def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpoint | GgufCheckpoint:
     """Open "builtin", a .gguf file, or a folder of config.json and safetensors.
 
-    Raises UserError (code "invalid_checkpoint") where there is none, or what is there is not sound.
+    Raises UserError (code "invalid_checkpoint") if there is no model, or if it is damaged.
     """
     if model == "builtin":
         return _builtin()

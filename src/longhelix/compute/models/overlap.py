@@ -1,5 +1,5 @@
-"""Attention and its exchange. HOP-B: a part of the batch attends while the part before is exchanged (Helix, arXiv
-2507.07120, section 2.1.3)."""
+"""Attention and its exchange. In HOP-B, one part of the batch attends while the previous part is exchanged (Helix,
+arXiv 2507.07120, section 2.1.3)."""
 
 from collections.abc import Callable
 
@@ -24,11 +24,13 @@ def attend_and_exchange(
     kv_group: int = 0,
     spans: Spans = UNTRACED,
 ) -> Tensor:
-    """Merged attention of this rank's slice of query heads, out_TnC.
+    """Attend, and exchange partial outputs. Returns merged attention of this rank's slice of query heads, out_TnC.
 
-    If the batch has several parts, their exchanges run one after the other while later parts attend. attend:
-    `partial_attention`, or another function of the same arguments that gives other channels to exchange.
-    kv_group: the layer's.
+    If the batch has several parts, their exchanges run one after the other while later parts attend.
+
+    Args:
+        attend: `partial_attention`, or a function with the same arguments that returns other channels.
+        kv_group: KV group of the layer.
     """
     rows, view, most_tokens = batch.attention, batch.attention.views[kv_group], batch.shape.most_tokens
     if batch.shape.parts == 1:
@@ -58,10 +60,13 @@ def attend_and_share(
     kv_group: int = 0,
     spans: Spans = UNTRACED,
 ) -> Tensor:
-    """Attention of all query heads of a KVP instance with a clock of its own, out_TqC. Rows that other instances have
-    as well are merged with theirs, each head by one of them, and gathered.
+    """Attend on a KVP instance with its own clock. Returns attention of all query heads, out_TqC.
 
-    heads_among: returns how many heads each of some instances merges.
+    For rows that several instances share, each instance merges the partial outputs of some heads, and gathers the
+    others.
+
+    Args:
+        heads_among: Returns how many heads each of a number of instances merges.
     """
     rows, view = batch.attention, batch.attention.views[kv_group]
     span = spans.begin("attention", part=0)

@@ -8,13 +8,12 @@ from longhelix.spec.weights import WeightDtype
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint tensor of `shape`, of which a rank keeps `slices` (one range per dim). Its rows are read in whole
-    units of `row_unit`: a head's, or single ones."""
+    """A checkpoint tensor, and the part of it that a rank keeps."""
 
     name: str
     shape: tuple[int, ...]
-    slices: tuple[range, ...]
-    row_unit: int = 1
+    slices: tuple[range, ...]  # one range per dim
+    row_unit: int = 1  # rows that are read together, such as those of a head
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -23,16 +22,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of this rank, by the model's own name for it. It consists of its sources, one after the other along dim
-    0.
+    """A tensor of this rank: its sources, concatenated along dim 0."""
 
-    `exact`: it is loaded in the dtype of the checkpoint. `stored`: the dtype that it is then kept in.
-    """
-
-    name: str
+    name: str  # in the model
     sources: tuple[Source, ...]
-    exact: bool = False
-    stored: WeightDtype = WeightDtype.ACTIVATION
+    exact: bool = False  # loaded in the dtype of the checkpoint
+    stored: WeightDtype = WeightDtype.ACTIVATION  # dtype in memory
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""All parameters of a rank, read off the table of weights: checkpoint names, global shapes, and the rank's slices.
+"""All parameters of a rank, from the table of weights: checkpoint names, global shapes, and the rank's slices.
 
-The loader reads by this table, and a checkpoint is checked against it before any rank starts. No torch.
+The loader reads by this table. The engine checks a checkpoint against it before any rank starts. No torch.
 """
 
 import re
@@ -25,17 +25,17 @@ _UNREAD = re.compile(
 
 
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
-    """The parameters of `rank`, in the order in which they are loaded.
+    """Return the parameters of `rank`, in loading order.
 
-    If embeddings are tied, a last stage that has no embedding loads it as its "head".
+    If embeddings are tied, a last stage without embedding loads it as its "head".
     """
     return tuple(_parameters(spec, layout, rank))
 
 
 def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_dtype: str) -> dict[str, int]:
-    """The bytes that each parameter of `rank` takes once it is laid out, by its name, without what fills up panels.
+    """Return the bytes of each arranged parameter of `rank` by name, without the padding of panels.
 
-    Tied embeddings are the "head", with "embedding" beside it where the head's format cannot give its rows back.
+    Tied embeddings are the "head". There is also an "embedding" if rows of the head's format cannot be read exactly.
     """
     bytes_of = {
         WeightDtype.ACTIVATION: number_format(dtype).weight_bytes,
@@ -43,49 +43,56 @@ def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_
         WeightDtype.FLOAT32: number_format("float32").weight_bytes,
     }
     parameters = declare(spec, layout, rank)
-    found = {parameter.name: int(parameter.num_elements * bytes_of[parameter.stored]) for parameter in parameters}
+    sizes = {parameter.name: int(parameter.num_elements * bytes_of[parameter.stored]) for parameter in parameters}
     if spec.tied_embeddings and layout.has_embedding(rank) and layout.has_head(rank):
         elements = next(parameter.num_elements for parameter in parameters if parameter.name == "embedding")
-        found["head"] = int(elements * bytes_of[WeightDtype.PRODUCT])
+        sizes["head"] = int(elements * bytes_of[WeightDtype.PRODUCT])
         if not number_format(weight_dtype).weight_scales.bits:
-            del found["embedding"]
-    return found
+            del sizes["embedding"]
+    return sizes
 
 
 def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Parameter]:
-    def held(dim: Dim) -> range:
+    def local_items(dim: Dim) -> range:
         return _items(dim, layout, rank)
 
     if layout.has_embedding(rank):
-        yield from _stacked([embedding(spec)], held)
+        yield from _stacked([embedding(spec)], local_items)
     for layer in layout.layers(spec.num_layers, rank):
         weights = layer_weights(spec, spec.layers[layer])
-        yield from _stacked(weights, held, f"layers.{layer}.", f"model.layers.{layer}.")
+        yield from _stacked(weights, local_items, f"layers.{layer}.", f"model.layers.{layer}.")
     if layout.has_head(rank):
-        yield from _stacked([last_norm(spec)], held)
+        yield from _stacked([last_norm(spec)], local_items)
         if not (spec.tied_embeddings and layout.has_embedding(rank)):
-            yield from _stacked([head(spec)], held)
+            yield from _stacked([head(spec)], local_items)
 
 
 def _stacked(
-    weights: Iterable[WeightSpec], held: Callable[[Dim], range], to: str = "", at: str = ""
+    weights: Iterable[WeightSpec], local_items: Callable[[Dim], range], to: str = "", at: str = ""
 ) -> Iterator[Parameter]:
-    """The parameters made of `weights`: one for each name, and for each expert that this rank has. They are named
-    `to`... in the model, and `at`... in the checkpoint."""
+    """Yield the parameters made of `weights`: one for each name and each of this rank's experts.
+
+    Args:
+        local_items: Returns the items of a dim that this rank has.
+        to: Prefix of names in the model.
+        at: Prefix of names in the checkpoint.
+    """
     for experts, of_experts in groupby(weights, lambda weight: weight.experts):
-        templates = [_template(list(same), held, to, at) for _, same in groupby(of_experts, lambda weight: weight.name)]
-        for expert in held(experts):
+        templates = [
+            _template(list(same), local_items, to, at) for _, same in groupby(of_experts, lambda weight: weight.name)
+        ]
+        for expert in local_items(experts):
             yield from (_of_expert(template, expert) for template in templates)
 
 
-def _template(same: Sequence[WeightSpec], held: Callable[[Dim], range], to: str, at: str) -> Parameter:
-    """The parameter of weights with one name, which has "{}" for the number of an expert."""
-    sources = tuple(_source(weight, held, at) for weight in same)
+def _template(same: Sequence[WeightSpec], local_items: Callable[[Dim], range], to: str, at: str) -> Parameter:
+    """Return the parameter of weights with one name, in which "{}" stands for the number of an expert."""
+    sources = tuple(_source(weight, local_items, at) for weight in same)
     return Parameter(to + same[0].name, sources, same[0].exact, same[0].stored)
 
 
-def _source(weight: WeightSpec, held: Callable[[Dim], range], at: str) -> Source:
-    pieces = ((held(dim), dim.unit) for dim in weight.dims)
+def _source(weight: WeightSpec, local_items: Callable[[Dim], range], at: str) -> Source:
+    pieces = ((local_items(dim), dim.unit) for dim in weight.dims)
     slices = tuple(range(items.start * unit, items.stop * unit) for items, unit in pieces)
     return Source(at + weight.tensor, tuple(dim.size for dim in weight.dims), slices, weight.rows.unit)
 
@@ -96,7 +103,7 @@ def _of_expert(template: Parameter, expert: int) -> Parameter:
 
 
 def _items(dim: Dim, layout: Layout, rank: int) -> range:
-    """The items of a dim that `rank` has."""
+    """Return the items of a dim that `rank` has."""
     match dim.split:
         case Split.WHOLE:
             return range(dim.count)
@@ -117,12 +124,12 @@ def _items(dim: Dim, layout: Layout, rank: int) -> range:
 
 
 def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], quantised: bool) -> None:
-    """Check a checkpoint's tensors (name -> shape, dtype) against the table. Raises UserError at the first misfit.
+    """Check a checkpoint's tensors (name -> shape, dtype) against the table. Raises UserError at the first error.
 
-    `quantised`: whether dtypes other than the floats can be read. GGUF files are dequantised, safetensors are not.
+    quantised: Whether dtypes other than floats can be read. GGUF files are dequantised, safetensors are not.
     """
     declared = set()
-    # One by one: a config may call for more layers or experts than memory has room for, which no checkpoint has.
+    # One by one, because a config may ask for more layers or experts than fit into memory. No checkpoint has them.
     for source in (source for parameter in _parameters(spec, Layout(), 0) for source in parameter.sources):
         declared.add(name := source.name)
         if name not in tensors:
@@ -144,11 +151,11 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
             )
     unused = sorted(name for name in tensors if name not in declared and not _is_tied_head(name, spec))
     predicting = _predicting_layers(tensors, spec.num_layers)
-    wanted = [name for name in unused if not _changes_nothing(name) and _layer_of(name) not in predicting]
-    if wanted:
+    needed = [name for name in unused if not _changes_nothing(name) and _layer_of(name) not in predicting]
+    if needed:
         raise UserError(
-            f"the checkpoint has tensors that a {spec.architecture} model does not use ({len(wanted)}, such as "
-            f"{shown(wanted[0])}): the config and the weights do not belong together",
+            f"the checkpoint has tensors that a {spec.architecture} model does not use ({len(needed)}, such as "
+            f"{shown(needed[0])}): the config and the weights do not belong together",
             "invalid_checkpoint",
         )
     if unused:
@@ -160,27 +167,29 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
 
 
 def _is_tied_head(name: str, spec: ModelSpec) -> bool:
-    """Whether this is a copy of the embedding, which is read instead."""
+    """Return whether this is a copy of the embedding, which is read instead."""
     return spec.tied_embeddings and name == "lm_head.weight"
 
 
 def _predicting_layers(tensors: Iterable[str], num_layers: int) -> set[int]:
-    """The layers of multi-token prediction, which DeepSeek and GLM store after the last layer: those that project an
-    embedding and a hidden state together. The model's answers are the same without them."""
+    """Return the layers of multi-token prediction, which DeepSeek and GLM store after the last layer.
+
+    They project an embedding and a hidden state together. The model's answers do not depend on them.
+    """
     layers = {_layer_of(name) for name in tensors if name.endswith(".eh_proj.weight")}
     return {layer for layer in layers if layer is not None and layer >= num_layers}
 
 
 def _layer_of(name: str) -> int | None:
-    """The layer that a tensor is in. None: it is in none."""
-    found = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
-    return None if found is None else int(found[1])
+    """Return the layer of a tensor, or None if it belongs to no layer."""
+    match = re.match(r"model\.layers\.([0-9]{1,9})\.", name)
+    return None if match is None else int(match[1])
 
 
 def _changes_nothing(name: str) -> bool:
-    """Whether the model's answers are the same without this tensor.
+    """Return whether the model's answers do not depend on this tensor.
 
-    That holds for tensors derived from the config, for extra heads, for multi-token prediction with names of its own,
-    and for the vision tower of a model whose config is a text model's.
+    That holds for tensors derived from the config, extra heads, multi-token prediction with its own names, and the
+    vision tower of a model with the config of a text model.
     """
     return _UNREAD.fullmatch(name) is not None

@@ -1,5 +1,5 @@
-"""How a block begins and ends: its norm before the first product, and the last one summed over ranks and added to the
-residual."""
+"""The start and end of a block: the norm and the first product, and the last product, summed over ranks and added to
+the residual."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from longhelix.spec import FORMATS
 def normed(
     hidden_XH: Tensor, norm: Tensor, eps: float, batch: Batch, weight_dtype: str
 ) -> tuple[Tensor, dict[str, Any]]:
-    """All rows of hidden states, x_TH, and what `linear` is to do with them: the norm, where that is left to it.
+    """Return all rows of hidden states, x_TH, and arguments of `linear`, which include the norm if it is not done yet.
 
-    Of token shards they are gathered after the norm, as bytes and scales if products with `weight_dtype` round them to
-    these anyway. A compiler pass that does that sees both as ops of their own.
+    Token shards are gathered after the norm, as int8 and scales if products with `weight_dtype` round their inputs. For
+    a compiler pass that gathers, the norm and the rounding are separate ops.
     """
     token_shards = batch.sharding.token_shards
     if token_shards is None and batch.sharding.pass_shards is None:
         return hidden_XH, {"norm": norm, "norm_eps": eps}
-    gather = _unchanged if token_shards is None else token_shards.whole
+    gather = _unchanged if token_shards is None else token_shards.all_rows
     if FORMATS[weight_dtype].rounds_inputs:
         q_XH, scales_XX = quantise_rows(hidden_XH, norm=norm, norm_eps=eps)
         return gather(q_XH), {"scales_TX": gather(scales_XX), "dtype": hidden_XH.dtype}
@@ -33,28 +33,31 @@ def _unchanged(x_TH: Tensor) -> Tensor:
     return x_TH
 
 
-def own_normed(
+def normed_local_rows(
     hidden_XH: Tensor, norm: Tensor, eps: float, batch: Batch, weight_dtype: str
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The same of the rows that attend on this rank, x_tH."""
-    x_TH, more = normed(hidden_XH, norm, eps, batch, weight_dtype)
-    if "scales_TX" in more:
-        more["scales_TX"] = batch.own_rows(more["scales_TX"])
-    return batch.own_rows(x_TH), more
+    """Return the same as `normed` for the rows that attend on this rank, x_tH."""
+    x_TH, options = normed(hidden_XH, norm, eps, batch, weight_dtype)
+    if "scales_TX" in options:
+        options["scales_TX"] = batch.local_rows(options["scales_TX"])
+    return batch.local_rows(x_TH), options
 
 
-def project_normed(hidden_XH: Tensor, weight: Weight, norm: Tensor, eps: float, batch: Batch, **more: Any) -> Tensor:
-    """norm(hidden_XH) W^T of all rows. more: as in `linear`. Of token shards, rows that are there are multiplied while
-    others travel."""
+def project_normed(hidden_XH: Tensor, weight: Weight, norm: Tensor, eps: float, batch: Batch, **options: Any) -> Tensor:
+    """Return norm(hidden_XH) W^T of all rows. Multiplies token shards that have arrived while others travel.
+
+    Args:
+        options: Arguments of `linear`.
+    """
     token_shards = batch.sharding.token_shards
     if token_shards is None:
-        x_TH, how = normed(hidden_XH, norm, eps, batch, weight.dtype)
-        return linear(x_TH, weight, **how, **more)
+        x_TH, norm_options = normed(hidden_XH, norm, eps, batch, weight.dtype)
+        return linear(x_TH, weight, **norm_options, **options)
     if not FORMATS[weight.dtype].rounds_inputs:
-        return token_shards.gathered_product((rms_norm(hidden_XH, norm, eps),), lambda x: linear(x, weight, **more))
+        return token_shards.gathered_product((rms_norm(hidden_XH, norm, eps),), lambda x: linear(x, weight, **options))
     return token_shards.gathered_product(
         quantise_rows(hidden_XH, norm=norm, norm_eps=eps),
-        lambda q, scales: linear(q, weight, scales_TX=scales, dtype=hidden_XH.dtype, **more),
+        lambda q, scales: linear(q, weight, scales_TX=scales, dtype=hidden_XH.dtype, **options),
     )
 
 
@@ -67,9 +70,9 @@ def add_projected(
     batch: Batch,
     scale: float = 1.0,
 ) -> Tensor:
-    """hidden_XH + scale * (sum over the ranks of x_TX W^T + bias).
+    """Return hidden_XH + scale * (sum over the ranks of x_TX W^T + bias).
 
-    The bias is added after the sum: every rank has all of it.
+    The bias is added after the sum, because every rank has all of it.
     """
     if scale != 1:
         x_TX, bias_H = x_TX * scale, None if bias_H is None else bias_H * scale

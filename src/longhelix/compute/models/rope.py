@@ -6,15 +6,15 @@ from longhelix.spec import ModelSpec, RopeSpec
 
 
 def all_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[float, ...], ...]:
-    """Those of each of the model's rotations, see `inverse_frequencies`."""
+    """Return `inverse_frequencies` for each of the model's rotations."""
     return tuple(tuple(inverse_frequencies(rotation.rope, rotation.size, length)) for rotation in spec.rotations)
 
 
 def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[float]:
-    """The angles per position step, in float64: one for each pair of the `head_size` rotated channels of a head.
+    """Return the angles per position step (float64), one for each pair of a head's `head_size` rotated channels.
 
-    `length` is the number of tokens that the request may come to have keys of, `Request.num_rows`. Dynamic and longrope
-    choose by it, once, since keys are cached rotated.
+    `length` is the maximum number of keys of the request, `Request.num_rows`. Dynamic and longrope use it to choose
+    frequencies once, because cached keys are already rotated.
     Sources: RoPE arXiv 2104.09864; dynamic NTK, linear and yarn arXiv 2309.00071; longrope arXiv
     2402.13753; llama3: the model card's smoothing between two wavelengths.
     """
@@ -43,7 +43,7 @@ def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[flo
 
 
 def _blend(frequency: float, factor: float, kept: float) -> float:
-    """Between the frequency itself (kept = 1) and the frequency slowed down by `factor` (kept = 0)."""
+    """Interpolate between the frequency (kept = 1) and the frequency divided by `factor` (kept = 0)."""
     return kept * frequency + (1 - kept) * frequency / factor
 
 
@@ -54,7 +54,7 @@ def _llama3_kept(rope: RopeSpec, frequency: float) -> float:
 
 
 def _yarn_kept(rope: RopeSpec, head_size: int) -> list[float]:
-    """1 for channels that turn more than beta_fast times within the trained context, 0 below beta_slow."""
+    """Return 1 for channels that turn more than beta_fast times in the trained context, 0 below beta_slow."""
 
     def channel(turns: float) -> float:
         return head_size * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -29,9 +29,9 @@ _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 class SafetensorsCheckpoint:
     """A folder with config.json and safetensors weights, in one file or in indexed shards.
 
-    `config` and `generation_config` are the JSON files as read; the latter is {} where absent. `tensors` are keyed by
-    their `canonical` names.
-    Raises UserError where a file is missing, unreadable, or in conflict with the index, or where two tensors are one.
+    `config` and `generation_config` are the contents of the JSON files. The latter is {} if there is no such file.
+    `tensors` are keyed by their `canonical` names. Raises UserError if a file is missing, unreadable, or in conflict
+    with the index, or if two names mean the same tensor.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class SafetensorsCheckpoint:
         return self._shard(stored).read(replace(self.tensors[name], name=stored), slices)
 
     def holds_same(self, name: str, other: str) -> bool:
-        """Whether two tensors are the same, bit for bit."""
+        """Return whether two tensors have the same bits."""
         first, second = self.tensors[name], self.tensors[other]
         if (first.shape, first.dtype) != (second.shape, second.dtype):
             return False
@@ -82,7 +82,7 @@ class SafetensorsCheckpoint:
 
 
 class _MappedShard:
-    """A safetensors file that was found sound, mapped. The format: https://github.com/huggingface/safetensors#format."""
+    """A validated and mapped safetensors file. The format: https://github.com/huggingface/safetensors#format."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,7 +114,7 @@ class _MappedShard:
         return self._bytes[start:stop]
 
     def _place(self, tensor: TensorInfo) -> tuple[int, int]:
-        """Where its bytes begin and end. Raises UserError if the file is no longer the one that was found sound."""
+        """Return begin and end of the tensor's bytes. Raises UserError if the file has changed since validation."""
         entry = self._entries.get(tensor.name, {"dtype": None, "shape": None})
         dtype = _SAFETENSORS_DTYPES.get(entry["dtype"], entry["dtype"])
         if (dtype, entry["shape"]) != (tensor.dtype, list(tensor.shape)):
@@ -123,7 +123,7 @@ class _MappedShard:
         return start, stop
 
     def _read_ahead(self, start: int, num_bytes: int) -> None:
-        """Have the system read what follows, which is mostly asked for next, beside what is done with what was read."""
+        """Let the system read the following bytes in the background, because they are usually read next."""
         if num_bytes:
             before = start % mmap.PAGESIZE
             self._mapped.madvise(mmap.MADV_WILLNEED, start - before, before + num_bytes)
@@ -142,7 +142,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_weight_map(folder: Path) -> dict[str, str]:
-    """The name of the file in `folder` that holds each tensor."""
+    """Return the name of the file in `folder` with each tensor."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.exists():
         return dict.fromkeys(_read_header(single), single.name)
@@ -163,15 +163,15 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for shard in sorted(set(weight_map.values())):
-        held = _read_header(folder / shard)
-        for name in held:
+        shard_tensors = _read_header(folder / shard)
+        for name in shard_tensors:
             if weight_map.get(name) != shard:
                 place = f"in {weight_map[name]}" if name in weight_map else "in no file"
                 raise invalid_checkpoint(
                     f"{folder / shard} holds {name}, which the index places {place}: "
                     "download the index and the shards of one revision."
                 )
-        tensors |= held
+        tensors |= shard_tensors
     for name, shard in weight_map.items():
         if name not in tensors:
             raise invalid_checkpoint(
@@ -182,16 +182,16 @@ def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Tenso
 
 
 def _canonical_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
-    """Of each canonical name the one that the files have."""
-    found: dict[str, str] = {}
+    """Return the name in the files for each canonical name."""
+    stored_names: dict[str, str] = {}
     for name in stored:
-        other = found.setdefault(canonical(name), name)
+        other = stored_names.setdefault(canonical(name), name)
         if other != name:
             raise invalid_checkpoint(
                 f"{folder} holds {shown(other)} and {shown(name)}, which are the same tensor of a model: leave out the "
                 "files that do not belong to it"
             )
-    return found
+    return stored_names
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:

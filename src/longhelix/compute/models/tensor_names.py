@@ -15,8 +15,8 @@ def canonical(name: str) -> str:
     """A tensor's name as transformers writes that of the model: `model.layers.0...`, `lm_head.weight`, and of a vision
     tower `model.visual...`. Names of anything else stay as they are."""
     name = name.replace("._orig_mod.", ".")  # of layers that were compiled one by one
-    if (found := _DECODER.fullmatch(name)) is not None:
-        return found[1] if found[1].startswith("lm_head.") else f"model.{found[1]}"
-    if (found := _TOWER.fullmatch(name)) is not None:
-        return f"model.visual.{found[1]}"
+    if (match := _DECODER.fullmatch(name)) is not None:
+        return match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
+    if (match := _TOWER.fullmatch(name)) is not None:
+        return f"model.visual.{match[1]}"
     return name

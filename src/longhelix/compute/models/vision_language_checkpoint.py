@@ -1,4 +1,5 @@
-"""The checkpoint of a vision-language model: its decoder's tensors as those of any decoder, and its vision tower's."""
+"""The checkpoint of a vision-language model: the tensors of its decoder, named like those of any decoder, and of its
+vision tower."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _TOWER = "model.visual."
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a matrix is: all of a tensor, or of the experts' matrices that one tensor has those of `expert`, from a
-    row on, perhaps stored as its transpose."""
+    """The place of a matrix: a complete tensor, or the matrix of `expert` in a tensor of all experts, from a row on. It
+    may be stored transposed."""
 
     name: str
     expert: int | None = None
@@ -28,8 +29,8 @@ class _Part:
 
 
 class VisionLanguageCheckpoint:
-    """As `SafetensorsCheckpoint`, of whose tensors these are views. `tensors` are the decoder's, under the names that
-    they have in checkpoints of decoders alone; `tower_tensors` are the vision tower's, under names of its own."""
+    """Views of the tensors of a `SafetensorsCheckpoint`. `tensors` are the decoder's, with its usual names.
+    `tower_tensors` are the vision tower's, with its own names."""
 
     def __init__(self, stored: SafetensorsCheckpoint) -> None:
         self._stored = stored
@@ -62,16 +63,16 @@ class VisionLanguageCheckpoint:
         return self._stored.read(part.name, (expert, columns, rows))[0].T.contiguous()
 
     def holds_same(self, name: str, other: str) -> bool:
-        """Whether two tensors that are no parts of others are the same, bit for bit."""
+        """Return whether two complete tensors have the same bits."""
         return self._stored.holds_same(self._parts[name].name, self._parts[other].name)
 
     def read_tower(self, name: str) -> torch.Tensor:
-        """A tensor of the vision tower, whole."""
+        """Read a complete tensor of the vision tower."""
         shape = self.tower_tensors[name].shape
         return self._stored.read(_TOWER + name, tuple(slice(0, size) for size in shape))
 
     def _views(self, info: TensorInfo) -> Iterator[tuple[TensorInfo, _Part]]:
-        """What a tensor is to a decoder: itself, or one or two matrices for each expert."""
+        """Return the decoder's tensors in a stored tensor: itself, or one or two matrices for each expert."""
         name = info.name
         of_layer, separator, kind = name.partition(".mlp.experts.")
         if not separator or len(info.shape) != 3:
@@ -90,5 +91,5 @@ class VisionLanguageCheckpoint:
 
     @property
     def _decoder_config(self) -> Mapping[str, Any]:
-        found = self.config.get("text_config")
-        return found if isinstance(found, Mapping) else {}
+        text_config = self.config.get("text_config")
+        return text_config if isinstance(text_config, Mapping) else {}

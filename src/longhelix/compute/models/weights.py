@@ -1,5 +1,7 @@
-"""Loading: each parameter is read when the model asks for it, sliced, and laid out while it is read, so a rank never
-holds the whole model, nor its share of it twice."""
+"""Loads parameters: reads each one when the model takes it, and slices and arranges it at the same time.
+
+So a rank never has the whole model in memory, nor its own share twice.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import lcm, prod
@@ -12,15 +14,17 @@ from longhelix.compute.kernels.weight import WeightArrangement, choose_arrangeme
 from longhelix.compute.models.checkpoint import Checkpoint
 from longhelix.compute.models.parameter import Parameter, Source
 
-# Read at a time: few enough that progress is seen to move, many enough for all threads.
+# Elements read at a time: few enough for smooth progress, many enough for all threads.
 _PIECE_ELEMENTS = 4 * 2**20
 
 
 class Weights:
-    """A rank's parameters, by name; each can be taken once.
+    """A rank's parameters, by name. Each can be taken once.
 
-    dtype: of what is not a product. weight_dtype: the number format of products. progress: called with the elements
-    that have been read since it was last called.
+    Args:
+        dtype: Dtype of parameters that are not weights of products.
+        weight_dtype: Number format of the weights of products.
+        progress: Called with the number of elements read since the last call.
     """
 
     def __init__(
@@ -35,42 +39,42 @@ class Weights:
         self.dtype = dtype
         self.weight_dtype = weight_dtype
         self._checkpoint = checkpoint
-        self._left = {parameter.name: parameter for parameter in parameters}
+        self._unused = {parameter.name: parameter for parameter in parameters}
         self._device = device
         self._progress = progress
 
     @property
-    def left(self) -> tuple[str, ...]:
-        """The names of what was not taken."""
-        return tuple(self._left)
+    def unused(self) -> tuple[str, ...]:
+        """Names of the parameters that were not taken yet."""
+        return tuple(self._unused)
 
     def take(self, name: str) -> Tensor:
-        """The tensor, in `dtype`, or as the checkpoint has it where it is exact."""
-        parameter = self._left.pop(name)
-        taken = None
+        """Return a parameter as a tensor in `dtype`, or in the dtype of the checkpoint if it is exact."""
+        parameter = self._unused.pop(name)
+        tensor = None
         for first, rows in self._pieces(parameter):
-            if taken is None:
+            if tensor is None:
                 dtype = rows.dtype if parameter.exact else self.dtype
-                taken = torch.empty(parameter.local_shape, dtype=dtype, device=self._device)
-            taken[first : first + len(rows)] = rows
+                tensor = torch.empty(parameter.local_shape, dtype=dtype, device=self._device)
+            tensor[first : first + len(rows)] = rows
             self._progress(rows.numel())
-        assert taken is not None
-        return taken
+        assert tensor is not None
+        return tensor
 
     def find(self, name: str) -> Tensor | None:
-        """The tensor, or None where the model has none."""
-        return self.take(name) if name in self._left else None
+        """Return a parameter as a tensor, or None if the model does not have it."""
+        return self.take(name) if name in self._unused else None
 
     def arrangement(self, names: Iterable[str]) -> WeightArrangement:
-        """The first in which all these products can lie. Raises UserError if there is none."""
-        shapes = (self._left[name].local_shape for name in names)
+        """Return the first arrangement that can hold all these weights. Raises UserError if there is none."""
+        shapes = (self._unused[name].local_shape for name in names)
         return choose_arrangement(shapes, self.weight_dtype, self._device)
 
     def product(self, name: str, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
-        """The weight of a product, laid out. `halves`: see `make_weight`. `arrangement`: another than the first."""
+        """Return the weight of a product. halves: see `make_weight`. arrangement: None for the first possible one."""
         if (arrangement or self.arrangement([name])) is not PANELS:
             return self.lay_out(self.take(name), halves, arrangement)
-        parameter = self._left.pop(name)
+        parameter = self._unused.pop(name)
         weight = PANELS.new_panels(*parameter.local_shape, self.weight_dtype, halves)
         for first, rows in self._pieces(parameter):
             PANELS.write(rows, first, weight, halves)
@@ -78,13 +82,13 @@ class Weights:
         return weight
 
     def lay_out(self, weight_OI: Tensor, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
-        """The weight of a product, of a tensor that was taken."""
+        """Arrange a tensor that was taken as the weight of a product."""
         shape_OI = weight_OI.shape[0], weight_OI.shape[1]
         chosen = arrangement or choose_arrangement([shape_OI], self.weight_dtype, self._device)
         return chosen.new_weight(weight_OI, self.weight_dtype, halves)
 
     def _pieces(self, parameter: Parameter) -> Iterator[tuple[int, Tensor]]:
-        """Rows of a parameter as the checkpoint has them, with the number of the first."""
+        """Yield pieces of a parameter in the checkpoint's dtype: the index of the first row, and the rows."""
         first = 0
         for source in parameter.sources:
             for slices in _pieces_of(source):
@@ -93,11 +97,11 @@ class Weights:
 
 
 def _pieces_of(source: Source) -> Iterator[tuple[slice, ...]]:
-    """What to read one after the other: whole panels, and rows that belong together."""
+    """Split a source into pieces of whole panels that do not separate rows of a unit."""
     rows, *columns = source.slices
     width = prod(map(len, columns))
     multiple = lcm(source.row_unit, native.LANES)
     step = max(_PIECE_ELEMENTS // max(width, 1) // multiple, 1) * multiple
-    others = tuple(slice(items.start, items.stop) for items in columns)
+    column_slices = tuple(slice(items.start, items.stop) for items in columns)
     for start in range(rows.start, rows.stop, step) or (rows.start,):
-        yield slice(start, min(start + step, rows.stop)), *others
+        yield slice(start, min(start + step, rows.stop)), *column_slices

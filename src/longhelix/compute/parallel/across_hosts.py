@@ -23,8 +23,8 @@ NAME = "hosts"
 class HostsProcessGroup(PythonProcessGroup):
     """A process group whose ranks are on several hosts.
 
-    The first rank of each host is its leader, which exchanges what the host has to say with the other leaders. In
-    all-to-alls every rank sends to every other rank directly.
+    The first rank of each host is its leader, and exchanges values with the other leaders. In all-to-alls, every rank
+    sends to every other rank directly.
 
     Attributes:
         network_bytes: bytes that this rank has sent to ranks of other hosts.
@@ -42,12 +42,14 @@ class HostsProcessGroup(PythonProcessGroup):
         self.network_bytes = 0
         self._parts = parts
         self._host = next(host for host, part in enumerate(parts) if rank in part)
-        self._own = parts[self._host]
-        self._is_leader = rank == self._own[0]
+        self._host_ranks = parts[self._host]
+        self._is_leader = rank == self._host_ranks[0]
         self._local = self._leaders = None
-        if len(self._own) > 1:
+        if len(self._host_ranks) > 1:
             local_store = dist.PrefixStore(f"host{self._host}", store)
-            self._local = SharedMemoryProcessGroup(local_store, self._own.index(rank), len(self._own), timeout)
+            self._local = SharedMemoryProcessGroup(
+                local_store, self._host_ranks.index(rank), len(self._host_ranks), timeout
+            )
         if self._is_leader and len(parts) > 1:
             self._leaders = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), self._host, len(parts), timeout)
         self._network = None
@@ -61,25 +63,27 @@ class HostsProcessGroup(PythonProcessGroup):
             if self._local is not None:
                 self._local.allreduce([dense])
             if self._leaders is not None:
-                dense.copy_(sum_in_order(self._of_hosts(dense)))
-            self._tell(dense)
+                dense.copy_(sum_in_order(self._gather_hosts(dense)))
+            self._broadcast_in_host(dense)
             if dense is not values:
                 values.copy_(dense)
         return done(tensors)
 
     def _allgather_base(self, gathered, values, options=None):
         shards = gathered.view(self.size(), *values.shape)
-        most = max(map(len, self._parts))
-        own = values.new_empty(most, *values.shape)  # as many for every host, since gloo gathers equal sizes
+        largest_host = max(map(len, self._parts))
+        host_shards = values.new_empty(
+            largest_host, *values.shape
+        )  # equal sizes for all hosts, because gloo gathers equal sizes
         if self._local is None:
-            own[0] = values
+            host_shards[0] = values
         else:
-            self._local._allgather_base(own[: len(self._own)], values)
+            self._local._allgather_base(host_shards[: len(self._host_ranks)], values)
         if self._is_leader:
-            for part, found in zip(self._parts, self._of_hosts(own), strict=True):
-                for place, shard in zip(part, found, strict=False):
+            for part, of_host in zip(self._parts, self._gather_hosts(host_shards), strict=True):
+                for place, shard in zip(part, of_host, strict=False):
                     shards[place] = shard
-        self._tell(gathered)
+        self._broadcast_in_host(gathered)
         return done([gathered])
 
     def _reduce_scatter_base(self, reduced, values, options=None):
@@ -87,11 +91,11 @@ class HostsProcessGroup(PythonProcessGroup):
         total = values.contiguous().view(self.size(), *reduced.shape).clone()
         if self._local is not None:
             self._local.allreduce([total])
-        own = total[list(self._own)]
+        host_shards = total[list(self._host_ranks)]
         if self._leaders is not None:
-            own = sum_in_order(self._shares(total))
-        self._tell(own)
-        reduced.copy_(own[self._own.index(self.rank())])
+            host_shards = sum_in_order(self._exchange_shares(total))
+        self._broadcast_in_host(host_shards)
+        reduced.copy_(host_shards[self._host_ranks.index(self.rank())])
         return done([reduced])
 
     def broadcast(self, tensors, options=None):
@@ -100,14 +104,14 @@ class HostsProcessGroup(PythonProcessGroup):
         for values in tensors:
             dense = values.contiguous()
             if host == self._host:
-                self._tell(dense, self._own.index(root))
+                self._broadcast_in_host(dense, self._host_ranks.index(root))
             if self._leaders is not None:
                 spread = dist.BroadcastOptions()
                 spread.rootRank = host
                 self._leaders.broadcast([dense], spread).wait()
                 self.network_bytes += dense.nbytes * (len(self._parts) - 1) * (host == self._host)
             if host != self._host:
-                self._tell(dense)
+                self._broadcast_in_host(dense)
             if dense is not values:
                 values.copy_(dense)
         return done(tensors)
@@ -117,7 +121,7 @@ class HostsProcessGroup(PythonProcessGroup):
         return done([])
 
     def alltoall_base(self, received, send, received_sizes, send_sizes, options=None):
-        """Pieces of the first dim to and from all ranks; empty sizes mean equal pieces."""
+        """Exchange pieces of the first dim with all ranks. Empty sizes mean equal pieces."""
         equal = [len(send) // self.size()] * self.size()
         self.start_all_to_all(received, send, received_sizes or equal, send_sizes or equal).wait()
         return done([received])
@@ -125,9 +129,9 @@ class HostsProcessGroup(PythonProcessGroup):
     def start_all_to_all(
         self, received: Tensor, send: Tensor, received_sizes: Sequence[int], send_sizes: Sequence[int]
     ) -> dist.Work:
-        """Begin an all-to-all. Pieces for other hosts travel until the result's `wait` is called."""
-        outward = [0 if place in self._own else size for place, size in enumerate(send_sizes)]
-        inward = [0 if place in self._own else size for place, size in enumerate(received_sizes)]
+        """Begin an all-to-all. Pieces for other hosts travel until the caller calls `wait` on the result."""
+        outward = [0 if place in self._host_ranks else size for place, size in enumerate(send_sizes)]
+        inward = [0 if place in self._host_ranks else size for place, size in enumerate(received_sizes)]
         pieces = send.split(list(send_sizes))
         remote = torch.cat([piece for piece, size in zip(pieces, outward, strict=True) if size] or [send[:0]])
         arrived = received.new_empty(sum(inward), *received.shape[1:])
@@ -138,56 +142,56 @@ class HostsProcessGroup(PythonProcessGroup):
             place = self.rank()
             received[starts[place] : starts[place + 1]] = pieces[place]
         else:
-            local = torch.cat([pieces[place] for place in self._own])
-            sizes = [received_sizes[place] for place in self._own]
-            found = received.new_empty(sum(sizes), *received.shape[1:])
-            self._local.alltoall_base(found, local, sizes, [send_sizes[place] for place in self._own])
-            for place, piece in zip(self._own, found.split(sizes), strict=True):
+            local = torch.cat([pieces[place] for place in self._host_ranks])
+            sizes = [received_sizes[place] for place in self._host_ranks]
+            from_host = received.new_empty(sum(sizes), *received.shape[1:])
+            self._local.alltoall_base(from_host, local, sizes, [send_sizes[place] for place in self._host_ranks])
+            for place, piece in zip(self._host_ranks, from_host.split(sizes), strict=True):
                 received[starts[place] : starts[place + 1]] = piece
 
-        def put() -> None:
+        def store_arrived() -> None:
             for place, piece in enumerate(arrived.split(inward)):
-                if place not in self._own:
+                if place not in self._host_ranks:
                     received[starts[place] : starts[place + 1]] = piece
 
-        return _Travelling(work, put)
+        return _HostTransfer(work, store_arrived)
 
-    def _of_hosts(self, values: Tensor) -> list[Tensor]:
-        """Return equal shapes of all hosts, in their order. Leaders only."""
+    def _gather_hosts(self, values: Tensor) -> list[Tensor]:
+        """Gather equal shapes from all hosts, in their order. Leaders only."""
         if self._leaders is None:
             return [values]
-        found = [torch.empty_like(values) for _ in self._parts]
-        self._leaders.allgather([found], [values]).wait()
+        gathered = [torch.empty_like(values) for _ in self._parts]
+        self._leaders.allgather([gathered], [values]).wait()
         self.network_bytes += values.nbytes * (len(self._parts) - 1)
-        return found
+        return gathered
 
-    def _shares(self, total: Tensor) -> list[Tensor]:
-        """Return what each host has of this host's part of `total`. Leaders only."""
+    def _exchange_shares(self, total: Tensor) -> list[Tensor]:
+        """Exchange parts of `total`: returns each host's values for the ranks of this host. Leaders only."""
         send = torch.cat([total[list(part)] for part in self._parts])
-        sizes, own = [len(part) for part in self._parts], len(self._own)
-        received = total.new_empty(own * len(self._parts), *total.shape[1:])
-        self._leaders.alltoall_base(received, send, [own] * len(self._parts), sizes).wait()
-        self.network_bytes += send.nbytes - own * total[0].nbytes
-        return list(received.split(own))
+        sizes, num_local = [len(part) for part in self._parts], len(self._host_ranks)
+        received = total.new_empty(num_local * len(self._parts), *total.shape[1:])
+        self._leaders.alltoall_base(received, send, [num_local] * len(self._parts), sizes).wait()
+        self.network_bytes += send.nbytes - num_local * total[0].nbytes
+        return list(received.split(num_local))
 
-    def _tell(self, values: Tensor, root: int = 0) -> None:
-        """Give what one rank of this host has to its other ranks."""
+    def _broadcast_in_host(self, values: Tensor, root: int = 0) -> None:
+        """Broadcast values of one rank of this host to its other ranks."""
         if self._local is not None:
             options = dist.BroadcastOptions()
             options.rootRank = root
             self._local.broadcast([values], options)
 
 
-class _Travelling(dist.Work):
-    """A transfer between hosts, and what to do with what has arrived."""
+class _HostTransfer(dist.Work):
+    """A transfer between hosts, and a function that stores the arrived pieces."""
 
-    def __init__(self, work: dist.Work | None, put: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work | None, store_arrived: Callable[[], None]) -> None:
         super().__init__()
-        self._work, self._put = work or done([]), put
+        self._work, self._store_arrived = work or done([]), store_arrived
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._work.wait()
-        self._put()
+        self._store_arrived()
         return True
 
     def get_future(self) -> Future:
@@ -197,8 +201,10 @@ class _Travelling(dist.Work):
 def register() -> None:
     """Make `dist.new_group(ranks, backend=NAME, pg_options=parts)` known to this process. May be called repeatedly."""
 
-    def make(given, parts):
-        return HostsProcessGroup(given.store, given.group_rank, given.group_size, timeout=given.timeout, parts=parts)
+    def make(options, parts):
+        return HostsProcessGroup(
+            options.store, options.group_rank, options.group_size, timeout=options.timeout, parts=parts
+        )
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu"])

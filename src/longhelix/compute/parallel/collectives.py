@@ -1,4 +1,4 @@
-"""The collectives of a group of ranks. They are counted, and so are the bytes that they send."""
+"""Collectives of a group of ranks, with counts of the collectives and of the bytes that they send."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,15 +21,14 @@ _PIECE_BYTES, _MOST_PIECES = 256 * 1024, 16  # docs/internals/speed.md, "What bo
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Whether this error of gloo or NCCL means that a peer is gone, not that a call was wrong."""
-    said = str(error)
-    # An interface that cannot be found is this rank's own trouble.
-    return isinstance(error, dist.DistError) or ("gloo/transport" in said and "/device.cc" not in said)
+    """Return whether an error of gloo or NCCL means that a peer is gone, and not that a call was wrong."""
+    message = str(error)
+    # A missing network interface is an error of this rank.
+    return isinstance(error, dist.DistError) or ("gloo/transport" in message and "/device.cc" not in message)
 
 
 def _in_graphs(form: Callable) -> Callable[[Callable], Callable]:
-    """The decorated method, with `form` in its place inside of compiled graphs. A compiled engine also runs some steps
-    op by op, so both are called."""
+    """Decorator: replaces the method by `form` inside of compiled graphs. Steps that run op by op call the method."""
 
     def decorate(method: Callable) -> Callable:
         @wraps(method)
@@ -67,7 +66,7 @@ def _functional_reduce_scatter(group: "RankGroup", values: Tensor) -> Callable[[
 
 
 def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of equal shapes. 16-bit formats are added in float32 and rounded once."""
+    """Return the sum of tensors of equal shape. 16-bit formats are added in float32 and rounded once."""
     dtype = parts[0].dtype
     total = parts[0].float() if dtype in (torch.bfloat16, torch.float16) else parts[0]
     for part in parts[1:]:
@@ -76,16 +75,27 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _pieces(values: Tensor) -> list[slice]:
-    """Rows of what goes to each rank, as gloo sends them both ways at once."""
+    """Split the rows for each rank into pieces, so that gloo sends in both directions at once."""
     count = max(min(values.nbytes // _PIECE_BYTES, len(values), _MOST_PIECES), 1)
     return [slice(part.start, part.stop) for part in split(len(values), count)]
 
 
 class RankGroup:
-    """A group of ranks, as one of them sees it. A group of one rank does nothing and sends nothing.
+    """A group of ranks, seen from one of them. Methods raise PeerLostError if a peer is gone.
 
-    ranks: in the order of the group. A peer that is gone raises PeerLostError. `traffic` must be the same on all ranks,
-    except for its bytes. `spans` are told of all collectives outside of compiled graphs.
+    A group of one rank does nothing and sends nothing. `traffic` must be the same on all ranks, except for its bytes.
+
+    Attributes:
+        ranks: The ranks, in the order of the group.
+        index: Index of this rank in the group.
+        sums_in_rank_order: Sums have the same bits for all message sizes. Those of gloo differ, from three ranks on.
+        overlaps: Messages travel while this rank computes.
+        waited_s: Seconds that this rank has waited for started collectives. Almost 0 on GPUs, where streams wait.
+
+    Args:
+        rank: This rank.
+        handle: The group in torch. None: this rank is alone.
+        spans: Records all collectives outside of compiled graphs.
     """
 
     def __init__(
@@ -94,30 +104,29 @@ class RankGroup:
         self.ranks = ranks
         self.size = len(ranks)
         self.index = ranks.index(rank)
-        # Sums are the same bits whatever the size of the message; gloo's are not, from three ranks on.
         self.sums_in_rank_order = self.size == 1
         # Gloo's reduce-scatter sends as much as its all-reduce, and large messages one direction after the other.
         self.is_gloo = self.size > 1 and isinstance(handle, dist.ProcessGroup) and handle.name() == "gloo"
-        self.overlaps = self.size > 1  # what is sent travels while this rank computes
-        self.waited_s = 0.0  # for what was started to be exchanged; on GPUs streams wait, and here next to nothing
+        self.overlaps = self.size > 1
+        self.waited_s = 0.0
         self._handle = handle
         self._spans = spans
-        self._own = Traffic()  # what was counted here
+        self._counted = Traffic()  # counted by this object
         self._current = ""
 
     @property
     def traffic(self) -> Traffic:
-        """All collectives so far. Those that compiled graphs run over gloo or NCCL are not counted."""
-        return self._own
+        """All collectives so far, without those that compiled graphs run over gloo or NCCL."""
+        return self._counted
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Torch's own, as compiled graphs name it; None for a rank alone."""
+        """The group in torch, which compiled graphs use. None for a single rank."""
         return self._handle
 
     @property
     def exchanged_bytes(self) -> int:
-        """Bytes that this rank has given to the transport for other ranks, in `all_to_all` and `exchange_states`."""
+        """Bytes that this rank has sent to other ranks in `all_to_all` and `exchange_states`."""
         return self.traffic.exchanged_bytes
 
     @property
@@ -129,31 +138,31 @@ class RankGroup:
         return 0
 
     def count(self, traffic: Traffic) -> None:
-        """Add the collectives of a CUDA graph, which made no call here."""
-        self._own = self._own.then(traffic)
+        """Add the collectives of a CUDA graph, which does not call this object."""
+        self._counted = self._counted.then(traffic)
 
     def progress(self) -> tuple[int, str]:
-        """How many collectives have begun, and the one that runs now, in words, or "". Any thread may ask."""
-        return self._own.collectives, self._named(self._current)
+        """Return the number of collectives so far, and the running one in words or "". Any thread may call this."""
+        return self._counted.collectives, self._named(self._current)
 
     @_in_graphs(_functional_all_reduce)
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum over the group, in place; in a compiled graph, as a new tensor."""
+        """Sum over the group, in place. In a compiled graph, the result is a new tensor."""
         if self.size > 1:
             self._run("all-reduce", values.nbytes, self._handle.allreduce, [values])
         return values
 
     def all_reduce_add(self, values: Tensor, residual: Tensor) -> Tensor:
-        """residual + the sum of `values` over the group. May overwrite `values`."""
+        """Return residual + the sum of `values` over the group. May overwrite `values`."""
         return residual + self.all_reduce(values)
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """The rows of all ranks in their order, (n L, ...), of this rank's (L, ...)."""
+        """Gather this rank's rows (L, ...) and those of all others, in the order of ranks: (n L, ...)."""
         return self.start_all_gather(values)()
 
     @_in_graphs(_functional_all_gather)
     def start_all_gather(self, values: Tensor) -> Callable[[], Tensor]:
-        """Begin an `all_gather`. Call what it returns to wait for the result."""
+        """Begin an `all_gather`. Call the returned function to wait for the result."""
         if self.size == 1:
             return lambda: values
         values = values.contiguous()
@@ -172,44 +181,44 @@ class RankGroup:
         return finish
 
     def reduce_scatter(self, values: Tensor) -> Tensor:
-        """This rank's rows (L, ...) of the sum over the group of (n L, ...)."""
+        """Sum (n L, ...) over the group, and return this rank's rows (L, ...) of the sum."""
         return self.start_reduce_scatter(values)()
 
     @_in_graphs(_functional_reduce_scatter)
     def start_reduce_scatter(self, values: Tensor) -> Callable[[], Tensor]:
-        """Begin a `reduce_scatter`. Call what it returns to wait for the result."""
+        """Begin a `reduce_scatter`. Call the returned function to wait for the result."""
         if self.size == 1:
             return lambda: values
         parts = values.contiguous().view(self.size, len(values) // self.size, *values.shape[1:])
         if not self.is_gloo:
-            own = torch.empty_like(parts[0])
-            wait = self._start("reduce-scatter", values.nbytes, self._handle._reduce_scatter_base, (own, parts))
+            shard_X = torch.empty_like(parts[0])
+            wait = self._start("reduce-scatter", values.nbytes, self._handle._reduce_scatter_base, (shard_X, parts))
         else:
-            given = [parts[:, rows].flatten(0, 1).contiguous() for rows in _pieces(parts[0])]
-            received = [torch.empty_like(each) for each in given]
-            sizes = [[len(each) // self.size] * self.size for each in given]
-            pieces = zip(received, given, sizes, sizes, strict=True)
+            sent = [parts[:, rows].flatten(0, 1).contiguous() for rows in _pieces(parts[0])]
+            received = [torch.empty_like(each) for each in sent]
+            sizes = [[len(each) // self.size] * self.size for each in sent]
+            pieces = zip(received, sent, sizes, sizes, strict=True)
             wait = self._start("reduce-scatter", values.nbytes, self._handle.alltoall_base, *pieces)
 
         def finish() -> Tensor:
             wait()
-            return torch.cat([sum_in_order(each.chunk(self.size)) for each in received]) if self.is_gloo else own
+            return torch.cat([sum_in_order(each.chunk(self.size)) for each in received]) if self.is_gloo else shard_X
 
         return finish
 
     def merges(self, head_size: int) -> bool:
-        """Whether `exchange_states` does the exchange and the merge as one call."""
+        """Return whether `exchange_states` can exchange and merge in one call."""
         return False
 
     def all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
-        """Send consecutive pieces of a flat tensor to the ranks of the group. Returns what came from them, in their
-        order."""
+        """Send consecutive pieces of a flat tensor to the ranks of the group. Returns the received pieces in the order
+        of ranks."""
         return self.start_all_to_all(send, send_sizes, receive_sizes)()
 
     @_in_graphs(_functional_all_to_all)
     def start_all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Callable[[], Tensor]:
-        """Begin an `all_to_all`. Call what it returns to wait for the result."""
-        # Sizes differ by rank, and are not counted.
+        """Begin an `all_to_all`. Call the returned function to wait for the result."""
+        # The fingerprint leaves out sizes, because they differ by rank.
         title, received = self._begin("all-to-all", 0), send.new_empty(sum(receive_sizes))
         span = self._spans.begin("exchange", "exchange")
         work = self._call(title, self._send_to_all, received, send, receive_sizes, send_sizes)
@@ -228,7 +237,7 @@ class RankGroup:
         return self._handle.alltoall_base(*arguments)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Equal shapes from every rank, in order, on the group's first rank; an empty list on the others."""
+        """Gather equal shapes from all ranks, in order, on the group's first rank. Other ranks get an empty list."""
         if self.size == 1:
             return [values]
         gathered = [torch.empty_like(values) for _ in self.ranks] if self.index == 0 else []
@@ -237,7 +246,7 @@ class RankGroup:
         return gathered
 
     def broadcast(self, values: Tensor, root: int = 0) -> Tensor:
-        """Overwrite `values` on all ranks by those of the rank with index `root`."""
+        """Overwrite `values` on all ranks by the values of the rank with index `root`."""
         if self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = root
@@ -245,13 +254,13 @@ class RankGroup:
         return values
 
     def _run(self, kind: str, size_bytes: int, collective: Callable, *arguments) -> None:
-        # The process group itself and not torch.distributed's functions, which add 5 us of checks to each call.
+        # Calls the process group directly, because the functions of torch.distributed add 5 us of checks to each call.
         span = self._spans.begin(kind, "collective")
         self._call(self._begin(kind, size_bytes), lambda: collective(*arguments).wait())
         self._spans.end(span)
 
     def _start(self, kind: str, size_bytes: int, collective: Callable, *pieces: tuple[Any, ...]) -> Callable[[], None]:
-        """Begin one collective, by a call for each of its pieces, which travel beside each other."""
+        """Begin one collective, with a call for each of its pieces, which travel at the same time."""
         span, title = self._spans.begin(kind, "collective"), self._begin(kind, size_bytes)
         works = self._call(title, lambda: [collective(*piece) for piece in pieces])
 
@@ -264,9 +273,9 @@ class RankGroup:
         return wait
 
     def _begin(self, kind: str, size_bytes: int) -> str:
-        """Count a collective, and return its name in words."""
+        """Count a collective, and return its title for messages."""
         self.count(Traffic(1, crc32(f"{kind} {size_bytes}".encode())))
-        return f"{kind} {self._own.collectives}"
+        return f"{kind} {self._counted.collectives}"
 
     def _call(self, title: str, call: Callable, *arguments):
         self._current = title
@@ -284,10 +293,10 @@ class RankGroup:
 
 
 class SharedMemoryRankGroup(RankGroup):
-    """A group whose ranks share memory: each reads what it needs from the others' memory, and merges as it reads.
+    """A group whose ranks share memory. Each rank reads from the memory of the others, and merges while it reads.
 
-    Ranks that are in different collectives of one group notice it, and raise CollectivesDifferError. The native channel
-    counts the collectives.
+    Raises CollectivesDifferError if ranks run different collectives at the same time. The native channel counts the
+    collectives.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup, spans: Spans = UNTRACED) -> None:
@@ -297,16 +306,16 @@ class SharedMemoryRankGroup(RankGroup):
 
     @property
     def traffic(self) -> Traffic:
-        begun, _ = self._channel.progress()
-        return self._own.then(Traffic(begun, self._channel.fingerprint, self._channel.exchanged_bytes))
+        count, _ = self._channel.progress()
+        return self._counted.then(Traffic(count, self._channel.fingerprint, self._channel.exchanged_bytes))
 
     @property
     def exchanged_bytes(self) -> int:
-        return self._own.exchanged_bytes + self._channel.exchanged_bytes
+        return self._counted.exchanged_bytes + self._channel.exchanged_bytes
 
     def progress(self) -> tuple[int, str]:
-        begun, current = self._channel.progress()
-        return begun, self._named(current)
+        count, current = self._channel.progress()
+        return count, self._named(current)
 
     @_in_graphs(RankGroup.all_reduce)
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -316,7 +325,7 @@ class SharedMemoryRankGroup(RankGroup):
         return values
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        # On one host a gather costs what an all-gather costs.
+        # On one host, a gather costs as much as an all-gather.
         values, whole = values.contiguous(), values.new_empty(self.size, *values.shape)
         span = self._spans.begin("gather", "collective")
         self._channel.all_gather(values.data_ptr(), whole.data_ptr(), values.nbytes)
@@ -338,14 +347,14 @@ class SharedMemoryRankGroup(RankGroup):
         self._spans.end(span)
         return total
 
-    @_in_graphs(RankGroup.merges)  # there the exchange and the merge are seen apart
+    @_in_graphs(RankGroup.merges)  # graphs have the exchange and the merge as separate ops
     def merges(self, head_size: int) -> bool:
         return head_size <= native.LONGEST_HEAD
 
     def exchange_states(
         self, out_tqC: Tensor, lse_tq: Tensor, heads_per_rank: list[int], places_NT: Tensor | None
     ) -> Tensor:
-        """The exchange and the merge as one call, where `merges` is true. `places_NT`: as in `holders.Holding`."""
+        """Exchange and merge in one call, if `merges` returns True. places_NT: as in `holders.Holding`."""
         rows, _, head_size = out_tqC.shape
         rows = rows if places_NT is None else places_NT.shape[1]
         merged_TnC = out_tqC.new_empty(rows, heads_per_rank[self.index], head_size)
@@ -368,7 +377,7 @@ class SharedMemoryRankGroup(RankGroup):
 
 
 class HostsRankGroup(RankGroup):
-    """A group whose ranks are on several hosts. Those of one host share memory."""
+    """A group whose ranks are on several hosts. Ranks of one host share memory."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup, spans: Spans = UNTRACED) -> None:
         super().__init__(ranks, rank, handle, spans)
@@ -388,6 +397,6 @@ _KINDS: dict[str | None, type[RankGroup]] = {"shm": SharedMemoryRankGroup, "host
 def group_of(
     ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, backend: str | None, spans: Spans
 ) -> RankGroup:
-    """The group over a handle of torch's, of that backend; without a handle one rank alone."""
+    """Return the group over a handle of torch with this backend. Without a handle, a group of one rank."""
     kind = RankGroup if handle is None else _KINDS.get(backend, RankGroup)
     return kind(ranks, rank, handle, spans)

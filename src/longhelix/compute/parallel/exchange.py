@@ -1,9 +1,8 @@
 """The exchange: one all-to-all over query heads that carries partial outputs and LSEs together, then the merge.
 
-Helix, arXiv 2507.07120, section 2.1: each rank of a KVP group sends to every other rank that rank's slice of query
-heads, and merges the slices that it receives. Bytes sent depend on rows and heads, never on the KV length. A rank that
-holds no KV of a row's request sends nothing for that row, but in CUDA graphs,
-where exchanges are padded.
+Helix, arXiv 2507.07120, section 2.1: each rank of a KVP group sends every other rank that rank's slice of query heads,
+and merges the slices that it receives. The bytes sent depend on rows and heads, never on the KV length. A rank without
+KV of a row's request sends nothing for that row, except in CUDA graphs, where exchanges are padded.
 """
 
 from collections.abc import Callable
@@ -19,8 +18,7 @@ _LSE_BYTES = 4
 
 
 def gather_heads(out_TnC: Tensor, group: RankGroup, heads_per_rank: list[int]) -> Tensor:
-    """All heads of the group, out_TqC, from the slices that its ranks have merged: the second exchange of the tied
-    layout."""
+    """Gather the merged slices of all ranks: all heads of the group, out_TqC. Second exchange of the tied layout."""
     if group.size == 1:
         return out_TnC
     rows, _, head_size = out_TnC.shape
@@ -34,10 +32,16 @@ def gather_heads(out_TnC: Tensor, group: RankGroup, heads_per_rank: list[int]) -
 def exchange(
     out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holding | None = None
 ) -> Tensor:
-    """Merged attention of this rank's slice of query heads: out_TnC, in the dtype of `out_tqC`.
+    """Exchange partial attention, and merge this rank's slice of query heads.
 
-    `heads_per_rank`: how the q local query heads fall to the ranks of `group`; a rank may get none. `holders`: None
-    where the t rows of every rank are all T.
+    Args:
+        out_tqC: Partial outputs.
+        lse_tq: Their LSEs. float32.
+        heads_per_rank: Number of the q local query heads that each rank of `group` gets. May be 0.
+        holders: Which ranks keep KV for which rows. None: every rank has all T rows.
+
+    Returns:
+        out_TnC, in the dtype of `out_tqC`.
     """
     if group.size == 1:
         return out_tqC
@@ -50,7 +54,7 @@ def exchange(
 def start_exchange(
     out_tqC: Tensor, lse_tq: Tensor, group: RankGroup, heads_per_rank: list[int], holders: Holding | None = None
 ) -> Callable[[], Tensor]:
-    """Begin the exchange. Call what it returns to wait for the result. For groups that overlap."""
+    """Begin an `exchange`. Call the returned function to wait for the result. For groups that overlap."""
     rows, _, head_size = out_tqC.shape
     row_bytes, own_heads = head_size * out_tqC.element_size() + _LSE_BYTES, heads_per_rank[group.index]
     counts = (rows,) * group.size if holders is None else holders.counts
@@ -68,7 +72,7 @@ def start_exchange(
 def _merged(
     received: Tensor, out_tqC: Tensor, own_heads: int, counts: tuple[int, ...], holders: Holding | None
 ) -> Tensor:
-    """Merge the states that came from all ranks, in the order of the ranks: out_TnC."""
+    """Merge the states received from all ranks, in the order of the ranks. Returns out_TnC."""
     head_size = out_tqC.shape[2]
     out_bytes = head_size * out_tqC.element_size()
     received_UX = received.view(-1, out_bytes + _LSE_BYTES)
@@ -79,7 +83,7 @@ def _merged(
         lse_NnT = lse_U.view(len(counts), own_heads, counts[0])
     else:
         at_NnT = _where(holders, own_heads)
-        # Of rows that a rank has nothing of, whatever is read has no weight.
+        # States of rows for which a rank has no KV get no weight.
         held_N1T = (holders.places_NT >= 0).unsqueeze(1)
         out_NnTC, lse_NnT = out_UC[at_NnT], lse_U[at_NnT].masked_fill(~held_N1T, -torch.inf)
     merged_nTC, _ = merge_states(out_NnTC, lse_NnT)
@@ -87,8 +91,10 @@ def _merged(
 
 
 def _where(holders: Holding, own_heads: int) -> Tensor:
-    """at_NnT: where the state of a row and head lies in what has come from all ranks; anywhere, if it has not. Each
-    rank's lie head by head."""
+    """Return at_NnT: index of the state of a row and head among the received ones. 0 if a rank has not sent it.
+
+    The states of each rank are ordered by head, then by row.
+    """
     start_N11, count_N11 = holders.spans_N2.view(-1, 2, 1, 1).unbind(1)
     heads_n1 = torch.arange(own_heads, device=start_N11.device).unsqueeze(1)
     place_N1T = holders.places_NT.clamp(min=0).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""How ranks reach each other: shared memory inside a host, gloo or NCCL between hosts. Makes groups of ranks."""
+"""Makes groups of ranks, over shared memory, gloo or NCCL."""
 
 import hashlib
 import os
@@ -20,10 +20,10 @@ class Fabric:
     """The connections of one rank to the others.
 
     Attributes:
-        rank: this rank.
-        hosts: which host runs each rank.
-        backend: backend of groups whose ranks are on one host: "shm", "gloo" or "nccl".
-        spans: told of the collectives of all groups.
+        rank: This rank.
+        hosts: Which host runs each rank.
+        backend: Backend of groups whose ranks are on one host: "shm", "gloo" or "nccl".
+        spans: Records the collectives of all groups.
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Fabric:
         """Choose a backend, together with all ranks of the world.
 
         Args:
-            backend: None for shared memory where the ranks of every host share it, otherwise the backend of the world.
+            backend: None: shared memory if the ranks of every host can share it, else the backend of the world.
         """
         if backend is None and hosts.world_size > 1:
             backend = "shm" if _share_memory(hosts) else dist.get_backend()
@@ -58,11 +58,11 @@ class Fabric:
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         return group_of(ranks, self.rank, handles[ranks], backend, self.spans)
 
-    def meet(self, groups: tuple[tuple[int, ...], ...], step_id: int) -> RankGroup:
-        """Make the group of this rank together with the ranks of these groups alone, in the same step.
+    def group_in_step(self, groups: tuple[tuple[int, ...], ...], step_id: int) -> RankGroup:
+        """Make the group of this rank, together with only the ranks of `groups`, which all run step `step_id`.
 
-        torch's own `new_group` needs all ranks of the world. Where it does not, it names a group by how many the caller
-        has, which differs between ranks here.
+        `torch.distributed.new_group` cannot do this: it involves all ranks of the world, or names groups by their
+        number on the caller, which differs between ranks.
         """
         ranks = next(ranks for ranks in groups if self.rank in ranks)
         store = dist.PrefixStore(f"{'-'.join(map(str, ranks))}@{step_id}", _get_default_store())
@@ -101,16 +101,16 @@ class Fabric:
 
 
 def _share_memory(hosts: Hosts) -> bool:
-    """Whether the ranks of every host of a gloo world can open each other's memory; the same answer on all ranks."""
+    """Return whether the ranks of every host of a gloo world can share memory. All ranks get the same answer."""
     if dist.get_backend() != "gloo":
         return False
-    # Ranks see each other's processes if they share a kernel's boot, its table of processes, and a user.
+    # Ranks can open each other's memory if they share the boot of a kernel, its process table, and the user.
     kernel, processes = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     if not (native.module and kernel.exists() and processes.exists()):
         place = os.urandom(16)  # equal to no other rank's
     else:
         place = f"{kernel.read_text()} {os.readlink(processes)} {os.getuid()}".encode()
-    own = torch.frombuffer(bytearray(hashlib.sha256(place).digest()), dtype=torch.uint8)
-    places = [torch.empty_like(own) for _ in range(hosts.world_size)]
-    dist.all_gather(places, own)
+    place_hash = torch.frombuffer(bytearray(hashlib.sha256(place).digest()), dtype=torch.uint8)
+    places = [torch.empty_like(place_hash) for _ in range(hosts.world_size)]
+    dist.all_gather(places, place_hash)
     return all(torch.equal(places[ranks[0]], places[rank]) for ranks in hosts.ranks for rank in ranks)

@@ -1,4 +1,4 @@
-"""Which ranks of a KVP group hold KV for which rows of a step, where not all ranks hold KV for all rows."""
+"""Which ranks of a KVP group keep KV for which rows of a step, if not all ranks keep KV for all rows."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,11 +12,13 @@ from longhelix.spec.layout import split
 
 
 class Holding(Protocol):
-    """What attention and exchange ask of T rows that ranks hold KV for.
+    """What attention and exchange need to know about T rows. Tensors are int64.
 
-    counts: how many rows each rank attends with. rows_t: those of this rank. places_NT: the place of a row among the
-    rows of each rank, -1 if that rank has no KV for it. spans_N2: the first row of each rank where the rows of all
-    ranks lie side by side, and its count. All int64.
+    Attributes:
+        counts: Number of rows with which each rank attends.
+        rows_t: The rows of this rank.
+        places_NT: Place of each row among the rows of each rank. -1: the rank has no KV for the row.
+        spans_N2: First row and number of rows of each rank, in the concatenated rows of all ranks.
     """
 
     counts: tuple[int, ...]
@@ -25,15 +27,19 @@ class Holding(Protocol):
     spans_N2: Tensor
 
     def cut(self, parts: int) -> "list[tuple[slice, Holding]]":
-        """For each of `parts` ranges of the T rows, as even as can be: which of this rank's rows lie in it, and who
-        holds KV for those of the range."""
+        """Split the T rows evenly into `parts` ranges. Returns this rank's rows and the holders of each range."""
         ...
 
 
 @dataclass(frozen=True)
 class Holders:
-    """As a step says it. index: that of this rank in the group. held_NT: whether a rank has KV for a row; at least one
-    rank has. rows_t is ascending."""
+    """The holders of a step.
+
+    Attributes:
+        index: Index of this rank in the group.
+        held_NT: Whether each rank has KV for each row. At least one rank has.
+        rows_t: The rows of this rank, in ascending order. Other fields are as in `Holding`.
+    """
 
     index: int
     held_NT: NDArray[np.bool_]
@@ -67,17 +73,19 @@ class Holders:
         return pieces
 
     def most_rows(self, rows: int, parts: int) -> int:
-        """The most rows that any rank holds KV for in one of `parts` ranges of as many `rows`, of which those beyond T
-        are nobody's."""
+        """Return the maximum number of rows for which a rank has KV, over `parts` even ranges of `rows` rows.
+
+        No rank has KV for rows beyond T.
+        """
         return max(int(self.held_NT[:, part.start : part.stop].sum(axis=1).max()) for part in split(rows, parts))
 
 
 @dataclass(frozen=True)
 class PaddedHolders:
-    """Of sizes that all ranks know, whoever holds what: for graphs, whose exchanges are always of the same sizes.
+    """Holders with fixed sizes, for CUDA graphs, whose exchanges always have the same sizes.
 
-    In each of `parts` ranges every rank has `size` rows, of which the last ones may be padding: another row once more,
-    that nobody looks for. Places are counted within the range.
+    In each of `parts` ranges, every rank has `size` rows. The last rows may be padding: copies of other rows that no
+    rank uses. Places count from the start of the range.
     """
 
     parts: int
@@ -89,7 +97,7 @@ class PaddedHolders:
 
     @classmethod
     def new(cls, ranks: int, rows: int, parts: int, size: int, device: torch.device) -> "PaddedHolders":
-        """Of `rows` that nobody holds KV for."""
+        """Return holders of `rows` rows for which no rank has KV."""
         rows_t = torch.zeros(parts * size, dtype=torch.int64, device=device)
         places_NT = torch.full((ranks, rows), -1, dtype=torch.int64, device=device)
         return cls(
@@ -102,7 +110,7 @@ class PaddedHolders:
         )
 
     def fill(self, holders: Holders) -> Tensor:
-        """Take over a step's holders. Returns where the rows of this rank are now among its own and the padding."""
+        """Overwrite by a step's holders. Returns the indices of this rank's rows among its rows and padding."""
         ranks, rows = self.places_NT.shape
         held_NT = np.zeros((ranks, rows), dtype=np.bool_)
         held_NT[:, : holders.held_NT.shape[1]] = holders.held_NT
@@ -124,16 +132,16 @@ class PaddedHolders:
         ranges, counts = split(self.places_NT.shape[1], parts), (self.size,) * len(self.counts)
         pieces: list[tuple[slice, Holding]] = []
         for index, part in enumerate(ranges):
-            own = slice(index * self.size, (index + 1) * self.size)
+            rows = slice(index * self.size, (index + 1) * self.size)
             piece = PaddedHolders(
                 parts=1,
                 size=self.size,
                 counts=counts,
-                rows_t=self.rows_t[own],
+                rows_t=self.rows_t[rows],
                 places_NT=self.places_NT[:, part.start : part.stop],
                 spans_N2=self.spans_N2,
             )
-            pieces.append((own, piece))
+            pieces.append((rows, piece))
         return pieces
 
 

@@ -49,7 +49,7 @@ class InstanceGroups:
     def begin(self, step_id: int) -> None:
         """Begin a step: drop the groups that no step has used for a while."""
         self._step_id = step_id
-        for instances in [one for one, last in self._last_step.items() if step_id - last > _KEPT_STEPS]:
+        for instances in [unused for unused, last in self._last_step.items() if step_id - last > _KEPT_STEPS]:
             del self._groups[instances], self._last_step[instances]
 
     def of(self, instances: tuple[int, ...]) -> RankGroup:
@@ -57,11 +57,11 @@ class InstanceGroups:
         if len(instances) == self._kvp.size:
             return self._kvp
         if instances not in self._groups:
-            self._groups[instances] = self._fabric.meet(self._ranks(instances), self._step_id)
+            self._groups[instances] = self._fabric.group_in_step(self._ranks(instances), self._step_id)
         self._last_step[instances] = self._step_id
         return self._groups[instances]
 
     def _ranks(self, instances: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of the groups of these instances, one group for each place in an instance."""
         places = range(self._kvp.ranks[1] - self._kvp.ranks[0])
-        return tuple(tuple(self._first + one * len(places) + place for one in instances) for place in places)
+        return tuple(tuple(self._first + instance * len(places) + place for instance in instances) for place in places)

@@ -1,4 +1,4 @@
-"""The world of ranks as one rank sees it through a layout: the groups that it belongs to."""
+"""The groups of ranks to which one rank belongs."""
 
 from dataclasses import dataclass
 from functools import reduce
@@ -48,14 +48,14 @@ class Mesh:
         """Make the groups. All ranks of the world call this, because groups are made by all ranks together.
 
         Args:
-            backend: None for shared memory where all ranks of a host share it, otherwise the backend of the world.
-            spans: told of the groups' collectives.
-            hosts: which host runs each rank. None if one host runs all of them.
+            backend: None: shared memory if all ranks of a host can share it, else the backend of the world.
+            spans: Records the collectives of the groups.
+            hosts: Which host runs each rank. None if one host runs all of them.
         """
         fabric = Fabric.of(rank, hosts or Hosts.in_order([layout.world_size]), backend, spans)
         stage = fabric.group_among(layout.stage_groups())
         kvp = fabric.group_among(layout.kvp_groups())
-        # Where there is one copy, its ranks are the stage's.
+        # If there is one copy, its ranks are those of the stage.
         ffn = stage if layout.ffn_replicas == 1 else fabric.group_among(layout.ffn_groups())
         return cls(
             layout=layout,
@@ -71,12 +71,12 @@ class Mesh:
     def groups(self) -> tuple[RankGroup, ...]:
         """All groups so far, each once, in the order in which they were made."""
         first = (self.stage, self.kvp) if self.ffn is self.stage else (self.stage, self.kvp, self.ffn)
-        return first + self._met
+        return first + self._instance_groups
 
     @property
     def exchanged_bytes(self) -> int:
-        """Bytes that this rank has given to the transport for other KVP ranks."""
-        return self.kvp.exchanged_bytes + sum(group.exchanged_bytes for group in self._met)
+        """Bytes that this rank has sent to other KVP ranks."""
+        return self.kvp.exchanged_bytes + sum(group.exchanged_bytes for group in self._instance_groups)
 
     @property
     def network_bytes(self) -> int:
@@ -86,11 +86,11 @@ class Mesh:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has waited for what was started to be exchanged."""
-        return self.kvp.waited_s + sum(group.waited_s for group in self._met)
+        """Seconds that this rank has waited for started exchanges."""
+        return self.kvp.waited_s + sum(group.waited_s for group in self._instance_groups)
 
     @property
-    def _met(self) -> tuple[RankGroup, ...]:
+    def _instance_groups(self) -> tuple[RankGroup, ...]:
         return () if self.instance_groups is None else self.instance_groups.groups
 
     @property
@@ -99,12 +99,12 @@ class Mesh:
         return tuple(group.traffic for group in self.groups)
 
     def fingerprint(self, since: tuple[Traffic, ...]) -> int:
-        """The fingerprint of the collectives after `since`: the same number on all ranks that take the same steps."""
+        """Return the fingerprint of the collectives after `since`: the same on all ranks that run the same steps."""
         groups = zip_longest(self.traffic, since, fillvalue=Traffic())
         new = [now.since(before) for now, before in groups if now is not before]
         return reduce(Traffic.then, new).fingerprint if new else 0
 
     def progress(self) -> tuple[int, str]:
-        """How many collectives this rank has begun, and the one that it is in, in words, or "". Any thread may ask."""
-        begun, current = zip(*(group.progress() for group in self.groups), strict=True)
-        return sum(begun), next(filter(None, current), "")
+        """Return the number of collectives so far, and the running one in words or "". Any thread may call this."""
+        counts, current = zip(*(group.progress() for group in self.groups), strict=True)
+        return sum(counts), next(filter(None, current), "")

@@ -37,21 +37,21 @@ class PythonProcessGroup(dist.ProcessGroup):
     def gather(self, gathered, values, options):
         """Gather on one rank. It costs as much as an all-gather, because all ranks take part in that."""
         for index, value in enumerate(values):
-            whole = self._gathered(value)
+            all_shards = self._gathered(value)
             if self.rank() == options.rootRank:
-                for shard, received in zip(gathered[index], whole, strict=True):
+                for shard, received in zip(gathered[index], all_shards, strict=True):
                     shard.copy_(received)
         return done(values)
 
     def _gathered(self, value: Tensor) -> Tensor:
-        whole = value.new_empty(self.size(), *value.shape)
-        self._allgather_base(whole, value.contiguous())
-        return whole
+        all_shards = value.new_empty(self.size(), *value.shape)
+        self._allgather_base(all_shards, value.contiguous())
+        return all_shards
 
     # Functional collectives reach a Python group by the coalesced forms alone.
     def allgather_into_tensor_coalesced(self, gathered, values, options=None):
-        for whole, value in zip(gathered, values, strict=True):
-            self._allgather_base(whole, value.contiguous())
+        for all_shards, value in zip(gathered, values, strict=True):
+            self._allgather_base(all_shards, value.contiguous())
         return done(gathered)
 
     def reduce_scatter_tensor_coalesced(self, reduced, values, options=None):

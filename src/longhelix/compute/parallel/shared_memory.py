@@ -1,6 +1,6 @@
 """The torch.distributed backend "shm": ranks of one host, CPU tensors, native collectives over one shared segment.
 
-The segment is an anonymous file that only its ranks hold open: nothing of it is left when they end, however they end.
+The segment is an anonymous file that only its ranks keep open, so it disappears when they end.
 """
 
 import os
@@ -19,9 +19,9 @@ NAME = "shm"
 class SharedMemoryProcessGroup(PythonProcessGroup):
     """A process group over `native.module.Channel`.
 
-    A peer that ends, or takes no part for `timeout`, raises PeerLostError, which names it. A peer that is in another
-    collective raises CollectivesDifferError. Sums add the ranks in their order: the same bits on all ranks and in every
-    run.
+    Raises PeerLostError, with the name of the peer, if a peer ends or does not take part within `timeout`. Raises
+    CollectivesDifferError if a peer runs another collective. Sums add the ranks in rank order, so all ranks and all
+    runs get the same bits.
     """
 
     backend = NAME
@@ -40,7 +40,7 @@ class SharedMemoryProcessGroup(PythonProcessGroup):
         return done(tensors)
 
     def alltoall_base(self, received, send, received_sizes, send_sizes, options=None):
-        """Pieces of the first dim to and from all ranks; empty sizes mean equal pieces."""
+        """Exchange pieces of the first dim with all ranks. Empty sizes mean equal pieces."""
         size = self.size()
         row_bytes = send[:1].nbytes or received[:1].nbytes
         send_bytes = [rows * row_bytes for rows in send_sizes] or [send.nbytes // size] * size
@@ -81,7 +81,7 @@ def register() -> None:
 
 
 def _join(store: dist.Store, rank: int, size: int, timeout_s: float):
-    """Rank 0 makes the segment; the others open it through its descriptor. All have it before any goes on."""
+    """Create the segment on rank 0, and open it on other ranks. Returns when all ranks have it."""
     if rank == 0:
         fd = os.memfd_create("longhelix")
         os.truncate(fd, native.module.Channel.segment_bytes(size))
@@ -98,7 +98,7 @@ def _join(store: dist.Store, rank: int, size: int, timeout_s: float):
 
 
 def _open_segment(place: str) -> int:
-    """Open the segment of another process. The store may be in the network, so what it says is checked."""
+    """Open the segment of another process. Values of the store are checked, because it may be in the network."""
     if re.fullmatch(r"\d+/fd/\d+", place) is None or not os.readlink(f"/proc/{place}").startswith("/memfd:longhelix"):
         raise RuntimeError(f"the store of ranks names {place!r} as their memory, which is none")
     return os.open(f"/proc/{place}", os.O_RDWR)

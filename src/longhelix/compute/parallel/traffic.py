@@ -1,4 +1,4 @@
-"""What collectives a group has run: counts, and a fingerprint to compare between ranks."""
+"""Counts the collectives of a group, with a fingerprint to compare between ranks."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,10 @@ _FACTOR = 0x100000001B3  # that of csrc/collectives.hpp
 class Traffic(NamedTuple):
     """A sequence of collectives: how many, a fingerprint of them in their order, and what this rank sent in exchanges.
 
-    The fingerprint is a polynomial in a fixed factor, modulo 2^64, over one number for each collective: its kind, and
-    its size where all ranks of the stage agree on that. So the fingerprint of two sequences together follows from
-    theirs, and that of the later one from those of the whole and of the earlier one. exchanged_bytes: see
-    `RankGroup.exchanged_bytes`.
+    The fingerprint is a polynomial in a fixed factor, modulo 2^64, with one number for each collective: its kind, and
+    its size if all ranks of the stage agree on it. So fingerprints of consecutive sequences can be combined and
+    subtracted.
+    exchanged_bytes: see `RankGroup.exchanged_bytes`.
     """
 
     collectives: int = 0
@@ -20,7 +20,7 @@ class Traffic(NamedTuple):
     exchanged_bytes: int = 0
 
     def then(self, later: "Traffic") -> "Traffic":
-        """This sequence, and `later` after it."""
+        """Return this sequence followed by `later`."""
         return Traffic(
             self.collectives + later.collectives,
             (self._shifted(later.collectives) + later.fingerprint) % _MODULUS,
@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
         )
 
     def since(self, before: "Traffic") -> "Traffic":
-        """The collectives after `before`, a sequence that this one begins with."""
+        """Return the collectives after `before`, which is the beginning of this sequence."""
         count = self.collectives - before.collectives
         return Traffic(
             count,

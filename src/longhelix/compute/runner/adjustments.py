@@ -1,4 +1,4 @@
-"""What is done to the logits of one sequence, in a part of the vocabulary, before candidates are taken of them."""
+"""Adjusts the logits of one sequence before candidates are chosen: logit bias, penalties, stop tokens, guides."""
 
 from array import array
 from collections.abc import Collection
@@ -14,12 +14,12 @@ from longhelix.scheduler.step import NewSequence
 
 
 class TokenCounts:
-    """How often a sequence has generated each token of `vocabulary`, for its penalties of presence and frequency."""
+    """Counts how often a sequence has generated each token of `vocabulary`, for presence and frequency penalties."""
 
     def __init__(self, vocabulary: range) -> None:
         self._vocabulary = vocabulary
         self._indices: dict[int, int] = {}  # of tokens, in the arrays
-        self._places, self._counts = array("q"), array("q")  # of the different ones, in the order in which they came
+        self._places, self._counts = array("q"), array("q")  # of the distinct tokens, in order of their first use
 
     def add_one(self, token_id: int) -> None:
         if token_id not in self._vocabulary:
@@ -39,10 +39,10 @@ class TokenCounts:
         return copied
 
     def penalise(self, logits_v: Tensor, presence: float, frequency: float) -> None:
-        """Subtract presence + frequency * count where the count is above 0, in place. logits_v: float32."""
+        """Subtract presence + frequency * count from logits_v (float32), in place, where the count is above 0."""
         if not self._counts:
             return
-        # What is in pageable memory is read before `to` returns, and may change from then on.
+        # `to` reads pageable memory before it returns, so the arrays may change afterwards.
         counts_X, places_X = (
             torch.frombuffer(numbers, dtype=torch.int64).to(logits_v.device, non_blocking=True)
             for numbers in (self._counts, self._places)
@@ -50,15 +50,21 @@ class TokenCounts:
         logits_v.index_add_(0, places_X, counts_X.float() * frequency + presence, alpha=-1)
 
 
-Record = TokenCounts | Matcher  # is told every token that a sequence generates
+Record = TokenCounts | Matcher  # records every token that a sequence generates
 
 
 class Adjustments:
-    """Logit bias, penalties of presence and frequency, no stop token before `min_tokens` new tokens, and only tokens
-    that the guide allows, in the part `vocabulary` of the vocabulary.
+    """Adjusts logits: applies logit bias and presence and frequency penalties, bans stop tokens before `min_tokens` new
+    tokens, and bans tokens that the guide does not allow.
 
-    matcher: of its guide, at the beginning of its text, None without one. counts: of the tokens that it has generated,
-    None where none are counted. Whoever has the sequence tells both of its tokens (`records`).
+    Add every generated token to all `records`.
+
+    Attributes:
+        counts: Counts of generated tokens. None: the request has no such penalty.
+
+    Args:
+        vocabulary: The part of the vocabulary that this rank has.
+        matcher: Matcher of the request's guide at the start of the text. None: there is no guide.
     """
 
     def __init__(
@@ -77,7 +83,7 @@ class Adjustments:
         biases = [params.logit_bias[token_id] for token_id in biased]
         self._biases_X = torch.tensor(biases, dtype=torch.float32, device=device)
         self._stops_X = torch.tensor(stops, dtype=torch.int64, device=device) - vocabulary.start
-        self._first_end = new.capacity_tokens - params.max_new_tokens + params.min_tokens  # of its tokens, prompt first
+        self._first_end = new.capacity_tokens - params.max_new_tokens + params.min_tokens  # length at which it may end
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
         self._part = slice(vocabulary.start, vocabulary.stop)
         self._matcher = matcher
@@ -95,8 +101,11 @@ class Adjustments:
         return tuple(record for record in (self.counts, self._matcher) if record is not None)
 
     def adjust(self, logits_v: Tensor, length: int) -> str:
-        """In place, before the token behind `length` others is chosen. logits_v: float32. Returns why no token can be
-        chosen, or "": then all logits are NaN."""
+        """Adjust logits_v (float32) in place, before the token after the first `length` tokens is chosen.
+
+        Returns:
+            "", or an error message if no token can be chosen. Then all logits are NaN.
+        """
         if len(self._biased_X):
             logits_v.index_add_(0, self._biased_X, self._biases_X)
         if self.counts is not None:
@@ -114,7 +123,7 @@ class Adjustments:
         return ""
 
     def _allowed(self, matcher: Matcher, length: int) -> NDArray[np.bool_]:
-        """allowed_V, of the whole vocabulary: ranks would disagree about what is left if each looked at its part."""
+        """Return allowed_V for the whole vocabulary, so that ranks agree on whether any token is left."""
         allowed_V = matcher.allowed()
         if length < self._first_end:
             going_on_V = allowed_V.copy()

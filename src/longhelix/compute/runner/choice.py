@@ -1,7 +1,7 @@
-"""The next tokens of many rows at once, of their candidates alone.
+"""Chooses the next tokens of many rows at once, from candidates only.
 
-Says what `compute/runner/sampler.py` says of the whole row, or nothing: where tokens that are no candidates would have
-to be seen, and where so little decides that the rounding of sums does.
+Chooses the same token as `compute/runner/sampler.py` does from the whole row, or none: if the choice depends on tokens
+that are not candidates, or is so close that it depends on the rounding of sums.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from longhelix.compute.kernels.draw import UNDECIDED
 from longhelix.compute.runner import sampler
 from longhelix.scheduler.request import SamplingParams
 
-# Of all probability: sums of weights, which are added in float32, are nearer than that.
+# Share of all probability. Errors of sums of weights, which are added in float32, are smaller.
 _MARGIN = 1e-5
 
 
 class VocabularyShard(NamedTuple):
-    """Candidates in a part of the vocabulary, or in all of it, as `kernels.candidates` has them, with its ids."""
+    """Candidates of `kernels.candidates` in a part of the vocabulary or all of it, with ids of the whole vocabulary."""
 
     values_SK: np.ndarray  # float32
     ids_SK: np.ndarray  # int64
@@ -26,7 +26,7 @@ class VocabularyShard(NamedTuple):
 
     @classmethod
     def of(cls, words_X: np.ndarray, rows: int, count: int, first_id: int) -> Self:
-        """What `Candidates.memory` has, of `count` for each row, where the part begins at `first_id`."""
+        """Read `Candidates.memory` with `count` candidates per row, for a part that begins at `first_id`."""
         ids = rows * count
         ids_SK = words_X[:ids].reshape(rows, count)
         if first_id:
@@ -36,7 +36,7 @@ class VocabularyShard(NamedTuple):
 
 
 def merge(shards: Sequence[VocabularyShard], temperatures_S: np.ndarray) -> VocabularyShard:
-    """Candidates in the whole vocabulary, of those in its parts, which are given in its order."""
+    """Merge the candidates of all parts of the vocabulary, in its order."""
     if len(shards) == 1:
         return shards[0]
     values_SX = np.concatenate([shard.values_SK for shard in shards], axis=1)
@@ -52,18 +52,27 @@ def merge(shards: Sequence[VocabularyShard], temperatures_S: np.ndarray) -> Voca
     return VocabularyShard(values_SK, ids_SK, sums_S)
 
 
-@np.errstate(all="ignore")  # of a row whose largest logit is not finite nothing is said, whatever comes of it
+@np.errstate(all="ignore")  # rows whose largest logit is not finite stay undecided
 def choose(
     candidates: VocabularyShard, size: int, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """The token ids of S rows, int64, or UNDECIDED. candidates, size: of the whole vocabulary. keys: the seed and the
-    position of each row's draw."""
+    """Choose the tokens of S rows.
+
+    Args:
+        candidates: Candidates in the whole vocabulary.
+        size: Size of the vocabulary.
+        params: Sampling parameters of each row.
+        keys: Seed and position of each row's draw.
+
+    Returns:
+        Token ids, or UNDECIDED. int64.
+    """
     values_SK, ids_SK, sums_S = candidates
     rows_S, rank_K = np.arange(len(ids_SK)), np.arange(ids_SK.shape[1])
     temperatures_S = np.array([each.temperature for each in params], np.float32)
     greedy_S = temperatures_S == 0
     scaled_SK = (values_SK - values_SK[:, :1]) / np.where(greedy_S, np.float32(1), temperatures_S)[:, None]
-    # Fewer finite ones than could be: of all others, none has a probability.
+    # If some candidates are not finite, no other token has a probability.
     finite_S = np.isfinite(values_SK).sum(axis=1)
     all_S = finite_S < ids_SK.shape[1]
     ids_SK, known_S = _in_order(scaled_SK, ids_SK, np.where(all_S, finite_S, (ids_SK >= 0).sum(axis=1)), all_S, size)
@@ -74,7 +83,7 @@ def choose(
     top_p_S = np.array([each.top_p for each in params])
     min_p_S = np.array([each.min_p for each in params])
 
-    # Of each filter: how many candidates it leaves, whether it leaves no other token, whether the margin decides that.
+    # After each filter: number of remaining candidates, whether no other token remains, and whether that is certain.
     kept_S = np.minimum(top_k_S, known_S)
     whole_S = top_k_S <= known_S
     decided_S = (known_S > 0) & (whole_S | (top_k_S == size))
@@ -90,8 +99,8 @@ def choose(
     near_SK = abs(weights_SK - min_p_S[:, None]) < _MARGIN * min_p_S[:, None]
     decided_S &= ~(likely_S & (inside_SK & near_SK).any(axis=1))
     whole_S |= likely_S & (weights_SK[rows_S, kept_S - 1] < min_p_S)
-    passed_S = (inside_SK & (weights_SK >= min_p_S[:, None])).sum(axis=1)
-    kept_S = np.where(likely_S, np.maximum(passed_S, 1), kept_S)
+    above_min_p_S = (inside_SK & (weights_SK >= min_p_S[:, None])).sum(axis=1)
+    kept_S = np.where(likely_S, np.maximum(above_min_p_S, 1), kept_S)
     decided_S &= whole_S | ~(nucleus_S | likely_S)
 
     totals_S = np.where(whole_S, cumulative_SK[rows_S, kept_S - 1], sums_S)
@@ -99,7 +108,7 @@ def choose(
         [0.0 if each.temperature == 0 else sampler.uniform(*key) for each, key in zip(params, keys, strict=True)]
     )
     drawn_S *= totals_S
-    # The last of all that are left takes whatever is above the others.
+    # If no other token remains, the last candidate gets all draws above the others.
     between_SK = rank_K < (kept_S - whole_S)[:, None]
     decided_S &= ~(between_SK & (abs(cumulative_SK - drawn_S[:, None]) < _MARGIN * totals_S[:, None])).any(axis=1)
     chosen_S = (between_SK & (cumulative_SK <= drawn_S[:, None])).sum(axis=1)
@@ -112,10 +121,12 @@ def choose(
 def _in_order(
     scaled_SK: np.ndarray, ids_SK: np.ndarray, known_S: np.ndarray, all_S: np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids, of equal scaled logits the lowest first, and how many of them come before all tokens that are none.
-    all_S: whether those that are known are all that matter.
+    """Sort ids of equal scaled logits, lowest first, and count the ids that come before all other tokens.
 
-    Logits that differ may be equal when they are scaled, and one that was left out may be equal to the last.
+    Different logits may be equal once they are scaled, and another token may be equal to the last candidate.
+
+    Args:
+        all_S: Whether no other token has a probability.
     """
     known_SK = np.arange(ids_SK.shape[1]) < known_S[:, None]
     last_S1 = scaled_SK[np.arange(len(known_S)), known_S - 1][:, None]

@@ -1,4 +1,4 @@
-"""The decoder's layers as graphs of torch.compile: one for each range of tokens, some of them sequence-parallel."""
+"""Runs the decoder's layers from graphs of torch.compile, one for each range of tokens."""
 
 import os
 import shutil
@@ -23,17 +23,17 @@ Graph = Callable[[Tensor, Batch], Tensor]
 
 
 class CompiledLayers:
-    """All layers as one graph, for each range of tokens, and another for steps with rows of images. Steps of which
-    ranks have different rows, or share some, run op by op: each would need a graph of its own.
+    """Runs all layers as one graph, with one graph for each range of tokens, and another for steps with image rows.
 
-    What a step runs from depends on its rows alone, so that all ranks of a stage take the same. Raises UserError
-    without the C++ compiler that torch.compile would call.
+    If ranks have different rows or share rows, a step runs op by op, because each step would need a separate graph. The
+    choice depends only on the rows of the step, so all ranks of a stage choose the same. Raises UserError without the
+    C++ compiler that torch.compile calls.
     """
 
     def __init__(self, model: Decoder, pool: KVPool, ranges: TokenRanges) -> None:
         _check_compiler()
-        # Sizes that are equal by chance in a graph's first step would have to be equal in all: others would compile it
-        # anew, amid requests. Without that, torch makes an operand of each norm's eps, unless it is told not to.
+        # With duck shapes, sizes that are equal by chance in a graph's first step would have to be equal in all steps,
+        # and other steps would compile again. Without duck shapes, torch would turn each norm's eps into an operand.
         shapes.use_duck_shape = False
         torch._dynamo.config.specialize_float = True
         for entry in pool.entries():
@@ -59,7 +59,7 @@ class CompiledLayers:
             batch = replace(batch, sharding=replace(sharding, pass_shards=pass_shards))
         try:
             return self._graphs[key](hidden_TH, batch)
-        except RuntimeError as error:  # of collectives in the graph, which no RankGroup sees
+        except RuntimeError as error:  # from collectives in the graph, which bypass RankGroup
             if not is_lost_peer(error):
                 raise
             raise PeerLostError(f"a compiled graph: {error}") from error
@@ -81,7 +81,7 @@ class CompiledLayers:
         return torch.compile(self._function(), fullgraph=True, dynamic=True, options=options)
 
     def _function(self) -> Graph:
-        """The layers as a function of its own: torch.compile counts the graphs of each, and stops at some."""
+        """Return the layers as a new function, because torch.compile limits the number of graphs per function."""
 
         def run(hidden_TH: Tensor, batch: Batch) -> Tensor:
             return self._layers(hidden_TH, batch)

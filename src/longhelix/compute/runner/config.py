@@ -13,7 +13,7 @@ from longhelix.spec.layout import HeadShape, Layout
 
 
 def takes_images(spec: ModelSpec, layout: Layout, rank: int) -> bool:
-    """Whether a rank needs what images are made of: it embeds rows, or has layers that the vision tower adds to."""
+    """Return whether a rank needs rows of images: for its embedding, or for layers that add vision states."""
     if spec.vision is None:
         return False
     return layout.has_embedding(rank) or layout.layers(spec.num_layers, rank).start < spec.vision.num_deepstack
@@ -39,7 +39,7 @@ class NumberFormats:
 
     @property
     def product_dtype(self) -> str:
-        """The number format of products' weights, which says what becomes of their inputs too."""
+        """The number format of products' weights, which also determines the format of inputs."""
         return product_dtype(self.weight_dtype, self.activation_dtype)
 
 
@@ -60,7 +60,7 @@ class Machines:
     system: HardwareSpec
 
     def threads_of(self, rank: int) -> int:
-        """Threads of a rank's kernels."""
+        """Return the number of threads of a rank's kernels."""
         return self.threads_per_rank[self.hosts.node_of(rank)]
 
 
@@ -123,27 +123,29 @@ class EngineConfig:
 
     @property
     def image_ranks(self) -> tuple[int, ...]:
-        """The ranks that need what images are made of."""
+        """The ranks that need rows of images."""
         return tuple(rank for rank in range(self.layout.world_size) if takes_images(self.spec, self.layout, rank))
 
     def weight_elements(self, rank: int) -> int:
-        """Numbers in the weights that `rank` keeps."""
+        """Return the number of elements of the weights of `rank`."""
         return sum(parameter.num_elements for parameter in declare(self.spec, self.layout, rank))
 
     def weight_bytes(self, rank: int) -> int:
-        """Bytes of the weights that `rank` keeps."""
+        """Return the bytes of the weights of `rank`."""
         return sum(self._stored_bytes(rank).values())
 
     def weight_bytes_read(self, rank: int) -> int:
-        """Bytes of weights that a decode step of one row reads: all weights except an embedding that is not also the
-        head, and of the experts only those that the row takes."""
-        found = self._stored_bytes(rank)
-        experts = {name: size for name, size in found.items() if ".experts." in name}
-        others = sum(found.values()) - found.get("embedding", 0) - sum(experts.values())
-        return others + int(sum(size * self._taken(name) for name, size in experts.items()))
+        """Return the bytes of weights that a decode step of one row reads.
 
-    def _taken(self, name: str) -> Fraction:
-        """The share of a layer's experts that a row takes. name: of a weight of one of these experts."""
+        These are all weights except experts that the row does not take, and except an embedding that is not the head.
+        """
+        sizes = self._stored_bytes(rank)
+        experts = {name: size for name, size in sizes.items() if ".experts." in name}
+        other_bytes = sum(sizes.values()) - sizes.get("embedding", 0) - sum(experts.values())
+        return other_bytes + int(sum(size * self._share_taken(name) for name, size in experts.items()))
+
+    def _share_taken(self, name: str) -> Fraction:
+        """Return the share of a layer's experts that a row takes. name: name of a weight of an expert."""
         moe = self.spec.layers[int(name.split(".")[1])].moe
         assert moe is not None
         return Fraction(moe.experts_per_token, moe.num_experts)
@@ -152,23 +154,24 @@ class EngineConfig:
         return stored_bytes(self.spec, self.layout, rank, self.formats.dtype, self.formats.product_dtype)
 
     def kv_bytes_per_token(self, rank: int) -> int:
-        """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage."""
+        """Return the bytes of one token's K and V, for the KV heads of `rank` and the layers of its stage."""
         return kv_bytes_per_token(self.spec, self.layout, self.formats.kv_dtype, self.machines.device, rank)
 
     def kv_bytes(self, rank: int, tokens: int) -> int:
-        """Bytes that `rank` keeps of a request with so many tokens on it: in layers with a limit not more than a
-        request needs at once."""
-        held = [tokens, *(min(tokens, most) for most in self.scheduler.window_tokens)]
-        return sum(self._kv_bytes_per_token(rank, group) * count for group, count in enumerate(held))
+        """Return the bytes of a request's KV on `rank`. tokens: tokens of the request on this rank.
+
+        Layers with a limit keep at most the tokens that a request needs at once.
+        """
+        group_tokens = [tokens, *(min(tokens, window_tokens) for window_tokens in self.scheduler.window_tokens)]
+        return sum(self._kv_bytes_per_token(rank, group) * count for group, count in enumerate(group_tokens))
 
     def _kv_bytes_per_token(self, rank: int, group: int) -> int:
-        """Bytes of one token's K and V in the layers of a KV group."""
+        """Return the bytes of one token's K and V in the layers of a KV group."""
         groups = [group] if self.scheduler.windows else None
         return kv_bytes_per_token(self.spec, self.layout, self.formats.kv_dtype, self.machines.device, rank, groups)
 
     @property
     def moved_bytes_per_token(self) -> int:
-        """Bytes of a token whose KV moves to another KVP rank, on all ranks that keep some of it. In layers with a
-        limit nothing moves."""
+        """Bytes of a token that moves to another KVP rank, on all ranks with its KV. Layers with a limit move none."""
         ranks = range(self.layout.world_size)
         return sum(self._kv_bytes_per_token(rank, 0) for rank in ranks if self.layout.kvp_rank(rank) == 0)

@@ -1,6 +1,6 @@
-"""Guides that a text can follow into a dead end: a place from which no text ends.
+"""Finds dead ends of guides: texts that a guide allows, but that cannot be completed.
 
-llguidance refuses most schemas that nothing satisfies. A bounded search finds some of what it lets pass.
+llguidance rejects most schemas that no value satisfies. A bounded search finds some of the others.
 """
 
 import json
@@ -27,7 +27,7 @@ _QUOTED = 60  # characters of a text, in a message
 
 
 class DeadEnds:
-    """Looks for dead ends of guides, with texts that are made byte by byte of the bytes that a vocabulary has."""
+    """Searches for dead ends of guides, with texts of the bytes that a vocabulary has."""
 
     def __init__(self, table: TokenTable) -> None:
         has = set().union(*table.tokens)
@@ -37,14 +37,14 @@ class DeadEnds:
     def check(self, guide: Guide) -> None:
         """Raise UserError for a guide with a dead end."""
         if guide.kind in ("regex", "choice"):
-            return  # of these llguidance allows only bytes from which a text can end
+            return  # llguidance allows only texts that can be completed
         for schema in _schemas(guide):
             self._check_schema(schema)
-        found = self._search(guide)
-        if found is not None:
-            said = found.decode(errors="replace")
+        dead_end = self._search(guide)
+        if dead_end is not None:
+            text = dead_end.decode(errors="replace")
             raise UserError(
-                f"the guide cannot be used: after {said[-_QUOTED:]!r} no text can end, so answers would continue to "
+                f"the guide cannot be used: after {text[-_QUOTED:]!r} no text can end, so answers would continue to "
                 "their token limit; change what the guide allows there",
                 "invalid_guide",
             )
@@ -58,7 +58,7 @@ class DeadEnds:
                 "invalid_guide",
             )
         for patterns, names in _closed_objects(schema):
-            if not self._has_more_names(patterns, names):
+            if not self._allows_new_names(patterns, names):
                 raise UserError(
                     f"the JSON schema cannot be used: patternProperties {', '.join(patterns)[:_QUOTED]} match only "
                     f"keys that properties names already ({', '.join(names)[:_QUOTED] or 'none'}), and other keys are "
@@ -66,8 +66,8 @@ class DeadEnds:
                     "invalid_guide",
                 )
 
-    def _has_more_names(self, patterns: list[str], names: list[str]) -> bool:
-        """Whether a key of an object can match one of the patterns and be none of the names."""
+    def _allows_new_names(self, patterns: list[str], names: list[str]) -> bool:
+        """Return whether a key of an object can match one of the patterns without being one of the names."""
         null = {"type": "null"}
         schema = {
             "type": "object",
@@ -77,13 +77,13 @@ class DeadEnds:
             "additionalProperties": False,
         }
         matcher = self._matchers.compiled(Guide.of_schema(schema))
-        begun = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:null," for name in names)
-        if not matcher.consume_tokens(list(begun.encode())) or matcher.is_error():
-            return True  # it is not written like that, and the search says more
+        prefix = "{" + "".join(f"{json.dumps(name, ensure_ascii=False)}:null," for name in names)
+        if not matcher.consume_tokens(list(prefix.encode())) or matcher.is_error():
+            return True  # the guide requires another form, which the search covers
         return ord('"') in _allowed(matcher)
 
     def _search(self, guide: Guide) -> bytes | None:
-        """A text after which none can end, if some texts that differ as much as possible lead to one."""
+        """Try some texts that differ as much as possible. Returns a text that cannot be completed, or None."""
         start, tried, steps = self._matchers.compiled(guide), Counter[tuple[bytes, int]](), 0
         until_s = time.process_time() + _MOST_S
         while steps < _MOST_STEPS:
@@ -113,7 +113,7 @@ class DeadEnds:
 
 
 def _allowed(matcher: "LLMatcher") -> set[int]:
-    """Bytes that may come next, and the end; none at a dead end."""
+    """Return the bytes that may come next, and _EOS if the text may end. Empty at a dead end."""
     if matcher.is_error():
         return set()
     bits = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -121,31 +121,31 @@ def _allowed(matcher: "LLMatcher") -> set[int]:
 
 
 def _is_limit(matcher: "LLMatcher") -> bool:
-    """Whether a limit is what ends a text, which says nothing of dead ends."""
+    """Return whether the matcher has reached a limit, which does not imply a dead end."""
     return matcher.is_error() and "NoExtension" not in matcher.get_error()
 
 
 def _goes_on_after_blanks(matcher: "LLMatcher", allowed: set[int]) -> bool:
-    """Whether a token other than a blank may follow after some blanks, such as a line's end with its indentation."""
+    """Return whether anything other than a blank may follow after blanks, such as a line break with indentation."""
     for blank in allowed & _BLANKS:
         after = matcher.deep_copy()
         after.consume_token(blank)
-        more = _allowed(after)
-        if more - _BLANKS or _is_limit(after):
+        following = _allowed(after)
+        if following - _BLANKS or _is_limit(after):
             return True
-        if blank != ord(" ") and ord(" ") in more:
+        if blank != ord(" ") and ord(" ") in following:
             for _ in range(64):
                 after.consume_token(ord(" "))
-                more = _allowed(after)
-                if more - _BLANKS:
+                following = _allowed(after)
+                if following - _BLANKS:
                     return True
-                if ord(" ") not in more:
+                if ord(" ") not in following:
                     break
     return False
 
 
 def _schemas(guide: Guide) -> Iterator[Mapping[str, Any]]:
-    """Those that a guide has, inside of a grammar too."""
+    """Yield the JSON schemas of a guide, including those inside of a grammar."""
     if guide.kind == "json_schema":
         yield json.loads(guide.text)
     elif guide.kind == "grammar":
@@ -159,23 +159,23 @@ def _schemas(guide: Guide) -> Iterator[Mapping[str, Any]]:
 
 
 def _resolved(root: Any, reference: object) -> Any:
-    """What a reference within a schema leads to; True, which allows everything, if it does not."""
+    """Resolve a reference within a schema. Returns True, which allows everything, if it does not exist."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True
-    found = root
+    node = root
     for name in reference[1:].split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-        elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(node, dict) and name in node:
+            node = node[name]
+        elif isinstance(node, list) and name.isdigit() and int(name) < len(node):
+            node = node[int(name)]
         else:
             return True
-    return found
+    return node
 
 
 def _children(root: Any, node: Mapping[str, Any]) -> Iterator[Any]:
-    """Schemas nested in this one, which the value or a part of it may also have to satisfy."""
+    """Yield the nested schemas that the value or a part of it may have to satisfy."""
     for name in ("properties", "patternProperties"):
         if isinstance(node.get(name), dict):
             yield from node[name].values()
@@ -188,44 +188,44 @@ def _children(root: Any, node: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _nodes(root: Any) -> list[dict[str, Any]]:
-    """Every schema that a part of a value may have to satisfy."""
-    found: dict[int, dict[str, Any]] = {}
-    left = [root]
-    while left:
-        node = left.pop()
-        if isinstance(node, dict) and id(node) not in found:
-            found[id(node)] = node
-            left += _children(root, node)
-    return list(found.values())
+    """Return all schemas that a part of a value may have to satisfy."""
+    nodes: dict[int, dict[str, Any]] = {}
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, dict) and id(node) not in nodes:
+            nodes[id(node)] = node
+            pending += _children(root, node)
+    return list(nodes.values())
 
 
 def _endless(root: Any) -> str | None:
-    """A schema that only endless values satisfy, in words."""
-    finite: set[int] = set()  # those that a value of some depth satisfies, or that somebody else refuses
+    """Return the description of a schema that only infinite values satisfy, or None."""
+    finite: set[int] = set()  # ids of schemas that a finite value satisfies, or that llguidance rejects
 
     def is_finite(node: Any) -> bool:
         return not isinstance(node, dict) or id(node) in finite
 
-    left = _nodes(root)[::-1]  # parts mostly before what has them
-    while left:
-        still = []
-        for node in left:
-            if all(map(is_finite, _needed(root, node, is_finite))):
+    pending = _nodes(root)[::-1]  # parts mostly before schemas that contain them
+    while pending:
+        unresolved = []
+        for node in pending:
+            if all(map(is_finite, _required_parts(root, node, is_finite))):
                 finite.add(id(node))
             else:
-                still.append(node)
-        if len(still) == len(left):
+                unresolved.append(node)
+        if len(unresolved) == len(pending):
             definitions = root.get("$defs", root.get("definitions"))
-            names = [name for name, inner in (definitions or {}).items() if any(inner is node for node in still)]
+            names = [name for name, inner in (definitions or {}).items() if any(inner is node for node in unresolved)]
             if names:
                 return f"the definition {names[0]!r}"
-            return "it" if any(root is node for node in still) else "a part of it"
-        left = still
+            return "it" if any(root is node for node in unresolved) else "a part of it"
+        pending = unresolved
     return None
 
 
-def _needed(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]) -> Iterator[Any]:
-    """Schemas of parts that every value must have. Of alternatives, one that is known to be finite, if there is one."""
+def _required_parts(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the schemas of parts that every value must have. Of alternatives, prefers one that is finite."""
     if "$ref" in node:
         yield _resolved(root, node["$ref"])
     if isinstance(node.get("allOf"), list):
@@ -238,8 +238,8 @@ def _needed(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]
         properties = node.get("properties", {})
         for name in node["required"]:
             if isinstance(name, str) and isinstance(properties, dict):
-                others = True if "patternProperties" in node else node.get("additionalProperties", True)
-                yield properties.get(name, others)
+                other_schema = True if "patternProperties" in node else node.get("additionalProperties", True)
+                yield properties.get(name, other_schema)
     least = node.get("minItems", 0)
     if node.get("type") in ("array", ["array"]) and isinstance(least, int) and least > 0:
         first = node.get("prefixItems", [])
@@ -250,23 +250,23 @@ def _needed(root: Any, node: Mapping[str, Any], is_finite: Callable[[Any], bool]
 
 
 def _closed_objects(root: Any) -> Iterator[tuple[list[str], list[str]]]:
-    """Of schemas of objects with patternProperties and without other keys: the patterns, and the properties' names."""
+    """Yield patterns and property names of each schema with patternProperties that allows no other keys."""
     for node in _nodes(root):
-        parts, left = list[Mapping[str, Any]](), [node]
-        while left:
-            part = left.pop()
-            if isinstance(part, dict) and all(part is not other for other in parts):
-                parts.append(part)
-                left += part["allOf"] if isinstance(part.get("allOf"), list) else []
-                left += [_resolved(root, part["$ref"])] if "$ref" in part else []
+        merged, pending = list[Mapping[str, Any]](), [node]
+        while pending:
+            part = pending.pop()
+            if isinstance(part, dict) and all(part is not other for other in merged):
+                merged.append(part)
+                pending += part["allOf"] if isinstance(part.get("allOf"), list) else []
+                pending += [_resolved(root, part["$ref"])] if "$ref" in part else []
         patterns, names = dict[str, None](), dict[str, None]()
-        for part in parts:
+        for part in merged:
             patterns |= dict.fromkeys(_names(part.get("patternProperties")))
             names |= dict.fromkeys([*_names(part.get("properties")), *_names(part.get("required"))])
-        if patterns and any(part.get("additionalProperties") is False for part in parts):
+        if patterns and any(part.get("additionalProperties") is False for part in merged):
             yield list(patterns), list(names)
 
 
-def _names(given: object) -> list[str]:
-    """Of what has names; a schema from outside may have anything in its place."""
-    return [name for name in given if isinstance(name, str)] if isinstance(given, (dict, list)) else []
+def _names(container: object) -> list[str]:
+    """Return the names in a list or dict. Schemas from users may have any value there, which counts as empty."""
+    return [name for name in container if isinstance(name, str)] if isinstance(container, (dict, list)) else []

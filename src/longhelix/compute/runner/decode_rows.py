@@ -1,4 +1,4 @@
-"""The sequences that decode."""
+"""The decoding sequences of a microbatch."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -14,7 +14,7 @@ from longhelix.compute.runner.sequence_state import Frequencies, SequenceState
 class DecodeRows:
     """Sequences with one row each in every step of a microbatch, in the order of the rows. Iterates over their ids.
 
-    What is said of all of them is found when one joins or leaves, and kept.
+    Properties are cached until a sequence joins or leaves.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class DecodeRows:
         self._forget()
 
     def leave(self, sequence_id: int) -> None:
-        """Take a sequence out, if it is one of these."""
+        """Remove a sequence, if it is in this microbatch."""
         if self._by_id.pop(sequence_id, None) is not None:
             self._forget()
 
@@ -41,12 +41,12 @@ class DecodeRows:
 
     @cached_property
     def sequences(self) -> tuple[SequenceState, ...]:
-        """The same object while the sequences are the same."""
+        """All sequences. The same object until one joins or leaves."""
         return tuple(self._by_id.values())
 
     @cached_property
     def lines(self) -> NDArray[np.int64]:
-        """lines_B: where their numbers are."""
+        """Lines of the sequences in the table of numbers, lines_B."""
         return np.array([seq.line for seq in self.sequences], np.int64)
 
     @cached_property
@@ -55,10 +55,10 @@ class DecodeRows:
 
     @cached_property
     def records(self) -> tuple[tuple[SequenceState, SeenTokens | Record], ...]:
-        """What is told of every token of a sequence, before its row."""
+        """Pairs of a sequence and a record. Its last token is added to the record before each row."""
         return tuple((seq, record) for seq in self.sequences for record in seq.records)
 
     @cached_property
     def frequencies(self) -> frozenset[Frequencies]:
-        """The different ones."""
+        """The distinct frequencies of all sequences."""
         return frozenset(seq.frequencies for seq in self.sequences)

@@ -1,4 +1,4 @@
-"""How a rank runs its layers: resolved once when it starts, from what was asked for and from what the rank finds."""
+"""How a rank runs its layers. Resolved once, when the rank starts, from the settings and the rank's capabilities."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -7,8 +7,8 @@ from longhelix.compute.runner.token_ranges import ONE_RANGE, TokenRanges
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a rank finds when it starts.
+class RankCapabilities:
+    """What a rank can do.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -40,7 +40,7 @@ class Execution:
         sees_waits: The time that a rank waits for exchanges is measured.
         compiles: A new shape may call a compiler, so steps of all shapes run before the first request.
         token_ranges: As in `ExecutionConfig`.
-        found: What the rank found.
+        capabilities: What the rank can do.
     """
 
     compiled: bool
@@ -50,32 +50,37 @@ class Execution:
     sees_waits: bool
     compiles: bool
     token_ranges: TokenRanges
-    found: Found
+    capabilities: RankCapabilities
 
     @classmethod
     def resolve(
-        cls, compile: bool, replay: bool, whole: bool, found: Found, token_ranges: TokenRanges = ONE_RANGE
+        cls,
+        compile: bool,
+        replay: bool,
+        whole_batches: bool,
+        capabilities: RankCapabilities,
+        token_ranges: TokenRanges = ONE_RANGE,
     ) -> Self:
         """Decide how this rank runs its layers.
 
         Args:
             compile: as in `ExecutionConfig`.
             replay: as in `ExecutionConfig`.
-            whole: attention must see whole batches, as FlashInfer does.
-            found: what this rank found.
+            whole_batches: attention must see whole batches, as FlashInfer does.
+            capabilities: what this rank can do.
             token_ranges: as in `ExecutionConfig`.
         """
-        on_gpu = found.device == "cuda"
+        on_gpu = capabilities.device == "cuda"
         return cls(
             compiled=compile,
             # Kernels that the compiler made would be missing from a tape.
-            tapes=replay and not compile and not on_gpu and found.native,
+            tapes=replay and not compile and not on_gpu and capabilities.native,
             graphs=replay and on_gpu,
             # The compiler's graph has one exchange in each layer.
-            parts=found.overlaps and not compile and not whole,
+            parts=capabilities.overlaps and not compile and not whole_batches,
             # The compiler's graphs wait out of sight, GPUs in their streams.
-            sees_waits=found.overlaps and not compile and not on_gpu,
+            sees_waits=capabilities.overlaps and not compile and not on_gpu,
             compiles=compile or on_gpu,
             token_ranges=token_ranges,
-            found=found,
+            capabilities=capabilities,
         )

@@ -18,7 +18,7 @@ from longhelix.spec import ModelSpec
 from longhelix.spec.weights import num_active_parameters
 
 _MOST_GRAPHS = 128
-# Time that the host takes to launch one layer op by op, and arithmetic of a GPU, both as measured on an H200.
+# Time in which the host launches one layer op by op, and arithmetic of a GPU. Both measured on an H200.
 _LAUNCH_LAYER_S = 1e-3
 _FLOPS_PER_S = 6e14
 
@@ -32,16 +32,24 @@ def most_graph_rows(spec: ModelSpec, num_ranks: int) -> int:
     return math.ceil(_LAUNCH_LAYER_S * _FLOPS_PER_S / layer_flops_per_row)
 
 
-# Gives what a call returns, and how to run it again over the same memory.
+# Runs a call, and returns its result and a function that runs it again on the same memory.
 Capture = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]
 
 
 class Bucket(NamedTuple):
-    """A shape that steps are padded to: how many rows, sequences and rows per sequence, `most_tokens` and `parts`; and
-    `held`, how many rows each rank holds KV for in each part, or 0 if all ranks do for all rows.
+    """A shape that steps are padded to.
 
-    Capturing a new bucket runs the layers once more, with all their collectives, so all ranks must come to the same
-    bucket. It therefore depends on the step alone, and `held` on the rank that holds most.
+    Capturing a new bucket runs the layers once more, with all their collectives, so all ranks must choose the same
+    bucket. It therefore depends only on the step.
+
+    Attributes:
+        rows: Number of rows.
+        sequences: Number of sequences.
+        max_rows: Maximum number of rows of one sequence.
+        most_tokens: As in `StepShape`.
+        parts: As in `StepShape`.
+        rows_per_part: Number of rows per part for which each rank keeps KV, as of the rank with the most. 0: all ranks
+            keep KV for all rows.
     """
 
     rows: int
@@ -49,33 +57,35 @@ class Bucket(NamedTuple):
     max_rows: int
     most_tokens: int
     parts: int
-    held: int = 0
+    rows_per_part: int = 0
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
-        """In decode steps every sequence has one row, and so has the padding. In other steps one more sequence takes
-        all rows of the padding."""
+        """Return the bucket of a batch.
+
+        In decode steps, each padding row is a sequence. In other steps, one more sequence has all padding rows.
+        """
         rows, most_tokens = padded(len(batch.token_ids_T)), length_bucket(batch.shape.most_tokens)
         parts, holders = batch.shape.parts, batch.sharding.holders
-        held = 0 if holders is None else padded(holders.most_rows(rows, parts))
-        own_rows = rows if not held else parts * held
+        rows_per_part = 0 if holders is None else padded(holders.most_rows(rows, parts))
+        attention_rows = rows if not rows_per_part else parts * rows_per_part
         return cls(
             rows=rows,
-            sequences=own_rows if batch.decodes else padded(batch.shape.num_sequences + 1),
-            max_rows=1 if batch.decodes else own_rows,
+            sequences=attention_rows if batch.decodes else padded(batch.shape.num_sequences + 1),
+            max_rows=1 if batch.decodes else attention_rows,
             most_tokens=most_tokens,
             parts=parts,
-            held=held,
+            rows_per_part=rows_per_part,
         )
 
     @property
-    def own_rows(self) -> int:
-        """How many rows attention takes."""
-        return self.parts * self.held if self.held else self.rows
+    def attention_rows(self) -> int:
+        """The number of rows that attend on this rank, with padding."""
+        return self.parts * self.rows_per_part if self.rows_per_part else self.rows
 
 
 def padded(count: int) -> int:
-    """The next power of two, or three quarters of it, so that at most a third is padding."""
+    """Round up to a power of two, or to three quarters of one, so that at most a third is padding."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power
 
@@ -92,9 +102,9 @@ class _Inputs:
         holders, rows, device = batch.sharding.holders, batch.attention, hidden_TH.device
         if holders is not None:
             ranks = len(holders.counts)
-            holders = PaddedHolders.new(ranks, bucket.rows, bucket.parts, bucket.held, device)
-        own_rows = bucket.own_rows
-        own = Batch(
+            holders = PaddedHolders.new(ranks, bucket.rows, bucket.parts, bucket.rows_per_part, device)
+        attention_rows = bucket.attention_rows
+        graph_batch = Batch(
             token_ids_T=batch.token_ids_T.new_zeros(bucket.rows),
             shape=StepShape(
                 num_sequences=bucket.rows if bucket.max_rows == 1 else bucket.sequences,
@@ -103,52 +113,52 @@ class _Inputs:
             ),
             attention=AttentionRows(
                 row_starts_b=rows.row_starts_b.new_empty(bucket.sequences + 1),
-                limits_t=rows.limits_t.new_empty(own_rows),
+                limits_t=rows.limits_t.new_empty(attention_rows),
                 extents_b2=rows.extents_b2.new_empty(bucket.sequences, 2),
                 max_rows=bucket.max_rows,
                 rotations=tuple(
-                    RowRotation(*(tensor.new_zeros(own_rows, tensor.shape[1]) for tensor in rotation))
+                    RowRotation(*(tensor.new_zeros(attention_rows, tensor.shape[1]) for tensor in rotation))
                     for rotation in rows.rotations
                 ),
-                views=tuple(_empty_view(view, own_rows) for view in rows.views),
+                views=tuple(_empty_view(view, attention_rows) for view in rows.views),
             ),
             sharding=RowSharding(holders=holders, shared=batch.sharding.shared),
             padding_T=torch.ones(bucket.rows, dtype=torch.bool, device=device),
         )
-        return cls(hidden_TH.new_zeros(bucket.rows, hidden_TH.shape[1]), own)
+        return cls(hidden_TH.new_zeros(bucket.rows, hidden_TH.shape[1]), graph_batch)
 
     def fill(self, hidden_TH: Tensor, batch: Batch) -> None:
-        """Write a step, then padding: rows that take no expert, write no KV and see no token."""
-        own, rows, own_holders = self.batch.attention, batch.attention, self.batch.sharding.holders
+        """Write a step and its padding. Padding rows take no expert, write no KV and see no token."""
+        target, rows, holders = self.batch.attention, batch.attention, self.batch.sharding.holders
         sequences = len(rows.extents_b2)
         self.hidden_TH[: len(hidden_TH)] = hidden_TH
         self.batch.padding_T.fill_(True)[: len(hidden_TH)] = False
-        if own_holders is None:
+        if holders is None:
             at_t = torch.arange(len(hidden_TH), device=hidden_TH.device)
         else:
-            at_t = own_holders.fill(batch.sharding.holders)
-        for own_rotation, rotation in zip(own.rotations, rows.rotations, strict=True):
-            own_rotation.cos_tR[at_t] = rotation.cos_tR
-            own_rotation.sin_tR[at_t] = rotation.sin_tR
-        own.limits_t.zero_()[at_t] = rows.limits_t
-        for own_view, view in zip(own.views, rows.views, strict=True):
-            own_view.slots_t.fill_(-1)[at_t] = view.slots_t
+            at_t = holders.fill(batch.sharding.holders)
+        for target_rotation, rotation in zip(target.rotations, rows.rotations, strict=True):
+            target_rotation.cos_tR[at_t] = rotation.cos_tR
+            target_rotation.sin_tR[at_t] = rotation.sin_tR
+        target.limits_t.zero_()[at_t] = rows.limits_t
+        for target_view, view in zip(target.views, rows.views, strict=True):
+            target_view.slots_t.fill_(-1)[at_t] = view.slots_t
             if view.firsts_t is not None:
-                own_view.firsts_t.zero_()[at_t] = view.firsts_t
-        own.extents_b2.zero_()
-        if own.max_rows == 1:
-            own.extents_b2[at_t] = rows.extents_b2
-            torch.arange(len(own.limits_t) + 1, out=own.row_starts_b)
+                target_view.firsts_t.zero_()[at_t] = view.firsts_t
+        target.extents_b2.zero_()
+        if target.max_rows == 1:
+            target.extents_b2[at_t] = rows.extents_b2
+            torch.arange(len(target.limits_t) + 1, out=target.row_starts_b)
             return
-        own.extents_b2[:sequences] = rows.extents_b2
-        own.row_starts_b.fill_(len(own.limits_t))
-        own.row_starts_b[:1] = 0
-        # Padding between the rows of two sequences is the second one's.
-        own.row_starts_b[1 : sequences + 1] = at_t[rows.row_starts_b[1:] - 1] + 1
+        target.extents_b2[:sequences] = rows.extents_b2
+        target.row_starts_b.fill_(len(target.limits_t))
+        target.row_starts_b[:1] = 0
+        # Padding between the rows of two sequences belongs to the second sequence.
+        target.row_starts_b[1 : sequences + 1] = at_t[rows.row_starts_b[1:] - 1] + 1
 
 
 def _empty_view(view: RowView, rows: int) -> RowView:
-    """Memory for so many rows of a KV group. The blocks are those of the arena, which stays where it is."""
+    """Allocate memory for `rows` rows of a KV group. The blocks are those of the arena, which never moves."""
     firsts_t = None if view.firsts_t is None else view.firsts_t.new_empty(rows)
     return RowView(view.slots_t.new_empty(rows), view.blocks_X, firsts_t)
 
@@ -162,15 +172,17 @@ class _Graph:
 
 
 class GraphedLayers:
-    """Runs `layers` from CUDA graphs: one step of a bucket is captured, later ones replay it with their own inputs.
+    """Runs `layers` from CUDA graphs: captures one step of a bucket, and replays it with the inputs of later steps.
 
-    A bucket of decodes is captured the first time it is met. A bucket with chunks is captured the second time: most are
-    met once, and a capture costs several runs of the layers. Steps of more than `most_rows` rows are never captured.
+    A bucket of decodes is captured in its first step. A bucket with chunks is captured in its second step, because most
+    of them occur once, and a capture costs several runs of the layers.
 
-    mesh: its groups count the collectives of a replay, which are those of its capture.
-    most_rows: see `most_graph_rows`.
-    page_lists: FlashInfer's, prepared before a capture and before every replay.
-    capture: captures a call; a CUDA graph by default.
+    Args:
+        layers: The layers as one function.
+        mesh: Its groups count the collectives of each replay, which are those of the capture.
+        most_rows: Steps with more rows are never captured (`most_graph_rows`).
+        page_lists: FlashInfer's page lists, prepared before each capture and replay.
+        capture: Captures a call. Default: a CUDA graph.
     """
 
     def __init__(
@@ -186,24 +198,24 @@ class GraphedLayers:
         self._most_rows = most_rows
         self._page_lists = page_lists
         self._capture = capture or _CudaCapture()
-        # Of all ranks alike, since they use the same: the one used last comes last, and the first goes first.
+        # Ordered by last use, equally on all ranks. The first is dropped first.
         self._graphs: dict[Bucket, _Graph] = {}
-        self._met_once: set[Bucket] = set()
+        self._seen_buckets: set[Bucket] = set()
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        """As `layers`; what it returns is overwritten by the next call."""
-        if batch.alone or batch.sharding.token_shards is not None or len(hidden_TH) > self._most_rows:
+        """Run the layers. The next call overwrites the result."""
+        if batch.runs_op_by_op or batch.sharding.token_shards is not None or len(hidden_TH) > self._most_rows:
             return self._layers(hidden_TH, batch)
         bucket = Bucket.of(batch)
         graph = self._graphs.pop(bucket, None)
-        if graph is None and bucket.max_rows > 1 and bucket not in self._met_once:
-            self._met_once.add(bucket)
+        if graph is None and bucket.max_rows > 1 and bucket not in self._seen_buckets:
+            self._seen_buckets.add(bucket)
             return self._layers(hidden_TH, batch)
         if graph is None:
             graph = self._new_graph(bucket, hidden_TH, batch)
         else:
             self._fill(graph.inputs, hidden_TH, batch)
-            for group, traffic in zip(self._mesh.groups, graph.traffic, strict=False):  # others were made since
+            for group, traffic in zip(self._mesh.groups, graph.traffic, strict=False):  # other groups are newer
                 group.count(traffic)
         self._graphs[bucket] = graph
         graph.replay()
@@ -224,7 +236,7 @@ class GraphedLayers:
             traffic[:] = (now.since(then) for now, then in zip(self._mesh.traffic, before, strict=True))
             return result_TH
 
-        # A capture may run the layers, and rows that experts then have are none of this step's.
+        # A capture may run the layers. As padding, its rows are not counted by the experts.
         inputs.batch.padding_T.fill_(True)
         result_TH, replay = self._capture(call)
         inputs.batch.padding_T[: len(hidden_TH)] = False
@@ -233,25 +245,25 @@ class GraphedLayers:
     def _fill(self, inputs: _Inputs, hidden_TH: Tensor, batch: Batch) -> None:
         inputs.fill(hidden_TH, batch)
         if self._page_lists is not None:
-            own = inputs.batch.attention
-            self._page_lists.prepare(own.views[0].blocks_X, own.extents_b2, own.limits_t, own.max_rows)
+            rows = inputs.batch.attention
+            self._page_lists.prepare(rows.views[0].blocks_X, rows.extents_b2, rows.limits_t, rows.max_rows)
 
 
 class _CudaCapture:
-    """Captures into graphs that share one pool of memory, because only one of them runs at a time."""
+    """Captures CUDA graphs. They share one memory pool, because only one of them runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        # Kernels are compiled and libraries make their buffers before the capture, which would refuse both.
+        # Kernels must be compiled and libraries must allocate buffers before the capture, which allows neither.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             call()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog asks for events on a thread of its own meanwhile.
+        # Meanwhile NCCL's watchdog queries events on another thread.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = call()
         return result, graph.replay

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline stage takes over from other stages in each step, and hands over to them."""
+"""Sends and receives what pipeline stages exchange in each step: hidden states and tokens."""
 
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -14,11 +14,11 @@ from longhelix.spec.layout import Layout
 
 
 class Handover:
-    """Hidden states go from stage to stage, and tokens from the last stage, which samples them, to the first, which
-    embeds them. Other stages do without tokens.
+    """Sends hidden states to the next stage, and tokens from the last stage to the first.
 
-    Tokens come in the order of the steps that sample them. They are taken when a step needs them, or when so many more
-    steps have been done here that they are there.
+    The last stage samples tokens, and the first embeds them. Other stages need no tokens. Tokens arrive in the order of
+    the steps that sample them. A rank waits for them when a step needs them, or when enough later steps have run that
+    the tokens must have arrived.
     """
 
     def __init__(self, pipeline: Pipeline, layout: Layout, hidden_size: int, dtype: torch.dtype, device: torch.device):
@@ -28,51 +28,51 @@ class Handover:
         self._awaited: deque[AwaitedTokens] = deque()
 
     def expect(self, step: Step) -> None:
-        """The hidden states of a step will come; steps in their order, each once. For ranks of all stages but the
-        first."""
+        """Prepare to receive the hidden states of a step. Call it once per step, in their order, except on the first
+        stage."""
         if step.work.rows:
             self.pipeline.expect(torch.empty(step.work.rows, self._hidden_size, dtype=self._dtype, device=self._device))
 
-    def take_hidden(self) -> Tensor:
-        """hidden_TH of the next step that was expected."""
+    def receive_hidden(self) -> Tensor:
+        """Return hidden_TH of the first expected step that was not yet received."""
         return self.pipeline.receive()
 
-    def give_hidden(self, hidden_TH: Tensor) -> None:
-        """Hand a step over to the next stage."""
+    def send_hidden(self, hidden_TH: Tensor) -> None:
+        """Send the hidden states of a step to the next stage."""
         self.pipeline.send(hidden_TH)
 
-    def give_tokens(self, sequences: Sequence[SequenceState]) -> None:
-        """Say which tokens a step has sampled."""
+    def send_tokens(self, sequences: Sequence[SequenceState]) -> None:
+        """Send the tokens that a step has sampled to the first stage."""
         self.pipeline.send_tokens(torch.tensor([seq.last_token for seq in sequences], device=self._device))
 
-    def await_tokens(self, sequences: Sequence[SequenceState]) -> None:
-        """Tokens of sequences will come, of a step of this rank, which is of the first stage."""
+    def expect_tokens(self, sequences: Sequence[SequenceState]) -> None:
+        """Prepare to receive the tokens of the step that this rank has just run. For the first stage."""
         tokens_S = torch.empty(len(sequences), dtype=torch.int64, device=self._device)
         awaited = AwaitedTokens(sequences, self.pipeline.expect_tokens(tokens_S))
         self._awaited.append(awaited)
         for seq in sequences:
-            seq.awaited = awaited
+            seq.awaited_tokens = awaited
         while (
             len(self._awaited) > self._most_in_flight
         ):  # a result is known, or the engine would not have sent this one
-            self._take_next()
+            self._receive_next_tokens()
 
-    def take_tokens(self, decodes: Collection[SequenceState]) -> None:
-        """Know the last tokens of `decodes`."""
+    def receive_tokens(self, decodes: Collection[SequenceState]) -> None:
+        """Wait for the last tokens of `decodes`."""
         for seq in decodes:
-            while seq.awaited is not None:
-                self._take_next()
+            while seq.awaited_tokens is not None:
+                self._receive_next_tokens()
 
-    def settle(self) -> None:
-        """Know all tokens that are on their way."""
+    def receive_all_tokens(self) -> None:
+        """Wait for all expected tokens."""
         while self._awaited:
-            self._take_next()
+            self._receive_next_tokens()
 
-    def _take_next(self) -> None:
-        """Those that were awaited first."""
+    def _receive_next_tokens(self) -> None:
+        """Wait for the tokens that were expected first."""
         awaited = self._awaited.popleft()
-        self.pipeline.wait(awaited.travelling, "tokens")
-        for seq, token_id in zip(awaited.sequences, awaited.travelling.values.tolist(), strict=True):
+        self.pipeline.wait(awaited.transfer, "tokens")
+        for seq, token_id in zip(awaited.sequences, awaited.transfer.values.tolist(), strict=True):
             seq.last_token = token_id
-            if seq.awaited is awaited:
-                seq.awaited = None
+            if seq.awaited_tokens is awaited:
+                seq.awaited_tokens = None

@@ -1,4 +1,4 @@
-"""The decoder's layers as one function, made as a rank's `Execution` says."""
+"""Makes one function of the decoder's layers, in the way that a rank's `Execution` says."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,11 +27,12 @@ def make_layers(
     page_lists: PageLists | None = None,
     spans: Spans = UNTRACED,
 ) -> Layers:
-    """`Decoder.run_layers` over `pool`, run as `execution` says. What it returns may be overwritten by the next call.
+    """Return `Decoder.run_layers` over `pool`, run as `execution` says. Each call may overwrite the last result.
 
-    spec: the whole model's.
-    page_lists: for FlashInfer's attention in CUDA graphs.
-    spans: those of the model; they see compiled layers as one span.
+    Args:
+        spec: The whole model.
+        page_lists: For FlashInfer's attention in CUDA graphs.
+        spans: The spans of the model. Compiled layers are one span.
     """
     layers: Layers = partial(model.run_layers, pool=pool)
     if execution.compiled:

@@ -1,4 +1,4 @@
-"""What a rank measures of a step while it runs it."""
+"""Measures a step while a rank runs it."""
 
 import time
 
@@ -16,7 +16,7 @@ class Meter:
         self.begin_layers()
 
     def begin_layers(self) -> None:
-        """Count exchanges from here on. Before, KV blocks are copied between ranks."""
+        """Start to count exchanges. Copies of KV blocks before the layers do not count."""
         self._exchanged_bytes, self._waited_s = self._mesh.exchanged_bytes, self._mesh.waited_s
 
     @property

@@ -1,4 +1,4 @@
-"""What ranks of the last pipeline stage make of a step's hidden states: sampled tokens, and scores of prompts."""
+"""Turns the hidden states of a step into sampled tokens and scores of prompts, on ranks of the last pipeline stage."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate, islice
@@ -21,10 +21,10 @@ class NextTokens:
     """Samples a token after the last row of each sequence and after each row of a draft, and scores prompts.
 
     Attributes:
-        sampling: The choice of tokens, once their logits are known.
+        sampling: Chooses tokens from logits.
 
     Args:
-        logits: Gives the logits of rows, logits_Tv, float32, in this rank's part of the vocabulary.
+        logits: Returns the logits of rows in this rank's part of the vocabulary, logits_Tv. float32.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class NextTokens:
         self._running, self._logits, self._mesh, self._device, self._spans = running, logits, mesh, device, spans
         self.sampling = Sampling(mesh, vocab_size, device, spans)
         self._scoring = Scoring(mesh, vocab_size, device)
-        self._of_drafts: list[SampledToken] = []  # in the step that ran last
+        self._accepted_tokens: list[SampledToken] = []  # in the step that ran last
 
     def sample(self, step: Step, hidden_TH: Tensor) -> tuple[SampledToken, ...]:
-        """Choose the tokens of a step. Afterwards every rank of the last stage knows them.
+        """Choose the tokens of a step. Every rank of the last stage then knows them.
 
         Returns:
-            The tokens, on the first rank of the stage. Where instances have clocks of their own, the first rank of each
-            instance returns those of the sequences that it leads.
+            The tokens, on the first rank of the stage. If instances have their own clocks, the first rank of each
+            instance returns the tokens of the sequences that it leads.
         """
         leads = self._running.leads
         decodes, ends = self._running.decoding.sequences, self._running.ending(step)
@@ -56,34 +56,36 @@ class NextTokens:
         verifications = [Verification(seq, draft) for seq, draft in drafts if leads(seq)]
         rows: tuple[SampledRow, ...] = decodes
         if verifications or ends:
-            rows = (*decodes, *(row for each in verifications for row in each.rows), *ends)
+            rows = (*decodes, *(row for verification in verifications for row in verification.rows), *ends)
         sampled = self._sample(step, rows, hidden_TH) if rows else ()
-        accepted = [each.accepted() for each in verifications]
+        accepted = [verification.accepted() for verification in verifications]
         ids_of_drafts = zip(verifications, accepted, strict=True)
-        self._of_drafts = [SampledToken(each.id, token_id) for each, ids in ids_of_drafts for token_id in ids]
+        self._accepted_tokens = [
+            SampledToken(verification.id, token_id) for verification, ids in ids_of_drafts for token_id in ids
+        ]
         if verifications and sampled:
-            counts = zip((len(each.rows) for each in verifications), map(len, accepted), strict=True)
+            counts = zip((len(verification.rows) for verification in verifications), map(len, accepted), strict=True)
             sampled = tuple(_without_rejected(sampled, len(decodes), counts))
-        for each in verifications:
-            each.end()
+        for verification in verifications:
+            verification.end()
         if step.turn.instances:
-            self._hear_tokens(self._running.sampled(step))
+            self._receive_tokens(self._running.sampled(step))
         return sampled
 
     def _sample(self, step: Step, rows: tuple[SampledRow, ...], hidden_TH: Tensor) -> tuple[SampledToken, ...]:
         span = self._spans.begin("head")
         is_whole = not step.chunks and len(rows) == len(hidden_TH)
-        logits_Sv = self._logits(hidden_TH if is_whole else hidden_TH[self._places(step)])
+        logits_Sv = self._logits(hidden_TH if is_whole else hidden_TH[self._sampled_rows(step)])
         self._spans.end(span)
         span = self._spans.begin("sampling", "host")
-        sampled = self.sampling(logits_Sv, rows, self._together(step))
+        sampled = self.sampling(logits_Sv, rows, self._sampling_ranks(step))
         self._spans.end(span)
         return sampled
 
     def score(self, step: Step, hidden_TH: Tensor) -> tuple[PromptLogprobs, ...]:
-        """Return the log-probabilities of prompts' tokens that were asked for, on the ranks that return tokens."""
-        found: list[PromptLogprobs] = []
-        for start, chunk in self._starts(step):
+        """Return the requested log-probabilities of prompt tokens, on the ranks that return sampled tokens."""
+        scores: list[PromptLogprobs] = []
+        for start, chunk in self._segment_starts(step):
             seq = self._running.by_id[chunk.id]
             if not isinstance(chunk, Chunk) or chunk.scored is None or not self._running.leads(seq):
                 continue
@@ -91,37 +93,38 @@ class NextTokens:
             count, rows_TH = seq.new.sampling.prompt_logprobs, hidden_TH[first : first + len(targets_T)]
             assert count is not None, "it asks for them"
             span = self._spans.begin("scoring", "host")
-            one = self._scoring(chunk.id, rows_TH, targets_T, count, self._logits, self._together(step))
+            entry = self._scoring(chunk.id, rows_TH, targets_T, count, self._logits, self._sampling_ranks(step))
             self._spans.end(span)
-            if one is not None:
-                found.append(one)
-        return tuple(found)
+            if entry is not None:
+                scores.append(entry)
+        return tuple(scores)
 
-    def known(self, step: Step) -> tuple[SampledToken, ...]:
-        """Return the tokens of the step that ran last, as every rank of the last stage knows them: without logprobs and
-        errors. Where instances have clocks of their own, tokens of drafts are known to the instance that samples them.
+    def last_sampled(self, step: Step) -> tuple[SampledToken, ...]:
+        """Return the tokens of the last step, without log-probabilities and errors, on all ranks of the stage.
+
+        If instances have their own clocks, only the instance that samples a draft knows its tokens.
         """
 
-        def last(sequences: Iterable[SequenceState]) -> Iterator[SampledToken]:
+        def last_tokens(sequences: Iterable[SequenceState]) -> Iterator[SampledToken]:
             return (SampledToken(seq.new.id, seq.last_token) for seq in sequences)
 
-        of_drafts = self._of_drafts if step.drafts else ()
-        return (*last(self._running.decoding.sequences), *of_drafts, *last(self._running.ending(step)))
+        of_drafts = self._accepted_tokens if step.drafts else ()
+        return (*last_tokens(self._running.decoding.sequences), *of_drafts, *last_tokens(self._running.ending(step)))
 
-    def _together(self, step: Step) -> RankGroup:
-        """The ranks that sample together, of which the first returns what was found."""
+    def _sampling_ranks(self, step: Step) -> RankGroup:
+        """Return the ranks that sample together. The first of them returns the results."""
         return self._mesh.ffn if step.turn.instances else self._mesh.stage
 
-    def _starts(self, step: Step) -> Iterator[tuple[int, Draft | Chunk]]:
-        """The first row of each draft and chunk."""
+    def _segment_starts(self, step: Step) -> Iterator[tuple[int, Draft | Chunk]]:
+        """Yield the first row of each draft and chunk."""
         starts = accumulate((segment.num_tokens for segment in step.segments), initial=len(self._running.decoding))
         return zip(starts, step.segments, strict=False)
 
-    def _places(self, step: Step) -> list[int]:
-        """The rows after which this rank samples."""
+    def _sampled_rows(self, step: Step) -> list[int]:
+        """Return the rows after which this rank samples."""
         leads, by_id = self._running.leads, self._running.by_id
         places = [row for row, seq in enumerate(self._running.decoding.sequences) if leads(seq)]
-        for start, segment in self._starts(step):
+        for start, segment in self._segment_starts(step):
             stop = start + segment.num_tokens
             if not leads(by_id[segment.id]):
                 continue
@@ -131,27 +134,27 @@ class NextTokens:
                 places.append(stop - 1)
         return places
 
-    def _hear_tokens(self, sequences: Iterable[SequenceState]) -> None:
-        """The tokens of sequences that several instances take part in, from those that have sampled them."""
-        for instances, together in by_instances(sequences):
+    def _receive_tokens(self, sequences: Iterable[SequenceState]) -> None:
+        """Receive the tokens of sequences shared by several instances from the instances that sampled them."""
+        for instances, shared in by_instances(sequences):
             assert self._mesh.instance_groups is not None
             group = self._mesh.instance_groups.of(tuple(sorted(instances)))
-            tokens_S = torch.tensor([seq.last_token for seq in together], device=self._device)
-            heard = group.broadcast(tokens_S, root=sorted(instances).index(instances[0]))
-            for seq, token_id in zip(together, heard.tolist(), strict=True):
+            tokens_S = torch.tensor([seq.last_token for seq in shared], device=self._device)
+            token_ids = group.broadcast(tokens_S, root=sorted(instances).index(instances[0]))
+            for seq, token_id in zip(shared, token_ids.tolist(), strict=True):
                 seq.last_token = token_id
 
 
 def _without_rejected(
     sampled: tuple[SampledToken, ...], num_decodes: int, counts: Iterable[tuple[int, int]]
 ) -> Iterator[SampledToken]:
-    """The tokens of a step's rows but for those that were sampled after rejected draft tokens.
+    """Yield the tokens of a step's rows, without those that were sampled after rejected draft tokens.
 
     Args:
-        counts: of each draft the number of its rows, and of its rows whose tokens stay.
+        counts: For each draft, the number of its rows, and the number of rows whose tokens are kept.
     """
-    left = iter(sampled)
-    yield from islice(left, num_decodes)
+    remaining = iter(sampled)
+    yield from islice(remaining, num_decodes)
     for num_rows, num_kept in counts:
-        yield from list(islice(left, num_rows))[:num_kept]
-    yield from left
+        yield from list(islice(remaining, num_rows))[:num_kept]
+    yield from remaining

@@ -1,4 +1,4 @@
-"""How many KV blocks a rank's pool holds: as many as were asked for, or as many as memory allows."""
+"""Computes the number of KV blocks of a rank's pool, from the options or from free memory."""
 
 import bisect
 import warnings
@@ -12,15 +12,14 @@ from longhelix.spec import ModelSpec, number_format
 from longhelix.spec.attention import Visibility
 from longhelix.spec.layout import Layout
 
-# What the pool may take of the memory that is free once the weights are in.
+# Share of the memory left by the weights that the pool may use.
 _POOL_SHARE = 0.8
 
 
 def kv_bytes_per_token(
     spec: ModelSpec, layout: Layout, kv_dtype: str, device: str, rank: int, groups: Collection[int] | None = None
 ) -> int:
-    """Bytes of one token's K and V, for the KV heads that `rank` keeps and the layers of its stage. groups: only those
-    of these KV groups."""
+    """Return the bytes of one token's K and V on `rank`. groups: KV groups to count. None: all."""
     layers = [layer for layer in layout.layers(spec.num_layers, rank) if groups is None or spec.groups[layer] in groups]
     number = number_format(kv_dtype)
     return int(
@@ -33,7 +32,7 @@ def kv_bytes_per_token(
 
 
 def split_state_bytes(spec: ModelSpec, layout: Layout, longest_tokens: int, rank: int) -> int:
-    """Memory that a GPU's attention takes beside the pool, with sequences of up to `longest_tokens` on that GPU."""
+    """Return the memory that a GPU's attention needs besides the pool, for sequences of up to `longest_tokens`."""
     return max(
         most_state_bytes(
             longest_tokens, len(layout.query_heads(attention.heads, rank)), attention.cache_entry.value_size
@@ -61,34 +60,34 @@ def affordable_blocks(
     The weights and the pools of layers with a window use the same memory.
 
     Args:
-        views: what rows see in the layers with a window or chunks.
-        with_ends: see `SchedulerConfig.windows_of`.
+        views: Which tokens rows see, for each kind of layer with a window or chunks.
+        with_ends: See `SchedulerConfig.windows_of`.
     """
     block_tokens = scheduler.block_tokens
-    held_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
-    own = [0] if views else None
-    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank, own) for rank in ranks)
+    weight_bytes = sum(sum(stored_bytes(spec, layout, rank, dtype, weight_dtype).values()) for rank in ranks)
+    full_group = [0] if views else None
+    token_bytes = sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank, full_group) for rank in ranks)
     window_bytes = [
         sum(kv_bytes_per_token(spec, layout, kv_dtype, device, rank, [1 + view]) for rank in ranks)
         for view in range(len(views))
     ]
-    free_bytes = int((memory_bytes - held_bytes) * _POOL_SHARE)
+    free_bytes = int((memory_bytes - weight_bytes) * _POOL_SHARE)
 
     def exceeds(num_blocks: int) -> bool:
         windows = scheduler.windows_of(views, num_blocks, with_ends=with_ends)
-        more = sum(window.num_blocks * size for window, size in zip(windows, window_bytes, strict=True))
-        return (num_blocks * token_bytes + more) * block_tokens > free_bytes
+        bytes_of_windows = sum(window.num_blocks * size for window, size in zip(windows, window_bytes, strict=True))
+        return (num_blocks * token_bytes + bytes_of_windows) * block_tokens > free_bytes
 
     affordable_tokens = free_bytes // (token_bytes + sum(window_bytes))
     if views:
-        # Without layers that see everything, their blocks take no memory.
-        many = max(scheduler.most_listed_blocks, affordable_tokens // block_tokens)
-        most = free_bytes // (block_tokens * token_bytes) if token_bytes else many
-        blocks = bisect.bisect_left(range(1, max(most, 0) + 1), True, key=exceeds)
+        # If no layer sees all tokens, blocks of the first KV group take no memory.
+        listed_blocks = max(scheduler.most_listed_blocks, affordable_tokens // block_tokens)
+        most_blocks = free_bytes // (block_tokens * token_bytes) if token_bytes else listed_blocks
+        blocks = bisect.bisect_left(range(1, max(most_blocks, 0) + 1), True, key=exceeds)
         affordable_tokens = max(affordable_tokens, blocks * block_tokens)
     if affordable_tokens < 1:
         raise UserError(
-            f"the weights take {held_bytes} bytes, which leaves no memory for a KV cache: free some memory, or use a "
+            f"the weights take {weight_bytes} bytes, which leaves no memory for a KV cache: free some memory, or use a "
             "smaller model or dtype",
             "out_of_memory",
         )
@@ -102,17 +101,20 @@ def affordable_blocks(
 
 
 def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, block_tokens: int, kvp: int) -> int:
-    """KV blocks of each KVP rank: what was asked for, else room for one request of the longest length, as far as memory
-    allows."""
+    """Return the KV blocks of each KVP rank.
+
+    Args:
+        asked_tokens: Requested capacity. None: room for one request of `longest_tokens`, if memory allows.
+    """
     affordable_tokens = affordable * block_tokens * kvp
     if asked_tokens is None:
-        wanted = -(-longest_tokens // block_tokens)
-        if wanted > affordable:
+        longest_blocks = -(-longest_tokens // block_tokens)
+        if longest_blocks > affordable:
             warnings.warn(
                 f"memory holds {affordable_tokens} tokens of KV cache, less than one request of max_model_len",
                 stacklevel=3,
             )
-        return min(wanted, affordable)
+        return min(longest_blocks, affordable)
     if asked_tokens > affordable_tokens:
         raise UserError(
             f"kv_cache_tokens is {asked_tokens}, but the memory left by the weights holds {affordable_tokens}: set "
@@ -123,7 +125,10 @@ def num_blocks(asked_tokens: int | None, longest_tokens: int, affordable: int, b
 
 
 def num_blocks_of_many(tokens: int, affordable: int, block_tokens: int, kvp: int, *, shares_memory: bool) -> int:
-    """KV blocks of each KVP rank for `tokens` of many requests, as far as memory allows. shares_memory: with other
-    programs, which it leaves half of what is free."""
-    most = max(affordable // 2, 1) if shares_memory else affordable
-    return min(-(-tokens // (block_tokens * kvp)), most)
+    """Return the KV blocks of each KVP rank for `tokens` of many requests, as far as memory allows.
+
+    Args:
+        shares_memory: Leave half of the free memory to other programs.
+    """
+    most_blocks = max(affordable // 2, 1) if shares_memory else affordable
+    return min(-(-tokens // (block_tokens * kvp)), most_blocks)

@@ -5,15 +5,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank has come: the step that it runs (0: none), the collectives that it has begun, the one that it is
-    in, the layers that it has begun op by op, the KV blocks that it has swapped, what it waits for from other pipeline
-    stages, in words, and the steps of its guides. Layers of tapes and graphs are not counted, so ranks may differ in
-    layers."""
+    """How far a rank has come."""
 
-    step_id: int = 0
-    collectives: int = 0
-    collective: str = ""
-    layers: int = 0
+    step_id: int = 0  # of the running step; 0: none
+    collectives: int = 0  # begun so far
+    collective: str = ""  # the running collective, in words
+    layers: int = 0  # begun op by op; ranks may differ, because layers of tapes and graphs do not count
     swapped_blocks: int = 0
-    awaited: str = ""
+    awaited: str = ""  # what the rank waits for from other pipeline stages, in words
     guide_steps: int = 0

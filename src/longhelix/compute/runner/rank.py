@@ -1,4 +1,4 @@
-"""What a rank is made of, from the configuration: its place in the world, its model, its pool, its runner."""
+"""Builds a rank from the configuration: its mesh, model, KV pool and runner."""
 
 import os
 import socket
@@ -20,19 +20,19 @@ from longhelix.compute.models.parameters import declare
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.meeting import Meeting
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.errors import UserError
 from longhelix.spans import UNTRACED, Spans
 from longhelix.spec.layer import Attention
 
-# Small beside what is left free beside a pool: ranks that are done with theirs do not take their share again.
+# Pieces are small compared to the memory that pools leave free, because ranks that are done do not count any longer.
 _PARTS_OF_LAYER = 8
 
 
 def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRACED) -> Mesh:
-    """Meet the other ranks in a directory that all of them know, and make the layout's groups with them."""
+    """Connect to the other ranks through a common directory, and make the groups of the layout."""
     native.set_num_threads(config.machines.threads_of(rank))
     device = device_of(config, rank)
     if device.type == "cuda":
@@ -43,18 +43,18 @@ def join(config: EngineConfig, rank: int, directory: Path, spans: Spans = UNTRAC
 
 
 def meet(world_size: int, rank: int, directory: Path, backend: str = "gloo", interface: str = "lo") -> None:
-    """Make the world of ranks, all on this host. Nothing listens on the network, unless `interface` is part of it."""
+    """Connect all ranks of this host. Nothing listens on the network, unless `interface` is part of it."""
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     dist.init_process_group(backend, init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world_size)
 
 
 def meet_at(config: EngineConfig, rank: int, meeting: Meeting, on_port: Callable[[int], None]) -> None:
-    """Make the world of ranks on several hosts.
+    """Connect the ranks of several hosts.
 
     torch's store, gloo and NCCL use the network without authentication or encryption.
 
     Args:
-        on_port: called on rank 0 with the port on which it waits for the other ranks.
+        on_port: Called on rank 0 with the port on which it waits for the other ranks.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = meeting.interface
     os.environ["NCCL_SOCKET_IFNAME"] = f"={meeting.interface}"  # otherwise eth1 would mean eth10 too
@@ -77,8 +77,12 @@ def load_model(
     progress: Callable[[int], None] = lambda elements: None,
     spans: Spans = UNTRACED,
 ) -> Decoder:
-    """This rank's shard of the model. `progress` is called with elements of weights as they are loaded.
-    `spans` are told of what layers do, except in compiled graphs, which cannot tell."""
+    """Load this rank's shard of the model.
+
+    Args:
+        progress: Called with numbers of loaded elements.
+        spans: Records what layers do, except in compiled graphs.
+    """
     weights = Weights(
         open_checkpoint(config.model_path),
         declare(config.spec, config.layout, mesh.rank),
@@ -91,8 +95,7 @@ def load_model(
 
 
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
-    """This rank's pool of `num_blocks` KV blocks. Raises UserError if memory that was free when the engine started no
-    longer is."""
+    """Allocate this rank's pool of `num_blocks` KV blocks. Raises UserError if memory is no longer free."""
     spec, device = config.spec, device_of(config, rank)
     layers, windows = config.layout.layers(spec.num_layers, rank), config.scheduler.windows
     formats = [_formats(config, rank, spec.layers[layer].attention) for layer in layers]
@@ -106,7 +109,7 @@ def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
 
 
 def _formats(config: EngineConfig, rank: int, attention: Attention) -> dict[str, KVFormat]:
-    """How a rank keeps the cache entries of a layer with this attention, by their names."""
+    """Return the formats of the cache entries of a layer with this attention, by name."""
     entry = attention.cache_entry
     format = KVFormat.choose(
         dtype=config.formats.kv_dtype,
@@ -122,8 +125,10 @@ def _formats(config: EngineConfig, rank: int, attention: Attention) -> dict[str,
 
 
 def _take_memory(pool: KVPool, sharers: int) -> None:
-    """Write to all of a pool now, piece by piece. Otherwise the system has only promised the memory, perhaps to another
-    engine too. `sharers` ranks do so at the same time."""
+    """Write to the whole pool piece by piece, because the system may have promised the memory to other engines too.
+
+    `sharers` ranks do so at the same time.
+    """
     left_bytes = pool.num_bytes
     for piece in chain.from_iterable(
         tensor.view(-1).chunk(_PARTS_OF_LAYER) for entry in pool.entries() for tensor in entry.tensors
@@ -141,15 +146,14 @@ def _take_memory(pool: KVPool, sharers: int) -> None:
 
 
 def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, spans: Spans = UNTRACED) -> ModelRunner:
-    """The runner of this rank's steps. `spans`: those of the model. Raises UserError where there is no room for swapped
-    KV blocks."""
-    asked = config.execution
+    """Make the runner of this rank. Raises UserError if there is no room for swapped KV blocks."""
+    settings = config.execution
     execution = Execution.resolve(
-        compile=asked.compile,
-        replay=asked.replay,
-        whole=asked.attention == "flashinfer",
-        found=find(mesh, model, pool),
-        token_ranges=asked.token_ranges,
+        compile=settings.compile,
+        replay=settings.replay,
+        whole_batches=settings.attention == "flashinfer",
+        capabilities=rank_capabilities(mesh, model, pool),
+        token_ranges=settings.token_ranges,
     )
     page_lists, scheduler = new_page_lists(config, mesh.rank, pool), config.scheduler
     num_slots = [scheduler.swap_blocks, *(window.num_slots for window in scheduler.windows)]
@@ -166,9 +170,9 @@ def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, s
     )
 
 
-def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
-    """What `Execution.resolve` needs to know of this rank."""
-    return Found(
+def rank_capabilities(mesh: Mesh, model: Decoder, pool: KVPool) -> RankCapabilities:
+    """Return what this rank can do, for `Execution.resolve`."""
+    return RankCapabilities(
         device=pool.device.type,
         native=native.module is not None,
         overlaps=mesh.kvp.overlaps,
@@ -179,7 +183,7 @@ def find(mesh: Mesh, model: Decoder, pool: KVPool) -> Found:
 
 
 def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists | None:
-    """What lists pages for FlashInfer, where that was asked for. Raises UserError if it cannot read this pool."""
+    """Return page lists for FlashInfer, if the engine uses it. Raises UserError if it cannot read this pool."""
     if config.execution.attention != "flashinfer":
         return None
     (attention,) = config.spec.attentions
@@ -192,6 +196,6 @@ def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists |
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """The CPU, or a GPU of its host for every rank."""
+    """Return the CPU, or the GPU of the rank on its host."""
     machines = config.machines
     return torch.device("cuda", machines.hosts.local_rank(rank)) if machines.device == "cuda" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What rows of decodes are made of: one memory, written by one call in every step."""
+"""The tensors of decode rows: one memory, written by one call in every step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from longhelix.compute.kernels import native
 from longhelix.compute.models.batch import RowRotation
 from longhelix.compute.runner.decode_rows import DecodeRows
 from longhelix.compute.runner.local_tokens import first_local, first_seen
-from longhelix.compute.runner.sequence_state import EXTENT, HELD, LAST_OWNER, LAST_TOKEN, LENGTH, LOCAL_LENGTH, SHIFT
+from longhelix.compute.runner.sequence_state import EXTENT, HOLDERS, LAST_OWNER, LAST_TOKEN, LENGTH, LOCAL_LENGTH, SHIFT
 from longhelix.spec.attention import Visibility
 
 
 class RowParts(NamedTuple):
-    """Parts of the memory: arrays on the host, or tensors where steps run. int64.
+    """Parts of the memory of B decode rows, b of which keep KV on this rank. int64.
 
-    Of B rows the tokens; of the b sequences among them that keep KV here what `models.batch.Batch` says of rows.
+    All are arrays on the host, or all are tensors on the device that runs steps. Fields are as in `models.batch.Batch`.
     """
 
     token_ids_B: Any
@@ -35,47 +35,46 @@ class RowParts(NamedTuple):
     window_slots: tuple[Any, ...]
 
     @classmethod
-    def of(cls, memory_X: Any, rows: int, held: int, num_views: int, num_windows: int) -> "RowParts":
-        """As `advance` writes them, each with room for all rows."""
+    def of(cls, memory_X: Any, rows: int, num_local: int, num_views: int, num_windows: int) -> "RowParts":
+        """Return the parts of memory_X in the order of `advance`. Each part has room for `rows` rows."""
         tokens, positions, slots, limits, starts, extents = (memory_X[place * rows :] for place in range(6))
-        more_starts = (cls.size(rows, before) for before in range(num_views + num_windows))
-        more = tuple(memory_X[start : start + held] for start in more_starts)
+        group_starts = (cls.size(rows, before) for before in range(num_views + num_windows))
+        group_parts = tuple(memory_X[start : start + num_local] for start in group_starts)
         return cls(
             token_ids_B=tokens[:rows],
-            positions_b=positions[:held],
-            slots_b=slots[:held],
-            limits_b=limits[:held],
-            row_starts_b=starts[: held + 1],
-            extents_b2=extents[1 : 1 + 2 * held].reshape(held, 2),
-            firsts=more[:num_views],
-            window_slots=more[num_views:],
+            positions_b=positions[:num_local],
+            slots_b=slots[:num_local],
+            limits_b=limits[:num_local],
+            row_starts_b=starts[: num_local + 1],
+            extents_b2=extents[1 : 1 + 2 * num_local].reshape(num_local, 2),
+            firsts=group_parts[:num_views],
+            window_slots=group_parts[num_views:],
         )
 
     @staticmethod
-    def size(rows: int, more: int) -> int:
-        """How many integers there are. more: firsts of views, and slots of groups with a limit."""
-        return (7 + more) * rows + 1
+    def size(rows: int, num_extra: int) -> int:
+        """Return the number of integers. num_extra: number of parts for views and for KV groups with a limit."""
+        return (7 + num_extra) * rows + 1
 
 
 @dataclass(frozen=True, eq=False)
 class RowTensors:
-    """What a batch of decodes has where steps run: the same objects in all steps of as many rows."""
+    """Tensors of a batch of decodes. All steps with the same number of rows have the same objects."""
 
     rows: RowParts
     rotations: tuple[RowRotation, ...]
 
 
 class RowMemory:
-    """Lets sequences go on by a token, all at once, and keeps what their rows are made of. The next step writes over
-    it.
+    """Advances all decoding sequences by a token, and stores the tensors of their rows until the next step.
 
     Args:
-        numbers: those of the sequences.
-        arena: their blocks here.
-        kvp_rank: this rank.
-        block_tokens: tokens of a KV block.
-        pairs: R of each rotation.
-        views: what rows see in layers with a limit.
+        numbers: Numbers of the sequences.
+        arena: Their KV blocks on this rank.
+        kvp_rank: This KVP rank.
+        block_tokens: Tokens of a KV block.
+        pairs: Number of channel pairs R of each rotation.
+        views: Which tokens rows see, for each kind of layer with a limit.
     """
 
     def __init__(
@@ -90,10 +89,10 @@ class RowMemory:
         self._numbers, self._arena, self._views = numbers, arena, views
         self._limits_V2 = np.array([[view.window_tokens or 0, view.chunk_tokens or 0] for view in views], np.int64)
         self._kvp_rank, self._block_tokens, self._pairs = kvp_rank, block_tokens, pairs
-        self._take(8)
+        self._allocate(8)
 
-    @torch.inference_mode()  # as what else a step has is made: compiled graphs are for tensors of one kind
-    def _take(self, most_rows: int) -> None:
+    @torch.inference_mode()  # like the other tensors of a step, because compiled graphs distinguish them
+    def _allocate(self, most_rows: int) -> None:
         self._most_rows, device = most_rows, self._arena.device
         self._host_X = torch.zeros(self._size(most_rows), dtype=torch.int64)
         self._device_X = self._host_X.to(device)
@@ -103,18 +102,20 @@ class RowMemory:
     def _size(self, rows: int) -> int:
         return RowParts.size(rows, len(self._views) + self._arena.num_groups - 1)
 
-    def _parts(self, memory_X: Any, rows: int, held: int) -> RowParts:
-        return RowParts.of(memory_X, rows, held, len(self._views), self._arena.num_groups - 1)
+    def _parts(self, memory_X: Any, rows: int, num_local: int) -> RowParts:
+        return RowParts.of(memory_X, rows, num_local, len(self._views), self._arena.num_groups - 1)
 
     def advance(self, decoding: DecodeRows) -> tuple[int, bool]:
-        """Every sequence goes on by a token. Returns how many of them keep KV here, and whether all KVP ranks keep KV
-        of all of them.
+        """Advance every sequence by a token.
 
-        A row sees the local tokens up to its own position; that is the whole causal mask. Its KV goes into the last KV
+        A row sees the local tokens up to its own position, which is the whole causal mask. Its KV goes into the last KV
         block.
+
+        Returns:
+            The number of sequences that keep KV here, and whether all KVP ranks keep KV of all sequences.
         """
         if len(decoding) > self._most_rows:
-            self._take(2 * len(decoding))
+            self._allocate(2 * len(decoding))
         if native.module is None:
             return self._advance(decoding.lines)
         return native.module.advance(
@@ -134,44 +135,44 @@ class RowMemory:
             self._host_X.data_ptr(),
         )
 
-    def arrays(self, rows: int, held: int) -> RowParts:
-        """Of the last step, on the host."""
-        return self._parts(self._host_X.numpy(), rows, held)
+    def arrays(self, rows: int, num_local: int) -> RowParts:
+        """Return the parts of the last step, on the host."""
+        return self._parts(self._host_X.numpy(), rows, num_local)
 
-    def tensors(self, rows: int, held: int) -> RowTensors:
-        """Of the last step, where it runs; cosines and sines are not written yet."""
+    def tensors(self, rows: int, num_local: int) -> RowTensors:
+        """Return the tensors of the last step, on its device. The caller must write cosines and sines."""
         if self._device_X is not self._host_X:
             size = self._size(rows)
             self._device_X[:size] = self._host_X[:size]
-        return self._tensors(rows, held)
+        return self._tensors(rows, num_local)
 
-    def _new_tensors(self, rows: int, held: int) -> RowTensors:
-        rotations = tuple(RowRotation(*rotation_2TR[:, :held]) for rotation_2TR in self._rotations)
-        return RowTensors(self._parts(self._device_X, rows, held), rotations)
+    def _new_tensors(self, rows: int, num_local: int) -> RowTensors:
+        rotations = tuple(RowRotation(*rotation_2TR[:, :num_local]) for rotation_2TR in self._rotations)
+        return RowTensors(self._parts(self._device_X, rows, num_local), rotations)
 
     def _advance(self, lines_B: NDArray[np.int64]) -> tuple[int, bool]:
-        """As csrc/advance.hpp, where that was not built."""
+        """Do the same as csrc/advance.hpp, for installations without native kernels."""
         values = self._numbers.values
-        now_BC = values[lines_B]
+        numbers_BC = values[lines_B]
         values[lines_B, LENGTH] += 1
-        held_BN = now_BC[:, HELD:] == 1
-        held_B = held_BN[:, self._kvp_rank]
-        now_bC = now_BC[held_B]
-        parts = self.arrays(len(lines_B), len(now_bC))
-        local_b, mine_b = now_bC[:, LOCAL_LENGTH], now_bC[:, LAST_OWNER] == self._kvp_rank
+        kv_mask_BN = numbers_BC[:, HOLDERS:] == 1
+        is_local_B = kv_mask_BN[:, self._kvp_rank]
+        numbers_bC = numbers_BC[is_local_B]
+        parts = self.arrays(len(lines_B), len(numbers_bC))
+        local_b, writes_b = numbers_bC[:, LOCAL_LENGTH], numbers_bC[:, LAST_OWNER] == self._kvp_rank
         block_b, offset_b = np.divmod(local_b, self._block_tokens)
-        parts.token_ids_B[:] = now_BC[:, LAST_TOKEN]
-        parts.positions_b[:] = now_bC[:, LENGTH] + now_bC[:, SHIFT]
-        parts.limits_b[:] = values[lines_B[held_B], LOCAL_LENGTH] = local_b + mine_b
-        parts.row_starts_b[:] = np.arange(len(now_bC) + 1)
-        parts.extents_b2[:] = self._arena.extents.values[now_bC[:, EXTENT]]
-        # Of rows whose KV goes elsewhere the place may be anything.
+        parts.token_ids_B[:] = numbers_BC[:, LAST_TOKEN]
+        parts.positions_b[:] = numbers_bC[:, LENGTH] + numbers_bC[:, SHIFT]
+        parts.limits_b[:] = values[lines_B[is_local_B], LOCAL_LENGTH] = local_b + writes_b
+        parts.row_starts_b[:] = np.arange(len(numbers_bC) + 1)
+        parts.extents_b2[:] = self._arena.extents.values[numbers_bC[:, EXTENT]]
+        # If another rank stores the KV of a row, its place here is arbitrary.
         ids_Gb = self._arena.ids_at(parts.extents_b2[:, 0] + block_b)
         for slots_b, ids_b in zip((parts.slots_b, *parts.window_slots), ids_Gb, strict=True):
-            slots_b[:] = np.where(mine_b, ids_b * self._block_tokens + offset_b, -1)
+            slots_b[:] = np.where(writes_b, ids_b * self._block_tokens + offset_b, -1)
         for view, firsts_b in zip(self._views, parts.firsts, strict=True):
-            seen_b = first_seen(view, now_bC[:, LENGTH])
+            seen_b = first_seen(view, numbers_bC[:, LENGTH])
             for row, (begin, end) in enumerate(parts.extents_b2.tolist()):
                 places = self._arena.places_between(begin, end)
                 firsts_b[row] = first_local(places, seen_b[row : row + 1], self._block_tokens)[0]
-        return len(now_bC), bool(held_BN.all())
+        return len(numbers_bC), bool(kv_mask_BN.all())

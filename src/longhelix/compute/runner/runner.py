@@ -1,4 +1,4 @@
-"""The runner of one rank: a Step becomes tensors, the model runs, and all ranks get the next tokens."""
+"""The runner of one rank: turns each Step into tensors, runs the model, and samples the next tokens."""
 
 import time
 from dataclasses import replace
@@ -27,10 +27,13 @@ from longhelix.spec import ModelSpec
 
 
 class ModelRunner:
-    """Executes steps on one rank, in order. Every rank executes every step, or where KVP instances have clocks of their
-    own, those of its instance; ranks of all stages but the first are told of each by `expect` before.
+    """Executes steps on one rank, in order.
 
-    swap_space: where swapped KV blocks go (None: no step swaps).
+    Every rank executes every step. If KVP instances have their own clocks, a rank executes the steps of its instance.
+    On ranks of all stages but the first, call `expect` for each step before `execute`.
+
+    Args:
+        swap_space: Storage of swapped KV blocks. None: no step swaps.
     """
 
     def __init__(
@@ -71,12 +74,12 @@ class ModelRunner:
         self._is_first, self._is_last = mesh.layout.has_embedding(mesh.rank), mesh.layout.has_head(mesh.rank)
         self._step_id = 0
         self._spans = spans
-        self._image_rows: dict[tuple[int, int], Tensor] = {}  # of the next step, as `Batches` has them
+        self._image_rows: dict[tuple[int, int], Tensor] = {}  # of the next step, as `Batches` reads them
         self.batches = Batches(spec, mesh, self.running, self._image_rows)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Run a step. Afterwards every rank of the last stage knows the sampled tokens; its first rank returns them."""
+        """Run a step. All ranks of the last stage then know the sampled tokens. The first of them returns them."""
         self._step_id = step.id
         if self.mesh.instance_groups is not None:
             self.mesh.instance_groups.begin(step.id)
@@ -119,7 +122,7 @@ class ModelRunner:
         return time.perf_counter() - begun_s
 
     def _compute(self, step: Step) -> tuple[tuple[SampledToken, ...], tuple[PromptLogprobs, ...]]:
-        """Run this stage's layers over the step's rows. Returns tokens and scores, where this rank reports them."""
+        """Run this stage's layers over the step's rows. Returns the tokens and scores that this rank reports."""
         span = self._spans.begin(f"step {step.id}", "step")
         hidden_TH = self.forward(step)
         sampled = self.next_tokens.sample(step, hidden_TH) if self._is_last else ()
@@ -130,54 +133,54 @@ class ModelRunner:
         return sampled, scored
 
     def _wait_for_device(self, step: Step) -> None:
-        """Wait for a GPU to end the step. If this rank has sampled tokens after all rows, it has already waited."""
+        """Wait until the GPU has finished the step. Ranks that sampled tokens after all rows have already waited."""
         if self.device.type == "cuda" and (step.segments or not self._is_last):
             # Not for the whole device: that may hang on other stages.
             torch.cuda.current_stream(self.device).synchronize()
 
     def _num_rows(self, step: Step) -> int:
-        """The rows of the step that no other instance counts."""
+        """Count the rows of the step that no other instance counts."""
         running = self.running
         decodes = sum(map(running.leads, running.decoding.sequences)) if step.turn.instances else len(running.decoding)
         return decodes + sum(span.num_tokens for span in step.segments if running.leads(running.by_id[span.id]))
 
     def expect(self, step: Step) -> None:
-        """A step comes, after those before it: what other stages send for it may travel from now on."""
+        """Prepare to receive what other stages send for a step. Call it once per step, in their order."""
         if not self._is_first and self.handover is not None:
             self.handover.expect(step)
 
     def _hand_over(self, handover: Handover, step: Step, hidden_TH: Tensor) -> None:
-        """What other stages need of a step that is done here."""
+        """Exchange the results of a finished step with other stages: hidden states and tokens."""
         if not self._is_last:
-            handover.give_hidden(hidden_TH)
+            handover.send_hidden(hidden_TH)
         sampled = self.running.sampled(step)
         if not sampled:
             return
         if self._is_first:
-            handover.await_tokens(sampled)
+            handover.expect_tokens(sampled)
         if self._is_last:
-            handover.give_tokens(sampled)
+            handover.send_tokens(sampled)
 
     def take_image_rows(self, sequence_id: int, start: int, states: bytes) -> None:
-        """Keep rows of an image, as `TakeImageRows` has them, until the next step has ended."""
+        """Keep rows of an image until the end of the next step. The arguments are those of `TakeImageRows`."""
         assert self.spec.vision is not None
         states_X = torch.frombuffer(bytearray(states), dtype=self.model.dtype).to(self.device)
         shape = 1 + self.spec.vision.num_deepstack, -1, self.spec.hidden_size
         self._image_rows[sequence_id, start] = states_X.view(shape)
 
     def take_blank_rows(self, sequence_id: int, num_rows: int) -> None:
-        """Keep rows of a blank image that is at the start of a prompt, likewise."""
+        """Keep rows of a blank image at the start of a prompt until the end of the next step."""
         assert self.spec.vision is not None
         shape = 1 + self.spec.vision.num_deepstack, num_rows, self.spec.hidden_size
         self._image_rows[sequence_id, 0] = torch.zeros(1, dtype=self.model.dtype, device=self.device).expand(shape)
 
-    def settle(self) -> None:
-        """Know all tokens that other stages have sampled. For ranks that go on with other steps than an engine's."""
+    def receive_all_tokens(self) -> None:
+        """Wait for all tokens that other stages have sampled. Call it before steps that do not come from an engine."""
         if self.handover is not None:
-            self.handover.settle()
+            self.handover.receive_all_tokens()
 
     def progress(self) -> Progress:
-        """How far it has come. Any thread may ask."""
+        """Return how far this rank is. Any thread may call this."""
         collectives, collective = self.mesh.progress()
         return Progress(
             step_id=self._step_id,
@@ -190,9 +193,9 @@ class ModelRunner:
         )
 
     def forward(self, step: Step) -> Tensor:
-        """Hidden states of all rows of the step after this stage, hidden_TH."""
+        """Return the hidden states of all rows of the step after this stage, hidden_TH."""
         if self._is_first and self.handover is not None:
-            self.handover.take_tokens(self.running.decoding.sequences)
+            self.handover.receive_tokens(self.running.decoding.sequences)
         span = self._spans.begin("batch", "host")
         batch = self.batches.of(step)
         ranges = self.execution.token_ranges
@@ -202,7 +205,7 @@ class ModelRunner:
         self._spans.end(span)
         if not self._is_first:
             assert self.handover is not None
-            return self.layers(self.handover.take_hidden(), batch)
+            return self.layers(self.handover.receive_hidden(), batch)
         span = self._spans.begin("embedding")
         hidden_TH = self.model.embed(batch.token_ids_T)
         if batch.images is not None:

@@ -1,4 +1,4 @@
-"""The sequences that run, as one rank follows them."""
+"""The running sequences of one rank."""
 
 from functools import lru_cache
 
@@ -20,12 +20,12 @@ from longhelix.spec import ModelSpec
 
 
 class RunningSequences:
-    """The sequences that run. Steps begin them, change them and end them.
+    """The running sequences. Steps begin, change and end them.
 
     Attributes:
-        by_id: All of them.
-        decoding: Those with one row each in the step that was admitted last.
-        numbers: What changes with every token, a line for each sequence.
+        by_id: All sequences.
+        decoding: Sequences with one row each in the step that was admitted last.
+        numbers: Numbers that change with every token, one line for each sequence.
         arena: Their KV blocks on this rank.
         block_tokens: Tokens of a KV block.
     """
@@ -45,17 +45,17 @@ class RunningSequences:
 
     @property
     def guide_steps(self) -> int:
-        """How much has been done for guides (`Matchers.steps`)."""
+        """Number of steps of guides so far (`Matchers.steps`)."""
         return 0 if self._matchers is None else self._matchers.steps
 
-    def take_tokens(self, table: TokenTable) -> None:
-        """Know what tokens stand for, for sequences with guides."""
+    def set_token_table(self, table: TokenTable) -> None:
+        """Set the texts of tokens, which sequences with guides need."""
         self._matchers = Matchers(table)
 
     def leads(self, seq: SequenceState) -> bool:
         """Return whether this rank samples the sequence's tokens, if it has the head.
 
-        Where instances have clocks of their own, the first of those that take part in the sequence does.
+        If instances have their own clocks, the first instance of the sequence samples.
         """
         return not seq.instances or seq.instances[0] == self._kvp_rank
 
@@ -106,7 +106,7 @@ class RunningSequences:
         return seq
 
     def _new_frequencies(self, of_rotations: tuple[tuple[float, ...], ...]) -> Frequencies:
-        tensors = (torch.tensor(each, dtype=torch.float64, device=self._device) for each in of_rotations)
+        tensors = (torch.tensor(frequencies, dtype=torch.float64, device=self._device) for frequencies in of_rotations)
         return Frequencies(tuple(tensors))
 
     def _seen(self, new: NewSequence) -> SeenTokens | None:
@@ -122,7 +122,7 @@ class RunningSequences:
             return None
         matcher = None
         if params.guide is not None:
-            assert self._matchers is not None, "the engine has told what tokens stand for"
+            assert self._matchers is not None, "the engine sets the token table first"
             matcher = self._matchers.new(params.guide)
         adjustments = Adjustments(new, self._vocabulary, self._spec.eos_token_ids, device=self._device, matcher=matcher)
         for token_id in token_ids(new.known.generated_ids).tolist():

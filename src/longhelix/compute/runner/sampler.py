@@ -1,4 +1,4 @@
-"""Choosing next tokens from whole rows of logits."""
+"""Chooses next tokens from whole rows of logits."""
 
 import math
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from longhelix.scheduler.request import SamplingParams
 
 
 def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -> int:
-    """The token at `position`. logits_V: float32, after the repetition penalty; not changed. Raises ValueError if the
-    logits leave no token a probability.
+    """Choose the token at `position`. logits_V: float32, after the repetition penalty. Raises ValueError if no token
+    has a probability.
 
-    Greedy takes the lowest id of the largest logits. Otherwise one uniform number, keyed by (seed, position), is looked
-    up in the cumulative distribution of what the filters leave, likeliest first. So the token does not depend on other
-    requests, the batch or the layout.
+    Greedy sampling takes the lowest id of the largest logits. Otherwise a uniform number, keyed by (seed, position), is
+    looked up in the cumulative distribution of the filtered tokens, likeliest first. So the token does not depend on
+    other requests, the batch or the layout.
     """
-    logits_V = logits_V.cpu()  # which divides as the faster ways do
-    best = int(logits_V.argmax())  # of a NaN, if there is one
+    logits_V = logits_V.cpu()  # where division rounds as in the faster ways
+    best = int(logits_V.argmax())  # the index of a NaN, if there is one
     largest = float(logits_V[best])
     if not math.isfinite(largest):
         raise ValueError(f"no token has a probability, because the largest logit is {largest}")
@@ -28,14 +28,14 @@ def sample(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -
         return best
     # Relative to the largest, because a tiny temperature would make infinities of the logits themselves.
     sorted_V, ids_V = _likeliest_first((logits_V - largest) / params.temperature)
-    kept = _filter(sorted_V, params)
-    cumulative = sorted_V[:kept].softmax(-1).cumsum(-1)
+    num_kept = _filter(sorted_V, params)
+    cumulative = sorted_V[:num_kept].softmax(-1).cumsum(-1)
     index = torch.searchsorted(cumulative, uniform(seed, position) * cumulative[-1], right=True)
-    return int(ids_V[min(int(index), kept - 1)])
+    return int(ids_V[min(int(index), num_kept - 1)])
 
 
 def sample_rows(logits_SV: Tensor, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int]]) -> list[int]:
-    """What `sample` says of rows, or UNDECIDED, in a fraction of its time. keys: seed and position of each row."""
+    """Choose as `sample` does, or return UNDECIDED, in a fraction of its time. keys: seed and position of each row."""
     top_k = [each.top_k or logits_SV.shape[1] for each in params]
     return draw(
         logits_SV.cpu(),
@@ -48,19 +48,19 @@ def sample_rows(logits_SV: Tensor, params: Sequence[SamplingParams], keys: Seque
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends only on the seed and the position (Philox, counter-based)."""
-    # What Philox(key=seed, counter=position) starts with, in a tenth of its time.
+    """Return a number in [0, 1) that depends only on the seed and the position (Philox, counter-based)."""
+    # The first number of Philox(key=seed, counter=position), in a tenth of the time.
     _COUNTER[0], _KEY[0] = position, seed
     _philox.state = _BEGIN
     return float(_numbers.random())
 
 
 def logprobs(logits_V: Tensor, count: int, chosen: int) -> dict[int, float]:
-    """Natural-log probabilities of the `count` likeliest tokens and of the chosen one, likeliest first."""
+    """Return natural-log probabilities of the `count` likeliest tokens and of the chosen one, likeliest first."""
     logprobs_V = logits_V.log_softmax(-1)
     best = logprobs_V.topk(min(count, len(logprobs_V)))
-    found = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return found | {chosen: float(logprobs_V[chosen])}
+    entries = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return entries | {chosen: float(logprobs_V[chosen])}
 
 
 _philox = np.random.Philox(key=0)
@@ -70,8 +70,8 @@ _BEGIN = _philox.state | {"state": {"counter": _COUNTER, "key": _KEY}}  # nothin
 
 
 def _likeliest_first(scaled_V: Tensor) -> tuple[Tensor, Tensor]:
-    """Values, which are at most 0, as float64, and ids, in the order of a stable sort, in a fraction of its time."""
-    # The bits of negative floats grow as they fall, once -0 is 0; ids below them order equal ones.
+    """Sort values of at most 0, like a stable sort in a fraction of its time. Returns values (float64) and ids."""
+    # As integers, the bits of negative floats grow when the values fall, once -0 is 0. Ids in the low bits break ties.
     bits_V = (scaled_V.numpy() + np.float32(0)).view(np.uint32)
     keys_V = bits_V.astype(np.uint64) << np.uint64(32) | np.arange(len(bits_V), dtype=np.uint64)
     keys_V.sort()
@@ -80,16 +80,16 @@ def _likeliest_first(scaled_V: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filter(sorted_V: Tensor, params: SamplingParams) -> int:
-    """How many of the logits, sorted with the largest first, pass top-k, then top-p, then min-p: at least one.
+    """Count the logits, sorted largest first, that pass top-k, then top-p, then min-p. At least one passes.
 
-    In float64: sums of many tokens in float32 are wrong in the fifth digit, and let in tokens that top-p leaves out.
+    Uses float64, because float32 sums over many tokens are wrong in the fifth digit, and let in tokens beyond top-p.
     """
-    kept = min(params.top_k, len(sorted_V)) if params.top_k else len(sorted_V)
+    num_kept = min(params.top_k, len(sorted_V)) if params.top_k else len(sorted_V)
     if params.top_p < 1:
-        before = sorted_V[:kept].softmax(-1).cumsum(-1)
+        before = sorted_V[:num_kept].softmax(-1).cumsum(-1)
         # A token stays while what lies before it has not yet reached top_p.
-        kept = 1 + int((before[: kept - 1] < params.top_p).sum())
+        num_kept = 1 + int((before[: num_kept - 1] < params.top_p).sum())
     if params.min_p > 0:
-        probabilities = sorted_V[:kept].softmax(-1)
-        kept = int((probabilities >= params.min_p * probabilities[0]).sum())
-    return max(kept, 1)
+        probabilities = sorted_V[:num_kept].softmax(-1)
+        num_kept = int((probabilities >= params.min_p * probabilities[0]).sum())
+    return max(num_kept, 1)

@@ -1,7 +1,7 @@
-"""The next tokens of a step, chosen once: every rank finds the candidates of its part of the vocabulary, the stage's
-first rank chooses among all of them, and all ranks hear what it chose.
+"""Sampling over ranks: every rank finds the candidates in its part of the vocabulary, the stage's first rank chooses
+among all candidates, and broadcasts the tokens.
 
-Rows that their candidates do not decide are few. All ranks hear which, and gather these whole.
+In a few rows, the candidates do not determine the token. The ranks gather these rows completely.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,14 @@ SampledRow = SequenceState | DraftRow  # the last row of a sequence, or a row of
 
 
 class _Settings:
-    """How tokens are chosen after rows, and where their candidates lie: all that stays while the rows' sequences are
-    the same."""
+    """Sampling parameters and candidate memory of some rows. Reused while the rows belong to the same sequences.
+
+    Attributes:
+        logprob_rows: Rows whose requests return log-probabilities.
+        candidates: The candidates in this rank's part of the vocabulary.
+        memory_X: Memory of the candidates. int64.
+        tokens_S: The chosen tokens. int64, on the CPU.
+    """
 
     def __init__(self, rows: tuple[SampledRow, ...], device: torch.device) -> None:
         self.rows = rows
@@ -41,13 +47,13 @@ class _Settings:
         self.greedy = not self.weighing.temperatures_S.any()
         self.count = 1 if self.greedy else CANDIDATES
         self._adjusted = [(at, row.line, row.adjustments) for at, row in enumerate(rows) if row.adjustments is not None]
-        self.asked = [row for row, each in enumerate(self.params) if each.logprobs is not None]
-        self.found = Candidates.new(len(rows), self.count, device)
-        self.memory_X = self.found.memory()
+        self.logprob_rows = [row for row, request in enumerate(self.params) if request.logprobs is not None]
+        self.candidates = Candidates.new(len(rows), self.count, device)
+        self.memory_X = self.candidates.memory()
         self.tokens_S = torch.empty(len(rows), dtype=torch.int64)
 
     def adjust(self, logits_Sv: Tensor) -> dict[int, str]:
-        """What requests want to be done to their logits, in place. Returns why it cannot be, by row."""
+        """Apply the adjustments that requests have asked for, in place. Returns errors by row."""
         errors: dict[int, str] = {}
         for row, line, adjustments in self._adjusted:
             error = adjustments.adjust(logits_Sv[row], self.numbers.values.item(line, LENGTH))
@@ -56,73 +62,77 @@ class _Settings:
         return errors
 
     def draw_keys(self) -> list[tuple[int, int]]:
-        """What draws are keyed by."""
+        """Return the key of each row's random draw: seed and position."""
         lengths = self.numbers.values[self.lines_S, LENGTH].tolist()
         return list(zip(self.seeds, lengths, strict=True))
 
     def shard(self, memory_X: Tensor, first_id: int) -> choice.VocabularyShard:
-        """What lies in such memory, of a part of the vocabulary that begins at `first_id`."""
+        """Read candidates from memory like `memory_X`, for a part of the vocabulary that begins at `first_id`."""
         return choice.VocabularyShard.of(memory_X.numpy(), len(self.ids), self.count, first_id)
 
 
 class Sampling:
-    """One rank's share in the choice of tokens."""
+    """Chooses tokens together with the other ranks of the stage."""
 
     def __init__(self, mesh: Mesh, vocab_size: int, device: torch.device, spans: Spans = UNTRACED) -> None:
         self._ffn, self._device = mesh.ffn, device
         self._size, self._spans = vocab_size, spans
-        # Those of each microbatch, and of steps in which prompts end. Rows of drafts are new in every step.
+        # Two entries per microbatch: decodes, and steps with last chunks. Rows of drafts are new in every step.
         self._settings = lru_cache(2 * mesh.layout.pp)(partial(_Settings, device=device))
-        self._parts = [mesh.layout.vocabulary(vocab_size, rank) for rank in mesh.ffn.ranks]
-        self._first_ids = [part.start for part in self._parts]
+        self._vocabulary_ranges = [mesh.layout.vocabulary(vocab_size, rank) for rank in mesh.ffn.ranks]
+        self._first_ids = [part.start for part in self._vocabulary_ranges]
 
-    def __call__(
-        self, logits_Sv: Tensor, rows: tuple[SampledRow, ...], together: RankGroup
-    ) -> tuple[SampledToken, ...]:
-        """Choose each row's `last_token`; the first of the ranks that sample together, which is the first one of a
-        copy of the vocabulary, returns them, with what else was asked for.
+    def __call__(self, logits_Sv: Tensor, rows: tuple[SampledRow, ...], group: RankGroup) -> tuple[SampledToken, ...]:
+        """Choose a token after each row, and set the rows' `last_token` on all ranks.
 
-        logits_Sv: float32, over this rank's part of the vocabulary; they are used up. What goes wrong with one row ends
-        its sequence alone: other requests go on, and so do the ranks that wait for tokens.
+        An error in one row ends only the sequence of that row.
+
+        Args:
+            logits_Sv: Logits over this rank's part of the vocabulary. float32. Overwritten.
+            rows: The S rows.
+            group: The ranks that sample together. Its first rank is also the first of a copy of the vocabulary.
+
+        Returns:
+            Tokens and log-probabilities, on the first rank of `group`. Other ranks return nothing.
         """
         has_drafts = any(isinstance(row, DraftRow) for row in rows)
         settings = _Settings(rows, self._device) if has_drafts else self._settings(rows)
-        asked_AV = self.gather(logits_Sv[settings.asked]) if settings.asked else ()
+        logits_AV = self.gather(logits_Sv[settings.logprob_rows]) if settings.logprob_rows else ()
         refused = settings.adjust(logits_Sv)
-        self._choose(logits_Sv, settings, together)
-        self._hear(settings.tokens_S, together)
+        self._choose(logits_Sv, settings, group)
+        self._broadcast(settings.tokens_S, group)
         token_ids, errors = settings.tokens_S.tolist(), {}
         if UNDECIDED in token_ids:
-            errors = self._choose_of_all(logits_Sv, settings, token_ids, together) | refused
+            errors = self._choose_from_whole_rows(logits_Sv, settings, token_ids, group) | refused
         settings.numbers.values[settings.lines_S, LAST_TOKEN] = token_ids
-        if together.index != 0:
+        if group.index != 0:
             return ()
         sampled = tuple(map(SampledToken, settings.ids, token_ids))
-        if not (errors or settings.asked):
+        if not (errors or settings.logprob_rows):
             return sampled
-        logits_of = dict(zip(settings.asked, asked_AV, strict=True))
+        logits_of = dict(zip(settings.logprob_rows, logits_AV, strict=True))
         return tuple(
-            _described(token, each, errors.get(row, ""), logits_of.get(row))
-            for row, (token, each) in enumerate(zip(sampled, settings.params, strict=True))
+            _with_logprobs(token, params, errors.get(row, ""), logits_of.get(row))
+            for row, (token, params) in enumerate(zip(sampled, settings.params, strict=True))
         )
 
     def gather(self, logits_Sv: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, on the first rank of each copy of it; elsewhere empty."""
+        """Return logits over the whole vocabulary on the first rank of each copy of it, an empty tensor elsewhere."""
         if self._ffn.size == 1:
             return logits_Sv
         # Uneven shares are padded to the largest, because a gather wants equal shapes.
-        most = max(map(len, self._parts))
-        shards = self._ffn.gather(torch.nn.functional.pad(logits_Sv, (0, most - logits_Sv.shape[1])))
-        trimmed = [shard_Sv[:, : len(part)] for shard_Sv, part in zip(shards, self._parts, strict=False)]
+        largest_size = max(map(len, self._vocabulary_ranges))
+        shards = self._ffn.gather(torch.nn.functional.pad(logits_Sv, (0, largest_size - logits_Sv.shape[1])))
+        trimmed = [shard_Sv[:, : len(part)] for shard_Sv, part in zip(shards, self._vocabulary_ranges, strict=False)]
         return torch.cat(trimmed, dim=1) if trimmed else logits_Sv.new_empty(len(logits_Sv), 0)
 
-    def _choose(self, logits_Sv: Tensor, settings: _Settings, together: RankGroup) -> None:
-        """On the first rank the tokens, where their candidates decide them."""
+    def _choose(self, logits_Sv: Tensor, settings: _Settings, group: RankGroup) -> None:
+        """Choose tokens on the first rank. Rows that the candidates do not determine get UNDECIDED."""
         span = self._spans.begin("candidates")
-        candidates(logits_Sv, settings.weighing, settings.count, settings.found)
+        candidates(logits_Sv, settings.weighing, settings.count, settings.candidates)
         self._spans.end(span)
         gathered = [memory_X.cpu() for memory_X in self._ffn.gather(settings.memory_X)]
-        if together.index != 0:
+        if group.index != 0:
             return
         if settings.greedy:
             take_largest(gathered, self._first_ids, settings.tokens_S)
@@ -131,44 +141,44 @@ class Sampling:
         merged = choice.merge(shards, settings.weighing.temperatures_S.numpy())
         settings.tokens_S.numpy()[:] = choice.choose(merged, self._size, settings.params, settings.draw_keys())
 
-    def _choose_of_all(
-        self, logits_Sv: Tensor, settings: _Settings, token_ids: list[int], together: RankGroup
+    def _choose_from_whole_rows(
+        self, logits_Sv: Tensor, settings: _Settings, token_ids: list[int], group: RankGroup
     ) -> dict[int, str]:
-        """Choose the tokens that are undecided, of whole rows. Returns errors, by row."""
-        left = [row for row, token_id in enumerate(token_ids) if token_id == UNDECIDED]
-        undecided = [settings.rows[row] for row in left]
-        left_Uv = logits_Sv if len(left) == len(token_ids) else logits_Sv[left]
-        penalise(left_Uv, _weighing(undecided))
-        whole_UV = self.gather(left_Uv)
-        tokens_U, errors = torch.empty(len(left), dtype=torch.int64), {}
-        if together.index == 0:
+        """Replace UNDECIDED in `token_ids` by tokens chosen from complete rows of logits. Returns errors by row."""
+        undecided = [row for row, token_id in enumerate(token_ids) if token_id == UNDECIDED]
+        rows = [settings.rows[row] for row in undecided]
+        logits_Uv = logits_Sv if len(undecided) == len(token_ids) else logits_Sv[undecided]
+        penalise(logits_Uv, _weighing(rows))
+        whole_UV = self.gather(logits_Uv)
+        tokens_U, errors = torch.empty(len(undecided), dtype=torch.int64), {}
+        if group.index == 0:
             keys = settings.draw_keys()
-            sampled = _sample(undecided, whole_UV, [keys[row] for row in left])
+            sampled = _sample(rows, whole_UV, [keys[row] for row in undecided])
             tokens_U.copy_(torch.tensor([token_id for token_id, _ in sampled]))
-            errors = {row: error for row, (_, error) in zip(left, sampled, strict=True) if error}
-        self._hear(tokens_U, together)
-        for row, token_id in zip(left, tokens_U.tolist(), strict=True):
+            errors = {row: error for row, (_, error) in zip(undecided, sampled, strict=True) if error}
+        self._broadcast(tokens_U, group)
+        for row, token_id in zip(undecided, tokens_U.tolist(), strict=True):
             token_ids[row] = token_id
         return errors
 
-    def _hear(self, tokens_S: Tensor, together: RankGroup) -> None:
-        """Take over what the first rank has, int64 on the CPU."""
-        heard_S = together.broadcast(tokens_S.to(self._device))
-        if heard_S is not tokens_S:
-            tokens_S.copy_(heard_S)
+    def _broadcast(self, tokens_S: Tensor, group: RankGroup) -> None:
+        """Overwrite `tokens_S` (int64, on the CPU) by the values of the first rank."""
+        received_S = group.broadcast(tokens_S.to(self._device))
+        if received_S is not tokens_S:
+            tokens_S.copy_(received_S)
 
 
 def _weighing(rows: Sequence[SampledRow]) -> Weighing:
     params = [row.new.sampling for row in rows]
     return Weighing(
         [None if row.seen is None else row.seen.words_W for row in rows],
-        torch.tensor([each.repetition_penalty for each in params], dtype=torch.float32),
-        torch.tensor([each.temperature for each in params], dtype=torch.float32),
+        torch.tensor([request.repetition_penalty for request in params], dtype=torch.float32),
+        torch.tensor([request.temperature for request in params], dtype=torch.float32),
     )
 
 
 def _sample(rows: Sequence[SampledRow], logits_SV: Tensor, keys: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
-    """The token of each, or 0 and why there is none."""
+    """Return the token of each row and "", or 0 and an error message."""
     token_ids = sampler.sample_rows(logits_SV, [row.new.sampling for row in rows], keys)
     return [
         _sample_alone(logits_V, row.new.sampling, key) if token_id == UNDECIDED else (token_id, "")
@@ -183,12 +193,12 @@ def _sample_alone(logits_V: Tensor, params: SamplingParams, key: tuple[int, int]
         return 0, f"{type(error).__name__}: {error}"
 
 
-def _described(token: SampledToken, params: SamplingParams, error: str, logits_V: Tensor | None) -> SampledToken:
-    """The token with its logprobs, where there are logits for them."""
-    found: dict[int, float] = {}
+def _with_logprobs(token: SampledToken, params: SamplingParams, error: str, logits_V: Tensor | None) -> SampledToken:
+    """Return the token with its log-probabilities, if there are logits for them."""
+    logprobs: dict[int, float] = {}
     if logits_V is not None and not error:
         try:
-            found = sampler.logprobs(logits_V, params.logprobs, token.token_id)
+            logprobs = sampler.logprobs(logits_V, params.logprobs, token.token_id)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-    return SampledToken(token.sequence_id, 0 if error else token.token_id, found, error)
+    return SampledToken(token.sequence_id, 0 if error else token.token_id, logprobs, error)

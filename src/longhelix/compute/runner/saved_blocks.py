@@ -1,4 +1,4 @@
-"""What a rank does for saved contexts: KV blocks of its pool to its file, and from the files of all ranks."""
+"""Saves KV blocks of a rank's pool to its file, and loads KV blocks from the files of all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from longhelix.scheduler.kv.blocks import Block
 
 @dataclass(frozen=True)
 class SavedBlocks:
-    """files: by KV group. saves: whether this rank is the one that saves its heads, by KV group."""
+    """Saves and loads this rank's KV blocks of contexts."""
 
     snapshot: Snapshot
     kvp_rank: int
-    files: tuple[str, ...]
-    saves: tuple[bool, ...]
+    files: tuple[str, ...]  # name for each KV group
+    saves: tuple[bool, ...]  # for each KV group, whether this rank saves its heads, and not another rank
 
     @classmethod
     def of(cls, config: EngineConfig, rank: int, pool: KVPool) -> Self:
@@ -27,9 +27,9 @@ class SavedBlocks:
         layers = layout.layers(config.spec.num_layers, rank)
         groups = config.spec.groups if config.scheduler.windows else (0,) * config.spec.num_layers
         heads = [config.spec.heads_of(group) or config.heads for group in range(pool.num_groups)]
-        snapshot = Snapshot(pool, [layout.kv_heads(each, rank) for each in heads], layers, groups)
+        snapshot = Snapshot(pool, [layout.kv_heads(heads_of_group, rank) for heads_of_group in heads], layers, groups)
         files = tuple(file_name(rank, group) for group in range(pool.num_groups))
-        saves = tuple(layout.keeps_kv_first(each, rank) for each in heads)
+        saves = tuple(layout.keeps_kv_first(heads_of_group, rank) for heads_of_group in heads)
         return cls(snapshot, layout.kvp_rank(rank), files, saves)
 
     def save(
@@ -40,20 +40,20 @@ class SavedBlocks:
         before: Sequence[Sequence[int]],
         totals: Sequence[Sequence[int]],
     ) -> None:
-        """Write this rank's KV blocks of a context, as `SaveBlocks` has them. Raises OSError."""
-        for group, own in enumerate(self._own(first, blocks)):
-            if own and self.saves[group] and self.snapshot.has_layers(group):
+        """Write this rank's KV blocks of a context. Arguments are those of `SaveBlocks`. Raises OSError."""
+        for group, ids in enumerate(self._local_ids(first, blocks)):
+            if ids and self.saves[group] and self.snapshot.has_layers(group):
                 counts = totals[group][self.kvp_rank], before[group][self.kvp_rank]
-                self.snapshot.save(folder / self.files[group], *counts, list(own), list(own.values()), group)
+                self.snapshot.save(folder / self.files[group], *counts, list(ids), list(ids.values()), group)
 
     def load(self, folder: Path, files: Sequence[SavedFile], first: int, blocks: Sequence[Block]) -> None:
-        """Fill this rank's KV blocks of a context, as `LoadBlocks` has them. Raises UserError."""
-        own = self._own(first, blocks)
-        if any(own) and any(self.snapshot.heads):
-            self.snapshot.load(folder, files, own)
+        """Fill this rank's KV blocks of a context. Arguments are those of `LoadBlocks`. Raises UserError."""
+        ids = self._local_ids(first, blocks)
+        if any(ids) and any(self.snapshot.heads):
+            self.snapshot.load(folder, files, ids)
 
-    def _own(self, first: int, blocks: Sequence[Block]) -> list[dict[int, int]]:
-        """This rank's blocks by KV group: their ids by index."""
+    def _local_ids(self, first: int, blocks: Sequence[Block]) -> list[dict[int, int]]:
+        """Return the ids of this rank's blocks by index, for each KV group."""
         groups = len(self.files)
         return [
             {

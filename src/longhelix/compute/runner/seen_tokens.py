@@ -1,13 +1,13 @@
-"""Which tokens of a part of the vocabulary a sequence has, for its repetition penalty."""
+"""The set of tokens that a sequence contains, for its repetition penalty."""
 
 import numpy as np
 import torch
 
-_WORDS_BITS = 512  # kernels look at so many bits at once
+_WORDS_BITS = 512  # bits that kernels read at once
 
 
 class SeenTokens:
-    """A bit for each token of `vocabulary`, kept by what is added: words_W, int32, the lowest bit the first token."""
+    """A bit for each token of `vocabulary`, in words_W (int32). The lowest bit is the first token."""
 
     def __init__(self, vocabulary: range) -> None:
         self._begin, self._end = vocabulary.start, vocabulary.stop
@@ -15,10 +15,10 @@ class SeenTokens:
         self._bytes = self.words_W.numpy().view(np.uint8)
 
     def add(self, token_ids: np.ndarray) -> None:
-        inside = (token_ids >= self._begin) & (token_ids < self._end)
-        found = np.zeros(8 * len(self._bytes), np.bool_)
-        found[token_ids[inside] - self._begin] = True
-        self._bytes |= np.packbits(found, bitorder="little")
+        is_local = (token_ids >= self._begin) & (token_ids < self._end)
+        is_seen = np.zeros(8 * len(self._bytes), np.bool_)
+        is_seen[token_ids[is_local] - self._begin] = True
+        self._bytes |= np.packbits(is_seen, bitorder="little")
 
     def with_token(self, token_id: int) -> "SeenTokens":
         """Return a copy with one more token."""

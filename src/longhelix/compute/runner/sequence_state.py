@@ -1,4 +1,4 @@
-"""A running sequence, as a rank follows it."""
+"""One rank's state of a running sequence."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,44 +11,44 @@ from torch import Tensor
 from longhelix.compute.cache.block_arena import BlockArena, Extent
 from longhelix.compute.cache.int_table import IntTable
 from longhelix.compute.models.image_positions import shift
-from longhelix.compute.parallel.pipeline import Travelling
+from longhelix.compute.parallel.pipeline import Transfer
 from longhelix.compute.runner.adjustments import Adjustments, Record
 from longhelix.compute.runner.local_tokens import first_local
 from longhelix.compute.runner.seen_tokens import SeenTokens
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.step import Draft, NewSequence, Rebalance
 
-# The columns of a sequence's line. SHIFT: what is added to its length for the next row's position. From HELD on one for
-# each KVP rank, 1 if it is among the holders.
-LENGTH, LOCAL_LENGTH, LAST_OWNER, LAST_TOKEN, EXTENT, SHIFT, HELD = range(7)
+# Columns of a sequence's line. SHIFT is added to the length to get the position of the next row. The columns from
+# HOLDERS on say for each KVP rank whether it is a holder (0 or 1).
+LENGTH, LOCAL_LENGTH, LAST_OWNER, LAST_TOKEN, EXTENT, SHIFT, HOLDERS = range(7)
 
 
 def sequence_numbers(kvp: int) -> IntTable:
-    """The numbers of sequences of `kvp` KVP ranks."""
-    return IntTable(HELD + kvp)
+    """Return a table for the numbers of sequences, with `kvp` KVP ranks."""
+    return IntTable(HOLDERS + kvp)
 
 
 @dataclass(frozen=True, eq=False)
 class AwaitedTokens:
-    """The tokens of a step, on their way from the last pipeline stage, and whose they are."""
+    """Tokens of a step that the last pipeline stage is sending, and the sequences that they belong to."""
 
     sequences: "Sequence[SequenceState]"
-    travelling: Travelling
+    transfer: Transfer
 
 
 @dataclass(frozen=True, eq=False)
 class Frequencies:
-    """By which the rows of a sequence are rotated. Sequences that are rotated alike have the same object.
+    """Rotation frequencies of a sequence. Sequences with the same frequencies share one object.
 
     Attributes:
-        of_rotations: frequencies_R (float64) of each of `ModelSpec.rotations`.
+        of_rotations: frequencies_R for each of `ModelSpec.rotations`. float64.
     """
 
     of_rotations: tuple[Tensor, ...]
 
 
 class _Number:
-    """One of the numbers in a sequence's line."""
+    """Descriptor of one number in a sequence's line."""
 
     def __init__(self, column: int) -> None:
         self._column = column
@@ -61,13 +61,19 @@ class _Number:
 
 
 class SequenceState:
-    """This rank's copy of a sequence; steps bring its changes. What changes with every token lies in its `line` of
-    `numbers`, where a step changes all sequences at once.
+    """This rank's copy of a sequence, updated by steps.
 
-    length: tokens that have KV. local_length: those of them that have it on this rank. last_owner: of the last KV
-    block. last_token: that was sampled, on every rank of the last stage and of the first one. seen: which tokens the
-    sequence has, in this rank's part of the vocabulary, where a repetition penalty needs them. adjustments: what comes
-    before that penalty there, where anything does. instances: see `NewSequence`; more may come.
+    Numbers that change with every token are in `line` of the table `numbers`. A step updates all sequences at once.
+
+    Attributes:
+        length: Number of tokens with KV.
+        local_length: Number of tokens with KV on this rank.
+        last_owner: KVP rank of the last KV block.
+        last_token: The last sampled token, on ranks of the first and the last stage.
+        seen: Tokens of the sequence in this rank's part of the vocabulary. None: there is no repetition penalty.
+        adjustments: Changes to logits before the repetition penalty. None: there are none.
+        awaited_tokens: The transfer that brings `last_token`. None: it has arrived.
+        instances: As in `NewSequence`. More instances may join.
     """
 
     length = _Number(LENGTH)
@@ -88,7 +94,7 @@ class SequenceState:
         self.frequencies = frequencies
         self.seen = seen
         self.adjustments = adjustments
-        self.awaited: AwaitedTokens | None = None  # with which the last token comes, while it is on its way
+        self.awaited_tokens: AwaitedTokens | None = None
         self.microbatch = 0
         self.instances = new.instances
         self._draft: Draft | None = None  # the last one
@@ -101,21 +107,21 @@ class SequenceState:
 
     @property
     def holders(self) -> set[int]:
-        """The KVP ranks that take part: all, or the owners so far."""
-        return set(self.numbers.values[self.line, HELD:].nonzero()[0].tolist())
+        """The KVP ranks that keep KV of the sequence: all, or the owners of its blocks so far."""
+        return set(self.numbers.values[self.line, HOLDERS:].nonzero()[0].tolist())
 
     @property
     def records(self) -> tuple[SeenTokens | Record, ...]:
-        """What is kept of its tokens."""
+        """The records to which every token of the sequence is added."""
         seen = () if self.seen is None else (self.seen,)
         return seen if self.adjustments is None else (*seen, *self.adjustments.records)
 
     def begin(self, kvp_rank: int, block_tokens: int) -> None:
-        """Take over the cached tokens. Their blocks are full, except perhaps the last one."""
-        self._open(self.new.kv.blocks_per_rank[kvp_rank])
-        # An instance with a clock of its own has only sequences that it takes part in.
+        """Start with the cached tokens. Their blocks are full, except perhaps the last one."""
+        self._open_extent(self.new.kv.blocks_per_rank[kvp_rank])
+        # If instances have their own clocks, each keeps KV of all of its sequences.
         if self.new.kv.spread or self.instances:
-            self.numbers.values[self.line, HELD:] = 1
+            self.numbers.values[self.line, HOLDERS:] = 1
         blocks = self.new.kv.cached_blocks
         self.add_blocks(blocks, kvp_rank)
         self.length = self.new.kv.cached_tokens
@@ -126,12 +132,12 @@ class SequenceState:
         self.local_length = self._arena.num_blocks(self.extent) * block_tokens - missing
 
     def take_draft(self, draft: Draft, block_tokens: int) -> None:
-        """Discard the rejected tokens of the last draft, and note the accepted ones and the token after them."""
-        known = token_ids(draft.token_ids)[:1].tolist()
+        """Discard the rejected tokens of the last draft, and record the accepted ones and the token after them."""
+        accepted = token_ids(draft.token_ids)[:1].tolist()
         if self._draft is not None:
-            known = token_ids(self._draft.token_ids)[1 : draft.start - self._draft.start].tolist() + known
+            accepted = token_ids(self._draft.token_ids)[1 : draft.start - self._draft.start].tolist() + accepted
         for record in self.records:
-            for token_id in known:
+            for token_id in accepted:
                 record.add_one(token_id)
         self._draft = draft
         self.length = draft.start
@@ -145,54 +151,54 @@ class SequenceState:
         self.numbers.give_back(self.line)
 
     def rebalance(self, change: Rebalance, kvp_rank: int, block_tokens: int) -> None:
-        """Move blocks away from this rank, or to it. They are full, and local order follows position as before."""
-        left = [move.place for move in change.moves if move.source.owner == kvp_rank]
-        come = [move for move in change.moves if move.target.owner == kvp_rank]
+        """Move full KV blocks from this rank or to it. Local order still follows position."""
+        removed_places = [move.place for move in change.moves if move.source.owner == kvp_rank]
+        arriving = [move for move in change.moves if move.target.owner == kvp_rank]
         ids_GJ, places = self._arena.ids(self.extent), self._arena.places(self.extent)
-        stays = ~np.isin(places, left)
-        ids_GJ, places, new_places = ids_GJ[:, stays], places[stays], [move.place for move in come]
+        is_kept = ~np.isin(places, removed_places)
+        ids_GJ, places, new_places = ids_GJ[:, is_kept], places[is_kept], [move.place for move in arriving]
         before = places.searchsorted(new_places)
-        # In groups with a limit the places that moved have passed.
-        come_GJ = np.zeros((len(ids_GJ), len(come)), np.int64)
-        come_GJ[0] = [move.target.id for move in come]
-        ids_GJ = np.insert(ids_GJ, before, come_GJ, axis=1)
+        # In groups with a limit, no row sees the moved places any longer.
+        arriving_GJ = np.zeros((len(ids_GJ), len(arriving)), np.int64)
+        arriving_GJ[0] = [move.target.id for move in arriving]
+        ids_GJ = np.insert(ids_GJ, before, arriving_GJ, axis=1)
         places = np.insert(places, before, new_places)
         self._arena.close(self.extent)
-        self._open(change.blocks_per_rank[kvp_rank])
+        self._open_extent(change.blocks_per_rank[kvp_rank])
         self._arena.append(self.extent, ids_GJ, places)
-        self._hold(move.target.owner for move in change.moves)
-        self.local_length += (len(come) - len(left)) * block_tokens
+        self._add_holders(move.target.owner for move in change.moves)
+        self.local_length += (len(arriving) - len(removed_places)) * block_tokens
 
     def add_blocks(self, blocks: tuple[Block, ...], kvp_rank: int) -> None:
-        """Add blocks, as steps have them: at each place one of each KV group."""
+        """Add KV blocks in the order of steps: at each place, one block of each KV group."""
         if blocks:
             self.last_owner = blocks[-1].owner
         groups = self._arena.num_groups
         firsts = blocks[::groups]
-        self._hold(block.owner for block in firsts)
-        own = [at for at, block in enumerate(firsts) if block.owner == kvp_rank]
-        ids_GJ = [[max(blocks[at * groups + group].id, 0) for at in own] for group in range(groups)]
-        self._arena.append(self.extent, ids_GJ, [self._num_blocks + at for at in own])
+        self._add_holders(block.owner for block in firsts)
+        local = [at for at, block in enumerate(firsts) if block.owner == kvp_rank]
+        ids_GJ = [[max(blocks[at * groups + group].id, 0) for at in local] for group in range(groups)]
+        self._arena.append(self.extent, ids_GJ, [self._num_blocks + at for at in local])
         self._num_blocks += len(firsts)
 
-    def _open(self, room: int) -> None:
+    def _open_extent(self, room: int) -> None:
         self.extent: Extent = self._arena.open(room)
         self.numbers.values[self.line, EXTENT] = self.extent.line
 
-    def _hold(self, owners: Iterable[int]) -> None:
+    def _add_holders(self, owners: Iterable[int]) -> None:
         for owner in set(owners):
-            self.numbers.values[self.line, HELD + owner] = 1
+            self.numbers.values[self.line, HOLDERS + owner] = 1
 
 
 def by_instances(sequences: Iterable[SequenceState]) -> list[tuple[tuple[int, ...], list[SequenceState]]]:
-    """The sequences that several instances take part in, by these; all of them come to the same in the same order."""
-    found: defaultdict[tuple[int, ...], list[SequenceState]] = defaultdict(list)
+    """Group the sequences shared by several instances, by these instances. All ranks get the same order."""
+    shared: defaultdict[tuple[int, ...], list[SequenceState]] = defaultdict(list)
     for seq in sorted(sequences, key=lambda seq: seq.new.id):
         if len(seq.instances) > 1:
-            found[seq.instances].append(seq)
-    return sorted(found.items())
+            shared[seq.instances].append(seq)
+    return sorted(shared.items())
 
 
 def token_ids(message: bytes) -> NDArray[np.int64]:
-    """Of a message from the scheduler."""
+    """Decode token ids of a message from the scheduler."""
     return np.frombuffer(message, np.int32).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The decoder's layers for decode steps, on tapes: one tape for each number of rows."""
+"""Runs the decoder's layers in decode steps from tapes, one for each number of rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,47 +14,46 @@ _MOST_TAPES = 16  # each keeps the activations of its rows
 
 
 @dataclass
-class _Recorded:
-    """A tape, the memory that it reads, the result that it writes, and the spans whose times it writes. holders: those
-    of the step that ran last, which its memory has."""
+class _RecordedStep:
+    """A tape with the memory that it reads and writes."""
 
     tape: Tape
     hidden_TH: Tensor
     inputs: list[Tensor]
-    own_holders: Holders | None
-    holders: Holders | None
+    tape_holders: Holders | None  # whose tensors the tape reads
+    holders: Holders | None  # of the last step, whose values are in `tape_holders`
     result_TH: Tensor
-    spans: tuple[object, ...]
+    spans: tuple[object, ...]  # whose times the tape writes
 
-    def take(self, hidden_TH: Tensor, batch: Batch) -> None:
-        """Take over a step."""
+    def fill(self, hidden_TH: Tensor, batch: Batch) -> None:
+        """Copy the inputs of a step into the tape's memory."""
         self.hidden_TH.copy_(hidden_TH)
-        for own, given in zip(self.inputs, _inputs(batch), strict=True):
-            if own is not given:
-                own.copy_(given)
+        for memory, values in zip(self.inputs, _inputs(batch), strict=True):
+            if memory is not values:
+                memory.copy_(values)
         holders = batch.sharding.holders
         if holders is not self.holders:
-            self.own_holders.rows_t.copy_(holders.rows_t)
-            self.own_holders.places_NT.copy_(holders.places_NT)
+            self.tape_holders.rows_t.copy_(holders.rows_t)
+            self.tape_holders.places_NT.copy_(holders.places_NT)
             self.holders = holders
 
 
 class TapedLayers:
-    """Runs steps whose sequences all have one row from tapes of `layers`, where that is possible.
+    """Runs decode steps from tapes of `layers`, if they can be recorded.
 
-    The first step of a kind runs op by op and is recorded. Later ones write their few inputs over those of the first,
-    and run its tape. Ranks may differ in what they can record; in either case they run the same collectives, once.
+    The first step of a kind runs op by op and is recorded. Later steps overwrite its inputs, and run its tape. Some
+    ranks may record and others not, because both ways run the same collectives once.
     """
 
     def __init__(self, layers: Callable[[Tensor, Batch], Tensor], spans: Spans = UNTRACED) -> None:
         self._layers = layers
         self._spans = spans
-        self._tapes: dict[tuple[int, ...], _Recorded] = {}  # the one used last comes last
-        self._possible = True
+        self._tapes: dict[tuple[int, ...], _RecordedStep] = {}  # ordered by last use
+        self._can_record = True
 
     def __call__(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
-        """As `layers`; what it returns is overwritten by the next call."""
-        if not self._possible or not batch.decodes or batch.alone:
+        """Run the layers. The next call overwrites the result."""
+        if not self._can_record or not batch.decodes or batch.runs_op_by_op:
             return self._layers(hidden_TH, batch)
         holders = batch.sharding.holders
         key = (len(hidden_TH), *(() if holders is None else holders.counts))
@@ -63,28 +62,28 @@ class TapedLayers:
             return self._record(key, hidden_TH, batch)
         self._tapes[key] = recorded
         span = self._spans.begin("inputs", "host")
-        recorded.take(hidden_TH, batch)
+        recorded.fill(hidden_TH, batch)
         self._spans.end(span)
         self._spans.again(recorded.spans)
         recorded.tape.run()
         return recorded.result_TH
 
     def _record(self, key: tuple[int, ...], hidden_TH: Tensor, batch: Batch) -> Tensor:
-        own = _own(batch)
-        own_TH, tape, begun = hidden_TH.clone(), Tape(), self._spans.count()
+        reusable = _reusable(batch)
+        input_TH, tape, first_span = hidden_TH.clone(), Tape(), self._spans.count()
         with tape:
-            result_TH = self._layers(own_TH, own)
+            result_TH = self._layers(input_TH, reusable)
         if not tape.complete:
-            self._possible = False
+            self._can_record = False
             return result_TH
         if len(self._tapes) == _MOST_TAPES:
             del self._tapes[next(iter(self._tapes))]
-        spans = self._spans.taped(begun)
-        self._tapes[key] = _Recorded(
+        spans = self._spans.taped(first_span)
+        self._tapes[key] = _RecordedStep(
             tape=tape,
-            hidden_TH=own_TH,
-            inputs=_inputs(own),
-            own_holders=own.sharding.holders,
+            hidden_TH=input_TH,
+            inputs=_inputs(reusable),
+            tape_holders=reusable.sharding.holders,
             holders=batch.sharding.holders,
             result_TH=result_TH,
             spans=spans,
@@ -93,30 +92,32 @@ class TapedLayers:
 
 
 def _inputs(batch: Batch) -> list[Tensor]:
-    """What differs between steps: all but the blocks, which are those of the arena and stay where they are."""
+    """Return the tensors that differ between steps: all except the blocks, which stay in the arena."""
     rows = batch.attention
     of_views = [tensor for view in rows.views for tensor in (view.slots_t, view.firsts_t) if tensor is not None]
     of_rotations = [tensor for rotation in rows.rotations for tensor in rotation]
     return [rows.row_starts_b, rows.limits_t, rows.extents_b2, *of_rotations, *of_views]
 
 
-def _own(batch: Batch) -> Batch:
-    """The same batch in memory that stays."""
+def _reusable(batch: Batch) -> Batch:
+    """Return a copy of the batch in memory that later steps can reuse."""
     rows, holders = batch.attention, batch.sharding.holders
-    if not rows.stays:
+    if not rows.is_reused:
         rows = replace(
             rows,
             row_starts_b=rows.row_starts_b.clone(),
             limits_t=rows.limits_t.clone(),
             extents_b2=rows.extents_b2.clone(),
-            rotations=tuple(RowRotation(each.cos_tR.clone(), each.sin_tR.clone()) for each in rows.rotations),
-            views=tuple(map(_own_view, rows.views)),
+            rotations=tuple(
+                RowRotation(rotation.cos_tR.clone(), rotation.sin_tR.clone()) for rotation in rows.rotations
+            ),
+            views=tuple(map(_copied_view, rows.views)),
         )
     if holders is not None:
         holders = replace(holders, rows_t=holders.rows_t.clone(), places_NT=holders.places_NT.clone())
     return replace(batch, attention=rows, sharding=replace(batch.sharding, holders=holders))
 
 
-def _own_view(view: RowView) -> RowView:
+def _copied_view(view: RowView) -> RowView:
     firsts_t = None if view.firsts_t is None else view.firsts_t.clone()
     return RowView(view.slots_t.clone(), view.blocks_X, firsts_t)

@@ -1,4 +1,4 @@
-"""The ranges of a step's tokens that have a compiled graph each, and which of them keep token shards."""
+"""Ranges of token counts that have their own compiled graphs, and which of them are sequence-parallel."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -6,9 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TokenRanges:
-    """`splits`: the first token counts of ranges, the first range aside, which begins at 1. `sp_min_tokens`: the fewest
-    tokens of a step that is sequence-parallel; None: none is. It is one of the splits. `flash_comm`: layers keep token
-    shards by themselves, and not by a compiler pass."""
+    """Ranges of token counts that have their own compiled graphs.
+
+    Attributes:
+        splits: First token count of each range except the first range, which begins at 1.
+        sp_min_tokens: Minimum number of tokens of sequence-parallel steps. One of `splits`. None: no step is.
+        flash_comm: The layers themselves keep token shards, instead of a compiler pass.
+    """
 
     splits: tuple[int, ...] = ()
     sp_min_tokens: int | None = None
@@ -16,18 +20,18 @@ class TokenRanges:
 
     @property
     def by_pass(self) -> bool:
-        """Whether graphs are made sequence-parallel by the compiler pass."""
+        """Whether the compiler pass makes graphs sequence-parallel."""
         return self.sp_min_tokens is not None and not self.flash_comm
 
     def range_of(self, tokens: int) -> tuple[int, int | None]:
-        """The least and the most tokens of the range of a step; None: any number."""
+        """Return the minimum and maximum tokens of a step's range. A maximum of None means any number."""
         at = bisect_right(self.splits, tokens)
         least = self.splits[at - 1] if at else 1
         return least, self.splits[at] - 1 if at < len(self.splits) else None
 
     def shards(self, tokens: int, decodes: bool) -> bool:
-        """Whether a step of so many rows is sequence-parallel. decodes: all are of sequences that decode; Helix's sums
-        of few rows are faster as they are."""
+        """Return whether a step is sequence-parallel. Steps of decodes are not: sums of few rows are faster as they
+        are."""
         return self.sp_min_tokens is not None and tokens >= self.sp_min_tokens and not decodes
 
 

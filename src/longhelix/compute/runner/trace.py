@@ -1,4 +1,4 @@
-"""The trace of a run: what every rank did and when, as a file for chrome://tracing or ui.perfetto.dev."""
+"""Writes what every rank did and when to a trace file for chrome://tracing or ui.perfetto.dev."""
 
 import json
 import warnings
@@ -12,9 +12,14 @@ from longhelix.errors import UserError
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Something that a rank did. kind: what did it (compute, exchange, collective, or host: what no kernel does), or
-    "step" for a whole one. Times are microseconds of CLOCK_MONOTONIC, which all processes of a host share. details: the
-    layer, for example, and the part."""
+    """Something that a rank did.
+
+    Attributes:
+        kind: "compute", "exchange", "collective", "host" for work outside of kernels, or "step" for a whole step.
+        start_us: Microseconds of CLOCK_MONOTONIC, which all processes of a host share.
+        end_us: As start_us.
+        details: For example the layer and the part.
+    """
 
     name: str
     kind: str
@@ -24,11 +29,11 @@ class TraceEvent:
 
 
 class TraceFile:
-    """A JSON array of complete events (ph "X"), in the Trace Event Format. Close it, or its last bracket is missing.
+    """A JSON array of complete events (ph "X") in the Trace Event Format. `close` writes the last bracket.
 
-    pid: the rank. tid: the kind. Events of one kind that overlap get lanes ("exchange", "exchange 2", ...), because the
-    events of one thread may only nest. ts, dur: microseconds. args: the details. Raises UserError if `path` cannot be
-    written. If it cannot be written later, the trace ends with a warning and the run goes on.
+    The rank is the pid, the kind the tid, and the details the args. Overlapping events of one kind get lanes
+    ("exchange", "exchange 2", ...), because the events of one thread may only nest. ts and dur are microseconds. Raises
+    UserError if `path` cannot be written. If a later write fails, the trace ends with a warning, and the run continues.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +47,7 @@ class TraceFile:
         self._ends_us: dict[tuple[int, str], list[float]] = {}
 
     def write(self, rank: int, events: Sequence[TraceEvent]) -> None:
-        """Add what a rank did in its next step."""
+        """Add the events of a rank's next step."""
         if not self._file.closed:
             try:
                 self._write(rank, events)

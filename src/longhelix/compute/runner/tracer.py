@@ -1,4 +1,4 @@
-"""Records what one rank does and when, for a trace."""
+"""Records the events of one rank for a trace."""
 
 import time
 from collections.abc import Sequence
@@ -14,12 +14,11 @@ from longhelix.spans import Spans
 
 _PENDING_S = 10.0  # a collective's callback may run a moment after the wait for it has ended
 
-Mark = Any  # of a clock: memory that has a time, or an event of CUDA
+Mark = Any  # a moment of a clock: memory with a time, or a CUDA event
 
 
 class _CpuClock:
-    """CLOCK_MONOTONIC, read at once. A tape keeps the mark of the call that it recorded, and writes a new time into it
-    whenever it runs."""
+    """Reads CLOCK_MONOTONIC at once. When a tape runs again, it writes new times into the marks that it recorded."""
 
     def mark(self) -> Mark:
         if native.module is None:
@@ -33,7 +32,7 @@ class _CpuClock:
 
 
 class _CudaClock:
-    """Events in the current stream: when the GPU reached them, counted from a moment that both clocks know."""
+    """Records CUDA events in the current stream, relative to an event whose time is known on both clocks."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -69,15 +68,15 @@ class Tracer(Spans):
     def __init__(self, device: torch.device) -> None:
         self._clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
         self._spans: list[_Span] = []
-        self._read: list[TraceEvent] = []  # of tapes that have run again
-        self._taped: tuple[_Span, ...] = ()  # of the tape that ran last
+        self._taped_events: list[TraceEvent] = []  # of previous runs of tapes
+        self._last_taped: tuple[_Span, ...] = ()  # of the tape that ran last
         self._layer: dict[str, int] = {}
         self._part: dict[str, int] = {}
-        self._attended: list[_Span] = []  # the attentions and exchanges of this layer
+        self._attention_spans: list[_Span] = []  # the attentions and exchanges of this layer
 
     def layer(self, index: int | None) -> None:
         self._layer = {} if index is None else {"layer": index}
-        self._attended, self._part = [], {}
+        self._attention_spans, self._part = [], {}
 
     def begin(self, name: str, kind: str = "compute", part: int | None = None) -> _Span:
         if part is not None:
@@ -85,11 +84,11 @@ class Tracer(Spans):
         parted = part is not None or kind == "exchange"
         span = self._new(name, kind, self._part if parted else {}, self._clock.mark(), ())
         if parted:
-            self._attended.append(span)
+            self._attention_spans.append(span)
         return span
 
     def follow(self, name: str) -> _Span:
-        return self._new(name, "compute", {}, None, tuple(self._attended))
+        return self._new(name, "compute", {}, None, tuple(self._attention_spans))
 
     def end(self, span: _Span) -> None:
         span.end = self._clock.mark()
@@ -107,13 +106,13 @@ class Tracer(Spans):
         return spans
 
     def again(self, spans: tuple[_Span, ...]) -> None:
-        self._read += self._events(self._taped)
-        self._taped = spans
+        self._taped_events += self._events(self._last_taped)
+        self._last_taped = spans
 
     def take(self) -> list[TraceEvent]:
         """The events since the last call. Waits for their ends."""
-        events = [*self._read, *self._events(self._taped), *self._events(self._spans)]
-        self._spans, self._read, self._taped, self._attended = [], [], (), []
+        events = [*self._taped_events, *self._events(self._last_taped), *self._events(self._spans)]
+        self._spans, self._taped_events, self._last_taped, self._attention_spans = [], [], (), []
         return events
 
     def _new(self, name: str, kind: str, details: dict[str, int], start: Mark, follows: tuple[_Span, ...]) -> _Span:

@@ -1,4 +1,4 @@
-"""The rows that verify draft tokens, as tokens are sampled after them."""
+"""Verifies draft tokens: samples a token after every row of a draft, and compares it with the next draft token."""
 
 from longhelix.compute.runner.adjustments import Adjustments
 from longhelix.compute.runner.seen_tokens import SeenTokens
@@ -7,12 +7,14 @@ from longhelix.scheduler.step import Draft
 
 
 class DraftRow:
-    """One row of a draft. A token is sampled after it as if all draft tokens up to it were accepted.
+    """One row of a draft. Its token is sampled as if all draft tokens up to the row were accepted.
 
     Attributes:
-        new, numbers: Those of its sequence.
-        line: Where the row's own numbers are: how many tokens come before the sampled one, and that token.
-        seen, adjustments: Those of its sequence, with the draft tokens up to the row.
+        new: As of its sequence.
+        numbers: As of its sequence.
+        line: Line of the row in `numbers`: the number of tokens before the sampled one, and that token.
+        seen: As of its sequence, with the draft tokens up to the row.
+        adjustments: As of its sequence, with the draft tokens up to the row.
     """
 
     def __init__(
@@ -32,10 +34,9 @@ class DraftRow:
 
 
 class Verification:
-    """The rows of one sequence's draft, on a rank that samples after them.
+    """Verifies the draft of one sequence, on a rank that samples its tokens.
 
-    Every token is drawn with the key of its position. So the tokens are those that the sequence would have without
-    drafts, however many draft tokens are accepted.
+    Every token is drawn with the key of its position. The tokens are therefore the same as without drafts.
     """
 
     def __init__(self, seq: SequenceState, draft: Draft) -> None:
@@ -58,6 +59,6 @@ class Verification:
         return sampled[: num_accepted + 1]
 
     def end(self) -> None:
-        """The sampled tokens are no longer needed."""
+        """Free the rows. The sampled tokens are then lost."""
         for row in self.rows:
             row.end()

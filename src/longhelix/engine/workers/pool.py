@@ -120,9 +120,9 @@ class WorkerPool:
         except BaseException:
             self.close(grace_s=0)
             raise
-        self.cost = step_cost(config, overlaps=all(rank.found.overlaps for rank in executions))
+        self.cost = step_cost(config, overlaps=all(rank.capabilities.overlaps for rank in executions))
         self.cut = Cut(self.cost, config.execution.hop_b) if all(rank.parts for rank in executions) else None
-        packed = all(rank.found.packed for rank in executions)
+        packed = all(rank.capabilities.packed for rank in executions)
         compiles = any(rank.compiles for rank in executions)
         self._watchdog.ready(self.cost, packed, compiles)
 

@@ -103,7 +103,7 @@ def _serve(socket: WorkerSocket, directory: Path, rank: int, heart: "_Heart") ->
             case TakeImageRows(id, start, states):
                 runner.take_image_rows(id, start, states)
             case TakeTokens(table):
-                runner.running.take_tokens(table)
+                runner.running.set_token_table(table)
             case SaveBlocks() | LoadBlocks() as message:
                 socket.send(_carry(saved, message))
             case Stop():
@@ -184,12 +184,12 @@ def _check_batch_invariant(runner: ModelRunner) -> None:
     Packed kernels and shared memory keep the order. torch's matrix products and gloo do not.
     """
     pool = runner.pool
-    if not runner.execution.found.sums_in_rank_order:
+    if not runner.execution.capabilities.sums_in_rank_order:
         found = "these ranks do not share memory"
     elif not pool.packed:
         sizes = ", ".join(map(str, sorted({each.key_size for each in pool.formats if each.arrangement is not TILES})))
         found = f"KV blocks of {pool.block_tokens} tokens with heads of size {sizes} cannot be packed"
-    elif not runner.execution.found.packed:
+    elif not runner.execution.capabilities.packed:
         found = "the model has matrix products with an input size that is not a multiple of 16"
     else:
         return

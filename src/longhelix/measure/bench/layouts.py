@@ -119,7 +119,7 @@ class _Immediate:
 
     def submit(self, step: Step) -> None:
         result = self._runner.execute(step)
-        self._results.append(msgspec.structs.replace(result, sampled=self._runner.next_tokens.known(step)))
+        self._results.append(msgspec.structs.replace(result, sampled=self._runner.next_tokens.last_sampled(step)))
 
     def collect(self, timeout_s: float) -> StepResult:
         return self._results.pop(0)

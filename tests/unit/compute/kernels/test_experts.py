@@ -441,7 +441,7 @@ def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
     mixed = weights(32) | {name: weight for name, weight in weights(24).items() if name.startswith("b.")}
     given = weights_of(mixed, "float32")
     kept = _make_experts(given, stems, 2, CPU)
-    assert not given.left
+    assert not given.unused
     assert kept.arrangement is PLAIN
     assert all(weight.arrangement is PLAIN for weight in (*kept.gate_up, *kept.down))
     assert _make_experts(weights_of(weights(0), "float32"), stems, 2, CPU).rows_e.tolist() == [0, 0]

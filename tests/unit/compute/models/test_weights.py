@@ -64,7 +64,7 @@ def test_a_rank_reads_its_own_share(tensors, layout):
         parameters = declare(SPEC, layout, rank)
         weights = Weights(checkpoint, parameters, torch.float32, "float32", CPU, told.append)
         taken = {parameter.name: weights.take(parameter.name) for parameter in parameters}
-        assert not weights.left
+        assert not weights.unused
         kept = sum(weight.numel() for weight in taken.values())
         assert checkpoint.elements_read == kept == sum(told) == sum(p.num_elements for p in parameters)
         assert kept == total if layout.world_size == 1 else kept < 0.8 * total
@@ -134,7 +134,7 @@ def test_products_are_laid_out_as_the_tensor_of_their_slices_is(wide_tensors, mo
             loaded = weights.product(parameter.name, halves)
             assert (loaded.arrangement, loaded.outputs, loaded.depth) == (PANELS, expected.outputs, expected.depth)
             assert torch.equal(loaded.values, expected.values)
-        assert not weights.left
+        assert not weights.unused
         assert sum(told) == sum(parameter.num_elements for parameter in parameters)
         assert max(told) <= 48 * 192  # whole heads and panels
 

@@ -24,7 +24,7 @@ class Fabric:
     def __init__(self, rank):
         self.rank = rank
 
-    def meet(self, groups, step_id):
+    def group_in_step(self, groups, step_id):
         (ranks,) = groups
         return Group(ranks, (ranks, step_id))
 

@@ -269,7 +269,7 @@ def guided_tokens(runner, request):
 
 def guided_runner():
     runner = make_runner()
-    runner.running.take_tokens(TABLE)
+    runner.running.set_token_table(TABLE)
     return runner
 
 
@@ -344,7 +344,7 @@ def test_guides_of_a_step_are_compiled_once_and_those_beyond_what_is_kept_go_aft
                 ),
             )
         )
-        return runner.running._matchers.steps, [guide in runner.running._matchers._kept for guide in guides]
+        return runner.running._matchers.steps, [guide in runner.running._matchers._compiled_guides for guide in guides]
 
     assert begin(1, 0, 1, 0) == (2, [True, False, False])
     assert begin(2, 1, 0, 2) == (4, [False, False, True])
@@ -353,7 +353,7 @@ def test_guides_of_a_step_are_compiled_once_and_those_beyond_what_is_kept_go_aft
 def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
     runner = guided_runner()
     monkeypatch.setitem(matchers._LIMITS, "step_max_items", 2)
-    runner.running.take_tokens(TABLE)
+    runner.running.set_token_table(TABLE)
     requests = [
         ending(make_request(1, 9, 30, guide=Guide("grammar", 'start: "a" | "b" start "b" | "ab"'))),
         make_request(2, 3, 30),

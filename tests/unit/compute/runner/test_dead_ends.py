@@ -140,8 +140,8 @@ def test_a_text_that_the_vocabulary_cannot_write_is_a_dead_end():
 def test_a_long_chain_of_definitions_is_gone_through_once(monkeypatch):
     """As long as a guide has room for it."""
     chain = {f"a{at}": WITH_ITSELF | {"properties": {"x": {"$ref": f"#/$defs/a{at + 1}"}}} for at in range(1000)}
-    looked_at, needed = [], dead_ends._needed
-    monkeypatch.setattr(dead_ends, "_needed", lambda *given: looked_at.append(1) or needed(*given))
+    looked_at, required = [], dead_ends._required_parts
+    monkeypatch.setattr(dead_ends, "_required_parts", lambda *given: looked_at.append(1) or required(*given))
     assert dead_ends._endless({"$ref": "#/$defs/a0", "$defs": chain | {"a1000": INTEGER}}) is None
     assert len(looked_at) < 3000
     assert dead_ends._endless({"$ref": "#/$defs/a0", "$defs": chain | {"a1000": ITSELF | {"$ref": "#/$defs/a0"}}})

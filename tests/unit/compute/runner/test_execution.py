@@ -7,7 +7,7 @@ import pytest
 
 from longhelix.compute.runner import rank
 from longhelix.compute.runner.config import ExecutionConfig
-from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.token_ranges import ONE_RANGE
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import _layers_run
@@ -37,10 +37,10 @@ BOTH = (False, True)
 def test_every_combination(device, native, transport):
     overlaps, rank_order = OVERLAPS[transport], transport in ("alone", "shared memory")
     for compile, replay, whole, packed in itertools.product(BOTH, repeat=4):
-        found = Found(device, native, overlaps, rank_order, packed)
-        made = Execution.resolve(compile, replay, whole, found)
+        capabilities = RankCapabilities(device, native, overlaps, rank_order, packed)
+        made = Execution.resolve(compile, replay, whole, capabilities)
         assert (made.compiled, made.tapes, made.graphs) == FLAGS[LAYERS[device, native][compile, replay]]
-        assert made.found == found
+        assert made.capabilities == capabilities
         assert made.parts == (transport in ("gloo", "NCCL") and not compile and not whole)
         assert made.sees_waits == (transport in ("gloo", "NCCL") and device == "cpu" and not compile)
         assert made.compiles == (device == "cuda" or compile)
@@ -50,7 +50,7 @@ def test_what_changes_collectives_follows_from_nothing_that_ranks_decide_alone()
     """Whether a rank has native kernels, or could pack its weights, is its own; the transport is that of all."""
     for compile, replay, whole, overlaps in itertools.product(BOTH, repeat=4):
         ranks = [
-            Execution.resolve(compile, replay, whole, Found("cpu", native, overlaps, not overlaps, packed))
+            Execution.resolve(compile, replay, whole, RankCapabilities("cpu", native, overlaps, not overlaps, packed))
             for native, packed in itertools.product(BOTH, repeat=2)
         ]
         assert len({rank.parts for rank in ranks}) == 1
@@ -78,8 +78,8 @@ def test_the_option_means_compile_and_replay(execution, device, trace, expected)
 
 def test_flashinfer_attends_to_whole_batches(monkeypatch):
     """Where our own attention would attend in parts."""
-    found = Found("cuda", native=True, overlaps=True, sums_in_rank_order=False, packed=False)
-    monkeypatch.setattr(rank, "find", lambda *of_a_rank: found)
+    capabilities = RankCapabilities("cuda", native=True, overlaps=True, sums_in_rank_order=False, packed=False)
+    monkeypatch.setattr(rank, "rank_capabilities", lambda *of_a_rank: capabilities)
     monkeypatch.setattr(rank, "new_page_lists", lambda *of_a_pool: None)
     monkeypatch.setattr(rank, "ModelRunner", lambda *, execution, **more: execution)
 

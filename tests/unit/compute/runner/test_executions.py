@@ -19,7 +19,7 @@ from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner import compiled_layers
 from longhelix.compute.runner.execution import Execution
 from longhelix.compute.runner.graphed_layers import GraphedLayers
-from longhelix.compute.runner.rank import find
+from longhelix.compute.runner.rank import rank_capabilities
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.compute.runner.tracer import Tracer
 from longhelix.errors import UserError
@@ -62,7 +62,9 @@ def make_runner(compile, replay, spans=UNTRACED, graphs=False, spec=SPEC, device
     mesh = Mesh.build(Layout(), 0, spans=spans)
     model = Decoder(spec, mesh, weights, UNTRACED if compile else spans)
     pool = KVPool([{"kv": KVFormat.choose("float32", 16, 1, 16, 16, device)}] * LAYERS, 16, device)
-    execution = Execution.resolve(compile, replay, whole=False, found=find(mesh, model, pool))
+    execution = Execution.resolve(
+        compile, replay, whole_batches=False, capabilities=rank_capabilities(mesh, model, pool)
+    )
     runner = ModelRunner(spec, mesh, model, pool, execution, spans=spans)
     if graphs and device is CPU:
         runner.layers = GraphedLayers(runner.layers, mesh, 2**20, capture=run_again)
@@ -114,8 +116,8 @@ def test_every_execution_chooses_the_same_tokens(expected, compile, replay, grap
     # Tapes run their layers out of sight, and so does the compiler; what stands for a graph's replay is Python.
     seen, op_by_op = runner.progress().layers, LAYERS * steps
     assert seen == 0 if compile else seen < op_by_op if replay else seen > op_by_op
-    assert runner.execution.found.packed == (native.module is not None)
-    assert (runner.execution.found.overlaps, runner.execution.found.sums_in_rank_order) == (False, True)
+    assert runner.execution.capabilities.packed == (native.module is not None)
+    assert (runner.execution.capabilities.overlaps, runner.execution.capabilities.sums_in_rank_order) == (False, True)
 
 
 @pytest.mark.parametrize(

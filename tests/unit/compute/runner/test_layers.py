@@ -121,11 +121,11 @@ def test_a_padded_step_attends_to_the_same_on_every_rank(rows, parts, everywhere
         for step in (replace(batch, attention=moved), batch):
             inputs.fill(hidden_TH, step)
         assert attended(inputs.batch) == attended(replace(batch, shape=replace(batch.shape, parts=1)))
-        assert len(inputs.batch.attention.limits_t) == bucket.own_rows
+        assert len(inputs.batch.attention.limits_t) == bucket.attention_rows
         assert inputs.batch.padding_T.tolist() == [row >= sum(rows) for row in range(bucket.rows)]
-        own_tH = inputs.batch.own_rows(inputs.hidden_TH)
+        own_tH = inputs.batch.local_rows(inputs.hidden_TH)
         real_t = inputs.batch.attention.limits_t > 0
-        assert torch.equal(own_tH[real_t], batch.own_rows(hidden_TH))
+        assert torch.equal(own_tH[real_t], batch.local_rows(hidden_TH))
 
 
 def test_experts_are_told_of_padding_and_have_no_rows_while_a_graph_is_captured():
@@ -184,7 +184,7 @@ def test_tapes_read_what_batches_that_stay_have_now_and_who_holds_what():
         for held_NT in ([[1, 0, 1], [0, 1, 1]], [[1, 1, 0], [0, 1, 1]])
     ]
     batch = decode(3)
-    stays = replace(batch, attention=replace(batch.attention, stays=True))
+    stays = replace(batch, attention=replace(batch.attention, is_reused=True))
     rotations = (RowRotation(torch.full((3, 2), 7.0), torch.zeros(3, 2)),)
     once = replace(batch, attention=replace(batch.attention, rotations=rotations))
     for batch, holders in [(stays, 0), (stays, 0), (stays, 1), (stays, 0), (once, 1), (stays, 0)]:

@@ -18,7 +18,7 @@ from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.parallel.traffic import Traffic
 from longhelix.compute.runner import runner as runner_module
 from longhelix.compute.runner import sampler
-from longhelix.compute.runner.execution import Execution, Found
+from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.graphed_layers import Bucket
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.compute.runner.warm_up import warm_up_steps
@@ -36,8 +36,8 @@ from longhelix.spec.rope import Rotation
 pytestmark = pytest.mark.unit
 
 VOCAB, EOS, CPU = 11, (4,), torch.device("cpu")
-FOUND = Found("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
-OP_BY_OP = Execution.resolve(compile=False, replay=False, whole=False, found=FOUND)
+CAPABILITIES = RankCapabilities("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
+OP_BY_OP = Execution.resolve(compile=False, replay=False, whole_batches=False, capabilities=CAPABILITIES)
 SPEC = SimpleNamespace(
     rotations=(Rotation(RopeSpec(theta=10_000.0), 8),), views=(), vocab_size=VOCAB, vision=None, eos_token_ids=EOS
 )
@@ -187,7 +187,7 @@ def test_what_kernels_take_of_steps_with_chunks_begins_at_multiples_of_16_bytes(
     mixed = 0
     while (step := scheduler.schedule(0.0)) is not None:
         scheduler.complete(runner.execute(step))
-        for batch in (batch for batch in runner.model.batches if not batch.attention.stays):
+        for batch in (batch for batch in runner.model.batches if not batch.attention.is_reused):
             rows = batch.attention
             (view,) = rows.views
             taken = (batch.token_ids_T, view.slots_t, rows.limits_t, rows.row_starts_b, rows.extents_b2)
@@ -223,9 +223,9 @@ def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
     assert local_differs > 0
     if placement == "striped":
         assert len({bucket.most_tokens for bucket in buckets}) > 1
-        assert not any(bucket.held for bucket in buckets)
+        assert not any(bucket.rows_per_part for bucket in buckets)
     else:
-        assert sum(bucket.held > 0 for bucket in buckets) > 10
+        assert sum(bucket.rows_per_part > 0 for bucket in buckets) > 10
         assert uneven > 10
 
 

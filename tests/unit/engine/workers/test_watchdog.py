@@ -181,5 +181,5 @@ def test_a_rank_says_whether_its_kernels_are_references_and_counts_layers(block_
     ):
         runner.execute(step)
         layers.append(runner.progress().layers)
-    assert runner.execution.found.packed == packed
+    assert runner.execution.capabilities.packed == packed
     assert layers == [config.spec.num_layers * steps for steps in ((1, 2, 2) if packed else (1, 2, 3))]
