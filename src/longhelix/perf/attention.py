@@ -16,7 +16,7 @@ from longhelix.spec.layout import HeadShape
 
 
 def attention_items(setting: Setting, layouts: Layouts, attention: Attention, work: Work) -> list[CostItem]:
-    """The cost items of one layer with this attention, in order."""
+    """Return the cost items of one layer with this attention, in order."""
     rank_work = layouts.of_rank(work, setting.request_rows)
     if attention.visibility.limit_tokens is not None:
         rank_work = _in_window(setting, layouts, attention.visibility, rank_work)
@@ -63,7 +63,7 @@ def _in_window(setting: Setting, layouts: Layouts, visibility: Visibility, rank_
 
 
 def overlap(setting: Setting, layouts: Layouts, attention: Attention, work: Work) -> Overlap:
-    """What one layer attends and exchanges, to be cut into parts."""
+    """Return the time of one layer's attention and exchange, before they are cut into parts."""
     rank_work = layouts.of_rank(work, setting.request_rows)
     exchange = _exchange(setting, layouts, attention, rank_work)[1]
     return _overlap(setting, _attention(setting, layouts, attention, rank_work), exchange)
@@ -114,7 +114,7 @@ def _attention(setting: Setting, layouts: Layouts, attention: Attention, rank_wo
 
 
 def _row_head_bytes(channels: int) -> float:
-    """Of a row and head: a query and an output of so many channels together, and an LSE."""
+    """Return bytes of a row and head: `channels` of its query and its output together, and an LSE."""
     return channels * ACTIVATION_BYTES + LSE_BYTES
 
 

@@ -16,14 +16,14 @@ _BEFORE, _AFTER = "gather before FFN", "all-reduce after FFN"
 
 
 def ffn_items(setting: Setting, layouts: Layouts, ffn: FFN, work: Work) -> list[CostItem]:
-    """The cost items of one layer's FFN."""
+    """Return the cost items of one layer's FFN."""
     if isinstance(ffn, MoE):
         return moe_items(setting, layouts, ffn, work)
     return dense_items(setting, layouts, ffn, work)
 
 
 def dense_items(setting: Setting, layouts: Layouts, ffn: GatedFFN, work: Work) -> list[CostItem]:
-    """One dense layer's cost items. Groups with requests of their own gather all rows before it, and scatter sums."""
+    """Return a dense FFN's cost items. Groups with their own requests gather all rows before it, and scatter sums."""
     elements = weights.dense_ffn(setting, layouts, ffn)
     before, after = _gathered(setting, layouts, work)
     products = product("dense FFN", setting, layouts, elements, work.rows, count=2.0)
@@ -31,10 +31,10 @@ def dense_items(setting: Setting, layouts: Layouts, ffn: GatedFFN, work: Work) -
 
 
 def moe_items(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> list[CostItem]:
-    """The cost items of a layer with experts.
+    """Return the cost items of an FFN with experts.
 
-    Rows are gathered as above, or, where TPF = 1, each goes to its experts and back (all-to-all): of a group's rows
-    every rank sends a share, and gathers the others' in the end.
+    Rows are gathered as for dense FFNs. With TPF = 1, each row goes to its experts and back instead (all-to-all). Then
+    every rank sends a share of its group's rows, and gathers the shares of the other ranks in the end.
     """
     rank_work = layouts.of_rank(work, setting.request_rows)
     router = weights.router(setting, layouts, moe)
@@ -103,7 +103,7 @@ def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sen
 
 
 def _regathered(setting: Setting, layouts: Layouts, rank_work: Work) -> Sent:
-    """A group's rows whole on each of its ranks, of which each had a share."""
+    """Return the cost of gathering a group's rows on each of its ranks, which have a share each."""
     hidden_bytes = rank_work.rows * setting.model.hidden_size * ACTIVATION_BYTES
     return collectives.all_gather(setting.system, RankGroups(layouts.group_ranks, layouts.ones), hidden_bytes)
 

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage has, so that stages with the embedding or the head take no longer than others."""
+"""Balances the layers of pipeline stages, so that the embedding and the head do not slow their stages down."""
 
 import numpy as np
 
@@ -14,10 +14,10 @@ _ENDS = {"embedding": 0, "head": -1, "sampling": -1}  # the stages of what is in
 
 
 def balanced(setting: Setting, layout: Layout) -> Layout:
-    """The layout with the `stage_layers` of which the slowest stage takes least in a step of a chunk of 512 tokens and
-    4 decodes, all behind 4,096 tokens; as it is where it says them itself, or has one stage.
+    """Return the layout with the `stage_layers` that make the slowest stage fastest.
 
-    Layers count alike: those of dense FFNs before others with experts too, and those with windows.
+    The step has a chunk of 512 tokens and 4 decodes, all behind 4,096 tokens. A layout with one stage, or with its own
+    `stage_layers`, does not change. All layers count the same, with dense FFNs, experts or windows.
     """
     num_layers = setting.model.num_layers
     if layout.pp == 1 or layout.stage_layers is not None:

@@ -77,7 +77,7 @@ class CacheRecord:
         """Remember the contents of consecutive blocks of a request, before they are stored.
 
         Args:
-            hashes: those of the blocks.
+            hashes: content hashes of the blocks.
             parent: see `BlockContent`, of the first of them.
             token_bytes: tokens of all blocks.
             start: position of the first token.

@@ -81,7 +81,7 @@ class Load:
             _add(self._uneven().decode_kv_tokens, decodes.rank_tokens)
 
     def add_decodes_of(self, rank: int, decodes: Decodes) -> None:
-        """The same, of which one KVP rank alone is asked about."""
+        """Add a row of each sequence that decodes, for one KVP rank only."""
         rows = len(decodes)
         self.decode_rows += rows
         self._sampled_rows += rows

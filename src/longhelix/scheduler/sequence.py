@@ -1,4 +1,4 @@
-"""A request, from its arrival on, and a running one, as the scheduler follows them."""
+"""The scheduler's state of waiting and running requests."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -190,14 +190,16 @@ class Sequence:
         return self.request.sampling.prompt_logprobs is not None
 
     def scored(self, num_tokens: int) -> range:
-        """Of its next tokens those after whose rows log-probabilities of the prompt's next ones are wanted. What it has
-        generated before a preemption is not asked about, and neither is its first new token."""
+        """Return the positions within the next `num_tokens` whose rows need log-probabilities of the next prompt token.
+
+        Tokens generated before a preemption, and the first new token, are not included.
+        """
         stop = min(self.length + num_tokens, self.request.given_tokens - 1) if self.is_scored else 0
         return range(max(self.length, self.job.history.scored_tokens), stop)
 
     @property
     def rank_tokens(self) -> list[int]:
-        """Of its first `length` tokens those of each KVP rank. Those beyond its blocks count for the last one's."""
+        """Its first `length` tokens by KVP rank. Tokens beyond its blocks count for the rank of the last block."""
         kv, length = self.kv, self.length
         block_tokens = kv.placement.block_tokens
         tokens = [len(block_ids) * block_tokens for block_ids in kv.block_ids]
@@ -206,12 +208,12 @@ class Sequence:
 
     @property
     def known_length(self) -> int:
-        """Of its first tokens, those that are known and whose rows have been submitted."""
+        """Number of first tokens that are known and whose rows have been submitted."""
         tokens = self.tokens
         return tokens.num_prompt + len(tokens.output) - 1 if tokens.output else min(self.length, tokens.num_prompt)
 
     def token_bytes(self, start: int, stop: int) -> bytes:
-        """Known tokens from `start` to `stop`, int32 in this machine's byte order."""
+        """Return known tokens from `start` to `stop`, as int32 in this machine's byte order."""
         num_prompt, output = self.tokens.num_prompt, self.tokens.output
         if start >= num_prompt:
             return output[start - num_prompt : stop - num_prompt].tobytes()

@@ -7,8 +7,10 @@ from longhelix.spec.formats import NumberFormat
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A key and a value of each KV head. `shared_values`: the value is the first channels of the key, and is not kept
-    beside it."""
+    """What a layer keeps of a token: a key and a value of each KV head.
+
+    shared_values: the value is the first channels of the key, and is not kept separately.
+    """
 
     name: str
     key_size: int

@@ -8,9 +8,11 @@ _CHUNK_TOKENS = 64  # of the form for many rows, in flash-linear-attention and t
 
 
 class LinearAttention(msgspec.Struct, frozen=True, tag=True):
-    """Gated DeltaNet (arXiv 2412.06464). Each value head has a state of `key_size` x `value_size` numbers of a request;
-    key heads, of which each serves as many value heads, have queries as well. Queries, keys and values pass through a
-    convolution over the last `kernel_size` tokens, of which it keeps all but one.
+    """Gated DeltaNet (arXiv 2412.06464).
+
+    Each value head has a state of `key_size` x `value_size` numbers per request. Each key head has a query, and serves
+    the same number of value heads. Queries, keys and values pass through a convolution over the last `kernel_size`
+    tokens. A request keeps all of these tokens except one.
     """
 
     num_key_heads: int
@@ -29,12 +31,11 @@ class LinearAttention(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def row_flops(self) -> int:
-        """Of a row and value head, one row after another: the state is read by the key, written, and read by the
-        query."""
+        """FLOP of a row and value head, row by row: the key reads the state and writes it, and the query reads it."""
         return 6 * self.key_size * self.value_size
 
     @property
     def chunk_row_flops(self) -> int:
-        """Of a row and value head, in chunks of 64 rows: as above, and with the rows of its chunk keys by keys, queries
-        by keys, the inverse by keys and values, and weights by values."""
+        """FLOP of a row and value head in chunks of 64 rows: `row_flops`, and the products within its chunk: keys by
+        keys, queries by keys, the inverse by keys and values, and weights by values."""
         return self.row_flops + _CHUNK_TOKENS * (6 * self.key_size + 4 * self.value_size)

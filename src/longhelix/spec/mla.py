@@ -12,8 +12,8 @@ class MLA:
 
     A token's cache entry is its latent of `kv_lora_rank` and a rotated key of `rope_size` that all heads share. A
     query head has `nope_size` channels without and `rope_size` with rotation, and a value `value_size`. Queries come
-    from a latent of `q_lora_rank`, or, where that is None, from the hidden state itself. `interleaved`: the checkpoint
-    has the two channels that rotate together side by side, and otherwise in two halves.
+    from a latent of `q_lora_rank`, or if that is None, from the hidden state. `interleaved`: the checkpoint has
+    the two channels that rotate together side by side, otherwise in two halves.
     """
 
     q_lora_rank: int | None
@@ -36,7 +36,7 @@ class MLA:
 
     @property
     def direct_rows(self) -> float:
-        """From so many rows of a sequence on, making keys and values of its latents takes fewer FLOP than it saves.
+        """The fewest rows of a sequence for which making keys and values of its latents saves FLOP.
 
         Per visible token and head, T rows take 2 T (2 kv_lora_rank + rope_size) FLOP absorbed, and direct
         2 T (nope_size + rope_size + value_size) and, once, 2 kv_lora_rank (nope_size + value_size). Inf if never.

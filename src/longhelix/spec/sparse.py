@@ -1,4 +1,4 @@
-"""Attention to chosen tokens: an indexer scores all of them, and attention reads the best alone."""
+"""Attention to chosen tokens: an indexer scores all tokens, and attention reads only the best ones."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,10 @@ _SCALED_NUMBERS, _SCALE_BYTES = 128, 4
 
 @dataclass(frozen=True)
 class Indexer:
-    """DeepSeek sparse attention (arXiv 2512.02556, section 2): of each token a key of `head_size` channels is kept,
-    which the `num_heads` queries of a row score; the row attends to the `chosen_tokens` with the best scores.
+    """DeepSeek sparse attention (arXiv 2512.02556, section 2).
+
+    It keeps a key of `head_size` channels of each token. The `num_heads` queries of a row score these keys, and the row
+    attends to the `chosen_tokens` with the best scores.
     """
 
     num_heads: int
@@ -17,10 +19,10 @@ class Indexer:
 
     @property
     def key_bytes(self) -> float:
-        """Of a token in one layer: FP8, with a scale for 128 channels (TensorRT-LLM, tech blog 15)."""
+        """Bytes of a token in one layer: FP8, with a scale for 128 channels (TensorRT-LLM, tech blog 15)."""
         return self.head_size + _SCALE_BYTES * -(-self.head_size // _SCALED_NUMBERS)
 
     @property
     def pair_flops(self) -> int:
-        """Of a row and a key."""
+        """FLOP of a row and a key."""
         return 2 * self.num_heads * self.head_size
