@@ -20,7 +20,7 @@ from longhelix.compute.runner.rank import rank_capabilities
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import SamplingParams
-from longhelix.scheduler.step import Chunk, NewSequence, Step
+from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, Step
 from longhelix.spec.layout import Layout
 from tensors import Tensors
 from toy_model import toy_model
@@ -95,7 +95,7 @@ def test_a_model_computes_it():
     """The second of a prompt's two chunks has capped logits, whether they come from a graph or not, and samples from
     them."""
     runner, tokens = capped_runner(), array("i", range(VOCAB)).tobytes()
-    new = NewSequence(0, SamplingParams(logprobs=VOCAB), seed=0, capacity_tokens=32, blocks_per_rank=(2,), spread=True)
+    new = NewSequence(0, SamplingParams(logprobs=VOCAB), seed=0, capacity_tokens=32, kv=InitialKV((2,), True))
     runner.execute(Step(1, (new,), chunks=(Chunk(0, tokens, (Block(0, 0), Block(0, 1)), sample=False),)))
     step = Step(2, chunks=(Chunk(0, tokens, (), sample=True),))
     hidden_TH = runner.forward(step)
