@@ -132,7 +132,7 @@ class LongRequests:
             for index in batch:
                 seq = self.runner.running.by_id[index]
                 seq.length, seq.local_length = self._before[index]
-                if seq.awaited is None:
+                if seq.awaited_tokens is None:
                     seq.last_token = 1
             self.runner.execute(step)
 

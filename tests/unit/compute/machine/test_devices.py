@@ -1,5 +1,6 @@
 """Where ranks run: GPUs found without torch, and what a configuration makes of them."""
 
+import dataclasses
 import importlib.metadata
 from array import array
 
@@ -16,6 +17,7 @@ from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv import splits
+from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, Step, StepResult
@@ -125,6 +127,23 @@ def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, n
     assert max(map(sum, rows)) == max(longest + beside, most_running)
     kinds = {(counts, step.most_tokens) for counts, step in zip(rows, steps, strict=True) if counts}
     assert kinds == {(rows, length) for rows, _ in kinds for length in lengths}
+
+
+def test_each_instance_with_a_clock_of_its_own_warms_up_with_the_steps_of_one_rank():
+    alone = SchedulerConfig(1, 40, 600, chunk_tokens=64, max_running=4, placement="local")
+    instances = dataclasses.replace(alone, kvp=3, own_clocks=True)
+    expected, steps = warm_up_steps(alone, [4096]), warm_up_steps(instances, [4096])
+    assert len(steps) == 3 * len(expected) > 0
+    for at, step in enumerate(steps):
+        one, instance = expected[at // 3], at % 3
+        assert step.turn.instances == (instance,)
+        assert (step.id, step.changes.ended, step.most_tokens) == (one.id, one.changes.ended, one.most_tokens)
+        assert [new.id for new in step.changes.new] == [new.id for new in one.changes.new]
+        for new, new_of_one in zip(step.changes.new, one.changes.new, strict=True):
+            assert new.instances == (instance,)
+            assert new.kv.blocks_per_rank[instance] == sum(new.kv.blocks_per_rank) == new_of_one.kv.blocks_per_rank[0]
+        for chunk, chunk_of_one in zip(step.chunks, one.chunks, strict=True):
+            assert chunk.new_blocks == tuple(Block(instance, block.id) for block in chunk_of_one.new_blocks)
 
 
 def bucket(step, decodes=0):
