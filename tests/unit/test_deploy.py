@@ -90,7 +90,7 @@ def test_llm_d_reads_metrics_that_are_served():
     config = yaml.safe_load(values["epp"]["pluginsCustomConfig"][values["epp"]["pluginsConfigFile"]])
     parameters = {plugin["type"]: plugin.get("parameters") for plugin in config["plugins"]}
     (engine,) = parameters["core-metrics-extractor"]["engineConfigs"]
-    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8)
+    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8, windows=())
     metrics = Metrics(MagicMock(), SimpleNamespace(layout=Layout(kvp=2), scheduler=scheduler), "small")
     names = {family.name for family in metrics._registry.collect()}
     specs = {name for key, name in engine.items() if key.endswith("Spec")}

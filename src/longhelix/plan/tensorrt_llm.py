@@ -72,6 +72,7 @@ _FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "kimi_k2",
     "deepseek_v32", "glm4_moe", "gpt_oss", "llama4", "qwen3_next",
 )  # fmt: skip
+_AUTO_DEPLOY = ("deepseek_v2", "granite")  # listed for its AutoDeploy backend alone
 _HELIX_FAMILIES = ("deepseek_v3", "kimi_k2", "qwen3")
 _BLOCK_TOKENS = 32
 
@@ -127,7 +128,9 @@ def _settings(deployment: Deployment) -> dict[str, Setting]:
 def _cannot(deployment: Deployment) -> Iterator[str]:
     model, degrees = deployment.model, deployment.degrees
     if model.architecture not in _FAMILIES:
-        yield f"{model.architecture} is not supported: the PyTorch backend does not list this model family ({_MODELS})"
+        is_auto_deploy = model.architecture in _AUTO_DEPLOY
+        reason = "only the AutoDeploy backend supports" if is_auto_deploy else "the PyTorch backend does not list"
+        yield f"{model.architecture} is not supported: {reason} this model family ({_MODELS})"
     if deployment.tied:
         yield (
             "a copy of the FFN on every KVP rank is not supported: one FFN is sharded over all context parallel ranks "

@@ -346,7 +346,8 @@ def test_each_family_is_answered():
         vllm, tensorrt, sglang = commands(deployment(replace(source, architecture=family)), "a/model")
         assert not vllm.cannot
         assert not sglang.cannot
-        assert bool(tensorrt.cannot) == (family in ("deepseek_v2", "qwen2_moe"))
+        assert bool(tensorrt.cannot) == (family in ("deepseek_v2", "granite", "qwen2_moe"))
+        assert any("AutoDeploy" in reason for reason in tensorrt.cannot) == (family in ("deepseek_v2", "granite"))
 
 
 def test_notes():
