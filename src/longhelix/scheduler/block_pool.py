@@ -390,9 +390,12 @@ class BlockPool:
 
     def swaps_of_step(self, turn: Turn) -> tuple[tuple[Swap, ...], tuple[Swap, ...]]:
         """Return what the turn's step swaps out and in, in all groups. Group 0 decides before the others."""
-        all_swaps = [self.swaps, *(swaps for window in self.windows for swaps in window.swaps)]
-        out, back = zip(*(swaps.of_step(turn) for swaps in all_swaps), strict=True)
-        return sum(out, ()), sum(back, ())
+        out, back = self.swaps.of_step(turn)
+        for window in self.windows:
+            for swaps in window.swaps:
+                window_out, window_back = swaps.of_step(turn)
+                out, back = out + window_out, back + window_back
+        return out, back
 
     def give_back(self, turn: Turn) -> None:
         """Release the borrowed blocks of the ranks that take the turn's step."""

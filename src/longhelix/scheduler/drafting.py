@@ -63,6 +63,8 @@ class Drafting:
 
     def ready(self, turn: Turn) -> list[Sequence]:
         """Return the sequences that the turn's step takes."""
+        if not self._ready:
+            return []
         most = -(-(len(self._ready) + len(self._in_flight)) // self._pp)
         return [seq for seq in self._ready.values() if turn.has(seq.schedule.instances)][:most]
 
@@ -78,8 +80,10 @@ class Drafting:
 
     def take_result(self, step: Step) -> list[Sequence]:
         """Learn how many draft tokens of a step were accepted. Returns the sequences that are ready for a next step."""
-        prompts = (chunk.id for chunk in step.chunks if chunk.sample)
         ready = list[Sequence]()
+        if not self._in_flight:
+            return ready
+        prompts = (chunk.id for chunk in step.chunks if chunk.sample)
         for id in (*prompts, *(draft.id for draft in step.drafts)):
             seq = self._in_flight.pop(id, None)
             if seq is not None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Set
 from longhelix.scheduler.decodes import Decodes
 from longhelix.scheduler.load import Load
 from longhelix.scheduler.sequence import Sequence
-from longhelix.scheduler.step import ALL_RANKS, Turn
+from longhelix.scheduler.step import Turn
 from longhelix.scheduler.work import Cost
 
 # The most steps of one microbatch in flight, if there are several microbatches. With two, the next step is on its way
@@ -90,7 +90,7 @@ class Microbatches:
         """See `Turns`. Microbatches with rows come first, unless there are prompts, whose chunks any turn can have."""
         pp = len(self._microbatches)
         if pp == 1:
-            return [ALL_RANKS]
+            return [Turn()]
         turns = ((self._last + 1 + turn) % pp for turn in range(pp))
         free = [microbatch for microbatch in turns if self._in_flight[microbatch] < _MOST_IN_FLIGHT]
         if not prompts:

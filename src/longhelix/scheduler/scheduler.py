@@ -37,8 +37,6 @@ from longhelix.scheduler.request import Request
 from longhelix.scheduler.sequence import Job, Sequence
 from longhelix.scheduler.shares import Shares
 from longhelix.scheduler.step import (
-    NO_CHANGES,
-    NO_TRANSFERS,
     BlockTransfers,
     Chunk,
     Draft,
@@ -242,23 +240,21 @@ class Scheduler:
         joining += tuple(id for id in joined_ids if id not in joining)
         self._next_step_id += 1
         swapped_out, swapped_in = self.pool.swaps_of_step(turn)
-        transfers = BlockTransfers(copies=copies, swapped_out=swapped_out, swapped_in=swapped_in)
-        changes = SequenceChanges(
-            new=new,
-            ended=self._changes.take_ended(turn),
-            joining=joining,
-            leaving=leaving,
-            grown=grown,
-            rebalances=self._widening.of_step(),
-            joined=joined,
-        )
         step = Step(
             self._next_step_id,
             turn=turn,
-            changes=changes or NO_CHANGES,
+            changes=SequenceChanges(
+                new=new,
+                ended=self._changes.take_ended(turn),
+                joining=joining,
+                leaving=leaving,
+                grown=grown,
+                rebalances=self._widening.of_step(),
+                joined=joined,
+            ),
             drafts=drafts,
             chunks=chunks,
-            transfers=transfers or NO_TRANSFERS,
+            transfers=BlockTransfers(copies=copies, swapped_out=swapped_out, swapped_in=swapped_in),
             most_tokens=most_blocks * self.config.block_tokens,
             work=work,
         )
@@ -356,14 +352,11 @@ class Scheduler:
         """Take the next KV block of a decoding sequence. Empty if the sequence had to be preempted."""
         self.pool.choose_ranks(seq, seq.kv.num_blocks + 1)
         blocks = None
-        while blocks is None and self._decodes(seq):
+        while blocks is None and (seq in self._turns or seq in self._drafting):
             blocks = self.pool.take(seq)
             if blocks is None:
                 self._free_some(self.pool.next_owner(seq), seq, now_s)
         return blocks or ()
-
-    def _decodes(self, seq: Sequence) -> bool:
-        return seq in self._turns or seq in self._drafting
 
     def _draft(self, seq: Sequence, token_ids: "array[int]", new_blocks: tuple[Block, ...], load: AnyLoad) -> Draft:
         """Return a draft, and add it to the step's load."""
@@ -506,7 +499,7 @@ class Scheduler:
     def complete(self, result: StepResult) -> list[TokenEvent]:
         """Process the tokens of a step and return their events. Tokens of requests that have ended are dropped."""
         step = self._in_flight.pop(result.step_id)
-        self._turns.ended(Turn(step.turn.microbatch, step.turn.instances))
+        self._turns.ended(step.turn)
         if step.chunks:
             self._step_s = result.measured.taken_s
             self._order.pace.ended(step.id, result.measured.taken_s)

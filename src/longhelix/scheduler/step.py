@@ -222,9 +222,6 @@ class SequenceChanges(msgspec.Struct, frozen=True, array_like=True):
     rebalances: tuple[Rebalance, ...] = ()
     joined: tuple[NewSequence, ...] = ()
 
-    def __bool__(self) -> bool:
-        return self != NO_CHANGES
-
 
 class BlockTransfers(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks that are copied before the layers run.
@@ -240,17 +237,8 @@ class BlockTransfers(msgspec.Struct, frozen=True, array_like=True):
     swapped_out: tuple[Swap, ...] = ()
     swapped_in: tuple[Swap, ...] = ()
 
-    def __bool__(self) -> bool:
-        return self != NO_TRANSFERS
 
-
-# A message leaves out fields that are these.
-ALL_RANKS = Turn()
-NO_CHANGES = SequenceChanges()
-NO_TRANSFERS = BlockTransfers()
-
-
-class Step(msgspec.Struct, frozen=True, omit_defaults=True):
+class Step(msgspec.Struct, frozen=True, array_like=True):
     """One iteration of the engine over a mixed batch: a row for each decoding sequence, then the rows of drafts, then
     prefill chunks.
 
@@ -277,11 +265,11 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     id: int
-    turn: Turn = ALL_RANKS
-    changes: SequenceChanges = NO_CHANGES
+    turn: Turn = Turn()
+    changes: SequenceChanges = SequenceChanges()
     drafts: tuple[Draft, ...] = ()
     chunks: tuple[Chunk, ...] = ()
-    transfers: BlockTransfers = NO_TRANSFERS
+    transfers: BlockTransfers = BlockTransfers()
     most_tokens: int = 0
     work: Work = NO_WORK
 

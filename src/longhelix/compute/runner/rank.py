@@ -25,6 +25,7 @@ from longhelix.compute.runner.meeting import Meeting
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.errors import UserError
 from longhelix.spans import UNTRACED, Spans
+from longhelix.spec.attention import GroupedQueryAttention
 from longhelix.spec.layer import Attention
 
 # Pieces are small compared to the memory that pools leave free, because ranks that are done do not count any longer.
@@ -192,7 +193,8 @@ def new_page_lists(config: EngineConfig, rank: int, pool: KVPool) -> PageLists |
         return None
     (format,) = pool.formats
     flashinfer.check(format, config.formats.dtype)
-    return PageLists(format, num_query_heads, attention.head_size**-0.5, getattr(torch, config.formats.dtype))
+    assert isinstance(attention, GroupedQueryAttention), "FlashInfer takes no pool of latents"
+    return PageLists(format, num_query_heads, attention.scale, getattr(torch, config.formats.dtype))
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:

@@ -11,6 +11,9 @@ from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.token_ranges import ONE_RANGE
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import _layers_run
+from longhelix.spec.attention import GroupedQueryAttention
+from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.rope import RopeSpec
 
 pytestmark = pytest.mark.unit
 
@@ -74,6 +77,22 @@ def test_what_changes_collectives_follows_from_nothing_that_ranks_decide_alone()
 def test_the_option_means_compile_and_replay(execution, device, trace, expected):
     options = EngineOptions(execution=execution, trace="t.json" if trace else None)
     assert _layers_run(options, device) == expected
+
+
+@pytest.mark.parametrize(("score_scale", "expected"), [(None, 64**-0.5), (0.0078125, 0.0078125)])
+def test_flashinfer_scales_scores_as_the_model_says(monkeypatch, score_scale, expected):
+    attention = GroupedQueryAttention(
+        heads=HeadShape(4, 2), head_size=64, rotated_size=64, rope=RopeSpec(), score_scale=score_scale
+    )
+    config = SimpleNamespace(
+        execution=SimpleNamespace(attention="flashinfer"),
+        spec=SimpleNamespace(attentions=(attention,)),
+        layout=Layout(),
+        formats=SimpleNamespace(dtype="bfloat16"),
+    )
+    monkeypatch.setattr(rank.flashinfer, "check", lambda *of_a_format: None)
+    monkeypatch.setattr(rank, "PageLists", lambda format, num_heads, scale, dtype: scale)
+    assert rank.new_page_lists(config, 0, SimpleNamespace(formats=("a format",))) == expected
 
 
 def test_flashinfer_attends_to_whole_batches(monkeypatch):
