@@ -66,7 +66,7 @@ def all_reduce(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
 
 
 def all_gather(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> Sent:
-    """Return the cost of gathering `size_bytes`, of which each rank has a share. A reduce-scatter costs the same."""
+    """Return the cost of an all-gather with a result of `size_bytes`. A reduce-scatter costs the same."""
     inside, outside = _levels(system, groups)
     across_bytes = (outside - 1) / outside * size_bytes
     across_bytes = across_bytes * _groups(system, groups) if system.shared else across_bytes / inside

@@ -33,11 +33,16 @@ def prefill(
     beside: Work = NO_WORK,
     nodes: int = _NODES,
 ) -> Prefill:
-    """Return the times of `tokens` after `prefix` others, in chunks of up to `chunk` rows with decodes `beside` each.
+    """Return the prefill times of `tokens` tokens after `prefix` cached ones.
 
     With PP stages, a chunk enters the first stage once the previous one has left it (sequence pipeline parallelism,
     arXiv 2409.17264, section 4.3): of n chunks that take t_i in each of p stages the last is through after
-    sum(t_i) + (p - 1) max(t_i), where t_i is the slowest stage's. The sum is taken at `nodes` of them.
+    sum(t_i) + (p - 1) max(t_i), where t_i is the slowest stage's.
+
+    Args:
+        chunk: The most rows of a chunk.
+        beside: The decodes in each step with a chunk.
+        nodes: The sum is taken at this many chunks.
     """
     chunks = np.ceil(tokens / np.asarray(chunk, dtype=np.float64))
     rows = tokens / chunks

@@ -8,7 +8,7 @@ from longhelix.perf.step import step_items
 from longhelix.scheduler.work import Work
 from longhelix.spec.layout import Layout, split
 
-# A chunk of a prompt beside some decodes: what a pipeline is for.
+# A chunk of a prompt with some decodes: the steps that a pipeline is for.
 _STEP = Work.chunk(512, 4096) + Work.decode(4, 4096)
 _ENDS = {"embedding": 0, "head": -1, "sampling": -1}  # the stages of what is in no layer
 

@@ -114,7 +114,7 @@ class Admission:
         return job
 
     def admit(self, now_s: float, num_running: int) -> list[StartedSequence]:
-        """Start the requests that fit now, beside `num_running` running ones."""
+        """Start the requests that fit now, while `num_running` others run."""
         started: list[StartedSequence] = []
         skipped: list[Job] = []
         room = self._config.max_running - num_running
@@ -239,7 +239,7 @@ class Admission:
         return self._fits_by_number(job, placement, shared, unheld, alone=alone)
 
     def _behind(self, request: Request, owners: Counter[int], last: int) -> Behind:
-        """Return the placement behind a prefix of which only the number of blocks on each rank is known."""
+        """Return the placement behind a prefix, from the number of its blocks on each rank."""
         return Behind(self._placement(request, last, owners), owners, last)
 
     def _fits_by_number(

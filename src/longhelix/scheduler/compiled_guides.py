@@ -20,15 +20,13 @@ class CompiledGuides:
 
     def __init__(self, clocks: int) -> None:
         self._kept = [KeptGuides[None]() for _ in range(clocks)]
-        self._unheard: list[dict[int, Guide]] = [
-            {} for _ in range(clocks)
-        ]  # guides of requests that begin with the next step
-        self._missing: list[dict[Guide, float]] = [
-            {} for _ in range(clocks)
-        ]  # those that ranks must compile, with seconds
+        # Guides of the requests that begin with the next step, by request.
+        self._unheard: list[dict[int, Guide]] = [{} for _ in range(clocks)]
+        # The guides among these that ranks must compile, with the seconds that it takes.
+        self._missing: list[dict[Guide, float]] = [{} for _ in range(clocks)]
 
     def may_begin(self, request: Request, clock: int) -> bool:
-        """Return whether a request may begin with the next step, beside those that already do."""
+        """Return whether a request may begin with the next step, together with those that already do."""
         guide, missing = request.sampling.guide, self._missing[clock]
         if guide is None or not missing or guide in missing or guide in self._kept[clock]:
             return True

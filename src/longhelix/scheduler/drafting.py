@@ -1,4 +1,4 @@
-"""Draft tokens: guesses of a request's next tokens, several of which one step can verify."""
+"""Draft tokens: guesses of a request's next tokens. One step verifies several of them."""
 
 import math
 from array import array

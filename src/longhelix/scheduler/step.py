@@ -189,7 +189,12 @@ class Rebalance(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Turn(NamedTuple):
-    """What a step is of: a microbatch, and the KVP instances that take it; (): all ranks."""
+    """The ranks and sequences that a step is for.
+
+    Attributes:
+        microbatch: The microbatch whose rows the step has.
+        instances: The KVP instances that run the step. Empty: all ranks run it.
+    """
 
     microbatch: int = 0
     instances: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from longhelix.scheduler.kv.windows import WindowGroup
 from longhelix.scheduler.sequence import Sequence
 from longhelix.scheduler.step import Move, Rebalance
 
-# The most blocks of one sequence that move in a step. Ranks buffer them beside their pools, and wait meanwhile.
+# The most blocks of one sequence that move in a step. Ranks buffer them outside their pools, and wait meanwhile.
 _MOST_MOVED = 64
 
 

@@ -32,7 +32,7 @@ class Snapshot:
 
     Attributes:
         heads: KV heads of the pool, by KV group. All layers of a group have the same.
-        layers: The model's layers of which the pool has KV.
+        layers: Indices of the model's layers that have KV in the pool.
         groups: KV group of each of the model's layers.
     """
 

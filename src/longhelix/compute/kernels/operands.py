@@ -1,4 +1,4 @@
-"""What products and experts take beside their weights.
+"""Arguments of matrix products and experts other than weights.
 
 Native kernels read memory as what they are told it is. Operands of another dtype or shape are refused before, in words,
 whatever form of an op runs: where ops are implemented, which no graph traces.

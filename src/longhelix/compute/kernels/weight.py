@@ -108,7 +108,7 @@ class Panels:
 
 
 def _multiple(dtype: str) -> int:
-    """Return the number of which the inputs of panels must be a multiple."""
+    """Return the number that must divide the inputs of panels."""
     return FORMATS[dtype].weight_scales.numbers or native.LANES
 
 

@@ -135,7 +135,7 @@ def _tied(weights: Weights) -> tuple[Weight, Weight]:
 
 
 def _embedding(weights: Weights) -> Weight:
-    """Return the embedding as a weight of which only rows are read."""
+    """Return the embedding as a weight for row lookups only."""
     embedding_vH = weights.take("embedding")
     outputs, depth = embedding_vH.shape
     return Weight(embedding_vH, weights.weight_dtype, outputs, depth, arrangement=PLAIN)

@@ -105,7 +105,7 @@ class GgufFile:
         return [byte != 0 for byte in data] if code == "?" else array(code, bytes(data))
 
     def _strings(self, count: int) -> list[str | bytes]:
-        """Read strings. Those that are not UTF-8 become bytes, so that they only matter to whoever reads them."""
+        """Read strings. A string that is not UTF-8 becomes bytes, so it is an error only if someone reads it."""
         view, at, entries = self._view, self._at, list[str | bytes]()
         for _ in range(count):
             begin = at + 8

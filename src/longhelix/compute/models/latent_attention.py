@@ -35,8 +35,8 @@ class LatentAttention(nn.Module):
 
     The key half of the up-projection turns queries into latents (absorbed), so all heads attend to the cache entries
     as they are. TPA > 1 splits the heads and duplicates the entries. Sequences with at least `MLA.direct_rows` rows
-    attend to keys and values computed from the entries (direct), except on GPUs and in graphs, whose launches are the
-    same for all lengths.
+    attend to keys and values computed from the entries (direct). On GPUs and in graphs they do not, because launches
+    are the same for all lengths there.
 
     The value half follows the exchange in decode steps on CPUs, and precedes it in other steps. If it comes first,
     ranks send value_size instead of kv_lora_rank channels, but compute it KVP times: 2 kv_lora_rank value_size FLOP
@@ -111,7 +111,7 @@ class LatentAttention(nn.Module):
 
         Returns:
             latent_tX: Latents and keys of the rows, before norm and rotation.
-            q_tqC: Queries, whose last channels are rotated.
+            q_tqC: Queries. Their last channels are to be rotated.
         """
         if self.mla.q_lora_rank is None:
             x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, self.down.dtype)

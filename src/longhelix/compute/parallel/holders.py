@@ -82,7 +82,7 @@ class Holders:
 
 @dataclass(frozen=True)
 class PaddedHolders:
-    """Holders with fixed sizes, for CUDA graphs, whose exchanges always have the same sizes.
+    """Holders with fixed sizes, because the exchanges of a CUDA graph always have the same sizes.
 
     In each of `parts` ranges, every rank has `size` rows. The last rows may be padding: copies of other rows that no
     rank uses. Places count from the start of the range.

@@ -20,7 +20,7 @@ from longhelix.spec.attention import Visibility
 
 
 class RowParts(NamedTuple):
-    """Parts of the memory of B decode rows, b of which keep KV on this rank. int64.
+    """Parts of the memory of B decode rows, int64. This rank keeps KV for b of them.
 
     All are arrays on the host, or all are tensors on the device that runs steps. Fields are as in `models.batch.Batch`.
     """

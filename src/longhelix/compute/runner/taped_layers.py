@@ -20,10 +20,10 @@ class _RecordedStep:
     tape: Tape
     hidden_TH: Tensor
     inputs: list[Tensor]
-    tape_holders: Holders | None  # whose tensors the tape reads
-    holders: Holders | None  # of the last step, whose values are in `tape_holders`
+    tape_holders: Holders | None  # the tape reads their tensors
+    holders: Holders | None  # those of the last step: `tape_holders` has their values
     result_TH: Tensor
-    spans: tuple[object, ...]  # whose times the tape writes
+    spans: tuple[object, ...]  # the tape writes their times
 
     def fill(self, hidden_TH: Tensor, batch: Batch) -> None:
         """Copy the inputs of a step into the tape's memory."""
