@@ -182,21 +182,8 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
             "batch_invariant does not work for models with latent attention, which use torch's matrix products: leave "
             "batch_invariant out"
         )
-    if options.attention == "flashinfer" and (device == "cpu" or not replay):
-        raise UserError(
-            "attention flashinfer runs only inside CUDA graphs: run on GPUs without execution eager and without trace, "
-            "or leave attention out"
-        )
-    if options.attention == "flashinfer" and spec.views:
-        raise UserError(
-            "attention flashinfer does not support layers whose rows see only some tokens: leave the option out"
-        )
-    if options.attention == "flashinfer" and len(spec.attentions) > 1:
-        raise UserError("attention flashinfer does not support layers with different attention: leave the option out")
-    if options.attention == "flashinfer" and options.hop_b not in (None, 1):
-        raise UserError(
-            f"hop_b is {options.hop_b}, but attention flashinfer cannot split a batch into parts: leave one of them out"
-        )
+    if options.attention == "flashinfer":
+        _check_flashinfer(spec, options, device, replay)
     if options.activation_dtype is not None and not has_native_kernels():
         raise UserError(
             "activation_dtype int8 needs the native CPU kernels, which this install does not have: leave "
@@ -207,6 +194,26 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
             "the native CPU kernels are missing because there was no C++ compiler when longhelix was installed, so the "
             "engine runs many times slower: install GCC 12 or later and then longhelix again, or install a wheel",
             stacklevel=4,
+        )
+
+
+def _check_flashinfer(spec: ModelSpec, options: EngineOptions, device: str, replay: bool) -> None:
+    if device == "cpu" or not replay:
+        raise UserError(
+            "attention flashinfer runs only inside CUDA graphs: run on GPUs without execution eager and without trace, "
+            "or leave attention out"
+        )
+    if spec.has_latents:
+        raise UserError("attention flashinfer does not support latent attention: leave the option out")
+    if spec.views:
+        raise UserError(
+            "attention flashinfer does not support layers whose rows see only some tokens: leave the option out"
+        )
+    if len(spec.attentions) > 1:
+        raise UserError("attention flashinfer does not support layers with different attention: leave the option out")
+    if options.hop_b not in (None, 1):
+        raise UserError(
+            f"hop_b is {options.hop_b}, but attention flashinfer cannot split a batch into parts: leave one of them out"
         )
 
 

@@ -111,7 +111,7 @@ class LatentAttention(nn.Module):
 
         Returns:
             latent_tX: Latents and keys of the rows, before norm and rotation.
-            q_tqC: Queries. Their last channels are to be rotated.
+            q_tqC: Queries. Their last channels are already rotated.
         """
         if self.mla.q_lora_rank is None:
             x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, self.down.dtype)

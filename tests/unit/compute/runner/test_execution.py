@@ -10,9 +10,11 @@ from longhelix.compute.runner.config import ExecutionConfig
 from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.token_ranges import ONE_RANGE
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.resolution import _layers_run
+from longhelix.engine.resolution import _check_runs_together, _layers_run
+from longhelix.errors import UserError
 from longhelix.spec.attention import GroupedQueryAttention
 from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.presets import load_model
 from longhelix.spec.rope import RopeSpec
 
 pytestmark = pytest.mark.unit
@@ -93,6 +95,15 @@ def test_flashinfer_scales_scores_as_the_model_says(monkeypatch, score_scale, ex
     monkeypatch.setattr(rank.flashinfer, "check", lambda *of_a_format: None)
     monkeypatch.setattr(rank, "PageLists", lambda format, num_heads, scale, dtype: scale)
     assert rank.new_page_lists(config, 0, SimpleNamespace(formats=("a format",))) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [("deepseek-r1", "does not support latent attention"), ("gpt-oss-120b", "whose rows see only some tokens")],
+)
+def test_flashinfer_refuses_what_it_does_not_compute(model, words):
+    with pytest.raises(UserError, match=words):
+        _check_runs_together(load_model(model), EngineOptions(attention="flashinfer"), "cuda", replay=True)
 
 
 def test_flashinfer_attends_to_whole_batches(monkeypatch):
