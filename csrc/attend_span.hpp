@@ -161,12 +161,22 @@ struct AttendSpan {
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 f32x16 score = sums.value(r, v) * (E::kWhole ? factor * scales[r].scale : factor);
+                if (call.cap != 0) score = capped(score);
                 int visible = clamp(sight.seen[r]), hidden = clamp(sight.hidden[r]);
                 if (visible < (v + 1) * kLanes) score = choose(lanes < visible, score, splat(kMinusInfinity));
                 if (hidden > v * kLanes) score = choose(lanes < hidden, splat(kMinusInfinity), score);
                 store(scores + r * kStripTokens + v * kLanes, score);
             }
         }
+    }
+
+    // cap * tanh(score / cap) of powers of 2; e^-|2 x| cannot overflow.
+    f32x16 capped(f32x16 score) const {
+        float cap = call.cap * kLog2e;
+        auto negative = score < 0.0f;
+        f32x16 small = exp2(choose(negative, score, -score) * (2.0f / call.cap));
+        f32x16 size = (splat(1.0f) - small) / (small + 1.0f) * cap;
+        return choose(negative, -size, size);
     }
 
     std::size_t scales_offset() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }

@@ -123,14 +123,14 @@ struct RunExperts {
     Product gate_up(int expert) const {
         std::int64_t start = starts[expert], rows = starts[expert + 1] - start, columns = set.down[expert].depth;
         Number number = call.number;
-        Linear linear{call.x, rows, call.norm, call.norm_eps, set.gate_up[expert], nullptr, true,
+        Linear linear{call.x, rows, call.norm, call.norm_eps, set.gate_up[expert], nullptr, call.activation,
                       {nullptr, number, 0}, inner_of(expert), number, columns, call.scales};
         return {linear, x + start * units_of(call.hidden), x_sides + start * sides_of(call.hidden)};
     }
 
     Product down(int expert) const {
         std::int64_t start = starts[expert], rows = starts[expert + 1] - start, columns = set.down[expert].depth;
-        Linear linear{{inner_of(expert), call.number, columns}, rows,  nullptr, 0.0f, set.down[expert], nullptr, false,
+        Linear linear{{inner_of(expert), call.number, columns}, rows,  nullptr, 0.0f, set.down[expert], nullptr, {},
                       {nullptr, Number::float32, 0}, outputs + start * call.hidden, Number::float32, call.hidden};
         return {linear, inner_units + start * units_of(widest), inner_sides + start * sides_of(widest)};
     }

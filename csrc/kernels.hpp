@@ -52,6 +52,7 @@ struct Attention {
     const std::int64_t* firsts;      // (T): the first token that each row sees, or null for token 0
     const std::int64_t* limits;      // (T): the token after the last one that it sees
     float scale;
+    float cap;   // scores become cap * tanh(score / cap); or 0 for scores as they are
     void* out;   // (T, q * value_size), of q's number
     float* lse;  // (T, q)
     bool onto;   // `out` and `lse` hold a state over other keys, and become that over both
@@ -103,16 +104,24 @@ struct Weight {
     std::int64_t depth;
 };
 
+// What an FFN does between its products. compute/kernels/reference.py has the functions.
+enum class Function { none, silu, gelu, gelu_tanh, relu_squared, clamped_swiglu };
+
+struct Activation {
+    Function function;
+    bool gated;  // there are twice as many panels, and the function of the first half weighs the second
+};
+
 struct Linear {
     Rows x;  // (T, depth); of int8 with `scales`, where the weight is w8a8
     std::int64_t num_rows;
     const void* norm;  // (depth) of x's number: weights of an RMSNorm before the product; or null
     float norm_eps;
     Weight weight;
-    const void* bias;  // (outputs, or twice as many with `swiglu`) of x's number, beside int8 of `out_number`; or null
-    bool swiglu;       // twice as many panels, whose first half are gates of the second: silu(gate) * up
-    Rows residual;     // (T, outputs) to add; or null data
-    void* out;         // (T, outputs) of `out_number`
+    const void* bias;  // (outputs, or twice as many with a gate) of x's number, beside int8 of `out_number`; or null
+    Activation activation;
+    Rows residual;  // (T, outputs) to add; or null data
+    void* out;      // (T, outputs) of `out_number`
     Number out_number;
     std::int64_t outputs;
     const float* scales = nullptr;  // (T, blocks) of x's rows, of 64 inputs each: number = scale * stored
@@ -169,6 +178,7 @@ struct Experts {
     const float* weights;         // (T, Y)
     const std::int64_t* experts;  // (T, Y): numbers of experts, of which some may not be in the set
     int per_row;                  // Y
+    Activation activation;        // between the products of each FFN
     Rows residual;                // (T, hidden) of `number`; or null data
     void* out;                    // (T, hidden) of `number`
     Number number;                // of x, but beside int8

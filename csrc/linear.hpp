@@ -1,4 +1,4 @@
-// y = x W^T for packed weights, with what stands around it in a decoder: RMSNorm before, bias, SwiGLU, residual after.
+// y = x W^T for packed weights, with what stands around it in a decoder: RMSNorm before, bias, activation, residual after.
 //
 // Every output is one chain of sums over the inputs in their order, whatever the number of rows or threads: a row's bits
 // do not depend on its batch.
@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "activations.hpp"
 #include "bytes.hpp"
-#include "exponentials.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"
 #include "runs.hpp"
@@ -29,13 +29,6 @@ void each_row(std::int64_t count, F row) {
     on_all_threads([&](int thread) {
         for (std::int64_t r = thread; r < count; r += threads()) row(r);
     });
-}
-
-// 1 / (1 + e^-x); e^-|x| cannot overflow.
-INLINE f32x16 sigmoid(f32x16 x) {
-    auto negative = x < 0.0f;
-    f32x16 small = exp2(choose(negative, x, -x) * kLog2e);
-    return choose(negative, small, splat(1.0f)) / (small + 1.0f);
 }
 
 // One row of a product's inputs, normalised where that is asked for.
@@ -189,7 +182,7 @@ struct Multiply {
                 const u8* at[V];
                 for (int v = 0; v < V; ++v) {
                     at[v] = panels[v] + block * kBlockBytes;
-                    if constexpr (R == 1) ask_for(at[v] + (call.swiglu ? V / 2 : V) * panel_bytes);
+                    if constexpr (R == 1) ask_for(at[v] + (call.activation.gated ? V / 2 : V) * panel_bytes);
                 }
                 accumulate<E, R, V, false>(of_block, x + block * kBlockUnits, units, at, kBlockUnits, ahead);
 #pragma GCC unroll 16
@@ -252,7 +245,7 @@ struct Multiply {
         std::memcpy(static_cast<u8*>(call.out) + to * bytes, lanes, left * bytes);
     }
 
-    // `half`: 1 for the second half of the outputs, with SwiGLU.
+    // `half`: 1 for the second half of the outputs, with a gate.
     f32x16 biased(f32x16 value, int half, int panel) const {
         if (!call.bias) return value;
         Number number = call.x.number == Number::int8 ? call.out_number : call.x.number;
@@ -266,42 +259,49 @@ struct Multiply {
         constexpr int kReads = V;
         const u8* panels[kReads];
         for (int v = 0; v < V; ++v) {
-            int number = call.swiglu ? panel + v / 2 + v % 2 * num_panels : panel + v;
+            int number = call.activation.gated ? panel + v / 2 + v % 2 * num_panels : panel + v;
             panels[v] = call.weight.data + static_cast<std::size_t>(number) * panel_bytes;
         }
         const u8* ahead[2] = {panels[0] + V * panel_bytes, panels[0] + V * panel_bytes + V * panel_bytes / 2};
         f32x16 sums[R][V];
         multiply<R, V, Ahead>(x, sides, panels, ahead, sums);
         for (int r = 0; r < R && row + r < call.num_rows; ++r) {
-            if (!call.swiglu) {
-                for (int v = 0; v < V; ++v) put(row + r, panel + v, biased(sums[r][v], 0, panel + v));
+            if (!call.activation.gated) {
+                for (int v = 0; v < V; ++v) put(row + r, panel + v, activated(biased(sums[r][v], 0, panel + v)));
                 continue;
             }
             if constexpr (V % 2 == 0) {
                 for (int v = 0; v < V; v += 2) {
                     f32x16 gate = biased(sums[r][v], 0, panel + v / 2), up = biased(sums[r][v + 1], 1, panel + v / 2);
-                    round_to(call.out_number, gate);
-                    round_to(call.out_number, up);
-                    put(row + r, panel + v / 2, silu(gate, up));
+                    put(row + r, panel + v / 2, gated(gate, up));
                 }
             }
         }
     }
 
-    f32x16 silu(f32x16 gate, f32x16 up) const {
-        f32x16 value = gate * sigmoid(gate);
+    // Every step is rounded, as separate operations would.
+    f32x16 activated(f32x16 value) const {
+        if (call.activation.function == Function::none) return value;
         round_to(call.out_number, value);
-        return value * up;
+        return activate(call.activation.function, value);
+    }
+
+    f32x16 gated(f32x16 gate, f32x16 up) const {
+        round_to(call.out_number, up);
+        f32x16 value = activated(gate), input = gated_input(call.activation.function, up);
+        round_to(call.out_number, value);
+        round_to(call.out_number, input);
+        return value * input;
     }
 
     template <int R, bool Ahead>
     void rows(const u32* x, const Side* sides, std::int64_t row, int first, int last) const {
-        // A tile reads V panels; with SwiGLU, V / 2 of gates and V / 2 of ups.
+        // A tile reads V panels; with a gate, V / 2 of gates and V / 2 of ups.
         constexpr int V = kRowTile == 12 && R <= 4 && !E::kScaled ? 4 : 2;
-        int each = call.swiglu ? V / 2 : V, panel = first;
+        int each = call.activation.gated ? V / 2 : V, panel = first;
         for (; panel + each <= last; panel += each) tile<R, V, Ahead>(x, sides, row, panel);
         for (; panel < last; ++panel) {
-            if (call.swiglu) {
+            if (call.activation.gated) {
                 tile<R, 2, Ahead>(x, sides, row, panel);
             } else {
                 tile<R, 1, Ahead>(x, sides, row, panel);
@@ -334,7 +334,7 @@ struct Multiply {
 
     // All rows times panels [first, stop) of outputs; rows are padded to a multiple of kMostRows.
     void all_rows(const u32* x, const Side* sides, int first, int stop) const {
-        done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.swiglu ? 2 : 1) * kLanes * call.weight.depth,
+        done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.activation.gated ? 2 : 1) * kLanes * call.weight.depth,
                                   std::memory_order_relaxed);
         if (call.num_rows <= kMostRows) return some_rows(x, sides, 0, first, stop);
         for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
@@ -349,7 +349,7 @@ struct Multiply {
     // panels, and with one row or two, which wait for nothing but memory, the processor's own guesses are better.
     void some_rows(const u32* x, const Side* sides, std::int64_t row, int first, int last) const {
         constexpr std::size_t kShort = 32 << 10;
-        if (row == 0 && !call.swiglu && panel_bytes <= kShort) return some_rows<true>(x, sides, row, first, last);
+        if (row == 0 && !call.activation.gated && panel_bytes <= kShort) return some_rows<true>(x, sides, row, first, last);
         some_rows<false>(x, sides, row, first, last);
     }
 

@@ -23,6 +23,7 @@ using longhelix::Channel;
 using longhelix::check_weight_number;
 using longhelix::Collective;
 using longhelix::ExpertSet;
+using longhelix::Function;
 using longhelix::Kind;
 using longhelix::Number;
 using longhelix::perform;
@@ -72,6 +73,13 @@ void bind_numbers(nb::module_& module) {
         .value("fp8", Number::float8)
         .value("int4", Number::int4)
         .value("w8a8", Number::w8a8);
+    nb::enum_<Function>(module, "Function")
+        .value("none", Function::none)
+        .value("silu", Function::silu)
+        .value("gelu", Function::gelu)
+        .value("gelu_tanh", Function::gelu_tanh)
+        .value("relu_squared", Function::relu_squared)
+        .value("clamped_swiglu", Function::clamped_swiglu);
 }
 
 void bind_collectives(nb::module_& module) {
@@ -193,8 +201,8 @@ void bind_kernels(nb::module_& module) {
     module.def(
         "attend",
         [](Address q, Number number, std::int64_t q_stride, const Pool& pool, int num_query_heads, int num_sequences,
-           Address blocks, Address extents, Address row_starts, Address firsts, Address limits, float scale, Address out,
-           Address lse, bool onto) {
+           Address blocks, Address extents, Address row_starts, Address firsts, Address limits, float scale, float cap,
+           Address out, Address lse, bool onto) {
             longhelix::Attention call{rows_at(q, number, q_stride),
                                          pool,
                                          num_query_heads,
@@ -205,6 +213,7 @@ void bind_kernels(nb::module_& module) {
                                          at<const std::int64_t>(firsts),
                                          at<const std::int64_t>(limits),
                                          scale,
+                                         cap,
                                          at<void>(out),
                                          at<float>(lse),
                                          onto};
@@ -257,7 +266,7 @@ void bind_kernels(nb::module_& module) {
     module.def(
         "linear",
         [](Address x, Number number, std::int64_t x_stride, Address scales, std::int64_t num_rows, Address norm,
-           float norm_eps, const Weight& weight, Address bias, bool swiglu, Address residual,
+           float norm_eps, const Weight& weight, Address bias, Function function, bool gated, Address residual,
            std::int64_t residual_stride, Address out, Number out_number, std::int64_t outputs) {
             bool rounded = number == Number::int8 && weight.number == Number::w8a8 && (scales || !num_rows) && !norm;
             if (scales && !rounded) {
@@ -269,7 +278,7 @@ void bind_kernels(nb::module_& module) {
                                          norm_eps,
                                          weight,
                                          at<const void>(bias),
-                                         swiglu,
+                                         {function, gated},
                                          rows_at(residual, out_number, residual_stride),
                                          at<void>(out),
                                          out_number,
@@ -312,8 +321,8 @@ void bind_kernels(nb::module_& module) {
     module.def(
         "experts",
         [](Address x, Number number, Address scales, std::int64_t num_rows, std::int64_t hidden, Address norm,
-           float norm_eps, const ExpertSet& set, Address weights, Address experts, int per_row, Address residual,
-           Address out, Number out_number, Address rows_of) {
+           float norm_eps, const ExpertSet& set, Address weights, Address experts, int per_row, Function function,
+           bool gated, Address residual, Address out, Number out_number, Address rows_of) {
             bool of_bytes = set.down.empty() || set.down[0].number == Number::w8a8;
             bool rounded = number == Number::int8 && of_bytes && (scales || !num_rows) && !norm;
             if (scales && !rounded) {
@@ -328,6 +337,7 @@ void bind_kernels(nb::module_& module) {
                                     at<const float>(weights),
                                     at<const std::int64_t>(experts),
                                     per_row,
+                                    {function, gated},
                                     rows_at(residual, out_number, hidden),
                                     at<void>(out),
                                     out_number,

@@ -65,13 +65,13 @@ def mixed(x_SH, moe, own):
 
 def attended(x_SH, attention, own):
     def heads(name, count):
-        bias = own[f"self_attn.{name}_proj.bias"] if attention.qkv_bias else 0.0
+        bias = own[f"self_attn.{name}_proj.bias"] if attention.projections.qkv_bias else 0.0
         return (x_SH @ own[f"self_attn.{name}_proj.weight"].T + bias).unflatten(1, (count, -1)).transpose(0, 1)
 
     shape, positions_S = attention.heads, torch.arange(len(x_SH))
     q_qSC = heads("q", shape.num_query_heads)
     k_kSC, v_kSC = heads("k", shape.num_kv_heads), heads("v", shape.num_kv_heads)
-    if attention.qk_norm:
+    if attention.norms.qk:
         q_qSC, k_kSC = norm(q_qSC, own["self_attn.q_norm.weight"]), norm(k_kSC, own["self_attn.k_norm.weight"])
     q_qSC, k_qSC = rotated(q_qSC, attention), rotated(k_kSC, attention).repeat_interleave(shape.group_size, 0)
     scores_qSS = q_qSC @ k_qSC.transpose(1, 2) * attention.head_size**-0.5

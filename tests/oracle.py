@@ -7,9 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
@@ -76,6 +80,40 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         embedding_multiplier=6.0,
         logits_scaling=3.0,
         **(_COMMON | {"hidden_size": 96}),
+    ),
+    "gemma2": Gemma2Config(  # the first layer has a window
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=10,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=20.0,
+        tie_word_embeddings=False,
+        **_COMMON,
+    ),
+    "gemma3": Gemma3TextConfig(  # the first layer has a window and its own rotation
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=10,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=24,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+        tie_word_embeddings=False,
+        **_COMMON,
+    ),
+    "arcee": ArceeConfig(num_attention_heads=9, num_key_value_heads=3, head_dim=16, mlp_bias=True, **_COMMON),
+    "exaone4": Exaone4Config(  # the second layer has no positions
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=10,
+        sliding_window_pattern=2,
+        **_COMMON,
     ),
 }
 _EXPERTS = {"moe_intermediate_size": 23, "num_experts_per_tok": 2}

@@ -4,13 +4,15 @@ from dataclasses import replace
 
 from longhelix.spec import (
     MLA,
-    GatedFFN,
+    MLP,
     GroupedQueryAttention,
+    HeadNorms,
     LayerSpec,
     LinearAttention,
     ModelSpec,
     MoE,
     MultiHeadLatentAttention,
+    Projections,
     RopeSpec,
     Visibility,
 )
@@ -62,15 +64,16 @@ def toy_model(
     """
 
     def attention(visible: Visibility) -> GroupedQueryAttention | MultiHeadLatentAttention:
-        common = {"rope": rope, "visibility": visible, "qkv_bias": qkv_bias, "output_bias": attention_output_bias}
+        common = {"rope": rope, "visibility": visible}
+        biases = {"qkv_bias": qkv_bias, "output_bias": attention_output_bias}
         if mla is not None:
-            return MultiHeadLatentAttention(heads=HeadShape(num_query_heads, 1), latents=mla, **common)
+            return MultiHeadLatentAttention(heads=HeadShape(num_query_heads, 1), latents=mla, **common, **biases)
         return GroupedQueryAttention(
             heads=HeadShape(num_query_heads, num_kv_heads),
             head_size=head_size,
             rotated_size=head_size,
-            qk_norm=qk_norm,
-            output_gate=output_gate,
+            projections=Projections(**biases, output_gate=output_gate),
+            norms=HeadNorms(qk=qk_norm),
             **common,
         )
 
@@ -78,7 +81,7 @@ def toy_model(
         full = index in full_layers
         mixer = linear if linear is not None and not full else attention(EVERYTHING if full else visibility)
         has_experts = moe is not None and index >= num_dense_layers and (index + 1) % layer_step == 0
-        return LayerSpec((mixer,), (moe if has_experts else GatedFFN(ffn_size, ffn_bias),))
+        return LayerSpec((mixer,), (moe if has_experts else MLP(ffn_size, ffn_bias),))
 
     return ModelSpec(
         architecture=architecture,
@@ -100,7 +103,7 @@ def with_attention(spec: ModelSpec, **changes) -> ModelSpec:
     return spec.with_layers(lambda layer: layer.with_attention(**changes))
 
 
-def with_ffns(spec: ModelSpec, *ffns: GatedFFN | MoE) -> ModelSpec:
+def with_ffns(spec: ModelSpec, *ffns: MLP | MoE) -> ModelSpec:
     """Return a model of one layer for each FFN."""
     layers = tuple(LayerSpec(spec.layers[0].mixers, (ffn,)) for ffn in ffns)
     return replace(spec, layers=layers)

@@ -11,7 +11,17 @@ from safetensors.torch import save_file
 
 from float64_layers import EPS, logits_of, random_weights
 from longhelix import LLM, SamplingParams, UserError
-from longhelix.spec import FAMILIES, GatedFFN, GroupedQueryAttention, LayerSpec, MoE, RopeSpec, Visibility
+from longhelix.spec import (
+    FAMILIES,
+    MLP,
+    GroupedQueryAttention,
+    HeadNorms,
+    LayerSpec,
+    MoE,
+    Projections,
+    RopeSpec,
+    Visibility,
+)
 from longhelix.spec.hf_config import read_hf_config
 from longhelix.spec.layout import HeadShape, Layout
 from oracle import VOCAB, greedy_of, save_tokenizer_files
@@ -25,11 +35,18 @@ EXPERTS = MoE(5, 2, 48, shared_size=32)
 LAYERS = tuple(
     LayerSpec((GroupedQueryAttention(heads=heads, head_size=size, rotated_size=rotated, rope=rope, **more),), (ffn,))
     for heads, size, rotated, rope, more, ffn in (
-        (HeadShape(6, 2), 16, 16, NEAR, {"visibility": Visibility(window_tokens=40)}, GatedFFN(80)),
-        (HeadShape(4, 4), 32, 8, FAR, {"qk_norm": True}, EXPERTS),
-        (HeadShape(6, 3), 20, 0, NEAR, {"qkv_bias": True}, GatedFFN(112)),  # which packed kernels do not take
+        (HeadShape(6, 2), 16, 16, NEAR, {"visibility": Visibility(window_tokens=40)}, MLP(80)),
+        (HeadShape(4, 4), 32, 8, FAR, {"norms": HeadNorms(qk=True)}, EXPERTS),
+        (
+            HeadShape(6, 3),
+            20,
+            0,
+            NEAR,
+            {"projections": Projections(qkv_bias=True)},
+            MLP(112),
+        ),  # which packed kernels do not take
         (HeadShape(5, 1), 16, 16, FAR, {"visibility": Visibility(chunk_tokens=48)}, EXPERTS),
-        (HeadShape(6, 2), 16, 16, NEAR, {"visibility": Visibility(window_tokens=40)}, GatedFFN(80)),
+        (HeadShape(6, 2), 16, 16, NEAR, {"visibility": Visibility(window_tokens=40)}, MLP(80)),
     )
 )
 CONFIG = {

@@ -21,7 +21,8 @@ from longhelix.compute.kernels import (
     route,
     run_experts,
 )
-from longhelix.spec import MoE
+from longhelix.compute.kernels.library import activation_arguments
+from longhelix.spec import Activation, MoE, Routing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,7 +118,16 @@ def linear_inputs(dtype: torch.dtype) -> list:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    return [normal(20, 96), normal(80, 96) / 10, normal(80), normal(96), 1e-5, True, normal(20, 40), torch.float32]
+    return [
+        normal(20, 96),
+        normal(80, 96) / 10,
+        normal(80),
+        normal(96),
+        1e-5,
+        Activation(),
+        normal(20, 40),
+        torch.float32,
+    ]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -188,9 +198,10 @@ def test_torch_accepts_the_ops_on_the_device():
     q_TqC, k_PDkC, v_PDkC, *rest = attention_inputs(dtype, dtype)
     k_TkC, v_TkC, *_, slots_T = write_inputs(dtype, dtype)
     pool, format = pool_arguments(k_PDkC, v_PDkC)
-    *product, out_dtype = linear_inputs(dtype)
+    *product, activation, residual_TN, out_dtype = linear_inputs(dtype)
+    product += [*activation_arguments(activation), residual_TN]
     for op, inputs in (
-        (ops.partial_attention, (q_TqC, *pool, *rest, 150, 209, *format)),
+        (ops.partial_attention, (q_TqC, *pool, *rest, 150, 209, None, None, *format)),
         (ops.merge_states, (torch.randn(4, 7, 2, 32), torch.randn(4, 7, 2))),
         (ops.write_kv, (k_TkC, v_TkC, *pool, slots_T, *format)),
         (ops.rotate_and_write, (*rotation_inputs(dtype), *pool, slots_T, 3, *format)),
@@ -211,12 +222,14 @@ def test_the_fused_ops_equal_the_cpu(dtype):
     for actual, wanted in ((q_TqC, expected_TqC), (device.values, cpu.values)):
         torch.testing.assert_close(actual.cpu(), wanted, rtol=TOLERANCE[dtype], atol=6 * TOLERANCE[dtype])
     assert torch.equal(device.values[:, 1].cpu(), cpu.values[:, 1])
-    x_TX, weight_NX, bias_N, norm_X, eps, swiglu, residual_TN, out_dtype = linear_inputs(dtype)
+    x_TX, weight_NX, bias_N, norm_X, eps, activation, residual_TN, out_dtype = linear_inputs(dtype)
     results = []
     for place in ("cpu", DEVICE):
         weight = Weight(weight_NX.to(place), str(dtype).removeprefix("torch."), 80, 96, PLAIN)
         around = {"bias": bias_N.to(place), "norm": norm_X.to(place), "residual": residual_TN.to(place)}
-        results.append(linear(x_TX.to(place), weight, **around, norm_eps=eps, swiglu=swiglu, dtype=out_dtype).cpu())
+        results.append(
+            linear(x_TX.to(place), weight, **around, norm_eps=eps, activation=activation, dtype=out_dtype).cpu()
+        )
     torch.testing.assert_close(results[1], results[0], rtol=4 * TOLERANCE[dtype], atol=16 * TOLERANCE[dtype])
 
 
@@ -227,7 +240,7 @@ def test_experts_equal_the_cpu(dtype):
     def random(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
 
-    moe, name = MoE(6, 2, 40, shared_size=24, shared_gate=True), str(dtype).removeprefix("torch.")
+    moe, name = MoE(6, 2, 40, shared_size=24, routing=Routing(shared_gate=True)), str(dtype).removeprefix("torch.")
     # Logits a quarter apart, or equal.
     logits_TX = torch.randint(-12, 13, (30, 7), generator=generator) / 4
     x_TH, norm, residual = random(30, 96) * 10, 1 + random(96), random(30, 96) * 10

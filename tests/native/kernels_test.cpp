@@ -181,7 +181,7 @@ void test_attend(const Kernels& kernels, Random& random) {
     Matrix q(query_number, rows, heads * pool.key_size, random.of({0, 16}));
     q.fill(random, 0.5, 2);
     Matrix out(query_number, rows, heads * pool.value_size), lse(Number::float32, rows, heads);
-    float scale = random.of({1.0f, 4.0f, 16.0f}) / 256.0f;
+    float scale = random.of({1.0f, 4.0f, 16.0f}) / 256.0f, cap = random.of({0.0f, 0.0f, 0.5f, 20.0f});
     bool attended = true;
     auto attend = [&] {
         Bytes memory = cache.memory();
@@ -190,7 +190,7 @@ void test_attend(const Kernels& kernels, Random& random) {
         kernels.write({keys.as_rows(), values.as_rows(), pool, cache.slots.data(), cache.num_rows()});
         attended = kernels.attend({q.as_rows(), pool, heads, static_cast<int>(num_sequences), blocks.data(),
                                    extents.data(), row_starts.data(), has_windows ? firsts.data() : nullptr,
-                                   limits.data(), scale, out.data(), lse.floats(), false});
+                                   limits.data(), scale, cap, out.data(), lse.floats(), false});
         return std::pair(out.bytes.copy(), lse.bytes.copy());
     };
     on_threads(attend);
@@ -206,7 +206,8 @@ void test_attend(const Kernels& kernels, Random& random) {
         double total = 0, largest = 0;
         for (std::int64_t token = has_windows ? firsts[row] : 0; token < limit; ++token) {
             auto key = keys.get_run(first + token, kv_head * pool.key_size, pool.key_size);
-            double weight = std::exp(scale * std::inner_product(key.begin(), key.end(), query.begin(), 0.0));
+            double score = scale * std::inner_product(key.begin(), key.end(), query.begin(), 0.0);
+            double weight = std::exp(cap ? cap * std::tanh(score / cap) : score);
             total += weight;
             for (int c = 0; c < pool.value_size; ++c) {
                 double value = v.get(first + token, value_column + c);
@@ -259,7 +260,7 @@ void test_write(const Kernels& kernels, Random& random) {
     on_threads([&] {
         kernels.write({vectors.as_rows(), vectors.as_rows(), pool, slots.data(), kVectors});
         kernels.attend({q.as_rows(), pool, 1, kVectors, blocks.data(), extents.data(), row_starts.data(), nullptr,
-                        limits.data(), 1.0f, out.data(), lse.floats(), false});
+                        limits.data(), 1.0f, 0.0f, out.data(), lse.floats(), false});
         return out.bytes.copy();
     });
     for (int vector = 0; vector < kVectors; ++vector) {
@@ -404,15 +405,47 @@ Matrix make_weight(Number number, std::int64_t panels, std::int64_t depth) {
     return data;
 }
 
+// A third of all products have no activation.
+Activation random_activation(Random& random) {
+    if (random.one_in(3)) return {};
+    Function function = random.of({Function::silu, Function::silu, Function::gelu, Function::gelu_tanh,
+                                   Function::relu_squared, Function::clamped_swiglu});
+    return {function, function == Function::clamped_swiglu || random.one_in(2)};
+}
+
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+
+double activated(Function function, double x) {
+    switch (function) {
+        case Function::silu:
+            return x * sigmoid(x);
+        case Function::gelu:
+            return x * std::erfc(-x * std::sqrt(0.5)) / 2;
+        case Function::gelu_tanh:
+            return x * (1 + std::tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))) / 2;
+        case Function::relu_squared:
+            return x < 0 ? 0 : x * x;
+        case Function::clamped_swiglu:
+            return std::min(x, 7.0) * sigmoid(1.702 * std::min(x, 7.0));
+        default:
+            return x;
+    }
+}
+
+double gated_input(Function function, double up) {
+    return function == Function::clamped_swiglu ? std::clamp(up, -7.0, 7.0) + 1 : up;
+}
+
 void test_linear(const Kernels& kernels, Random& random) {
     Number stored = random.of(
         {Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4, Number::w8a8, Number::w8a8});
     std::int64_t depth = 32 * (1 + random.below(7)), outputs = 1 + random.below(100);
     if ((stored <= Number::float16 || stored == Number::w8a8) && random.one_in(2)) depth += kLanes;
     std::int64_t rows = random.of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 40});
-    bool swiglu = random.one_in(3), has_norm = random.one_in(2), has_bias = random.one_in(2);
+    Activation activation = random_activation(random);
+    bool has_norm = random.one_in(2), has_bias = random.one_in(2);
     bool has_residual = random.one_in(2);
-    std::int64_t halves = swiglu ? 2 : 1, panels = (outputs + kLanes - 1) / kLanes;
+    std::int64_t halves = activation.gated ? 2 : 1, panels = (outputs + kLanes - 1) / kLanes;
     Number number = random.number(), out_number = random.one_in(3) ? Number::float32 : number;
     Matrix weight = make_weight(stored, halves * panels, depth);
     Matrix x(number, rows, depth, random.of({0, 16})), norm(number, 1, depth), bias(number, 1, halves * outputs);
@@ -425,7 +458,7 @@ void test_linear(const Kernels& kernels, Random& random) {
         out.bytes.reset();
         Rows added = has_residual ? residual.as_rows() : Rows{nullptr, out_number, 0};
         kernels.linear({x.as_rows(), rows, has_norm ? norm.data() : nullptr, 1e-3f,
-                        {weight.bytes.data.get(), stored, depth}, has_bias ? bias.data() : nullptr, swiglu, added,
+                        {weight.bytes.data.get(), stored, depth}, has_bias ? bias.data() : nullptr, activation, added,
                         out.data(), out_number, outputs});
         return out.bytes.copy();
     });
@@ -447,8 +480,9 @@ void test_linear(const Kernels& kernels, Random& random) {
             sizes[half] = 1.0 + std::abs(sums[half]);
             for (double term : input) sums[half] += kWeight * term, sizes[half] += std::abs(kWeight * term);
         }
-        double value = swiglu ? sums[0] / (1 + std::exp(-sums[0])) * sums[1] : sums[0];
-        double size = swiglu ? 2 * sizes[0] * sizes[1] : sizes[0];
+        double value = activated(activation.function, sums[0]), size = sizes[0];
+        if (activation.function == Function::relu_squared) size *= 2 * size;
+        if (activation.gated) value *= gated_input(activation.function, sums[1]), size *= 2 * (sizes[1] + 1);
         if (has_residual) value += residual.get(row, output), size += std::abs(residual.get(row, output));
         check_near(out.get(row, output), value, tolerance * size, "a product");
     }
@@ -480,9 +514,9 @@ void test_round(const Kernels& kernels, Random& random) {
     Matrix out(number, rows, outputs), same(number, rows, outputs);
     Weight packed{weight.bytes.data.get(), Number::w8a8, depth};
     Rows none{nullptr, number, 0};
-    kernels.linear({x.as_rows(), rows, has_norm ? norm.data() : nullptr, 1e-3f, packed, nullptr, false, none, out.data(),
+    kernels.linear({x.as_rows(), rows, has_norm ? norm.data() : nullptr, 1e-3f, packed, nullptr, {}, none, out.data(),
                     number, outputs});
-    kernels.linear({{stored, Number::int8, depth}, rows, nullptr, 0.0f, packed, nullptr, false, none, same.data(), number,
+    kernels.linear({{stored, Number::int8, depth}, rows, nullptr, 0.0f, packed, nullptr, {}, none, same.data(), number,
                     outputs, scales.floats()});
     check(out.bytes.copy() == same.bytes.copy(), "rows of bytes give other products");
 }
@@ -558,13 +592,14 @@ void test_experts(const Kernels& kernels, Random& random) {
     Number number = random.number();
     std::int64_t hidden = 32 * (1 + random.below(4)), rows = random.of({0, 1, 2, 5, 40, 600});
     int per_row = 1 + random.below(3), count = random.below(5);
+    Activation activation = random_activation(random);
     std::vector<int> ids(count);  // every second number from a first one on is here
     std::vector<Matrix> memory;
     std::vector<Weight> gate_up, down;
     for (int place = 0; place < count; ++place) {
         ids[place] = 1 + 2 * place;
         std::int64_t columns = 32 * random.below(4);
-        memory.push_back(make_weight(stored, 2 * columns / kLanes, hidden));
+        memory.push_back(make_weight(stored, (activation.gated ? 2 : 1) * columns / kLanes, hidden));
         gate_up.push_back({memory.back().bytes.data.get(), stored, hidden});
         memory.push_back(make_weight(stored, hidden / kLanes, columns));
         down.push_back({memory.back().bytes.data.get(), stored, columns});
@@ -594,7 +629,7 @@ void test_experts(const Kernels& kernels, Random& random) {
         out.bytes.reset();
         for (int place = 0; place < count; ++place) rows_of.set(0, place, 0);
         kernels.experts({x.as_rows(), rows, hidden, has_norm ? norm.data() : nullptr, 1e-3f, &set, weights.floats(),
-                         static_cast<const std::int64_t*>(taken.data()), per_row,
+                         static_cast<const std::int64_t*>(taken.data()), per_row, activation,
                          has_residual ? residual.as_rows() : Rows{nullptr, number, 0}, out.data(), number,
                          static_cast<std::int64_t*>(rows_of.data()), nullptr});
         return std::pair(out.bytes.copy(), rows_of.bytes.copy());
@@ -608,7 +643,7 @@ void test_experts(const Kernels& kernels, Random& random) {
         on_threads([&] {
             same.bytes.reset();
             kernels.experts({{rounded, Number::int8, hidden}, rows, hidden, nullptr, 0.0f, &set, weights.floats(),
-                             static_cast<const std::int64_t*>(taken.data()), per_row,
+                             static_cast<const std::int64_t*>(taken.data()), per_row, activation,
                              has_residual ? residual.as_rows() : Rows{nullptr, number, 0}, same.data(), number,
                              static_cast<std::int64_t*>(rows_of.data()), scales.floats()});
             return same.bytes.copy();
@@ -630,8 +665,10 @@ void test_experts(const Kernels& kernels, Random& random) {
             int place = place_of(static_cast<std::int64_t>(taken.get(row, y)));
             if (place < 0) continue;
             double factor = weights.get(row, y) * kWeight * static_cast<double>(down[place].depth);
-            value += factor * sum * sum / (1 + std::exp(-sum));
-            bound += std::abs(factor) * 2 * size * size;
+            double inner = activated(activation.function, sum);
+            value += factor * (activation.gated ? inner * gated_input(activation.function, sum) : inner);
+            bool squared = activation.function == Function::relu_squared;
+            bound += std::abs(factor) * 2 * size * (size + 1) * (squared ? size : 1);
         }
         check_near(out.get(row, output), value, tolerance * bound, "a sum of experts");
     }

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from float64_layers import logits_of, random_weights
 from longhelix import LLM, SamplingParams
 from longhelix.compute.models.parameters import check, declare
-from longhelix.spec import FAMILIES, Visibility, read_hf_config
+from longhelix.spec import FAMILIES, HeadNorms, Projections, Visibility, read_hf_config
 from longhelix.spec.config import count
 from longhelix.spec.config_parts import alike, all_but_each, dense, grouped_query, limited, num_layers, stack
 from longhelix.spec.family import DECODER, Family
@@ -36,7 +36,11 @@ FAMILIES["madeup"] = windowed_family()
 
 def madeup_layers(config, rope):
     """Equal layers: attention with biases and normed heads, and a dense FFN."""
-    return alike(config, grouped_query(config, rope, qkv_bias=True, qk_norm=True), dense(config))
+    return alike(
+        config,
+        grouped_query(config, rope, projections=Projections(qkv_bias=True), norms=HeadNorms(qk=True)),
+        dense(config),
+    )
 
 
 def madeup_family():
@@ -49,7 +53,7 @@ def madeup_family():
 
 def windowed_layers(config, rope):
     """The same layers with a sliding window, which each third layer lacks."""
-    attention = grouped_query(config, rope, qkv_bias=True, qk_norm=True)
+    attention = grouped_query(config, rope, projections=Projections(qkv_bias=True), norms=HeadNorms(qk=True))
     window = Visibility(window_tokens=count(config, "sliding_window"))
     return stack(limited(attention, window, all_but_each(config, 3)), [dense(config)] * num_layers(config))
 
@@ -75,7 +79,11 @@ def test_a_family_with_other_names_and_norms_is_one_module(monkeypatch):
     config = {"model_type": "madeup", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     config |= {"intermediate_size": 24, "vocab_size": 30}
     spec = read_hf_config(config)
-    assert (attention_of(spec).qkv_bias, attention_of(spec).qk_norm, attention_of(spec).head_size) == (True, True, 4)
+    assert (attention_of(spec).projections.qkv_bias, attention_of(spec).norms.qk, attention_of(spec).head_size) == (
+        True,
+        True,
+        4,
+    )
     assert missing_parts(spec) == []
     qwen = replace(spec, architecture="qwen3")
     shapes = {source.name: source.shape for p in declare(qwen, Layout(), 0) for source in p.sources}

@@ -38,6 +38,7 @@ from longhelix.spec import (
     read_hf_config,
     unread_fields,
 )
+from longhelix.spec.attention import GroupedQueryAttention
 from longhelix.spec.layout import Layout
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.values import one_of, refused
@@ -205,6 +206,8 @@ def _check_flashinfer(spec: ModelSpec, options: EngineOptions, device: str, repl
         )
     if spec.has_latents:
         raise UserError("attention flashinfer does not support latent attention: leave the option out")
+    if any(isinstance(each, GroupedQueryAttention) and each.scores.cap is not None for each in spec.attentions):
+        raise UserError("attention flashinfer does not support scores with a cap: leave the option out")
     if spec.views:
         raise UserError(
             "attention flashinfer does not support layers whose rows see only some tokens: leave the option out"

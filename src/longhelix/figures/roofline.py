@@ -6,7 +6,7 @@ from math import ceil
 from longhelix.figures.charts import Chart, Curve, Panel
 from longhelix.figures.claims import Table
 from longhelix.spec import FORMATS, ModelSpec
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 
 MEMORY_BYTES_PER_S = 8000e9
 BATCH = 8
@@ -33,7 +33,7 @@ def appendix_a(model: ModelSpec, *, tpa: int, tpf: int, kvp: int = 1, context: f
     """
     per_us = FORMATS[DTYPE].bits / 8 / MEMORY_BYTES_PER_S * 1e6
     (attention,), (ffn,), hidden = model.attentions, model.ffns, model.hidden_size
-    assert isinstance(ffn, GatedFFN)
+    assert isinstance(ffn, MLP)
     kv_heads, head_size = ceil(attention.heads.num_kv_heads / tpa), attention.head_size
     projections = 2 * hidden * attention.heads.num_query_heads / tpa * head_size + 2 * hidden * kv_heads * head_size
     return ReadTime(

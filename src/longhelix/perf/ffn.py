@@ -8,7 +8,7 @@ from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
 from longhelix.scheduler.work import Work
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import FFN
 from longhelix.spec.moe import MoE
 
@@ -22,7 +22,7 @@ def ffn_items(setting: Setting, layouts: Layouts, ffn: FFN, work: Work) -> list[
     return dense_items(setting, layouts, ffn, work)
 
 
-def dense_items(setting: Setting, layouts: Layouts, ffn: GatedFFN, work: Work) -> list[CostItem]:
+def dense_items(setting: Setting, layouts: Layouts, ffn: MLP, work: Work) -> list[CostItem]:
     """Return a dense FFN's cost items. Groups with their own requests gather all rows before it, and scatter sums."""
     elements = weights.dense_ffn(setting, layouts, ffn)
     before, after = _gathered(setting, layouts, work)

@@ -11,7 +11,7 @@ from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.windows import span_blocks
 from longhelix.spec import LayerSpec, LinearAttention
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import FFN, Mixer
 from longhelix.spec.moe import MoE
 
@@ -117,10 +117,12 @@ def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_
 def _width(setting: Setting, layouts: Layouts, part: Mixer | FFN) -> Array:
     """Return how many numbers a mixer or an FFN needs at once for a row."""
     match part:
-        case GatedFFN():
-            return 2 * np.ceil(part.num_columns / layouts.ffn_ranks) + setting.model.hidden_size
+        case MLP():
+            columns = part.activation.projections * np.ceil(part.num_columns / layouts.ffn_ranks)
+            return columns + setting.model.hidden_size
         case MoE():
-            columns = 2 * part.experts_per_token * np.ceil(part.expert_size / layouts.tpf)
+            taken = part.experts_per_token * np.ceil(part.expert_size / layouts.tpf)
+            columns = part.activation.projections * taken
             return columns + setting.model.hidden_size
         case LinearAttention():
             keys, values = rank_heads(layouts, part)

@@ -105,9 +105,16 @@ class Setting:
 
     @cached_property
     def weights(self) -> dict[Mixer | FFN, tuple[WeightSpec, ...]]:
-        """The weights of each different mixer and FFN, with the norms before them."""
-        parts = (part for layer in dict.fromkeys(self.model.layers) for part in (*layer.mixers, *layer.ffns))
-        return {part: part_weights(self.model, part) for part in dict.fromkeys(parts)}
+        """The weights of each different mixer and FFN. Their norms are those of any layer that has them."""
+        layers = dict.fromkeys(self.model.layers)
+        parts = {part: layer.norms for layer in layers for part in (*layer.mixers, *layer.ffns)}
+        return {part: part_weights(self.model, part, norms) for part, norms in parts.items()}
+
+    @cached_property
+    def norms_per_layer(self) -> float:
+        """Norms of hidden states in a layer, on average."""
+        layers = self.model.layers
+        return 2 * sum(layer.norms.before + layer.norms.after for layer in layers) / len(layers)
 
     @cached_property
     def _mixers_of_layers(self) -> Runs[tuple[Mixer, ...]]:

@@ -156,10 +156,11 @@ def _ffns_of_layers(setting: Setting, num_layers: Array) -> Iterator[tuple[tuple
 
 
 def _norms(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
+    count = setting.norms_per_layer
     moved_bytes = (
-        2 * 3 * layouts.of_rank(work, setting.request_rows).rows * setting.model.hidden_size * ACTIVATION_BYTES
+        count * 3 * layouts.of_rank(work, setting.request_rows).rows * setting.model.hidden_size * ACTIVATION_BYTES
     )
-    return kernels("norms", setting, layouts, hbm_bytes=moved_bytes, count=2.0)
+    return kernels("norms", setting, layouts, hbm_bytes=moved_bytes, count=count)
 
 
 def _embedding(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:

@@ -11,7 +11,7 @@ from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
 from longhelix.spec import LinearAttention
 from longhelix.spec.attention import MultiHeadLatentAttention
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import FFN, Attention, Mixer
 from longhelix.spec.moe import MoE
 from longhelix.spec.weights import Dim, Split, WeightSpec, embedding
@@ -43,7 +43,7 @@ def output_projection(setting: Setting, layouts: Layouts, attention: Attention) 
     return _named(setting, layouts, attention, "output")
 
 
-def dense_ffn(setting: Setting, layouts: Layouts, ffn: GatedFFN) -> Array:
+def dense_ffn(setting: Setting, layouts: Layouts, ffn: MLP) -> Array:
     """Gate, up and down, columns over all ranks of an FFN."""
     return _named(setting, layouts, ffn, "gate_up", "down")
 

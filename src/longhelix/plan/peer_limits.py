@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from longhelix.plan.deployment import Deployment
 from longhelix.spec import FORMATS, ModelSpec
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 
 GPUS_OF_A_SERVER = 8
 _FP8_BLOCK = 128  # block size of FP8 scales in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2) and Qwen3
@@ -45,13 +45,13 @@ def uneven_heads(deployment: Deployment, parts: int, name: str) -> Iterator[str]
 
 def replicates_ffn(model: ModelSpec) -> bool:
     """Whether layers have FFNs that all tokens pass through: dense ones, or shared experts."""
-    return any(isinstance(ffn, GatedFFN) or ffn.shared_size for ffn in model.ffns)
+    return any(isinstance(ffn, MLP) or ffn.shared_size for ffn in model.ffns)
 
 
 def uneven_ffn(deployment: Deployment, parts: int, name: str) -> Iterator[str]:
     """Yield a limit if the columns of dense FFNs or shared experts cannot be split evenly over `parts` ranks."""
     model = deployment.model
-    for columns in dict.fromkeys(ffn.num_columns for ffn in model.ffns if isinstance(ffn, GatedFFN)):
+    for columns in dict.fromkeys(ffn.num_columns for ffn in model.ffns if isinstance(ffn, MLP)):
         if columns % parts:
             yield f"{name} {parts} must divide the {columns} columns of the FFN"
     for columns in dict.fromkeys(moe.shared_size for moe in model.moes):

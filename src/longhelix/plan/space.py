@@ -7,7 +7,7 @@ import numpy as np
 
 from longhelix.perf.layouts import Layouts
 from longhelix.spec import ModelSpec
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _divides(model: ModelSpec, degrees: _Degrees) -> bool:
     if model.moes:
         sizes += [size for moe in model.moes for size in ((moe.expert_size, tpf), (moe.num_experts, ep))]
     else:
-        sizes += [(ffn.num_columns, tpf) for ffn in model.ffns if isinstance(ffn, GatedFFN)]
+        sizes += [(ffn.num_columns, tpf) for ffn in model.ffns if isinstance(ffn, MLP)]
     return even_heads and all(size % degree == 0 for size, degree in sizes)
 
 

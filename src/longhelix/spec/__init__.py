@@ -1,10 +1,16 @@
 """What models and hardware are: shapes and numbers, read from mappings. Pure."""
 
-from longhelix.spec.attention import GroupedQueryAttention, MultiHeadLatentAttention, Visibility
+from longhelix.spec.attention import (
+    GroupedQueryAttention,
+    MultiHeadLatentAttention,
+    Projections,
+    Scores,
+    Visibility,
+)
 from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.config_fields import unread_fields
 from longhelix.spec.families import FAMILIES
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP, Activation
 from longhelix.spec.formats import (
     DTYPES,
     FORMATS,
@@ -22,7 +28,8 @@ from longhelix.spec.layer import LayerSpec
 from longhelix.spec.linear import LinearAttention
 from longhelix.spec.mla import MLA
 from longhelix.spec.model import ModelSpec
-from longhelix.spec.moe import MoE
+from longhelix.spec.moe import MoE, Routing
+from longhelix.spec.norms import HeadNorms, Norms
 from longhelix.spec.rope import ROPE_KINDS, RopeSpec
 from longhelix.spec.sparse import Indexer
 from longhelix.spec.vision import VisionSpec
@@ -33,12 +40,14 @@ __all__ = [
     "FORMATS",
     "KV_DTYPES",
     "MLA",
+    "MLP",
     "ROPE_KINDS",
     "WEIGHT_DTYPES",
+    "Activation",
     "CacheEntry",
-    "GatedFFN",
     "GroupedQueryAttention",
     "HardwareSpec",
+    "HeadNorms",
     "Indexer",
     "LayerSpec",
     "LinearAttention",
@@ -46,9 +55,13 @@ __all__ = [
     "MoE",
     "ModelSpec",
     "MultiHeadLatentAttention",
+    "Norms",
     "NumberFormat",
+    "Projections",
     "RopeSpec",
+    "Routing",
     "Scales",
+    "Scores",
     "Visibility",
     "VisionSpec",
     "number_format",

@@ -5,6 +5,7 @@ import msgspec
 from longhelix.spec.cache_entry import CacheEntry
 from longhelix.spec.layout import HeadShape
 from longhelix.spec.mla import MLA
+from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSpec, Rotation
 from longhelix.spec.sparse import Indexer
 
@@ -47,6 +48,36 @@ class Visibility(msgspec.Struct, frozen=True):
 EVERYTHING = Visibility()
 
 
+class Projections(msgspec.Struct, frozen=True):
+    """What the projections of attention have in addition to their weights.
+
+    Attributes:
+        qkv_bias: Queries, keys and values have biases.
+        output_bias: The output projection has a bias.
+        output_gate: Query heads have as many channels again, which weigh their outputs.
+    """
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    output_gate: bool = False
+
+
+class Scores(msgspec.Struct, frozen=True):
+    """How scores follow from queries and keys, and what their softmax sees.
+
+    Attributes:
+        scale: Products of queries and keys are scaled by it. None: by 1 / sqrt(head_size).
+        cap: Scores s become cap * tanh(s / cap). None: they stay as they are.
+        temperature_tuning: Queries are scaled by a number that grows with their position.
+        sinks: Each query head has a number that its softmax counts as one more score.
+    """
+
+    scale: float | None = None
+    cap: float | None = None
+    temperature_tuning: bool = False
+    sinks: bool = False
+
+
 class GroupedQueryAttention(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Grouped-query attention: each KV head serves as many query heads.
 
@@ -56,14 +87,9 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag=True, kw_only=True)
         rotated_size: Channels of a head that carry positions. 0: the layer has no positions.
         rope: How they turn.
         visibility: The tokens that a row sees.
-        qkv_bias: Queries, keys and values have biases.
-        output_bias: The output projection has a bias.
-        qk_norm: Queries and keys are normed, head by head.
-        output_gate: Query heads have as many channels again, which weigh their outputs.
-        sinks: Each query head has a number that its softmax counts as one more score.
-        l2_norm: Rotated queries and keys are divided by their root mean square, head by head.
-        temperature_tuning: Queries are scaled by a number that grows with their position.
-        score_scale: Products of queries and keys are scaled by it. None: by 1 / sqrt(head_size).
+        projections: Biases and gates of the projections.
+        norms: Norms of heads.
+        scores: How scores follow from queries and keys.
     """
 
     heads: HeadShape
@@ -71,19 +97,14 @@ class GroupedQueryAttention(msgspec.Struct, frozen=True, tag=True, kw_only=True)
     rotated_size: int
     rope: RopeSpec
     visibility: Visibility = EVERYTHING
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    output_gate: bool = False
-    sinks: bool = False
-    l2_norm: bool = False
-    temperature_tuning: bool = False
-    score_scale: float | None = None
+    projections: Projections = Projections()
+    norms: HeadNorms = HeadNorms()
+    scores: Scores = Scores()
 
     @property
     def scale(self) -> float:
         """What products of queries and keys are scaled by."""
-        return self.head_size**-0.5 if self.score_scale is None else self.score_scale
+        return self.head_size**-0.5 if self.scores.scale is None else self.scores.scale
 
     @property
     def rotation(self) -> Rotation:

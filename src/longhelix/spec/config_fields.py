@@ -32,6 +32,7 @@ _ONE_STACK = "a decoder-only model"
 _SAME_LAYERS = "identical layers"
 _UNSCALED = "no scaling or capping of values"
 NEUTRAL: Mapping[str, Neutral] = {
+    "hidden_act": Neutral(("silu", "swish"), "SwiGLU"),
     "is_causal": Neutral((True,), "attention to earlier tokens only"),
     "use_bidirectional_attention": Neutral((False, None), "attention to earlier tokens only"),
     "is_encoder_decoder": Neutral((False, None), _ONE_STACK),
@@ -108,7 +109,8 @@ def completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     for alias, name in family.aliases.items():
         if alias in given:
             given[name] = given.pop(alias)
-    unread = {name: neutral for name, neutral in NEUTRAL.items() if name not in family.defaults}
+    read = family.defaults.keys() | family.ignored
+    unread = {name: neutral for name, neutral in NEUTRAL.items() if name not in read}
     for name, neutral in {**unread, **family.neutral}.items():
         if name in given:
             _check_neutral(name, given[name], neutral)

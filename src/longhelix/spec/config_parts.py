@@ -6,14 +6,21 @@ from typing import Any
 import msgspec
 
 from longhelix.errors import UserError
-from longhelix.spec.attention import GroupedQueryAttention, MultiHeadLatentAttention, Visibility
+from longhelix.spec.attention import (
+    GroupedQueryAttention,
+    MultiHeadLatentAttention,
+    Projections,
+    Scores,
+    Visibility,
+)
 from longhelix.spec.config import MOST_LAYERS, count, count_or_none, positive, switch
 from longhelix.spec.family import Neutral
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP, Activation, Function
 from longhelix.spec.layer import FFN, LayerSpec, Mixer
 from longhelix.spec.layout import HeadShape
 from longhelix.spec.mla import MLA
-from longhelix.spec.moe import MoE
+from longhelix.spec.moe import MoE, Routing
+from longhelix.spec.norms import HeadNorms, Norms
 from longhelix.spec.rope import RopeSettings
 from longhelix.values import refused
 
@@ -39,10 +46,10 @@ def num_layers(config: Mapping[str, Any]) -> int:
     return count(config, "num_hidden_layers", most=MOST_LAYERS)
 
 
-def stack(mixers: Iterable[Mixer], ffns: Iterable[FFN]) -> tuple[LayerSpec, ...]:
+def stack(mixers: Iterable[Mixer], ffns: Iterable[FFN], norms: Norms = Norms()) -> tuple[LayerSpec, ...]:
     """Return layers of one mixer and one FFN each. Equal layers are the same object."""
     shared: dict[LayerSpec, LayerSpec] = {}
-    layers = (LayerSpec((mixer,), (ffn,)) for mixer, ffn in zip(mixers, ffns, strict=True))
+    layers = (LayerSpec((mixer,), (ffn,), norms=norms) for mixer, ffn in zip(mixers, ffns, strict=True))
     return tuple(shared.setdefault(layer, layer) for layer in layers)
 
 
@@ -56,11 +63,9 @@ def grouped_query(
     rope: RopeSettings,
     *,
     partly_rotated: bool = False,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    qk_norm: bool = False,
-    output_gate: bool = False,
-    sinks: bool = False,
+    projections: Projections = Projections(),
+    norms: HeadNorms = HeadNorms(),
+    scores: Scores = Scores(),
 ) -> GroupedQueryAttention:
     """Read attention whose rows see everything. partly_rotated: `partial_rotary_factor` of a head carries positions."""
     num_query_heads = count(config, "num_attention_heads")
@@ -71,11 +76,9 @@ def grouped_query(
         head_size=head_size,
         rotated_size=rotated_size,
         rope=rope_spec,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        qk_norm=qk_norm,
-        output_gate=output_gate,
-        sinks=sinks,
+        projections=projections,
+        norms=norms,
+        scores=scores,
     )
 
 
@@ -99,8 +102,34 @@ def latent(config: Mapping[str, Any], rope: RopeSettings) -> MultiHeadLatentAtte
     )
 
 
-def dense(config: Mapping[str, Any], *, bias: bool = False) -> GatedFFN:
-    return GatedFFN(count(config, "intermediate_size"), bias)
+def biases(config: Mapping[str, Any]) -> Projections:
+    """Read whether all projections of attention have biases."""
+    bias = switch(config, "attention_bias")
+    return Projections(qkv_bias=bias, output_bias=bias)
+
+
+def dense(config: Mapping[str, Any], *, bias: bool = False, activation: Activation = Activation()) -> MLP:
+    return MLP(count(config, "intermediate_size"), bias, activation)
+
+
+# Names of functions in configs.
+_FUNCTIONS: Mapping[str, Function] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu_squared",
+}
+
+
+def activation(config: Mapping[str, Any], key: str, *, gated: bool = True) -> Activation:
+    """Read the activation of dense FFNs."""
+    name = config.get(key)
+    if not isinstance(name, str) or name not in _FUNCTIONS:
+        allowed = f"one of {', '.join(_FUNCTIONS)}"
+        raise refused(f"{key} in the model's settings", name, allowed, "invalid_model")
+    return Activation(_FUNCTIONS[name], gated)
 
 
 def limited(
@@ -148,6 +177,12 @@ def all_but_each(config: Mapping[str, Any], period: int) -> list[bool]:
     return [(layer + 1) % period != 0 for layer in range(num_layers(config))]
 
 
+def has_windows(config: Mapping[str, Any], period: int) -> list[bool]:
+    """Whether each layer has a window: as `layer_types` says, or else all but each `period`-th."""
+    kinds = layer_types(config, "sliding_attention")
+    return all_but_each(config, period) if kinds is None else [kind != "full_attention" for kind in kinds]
+
+
 def layer_types(config: Mapping[str, Any], other: str) -> list[str] | None:
     """Read what each layer attends to: full_attention, or `other`. None where nothing is said of it."""
     given, total = config.get("layer_types"), num_layers(config)
@@ -168,8 +203,7 @@ def qwen_experts(config: Mapping[str, Any], *, normalised: bool, shared: bool = 
         count(config, "num_experts_per_tok"),
         count(config, "moe_intermediate_size"),
         shared_size=count(config, "shared_expert_intermediate_size") if shared else 0,
-        shared_gate=shared,
-        normalised=normalised,
+        routing=Routing(shared_gate=shared, normalised=normalised),
     )
 
 
@@ -180,12 +214,14 @@ def sigmoid_experts(config: Mapping[str, Any]) -> MoE:
         count(config, "num_experts_per_tok"),
         expert_size := count(config, "moe_intermediate_size"),
         shared_size=shared_size(config, expert_size),
-        routing_bias=True,
-        sigmoid=True,
-        normalised=switch(config, "norm_topk_prob"),
-        num_groups=count(config, "n_group"),
-        groups_per_token=count(config, "topk_group"),
-        scale=positive(config, "routed_scaling_factor"),
+        routing=Routing(
+            bias=True,
+            sigmoid=True,
+            normalised=switch(config, "norm_topk_prob"),
+            num_groups=count(config, "n_group"),
+            groups_per_token=count(config, "topk_group"),
+            scale=positive(config, "routed_scaling_factor"),
+        ),
     )
 
 
@@ -194,7 +230,7 @@ def shared_size(config: Mapping[str, Any], expert_size: int) -> int:
     return 0 if config["n_shared_experts"] is None else count(config, "n_shared_experts", least=0) * expert_size
 
 
-def after_dense(config: Mapping[str, Any], dense_ffn: GatedFFN, experts: MoE) -> list[FFN]:
+def after_dense(config: Mapping[str, Any], dense_ffn: MLP, experts: MoE) -> list[FFN]:
     """Return FFNs for each layer: dense ones in the first layers, as `first_k_dense_replace` says."""
     total = num_layers(config)
     num_dense = min(count(config, "first_k_dense_replace", least=0), total)

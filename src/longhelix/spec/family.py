@@ -11,7 +11,6 @@ from longhelix.spec.vision import VisionSpec
 
 # What every family's config has, with the value that an absent key stands for.
 DECODER: Mapping[str, Any] = {
-    "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "rope_parameters": None,

@@ -7,7 +7,7 @@ from typing import Any
 from longhelix.errors import UserError
 from longhelix.spec.attention import GroupedQueryAttention, Visibility
 from longhelix.spec.config import MOST_LAYERS, count, count_or_none, positive, replaced, token_ids
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.layout import HeadShape
 from longhelix.spec.model import ModelSpec
@@ -60,7 +60,7 @@ def read_gguf(
         rope=resolved,
         visibility=Visibility(window_tokens=count_or_none(metadata, "llama.attention.sliding_window")),
     )
-    layer = LayerSpec((attention,), (GatedFFN(_number(metadata, "feed_forward_length")),))
+    layer = LayerSpec((attention,), (MLP(_number(metadata, "feed_forward_length")),))
     tokens = metadata.get("tokenizer.ggml.tokens")
     return ModelSpec(
         architecture="llama",

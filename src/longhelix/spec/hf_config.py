@@ -38,9 +38,6 @@ def read_hf_config(
         )
     vision = None if family.vision is None else family.vision(config)
     config = completed(family.decoder(config), family)
-    activation = config["hidden_act"]
-    if not isinstance(activation, str) or activation not in ("silu", "swish"):
-        raise UserError(f"hidden_act is {shown(activation)}: longhelix runs 'silu' (SwiGLU)", "invalid_model")
     max_positions = count(config, "max_position_embeddings")
     rope = {**family.rope, **rope_mapping(config)}
     if rope_scaling is not None:

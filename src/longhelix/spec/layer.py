@@ -3,13 +3,14 @@
 import msgspec
 
 from longhelix.spec.attention import GroupedQueryAttention, MultiHeadLatentAttention
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 from longhelix.spec.linear import LinearAttention
 from longhelix.spec.moe import MoE
+from longhelix.spec.norms import Norms
 
 Attention = GroupedQueryAttention | MultiHeadLatentAttention
 Mixer = GroupedQueryAttention | MultiHeadLatentAttention | LinearAttention
-FFN = GatedFFN | MoE
+FFN = MLP | MoE
 
 
 class LayerSpec(msgspec.Struct, frozen=True):
@@ -19,11 +20,13 @@ class LayerSpec(msgspec.Struct, frozen=True):
         mixers: What mixes rows, each with the same input. Their outputs are added to the residual.
         ffns: What follows, each with the same input. Their outputs are added to the residual.
         residual_scale: The outputs of mixers and FFNs are scaled by it before they are added.
+        norms: The norms before and after mixers and FFNs.
     """
 
     mixers: tuple[Mixer, ...]
     ffns: tuple[FFN, ...]
     residual_scale: float = 1.0
+    norms: Norms = Norms()
 
     @property
     def attention(self) -> Attention | None:
@@ -36,9 +39,9 @@ class LayerSpec(msgspec.Struct, frozen=True):
         return next((mixer for mixer in self.mixers if isinstance(mixer, LinearAttention)), None)
 
     @property
-    def dense(self) -> GatedFFN | None:
+    def dense(self) -> MLP | None:
         """The dense FFN. None if there is none."""
-        return next((ffn for ffn in self.ffns if isinstance(ffn, GatedFFN)), None)
+        return next((ffn for ffn in self.ffns if isinstance(ffn, MLP)), None)
 
     @property
     def moe(self) -> MoE | None:

@@ -14,10 +14,6 @@ def missing_parts(spec: ModelSpec) -> list[str]:
     layers = dict.fromkeys(spec.layers)
     parts = [part for layer in layers for mixer in layer.mixers for part in _of_mixer(mixer)]
     parts += [part for layer in layers for ffn in layer.ffns for part in _of_ffn(ffn)]
-    if any(layer.residual_scale != 1 and (layer.moe is not None or layer.dense is None) for layer in layers):
-        parts.append("scaled outputs of experts")
-    if any(layer.residual_scale != 1 and isinstance(layer.attention, MultiHeadLatentAttention) for layer in layers):
-        parts.append("scaled outputs of latent attention")
     return list(dict.fromkeys(parts))
 
 
@@ -30,21 +26,21 @@ def _of_mixer(mixer: Mixer) -> Iterator[str]:
     if isinstance(mixer, MultiHeadLatentAttention) and mixer.visibility.limit_tokens is not None:
         yield "windows of latent attention"
     if isinstance(mixer, GroupedQueryAttention):
-        if mixer.output_gate:
+        if mixer.projections.output_gate:
             yield "a gate of attention outputs"
-        if mixer.sinks:
+        if mixer.scores.sinks:
             yield "attention sinks"
-        if mixer.l2_norm:
+        if mixer.norms.l2:
             yield "L2 norms of queries and keys"
-        if mixer.temperature_tuning:
+        if mixer.scores.temperature_tuning:
             yield "a temperature that depends on positions"
 
 
 def _of_ffn(ffn: FFN) -> Iterator[str]:
-    if ffn.activation != "silu":
-        yield f"the activation {ffn.activation}"
+    if ffn.activation.function == "xielu":
+        yield "the activation xIELU"
     if isinstance(ffn, MoE):
         if ffn.biases:
             yield "experts with biases"
-        if ffn.weighted_inputs:
+        if ffn.routing.weighted_inputs:
             yield "experts with weighted inputs"

@@ -19,11 +19,15 @@ class Multipliers:
 
     Attributes:
         embedding: The embeddings of tokens are scaled by it.
+        rounded: `embedding` is first rounded to the dtype of activations.
         logits: Logits are scaled by it.
+        logit_cap: Scaled logits l become logit_cap * tanh(l / logit_cap). None: they stay as they are.
     """
 
     embedding: float = 1.0
+    rounded: bool = False
     logits: float = 1.0
+    logit_cap: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from math import prod
 
 from longhelix.spec.attention import GroupedQueryAttention, MultiHeadLatentAttention
 from longhelix.spec.families import FAMILIES
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP, Activation
 from longhelix.spec.layer import FFN, LayerSpec, Mixer
 from longhelix.spec.layout import HeadShape
 from longhelix.spec.linear import LinearAttention
 from longhelix.spec.model import ModelSpec
 from longhelix.spec.moe import MoE
+from longhelix.spec.norms import Norms
 from longhelix.spec.sparse import Indexer
 
 
@@ -78,9 +79,15 @@ _ONCE = Dim(Split.WHOLE, 1)
 class WeightSpec:
     """A matrix of `rows` and `columns`, or a vector without columns.
 
-    name: its name in the model. Weights of the same name are stacked by rows in the order of the table.
-    tensor: its name in checkpoints. If each of `experts` has its own weight, both names have "{}" for its number.
-    exact: it is loaded in the checkpoint's dtype.
+    Attributes:
+        name: Its name in the model. Weights of the same name are stacked by rows in the order of the table.
+        tensor: Its name in checkpoints. If each of `experts` has its own weight, both names have "{}" for its number.
+        rows: Its first dim.
+        columns: Its second dim. None for vectors.
+        experts: Experts that have their own weight.
+        exact: It is loaded in the checkpoint's dtype.
+        stored: The dtype in which the engine keeps it.
+        plus_one: The checkpoint has the weight minus one. The sum is exact in float32.
     """
 
     name: str
@@ -90,6 +97,7 @@ class WeightSpec:
     experts: Dim = _ONCE
     exact: bool = False
     stored: WeightDtype = WeightDtype.ACTIVATION
+    plus_one: bool = False
 
     @property
     def dims(self) -> tuple[Dim, ...]:
@@ -107,7 +115,7 @@ def embedding(spec: ModelSpec) -> WeightSpec:
 
 
 def last_norm(spec: ModelSpec) -> WeightSpec:
-    return WeightSpec("norm", "model.norm.weight", _hidden(spec))
+    return _norm(spec.layers[-1].norms, "norm", "model.norm.weight", _hidden(spec))
 
 
 def head(spec: ModelSpec) -> WeightSpec:
@@ -118,12 +126,13 @@ def head(spec: ModelSpec) -> WeightSpec:
 
 def layer_weights(spec: ModelSpec, layer: LayerSpec) -> tuple[WeightSpec, ...]:
     """Return the weights of a layer. Names and tensors do not have the layer's prefix."""
-    return tuple(weight for part in (*layer.mixers, *layer.ffns) for weight in part_weights(spec, part))
+    parts = (*layer.mixers, *layer.ffns)
+    return tuple(weight for part in parts for weight in part_weights(spec, part, layer.norms))
 
 
-def part_weights(spec: ModelSpec, part: Mixer | FFN) -> tuple[WeightSpec, ...]:
-    """Return the weights of a mixer or FFN and of the norm before it. Names do not have the layer's prefix."""
-    weights = _ffn(spec, part) if isinstance(part, GatedFFN | MoE) else _mixer(spec, part)
+def part_weights(spec: ModelSpec, part: Mixer | FFN, norms: Norms) -> tuple[WeightSpec, ...]:
+    """Return the weights of a mixer or FFN and of its norms. Names do not have the layer's prefix."""
+    weights = _ffn(spec, part, norms) if isinstance(part, MLP | MoE) else _mixer(spec, part, norms)
     renamed = FAMILIES[spec.architecture].tensors
     return tuple(
         replace(weight, tensor=renamed[weight.tensor]) if weight.tensor in renamed else weight for weight in weights
@@ -158,38 +167,45 @@ def _in_layers(spec: ModelSpec, taken_only: bool) -> int:
     )
 
 
-def _mixer(spec: ModelSpec, mixer: Mixer) -> Iterator[WeightSpec]:
+def _mixer(spec: ModelSpec, mixer: Mixer, norms: Norms) -> Iterator[WeightSpec]:
     hidden = _hidden(spec)
-    yield WeightSpec("attention_norm", "input_layernorm.weight", hidden)
+    if norms.before:
+        yield _norm(norms, "attention_norm", "input_layernorm.weight", hidden)
     match mixer:
         case GroupedQueryAttention():
-            yield from _grouped_query(spec, mixer)
+            yield from _grouped_query(spec, mixer, norms)
         case MultiHeadLatentAttention():
             yield from _latent(spec, mixer)
         case LinearAttention():
             yield from _linear_attention(spec, mixer)
-            return
-    if mixer.output_bias:
-        yield WeightSpec("output_bias", "self_attn.o_proj.bias", hidden)
+    if norms.after:
+        yield _norm(norms, "attention_norm_after", "post_attention_layernorm.weight", hidden)
 
 
-def _grouped_query(spec: ModelSpec, attention: GroupedQueryAttention) -> Iterator[WeightSpec]:
-    hidden, size, heads = _hidden(spec), attention.head_size, attention.heads
+def _norm(norms: Norms, name: str, tensor: str, rows: Dim) -> WeightSpec:
+    """Return the weight of a norm. A sum with one keeps all its digits: the engine does not round it to fewer bits."""
+    stored = WeightDtype.FLOAT32 if norms.plus_one else WeightDtype.ACTIVATION
+    return WeightSpec(name, tensor, rows, stored=stored, plus_one=norms.plus_one)
+
+
+def _grouped_query(spec: ModelSpec, attention: GroupedQueryAttention, norms: Norms) -> Iterator[WeightSpec]:
+    hidden, size, heads, has = _hidden(spec), attention.head_size, attention.heads, attention.projections
     queries, keys = (
-        _heads(Split.QUERY_HEADS, heads, 2 * size if attention.output_gate else size),
+        _heads(Split.QUERY_HEADS, heads, 2 * size if has.output_gate else size),
         _heads(Split.KV_HEADS, heads, size),
     )
     projections = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     for name, rows in projections.items():
         yield _product("qkv", f"self_attn.{name}.weight", rows, hidden)
-    for name, rows in projections.items() if attention.qkv_bias else ():
+    for name, rows in projections.items() if has.qkv_bias else ():
         yield WeightSpec("qkv_bias", f"self_attn.{name}.bias", rows)
-    if attention.qk_norm:
-        yield WeightSpec("q_norm", "self_attn.q_norm.weight", _whole(size))
-        yield WeightSpec("k_norm", "self_attn.k_norm.weight", _whole(size))
-    if attention.sinks:
+    for name in ("q_norm", "k_norm") if attention.norms.qk else ():
+        yield _norm(norms, name, f"self_attn.{name}.weight", _whole(size))
+    if attention.scores.sinks:
         yield WeightSpec("sinks", "self_attn.sinks", _heads(Split.QUERY_HEADS, heads, 1))
     yield _product("output", "self_attn.o_proj.weight", hidden, _heads(Split.OUTPUT_HEADS, heads, size))
+    if has.output_bias:
+        yield WeightSpec("output_bias", "self_attn.o_proj.bias", hidden)
 
 
 def _latent(spec: ModelSpec, attention: MultiHeadLatentAttention) -> Iterator[WeightSpec]:
@@ -216,6 +232,8 @@ def _latent(spec: ModelSpec, attention: MultiHeadLatentAttention) -> Iterator[We
     yield _product("output", "self_attn.o_proj.weight", hidden, values)
     if attention.visibility.indexer is not None and mla.q_lora_rank is not None:
         yield from _indexer(spec, attention.visibility.indexer, _whole(mla.q_lora_rank))
+    if attention.output_bias:
+        yield WeightSpec("output_bias", "self_attn.o_proj.bias", hidden)
 
 
 def _indexer(spec: ModelSpec, indexer: Indexer, query_latent: Dim) -> Iterator[WeightSpec]:
@@ -248,13 +266,20 @@ def _linear_attention(spec: ModelSpec, linear: LinearAttention) -> Iterator[Weig
     yield _product("linear_out", "linear_attn.out_proj.weight", hidden, values)
 
 
-def _ffn(spec: ModelSpec, ffn: FFN) -> Iterator[WeightSpec]:
-    yield WeightSpec("ffn_norm", "post_attention_layernorm.weight", _hidden(spec))
+def _ffn(spec: ModelSpec, ffn: FFN, norms: Norms) -> Iterator[WeightSpec]:
+    hidden = _hidden(spec)
+    if norms.before:
+        # Where outputs of attention are normed as well, that norm has the usual name of this one.
+        before = "pre_feedforward_layernorm" if norms.after else "post_attention_layernorm"
+        yield _norm(norms, "ffn_norm", f"{before}.weight", hidden)
     match ffn:
-        case GatedFFN():
-            yield from _shared_swiglu(spec, "", "mlp.", Dim(Split.FFN_COLUMNS, ffn.num_columns), ffn.bias)
+        case MLP():
+            columns = Dim(Split.FFN_COLUMNS, ffn.num_columns)
+            yield from _shared_mlp(spec, "", "mlp.", columns, ffn.activation, ffn.bias)
         case MoE():
             yield from _mixture(spec, ffn)
+    if norms.after:
+        yield _norm(norms, "ffn_norm_after", "post_feedforward_layernorm.weight", hidden)
 
 
 def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
@@ -262,39 +287,50 @@ def _mixture(spec: ModelSpec, moe: MoE) -> Iterator[WeightSpec]:
     yield WeightSpec("router", "mlp.gate.weight", experts, _hidden(spec), stored=WeightDtype.FLOAT32)
     if moe.biases:
         yield WeightSpec("router_bias", "mlp.gate.bias", experts)
-    if moe.routing_bias:
+    if moe.routing.bias:
         tensor = "mlp.gate.e_score_correction_bias"
         yield WeightSpec("routing_bias", tensor, experts, exact=True, stored=WeightDtype.FLOAT32)
     columns, experts = Dim(Split.EXPERT_COLUMNS, moe.expert_size), Dim(Split.EXPERTS, moe.num_experts)
-    yield from _swiglu(spec, "experts.{}.", "mlp.experts.{}.", columns, experts)
+    yield from _mlp(spec, "experts.{}.", "mlp.experts.{}.", columns, moe.activation, experts)
     if moe.biases:
-        yield from _swiglu_biases(spec, "experts.{}.", "mlp.experts.{}.", columns, experts)
+        yield from _mlp_biases(spec, "experts.{}.", "mlp.experts.{}.", columns, moe.activation, experts)
     if moe.shared_size:
         shared = Dim(Split.SHARED_COLUMNS, moe.shared_size)
-        yield from _shared_swiglu(spec, "shared.", "mlp.shared_experts.", shared, moe.shared_bias)
-    if moe.shared_gate:
+        yield from _shared_mlp(spec, "shared.", "mlp.shared_experts.", shared, moe.activation, moe.shared_bias)
+    if moe.routing.shared_gate:
         tensor = "mlp.shared_expert_gate.weight"
         yield WeightSpec("shared_gate", tensor, _whole(1), _hidden(spec), stored=WeightDtype.FLOAT32)
 
 
-def _shared_swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim, has_bias: bool) -> Iterator[WeightSpec]:
+def _shared_mlp(
+    spec: ModelSpec, name: str, tensor: str, columns: Dim, activation: Activation, has_bias: bool
+) -> Iterator[WeightSpec]:
     """Of an FFN that all rows pass through."""
-    yield from _swiglu(spec, name, tensor, columns)
+    yield from _mlp(spec, name, tensor, columns, activation)
     if has_bias:
-        yield from _swiglu_biases(spec, name, tensor, columns)
+        yield from _mlp_biases(spec, name, tensor, columns, activation)
 
 
-def _swiglu_biases(spec: ModelSpec, name: str, tensor: str, columns: Dim, experts: Dim = _ONCE) -> Iterator[WeightSpec]:
-    yield WeightSpec(name + "gate_up_bias", tensor + "gate_proj.bias", columns, experts=experts)
-    yield WeightSpec(name + "gate_up_bias", tensor + "up_proj.bias", columns, experts=experts)
+def _mlp_biases(
+    spec: ModelSpec, name: str, tensor: str, columns: Dim, activation: Activation, experts: Dim = _ONCE
+) -> Iterator[WeightSpec]:
+    for side in _sides(activation):
+        yield WeightSpec(name + "gate_up_bias", f"{tensor}{side}_proj.bias", columns, experts=experts)
     yield WeightSpec(name + "down_bias", tensor + "down_proj.bias", _hidden(spec), experts=experts)
 
 
-def _swiglu(spec: ModelSpec, name: str, tensor: str, columns: Dim, experts: Dim = _ONCE) -> Iterator[WeightSpec]:
+def _mlp(
+    spec: ModelSpec, name: str, tensor: str, columns: Dim, activation: Activation, experts: Dim = _ONCE
+) -> Iterator[WeightSpec]:
+    """An FFN's weights. "gate_up" is only the up-projection if there is no gate."""
     hidden = _hidden(spec)
-    yield _product(name + "gate_up", tensor + "gate_proj.weight", columns, hidden, experts)
-    yield _product(name + "gate_up", tensor + "up_proj.weight", columns, hidden, experts)
+    for side in _sides(activation):
+        yield _product(name + "gate_up", f"{tensor}{side}_proj.weight", columns, hidden, experts)
     yield _product(name + "down", tensor + "down_proj.weight", hidden, columns, experts)
+
+
+def _sides(activation: Activation) -> tuple[str, ...]:
+    return ("gate", "up") if activation.gated else ("up",)
 
 
 def _product(name: str, tensor: str, rows: Dim, columns: Dim, experts: Dim = _ONCE) -> WeightSpec:

@@ -25,6 +25,6 @@ def test_a_model_with_missing_parts_is_refused_with_their_names(tmp_path):
         resolve(open_checkpoint(str(tmp_path)), Layout(), EngineOptions(device="cpu"))
     assert caught.value.code == "unsupported_model"
     assert str(caught.value) == (
-        "longhelix cannot run this gpt_oss model, because these parts are not implemented: attention sinks, the "
-        "activation clamped_swiglu, experts with biases. `longhelix plan` can plan for it"
+        "longhelix cannot run this gpt_oss model, because these parts are not implemented: attention sinks, "
+        "experts with biases. `longhelix plan` can plan for it"
     )

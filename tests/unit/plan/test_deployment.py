@@ -18,7 +18,7 @@ from longhelix.plan.candidate import degrees
 from longhelix.plan.deployment import Deployment, as_yaml, comment, runnable
 from longhelix.plan.space import space
 from longhelix.scheduler.config import SchedulerConfig
-from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, GatedFFN, Visibility
+from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, MLP, WEIGHT_DTYPES, Scores, Visibility
 from longhelix.spec.presets import load_model
 from longhelix.spec.weights import WeightDtype
 from toy_model import moe_of, with_attention, with_ffns
@@ -135,15 +135,15 @@ def test_weights_whose_inputs_do_not_come_in_blocks_stay_wide():
 
 def _small_models():
     moe = msgspec.structs.replace(moe_of(MIXTRAL), num_experts=3, experts_per_token=2, expert_size=192)
-    grouped = {"num_groups": 1, "groups_per_token": 1}
+    routing = msgspec.structs.replace(moe_of(R1).routing, num_groups=1, groups_per_token=1)
     latent = msgspec.structs.replace(
-        moe_of(R1), num_experts=4, experts_per_token=2, expert_size=96, shared_size=96, **grouped
+        moe_of(R1), num_experts=4, experts_per_token=2, expert_size=96, shared_size=96, routing=routing
     )
     return (
-        with_ffns(SMOL, GatedFFN(192)),
-        with_ffns(SMOL, GatedFFN(160)),
+        with_ffns(SMOL, MLP(192)),
+        with_ffns(SMOL, MLP(160)),
         with_ffns(MIXTRAL, moe),
-        with_ffns(R1, GatedFFN(256), latent),
+        with_ffns(R1, MLP(256), latent),
     )
 
 
@@ -221,7 +221,7 @@ def test_the_pool_holds_one_longest_request_and_others_as_they_are(placement, po
 
 
 def test_a_family_that_is_planned_alone_is_said_not_to_run():
-    model = with_attention(replace(SMOL, architecture="gpt_oss"), sinks=True)
+    model = with_attention(replace(SMOL, architecture="gpt_oss"), scores=Scores(sinks=True))
     assert runnable(deployment(model=model)).missing[0] == (
         "longhelix can plan for this gpt_oss model, but cannot run it, because these parts are not implemented: "
         "attention sinks"

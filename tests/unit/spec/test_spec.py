@@ -32,7 +32,9 @@ from longhelix.spec import (
     WEIGHT_DTYPES,
     ModelSpec,
     MoE,
+    Projections,
     RopeSpec,
+    Routing,
     Visibility,
     read_gguf,
     read_hf_config,
@@ -314,11 +316,8 @@ def test_an_explicit_head_size_need_not_divide_the_hidden_size():
 )  # fmt: skip
 def test_biases_follow_the_architecture(architecture, qkv, output, ffn):
     spec = read(MINIMAL, model_type=architecture, num_key_value_heads=2, attention_bias=True, mlp_bias=True)
-    assert (attention_of(spec).qkv_bias, attention_of(spec).output_bias, spec.layers[0].dense.bias) == (
-        qkv,
-        output,
-        ffn,
-    )
+    assert attention_of(spec).projections == Projections(qkv_bias=qkv, output_bias=output)
+    assert spec.layers[0].dense.bias == ffn
 
 
 def test_mistrals_window_is_4096_where_the_key_is_absent_and_none_where_it_is_null():
@@ -517,11 +516,13 @@ def test_parameters_are_as_many_as_the_engine_declares(family, biased):
 
 def test_experts_are_read_by_architecture():
     assert moe_of(planned_spec("mixtral")) == MoE(5, 2, 200)
-    assert moe_of(planned_spec("qwen2_moe")) == MoE(5, 2, 40, shared_size=70, shared_gate=True, normalised=False)
-    assert moe_of(planned_spec("qwen3_moe")) == MoE(5, 2, 40, normalised=False)
-    assert moe_of(planned_spec("deepseek_v2")) == MoE(5, 2, 40, shared_size=80, normalised=False)
+    assert moe_of(planned_spec("qwen2_moe")) == MoE(
+        5, 2, 40, shared_size=70, routing=Routing(shared_gate=True, normalised=False)
+    )
+    assert moe_of(planned_spec("qwen3_moe")) == MoE(5, 2, 40, routing=Routing(normalised=False))
+    assert moe_of(planned_spec("deepseek_v2")) == MoE(5, 2, 40, shared_size=80, routing=Routing(normalised=False))
     assert moe_of(planned_spec("deepseek_v3")) == MoE(
-        5, 2, 40, shared_size=80, routing_bias=True, sigmoid=True, scale=2.5
+        5, 2, 40, shared_size=80, routing=Routing(bias=True, sigmoid=True, scale=2.5)
     )
 
 
@@ -555,7 +556,7 @@ def test_what_a_model_leaves_out_is_none():
     config = planned("deepseek_v2").to_dict()
     plain = read_hf_config(config | {"n_shared_experts": None, "q_lora_rank": None})
     assert (moe_of(plain).shared_size, latents_of(plain).q_lora_rank) == (0, None)
-    assert moe_of(read_hf_config(config | {"topk_method": "noaux_tc"})).routing_bias
+    assert moe_of(read_hf_config(config | {"topk_method": "noaux_tc"})).routing.bias
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def with_rope(**changes):
 def test_a_published_config_is_read():
     spec = read_hf_config(PUBLISHED)
     assert (spec.num_layers, spec.hidden_size, attention_of(spec).head_size, spec.dtype) == (36, 4096, 128, "bfloat16")
-    assert (attention_of(spec).qk_norm, attention_of(spec).qkv_bias) == (True, False)
+    assert (attention_of(spec).norms.qk, attention_of(spec).projections.qkv_bias) == (True, False)
     assert (spec.tied_embeddings, spec.eos_token_ids) == (False, (151645,))
     assert (attention_of(spec).rope.theta, attention_of(spec).rope.sections) == (5e6, (24, 20, 20))
     assert spec.vision == VisionSpec(151655, 151652, 151653, 3)

@@ -28,6 +28,7 @@ def partial_attention(
     most_tokens: int | None = None,
     firsts_T: Tensor | None = None,
     onto: tuple[Tensor, Tensor] | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of packed rows over this rank's shard of their KV, and the log-sum-exp that merges need.
 
@@ -46,6 +47,7 @@ def partial_attention(
         most_tokens: Maximum of limits_T. None: as for max_rows.
         firsts_T: First local token that each row sees. int64. None: token 0.
         onto: Result of this op for the same rows and other keys, which is merged in. May be overwritten.
+        cap: Scores become cap * tanh(score / cap). None: they stay as they are.
 
     Returns:
         out_TqC (dtype of q, channels of the values) and lse_Tq (float32). Rows that see no token have 0 and -inf.
@@ -53,10 +55,10 @@ def partial_attention(
     Source: FlashAttention's online softmax (arXiv 2205.14135), split by keys.
     """
     if layer.format.arrangement is TILES and not is_compiling():
-        return _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, onto)
+        return _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, cap, onto)
     table, launch_sizes = (blocks_X, extents_B2, row_starts_B, limits_T), (max_rows, most_tokens)
     state = torch.ops.longhelix.partial_attention(
-        q_TqC, layer.values, layer.scales, *table, scale, *launch_sizes, firsts_T, *format_arguments(layer)
+        q_TqC, layer.values, layer.scales, *table, scale, *launch_sizes, firsts_T, cap, *format_arguments(layer)
     )
     return state if onto is None else merge_states(*map(torch.stack, zip(onto, state, strict=True)))
 
@@ -64,29 +66,41 @@ def partial_attention(
 library.define(
     "partial_attention(Tensor q_TqC, Tensor values, Tensor? scales, Tensor blocks_X, Tensor extents_B2, "
     "Tensor row_starts_B, Tensor limits_T, float scale, SymInt? max_rows, SymInt? most_tokens, Tensor? firsts_T, "
-    "str arrangement, str dtype, int value_size, bool shared_values, bool rounded) -> (Tensor, Tensor)"
+    "float? cap, str arrangement, str dtype, int value_size, bool shared_values, bool rounded) -> (Tensor, Tensor)"
 )
 
 
 def _partial_attention(
-    q_TqC, values, scales, blocks_X, extents_B2, row_starts_B, limits_T, scale, max_rows, most_tokens, firsts_T, *format
+    q_TqC,
+    values,
+    scales,
+    blocks_X,
+    extents_B2,
+    row_starts_B,
+    limits_T,
+    scale,
+    max_rows,
+    most_tokens,
+    firsts_T,
+    cap,
+    *format,
 ):
     layer = layer_of(values, scales, q_TqC.shape[-1], *format)
     table = blocks_X, extents_B2, row_starts_B, limits_T
     if layer.format.arrangement is TILES:
-        return _attend_tiles(q_TqC, layer, *table, scale, firsts_T)
+        return _attend_tiles(q_TqC, layer, *table, scale, firsts_T, cap)
     if firsts_T is None and (planned := flashinfer.attend(q_TqC, values, limits_T)) is not None:
         return planned
     if q_TqC.is_cuda and layer.format.dtype in triton_kernels().FORMATS:
         most_rows = max_rows if max_rows is not None else int(row_starts_B.diff().max())
         seen_tokens = most_tokens if most_tokens is not None else int(limits_T.amax()) if len(limits_T) else 0
         return triton_kernels().partial_attention(
-            q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows, seen_tokens, firsts_T
+            q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows, seen_tokens, firsts_T, cap
         )
     if scales is None:
-        return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale, firsts_T)
+        return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale, firsts_T, cap)
     k_JDkC, v_JDkC, *table_J = _decoded(layer, blocks_X, extents_B2)
-    return reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *table_J, row_starts_B, limits_T, scale, firsts_T)
+    return reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *table_J, row_starts_B, limits_T, scale, firsts_T, cap)
 
 
 def _decoded(layer: KVLayer, blocks_X: Tensor, extents_B2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,7 +112,7 @@ def _decoded(layer: KVLayer, blocks_X: Tensor, extents_B2: Tensor) -> tuple[Tens
     return *layer.decoded(ids_J), torch.arange(len(ids_J), device=ids_J.device), extents_B2
 
 
-def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, onto=None):
+def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, scale, firsts_T, cap, onto=None):
     rows, num_query_heads, _ = q_TqC.shape
     firsts_T = None if firsts_T is None else dense(firsts_T)
     q_TqC = dense_rows(q_TqC)
@@ -121,6 +135,7 @@ def _attend_tiles(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, sc
         0 if firsts_T is None else firsts_T.data_ptr(),
         limits_T.data_ptr(),
         scale,
+        0.0 if cap is None else cap,
         out_TqC.data_ptr(),
         lse_Tq.data_ptr(),
         onto is not None,

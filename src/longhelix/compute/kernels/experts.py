@@ -15,10 +15,19 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels import native, reference
-from longhelix.compute.kernels.library import dense, is_compiling, library, triton_kernels
+from longhelix.compute.kernels.library import (
+    activation_arguments,
+    activation_of,
+    dense,
+    is_compiling,
+    library,
+    triton_kernels,
+)
 from longhelix.compute.kernels.operands import check_operands, check_taken
 from longhelix.compute.kernels.weight import PANELS, PLAIN, Weight, WeightArrangement
-from longhelix.spec import MoE
+from longhelix.spec import Activation, MoE, Routing
+
+SWIGLU = Activation()
 
 
 def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
@@ -47,8 +56,9 @@ library.define(
 
 
 def _routing(moe: MoE) -> tuple[int, int, bool, bool, bool, bool, int, int, float]:
-    sizes = moe.num_experts, moe.experts_per_token, moe.shared_size > 0, moe.shared_gate
-    return *sizes, moe.sigmoid, moe.normalised, moe.num_groups, moe.groups_per_token, moe.scale
+    sizes, routing = (moe.num_experts, moe.experts_per_token, moe.shared_size > 0), moe.routing
+    groups = routing.num_groups, routing.groups_per_token
+    return *sizes, routing.shared_gate, routing.sigmoid, routing.normalised, *groups, routing.scale
 
 
 def _route(logits_TX, bias_E, num_experts, per_token, shared, shared_gate, sigmoid, normalised, groups, taken, scale):
@@ -57,12 +67,14 @@ def _route(logits_TX, bias_E, num_experts, per_token, shared, shared_gate, sigmo
         per_token,
         expert_size=0,
         shared_size=int(shared),
-        shared_gate=shared_gate,
-        sigmoid=sigmoid,
-        normalised=normalised,
-        num_groups=groups,
-        groups_per_token=taken,
-        scale=scale,
+        routing=Routing(
+            shared_gate=shared_gate,
+            sigmoid=sigmoid,
+            normalised=normalised,
+            num_groups=groups,
+            groups_per_token=taken,
+            scale=scale,
+        ),
     )
     return (_route_native if _is_native(logits_TX) else reference.route)(logits_TX, bias_E, moe)
 
@@ -82,13 +94,13 @@ def _route_native(logits_TX, bias_E, moe):
         0 if bias_E is None else bias_E.data_ptr(),
         moe.num_experts,
         moe.experts_per_token,
-        moe.num_groups,
-        moe.groups_per_token,
-        moe.sigmoid,
-        moe.normalised,
-        moe.scale,
+        moe.routing.num_groups,
+        moe.routing.groups_per_token,
+        moe.routing.sigmoid,
+        moe.routing.normalised,
+        moe.routing.scale,
         moe.shared_size > 0,
-        moe.shared_gate,
+        moe.routing.shared_gate,
         weights_TY.data_ptr(),
         experts_TY.data_ptr(),
     )
@@ -173,7 +185,8 @@ def addresses(
 
     Returns:
         index_E: Index of each of `num_experts` among this rank's e experts. -1: on another rank. int32.
-        weights_e3: Address of gate and up (2 f, H), address of down (H, f), and the number of columns f. int64.
+        weights_e3: Address of gate and up (2 f, H) or of up (f, H), address of down (H, f), and the number of columns
+            f. int64.
     """
     index = [-1] * num_experts
     for place, number in enumerate(ids):
@@ -193,6 +206,7 @@ def run_experts(
     weights_TY: Tensor,
     experts_TY: Tensor,
     *,
+    activation: Activation = SWIGLU,
     norm: Tensor | None = None,
     norm_eps: float = 0.0,
     residual: Tensor | None = None,
@@ -201,13 +215,15 @@ def run_experts(
 ) -> Tensor:
     """Return residual + the weighted sum of the outputs of each row's experts on this rank.
 
-    The output of an expert is down(silu(gate(x)) * up(x)) (arXiv 2002.05202). The sum is float32, and rounded once.
+    The output of an expert is down(function(gate(x)) * up(x)) (arXiv 2002.05202), or down(function(up(x))) if the
+    activation is not gated. The sum is float32, and rounded once.
     Adds the number of rows of each expert to `experts.rows_e`.
 
     Args:
         weights_TY: As `route` returns them.
         experts_TY: As `route` returns them. Numbers above those of all experts stand for no expert.
-        norm: Weight of an RMSNorm of x before the experts.
+        activation: What experts do between their products.
+        norm: Weight of an RMSNorm of x before the experts, as in `linear`.
         residual: Any dtype.
         dtype: Dtype of the result. None: that of x.
         scales_TX: As in `linear`.
@@ -219,7 +235,7 @@ def run_experts(
     options = norm, norm_eps, residual, dtype, scales_TX, experts.rows_e
     numbered = len(experts.addresses) == 1  # panels, without a look at the weights of each expert
     if not is_compiling() and (numbered or experts.arrangement is PANELS) and _is_native(x_TH):
-        return _run_panels(x_TH, experts, weights_TY, experts_TY, *options)
+        return _run_panels(x_TH, experts, weights_TY, experts_TY, activation, *options)
     # Pass addresses if there are any, because the dispatcher needs longer for hundreds of tensors than kernels run.
     listed = len(experts.addresses) == 0
     gate_up = [weight.values for weight in experts.gate_up] if listed else []
@@ -231,6 +247,7 @@ def run_experts(
         list(experts.addresses),
         weights_TY,
         experts_TY,
+        *activation_arguments(activation),
         *options,
         [] if numbered else experts.ids,
         [] if numbered else [weight.depth for weight in experts.down],
@@ -242,8 +259,9 @@ def run_experts(
 
 library.define(
     "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor[] addresses, Tensor weights_TY, "
-    "Tensor experts_TY, Tensor? norm, float norm_eps, Tensor? residual, ScalarType dtype, Tensor? scales_TX, "
-    "Tensor(a!) rows_e, int[] ids, int[] columns, int? hidden, str? weight_dtype, str arrangement) -> Tensor"
+    "Tensor experts_TY, str function, bool gated, Tensor? norm, float norm_eps, Tensor? residual, ScalarType dtype, "
+    "Tensor? scales_TX, Tensor(a!) rows_e, int[] ids, int[] columns, int? hidden, str? weight_dtype, "
+    "str arrangement) -> Tensor"
 )
 
 
@@ -254,6 +272,8 @@ def _run_experts(
     addresses,
     weights_TY,
     experts_TY,
+    function,
+    gated,
     norm,
     norm_eps,
     residual,
@@ -266,12 +286,14 @@ def _run_experts(
     weight_dtype,
     arrangement,
 ):
-    options = norm, norm_eps, residual, dtype, scales_TX, rows_e
+    activation = activation_of(function, gated)
+    options = activation, norm, norm_eps, residual, dtype, scales_TX, rows_e
     if len(addresses) == 1:
         return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *options)
     if not addresses and arrangement == PANELS.name and _is_native(x_TH):
         gate_ups = (
-            Weight(w, weight_dtype, 2 * f, hidden, arrangement=PANELS) for w, f in zip(gate_up, columns, strict=True)
+            Weight(w, weight_dtype, activation.projections * f, hidden, arrangement=PANELS)
+            for w, f in zip(gate_up, columns, strict=True)
         )
         downs = (Weight(w, weight_dtype, hidden, f, arrangement=PANELS) for w, f in zip(down, columns, strict=True))
         experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
@@ -283,18 +305,20 @@ def _run_experts(
     residual = None if residual is None else residual.to(dtype)
     if addresses:
         routing = weights_TY, experts_TY, rows_e
-        return triton_kernels().run_experts(x_TH, *addresses, columns, *routing, norm, norm_eps, residual)
+        return triton_kernels().run_experts(x_TH, *addresses, columns, *routing, activation, norm, norm_eps, residual)
     normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
-    out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids)
+    out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids, activation)
     return out_TH if residual is None else residual + out_TH
 
 
-def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual, dtype, scales_TX, rows_e):
+def _run_panels(x_TH, experts, weights_TY, experts_TY, activation, norm, norm_eps, residual, dtype, scales_TX, rows_e):
     hidden = experts.hidden
     check_operands(x_TH, experts.weight_dtype, hidden, hidden, norm, residual, dtype, scales_TX)
     check_taken(weights_TY, experts_TY, x_TH.shape[0])
     if residual is not None and residual.dtype != dtype:
         residual = residual.to(dtype)
+    if norm is not None and norm.dtype != x_TH.dtype:
+        x_TH, norm = reference.rms_norm(x_TH, norm, norm_eps), None
     x_TH, weights_TY, experts_TY = (operand.contiguous() for operand in (x_TH, weights_TY, experts_TY))
     norm, residual, scales_TX = dense(norm), dense(residual), dense(scales_TX)
     out_TH = x_TH.new_empty(x_TH.shape, dtype=dtype)
@@ -309,6 +333,7 @@ def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual,
         weights_TY.data_ptr(),
         experts_TY.data_ptr(),
         experts_TY.shape[1],
+        *native.activation(activation),
         0 if residual is None else residual.data_ptr(),
         out_TH.data_ptr(),
         native.NUMBER_BY_DTYPE[dtype],
@@ -318,7 +343,7 @@ def _run_panels(x_TH, experts, weights_TY, experts_TY, norm, norm_eps, residual,
 
 
 @torch.library.register_fake("longhelix::run_experts", lib=library)
-def _(x_TH, gate_up, down, addresses, weights_TY, experts_TY, norm, norm_eps, residual, dtype, *_):
+def _(x_TH, gate_up, down, addresses, weights_TY, experts_TY, function, gated, norm, norm_eps, residual, dtype, *_):
     return x_TH.new_empty(x_TH.shape, dtype=dtype)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels.layer import ARRANGEMENTS, KVFormat, KVLayer
+from longhelix.spec import Activation
 
 library = torch.library.Library("longhelix", "DEF")
 is_compiling = torch.compiler.is_compiling
@@ -31,6 +32,16 @@ def triton_kernels():
     from longhelix.compute.kernels import triton
 
     return triton
+
+
+def activation_arguments(activation: Activation | None) -> tuple[str, bool]:
+    """Return the function's name and whether it is gated. The name is empty if there is no activation."""
+    return ("", False) if activation is None else (activation.function, activation.gated)
+
+
+def activation_of(function: str, gated: bool) -> Activation | None:
+    """Rebuild the activation that was passed to an op by `activation_arguments`."""
+    return Activation(function, gated) if function else None
 
 
 def format_arguments(layer: KVLayer) -> tuple[str, str, int, bool, bool]:

@@ -5,6 +5,8 @@ import importlib.util
 
 import torch
 
+from longhelix.spec import Activation
+
 _spec = importlib.util.find_spec("longhelix._native")
 module = importlib.import_module("longhelix._native") if _spec else None
 
@@ -27,6 +29,12 @@ def set_num_threads(count: int) -> None:
     torch.set_num_threads(count)
     if module is not None:
         module.set_threads(count)
+
+
+def activation(given: Activation | None) -> tuple:
+    """Return an activation in the form that native kernels take."""
+    function = "none" if given is None else given.function
+    return getattr(module.Function, function), given is not None and given.gated
 
 
 if module is not None:

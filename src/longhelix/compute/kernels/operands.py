@@ -40,8 +40,10 @@ def check_operands(
         )
     if width != depth:
         raise ValueError(f"rows have {width} inputs, but the weight takes {depth}: give the same number")
-    if norm is not None and norm.dtype != x_TX.dtype:
-        raise ValueError(f"rows of {x_TX.dtype} have a norm of {norm.dtype}: give both the same dtype")
+    if norm is not None and norm.dtype not in (x_TX.dtype, torch.float32):
+        raise ValueError(
+            f"rows of {x_TX.dtype} have a norm of {norm.dtype}: give both the same dtype, or a norm of torch.float32"
+        )
     if norm is not None and norm.shape != (depth,):
         raise ValueError(
             f"rows of {depth} inputs have a norm of shape {tuple(norm.shape)}: give the norm one weight per input"

@@ -4,9 +4,18 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels import native, reference
-from longhelix.compute.kernels.library import dense, dense_rows, is_compiling, library, triton_kernels
+from longhelix.compute.kernels.library import (
+    activation_arguments,
+    activation_of,
+    dense,
+    dense_rows,
+    is_compiling,
+    library,
+    triton_kernels,
+)
 from longhelix.compute.kernels.operands import check_operands, num_blocks
 from longhelix.compute.kernels.weight import ARRANGEMENTS, PANELS, Weight
+from longhelix.spec import Activation
 
 
 def linear(
@@ -16,7 +25,7 @@ def linear(
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     norm_eps: float = 0.0,
-    swiglu: bool = False,
+    activation: Activation | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
     scales_TX: Tensor | None = None,
@@ -24,8 +33,8 @@ def linear(
     """Return x W^T + bias, fused with the operations around it.
 
     Args:
-        norm: Weight of an RMSNorm (arXiv 1910.07467) of x before the product.
-        swiglu: The first half of the outputs gates the second, silu(gate) * up (arXiv 2002.05202).
+        norm: Weight of an RMSNorm (arXiv 1910.07467) of x before the product. In the dtype of x, or in float32.
+        activation: Applied to the product. If it is gated, the first half of the outputs gates the second.
         residual: Added last. Any dtype.
         dtype: Dtype of the result. None: that of x, which must not be int8.
         scales_TX: Scales of x_TX, if it has int8 rows of `quantise_rows`. Needs a w8a8 weight and no norm. A w8a8
@@ -37,46 +46,61 @@ def linear(
     """
     dtype = dtype or x_TX.dtype
     if weight.arrangement is PANELS and not is_compiling():
-        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
+        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, activation, residual, dtype, scales_TX)
     return torch.ops.longhelix.linear(
-        x_TX, weight.values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *_weight_arguments(weight)
+        x_TX,
+        weight.values,
+        bias,
+        norm,
+        norm_eps,
+        *activation_arguments(activation),
+        residual,
+        dtype,
+        scales_TX,
+        *_weight_arguments(weight),
     )
 
 
 library.define(
-    "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, bool swiglu, Tensor? residual, "
-    "ScalarType dtype, Tensor? scales_TX, str weight_dtype, int outputs, int depth, str arrangement) -> Tensor"
+    "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, str function, bool gated, "
+    "Tensor? residual, ScalarType dtype, Tensor? scales_TX, str weight_dtype, int outputs, int depth, "
+    "str arrangement) -> Tensor"
 )
 
 
-def _linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, *weight):
+def _linear(x_TX, values, bias, norm, norm_eps, function, gated, residual, dtype, scales_TX, *weight):
+    activation = activation_of(function, gated)
     *shape, arrangement = weight
     weight = Weight(values, *shape, ARRANGEMENTS[arrangement])
     if weight.arrangement is PANELS:
-        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX)
+        return _multiply_panels(x_TX, weight, bias, norm, norm_eps, activation, residual, dtype, scales_TX)
     if scales_TX is not None:
         raise ValueError("scales apply only to int8 rows with a w8a8 weight in panels: leave them out otherwise")
-    _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
+    _check(x_TX, weight, bias, norm, activation, residual, dtype, scales_TX)
     if x_TX.is_cuda:
-        return _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
-    return reference.linear(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype)
+        return _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, activation, residual, dtype)
+    return reference.linear(x_TX, values, bias, norm, norm_eps, activation, residual, dtype)
 
 
-def _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype):
-    """Run the reference, with one launch for the norm and one for the gate."""
+def _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, activation, residual, dtype):
+    """Run the reference, with one launch for the norm and one for the activation."""
     if norm is not None:
         x_TX, norm = triton_kernels().norm_rows(dense_rows(x_TX), norm, norm_eps), None
-    if not swiglu:
-        return reference.linear(x_TX, values, bias, norm, norm_eps, False, residual, dtype)
+    if activation is None:
+        return reference.linear(x_TX, values, bias, norm, norm_eps, None, residual, dtype)
     product_dtype = torch.promote_types(x_TX.dtype, values.dtype)
-    out_TO = triton_kernels().gate_rows(
-        reference.linear(x_TX, values, bias, norm, norm_eps, False, None, product_dtype)
-    )
+    product_TX = reference.linear(x_TX, values, bias, norm, norm_eps, None, None, product_dtype)
+    out_TO = triton_kernels().activate_rows(product_TX, activation)
     return (out_TO if residual is None else out_TO + residual).to(dtype)
 
 
-def _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX):
-    outputs = weight.outputs // 2 if swiglu else weight.outputs
+def _num_outputs(outputs, activation):
+    """Return the outputs of a product that are left after an activation."""
+    return outputs if activation is None else outputs // activation.projections
+
+
+def _check(x_TX, weight, bias, norm, activation, residual, dtype, scales_TX):
+    outputs = _num_outputs(weight.outputs, activation)
     check_operands(x_TX, weight.dtype, weight.depth, outputs, norm, residual, dtype, scales_TX)
     if bias is not None and bias.shape != (weight.outputs,):
         raise ValueError(
@@ -86,9 +110,11 @@ def _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX):
         raise ValueError(f"rows of {x_TX.dtype} have a bias of {bias.dtype}: give both the same dtype")
 
 
-def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX):
-    _check(x_TX, weight, bias, norm, swiglu, residual, dtype, scales_TX)
-    rows, outputs = x_TX.shape[0], weight.outputs // 2 if swiglu else weight.outputs
+def _multiply_panels(x_TX, weight, bias, norm, norm_eps, activation, residual, dtype, scales_TX):
+    _check(x_TX, weight, bias, norm, activation, residual, dtype, scales_TX)
+    rows, outputs = x_TX.shape[0], _num_outputs(weight.outputs, activation)
+    if norm is not None and norm.dtype != x_TX.dtype:
+        x_TX, norm = reference.rms_norm(x_TX, norm, norm_eps), None
     x_TX, norm, bias, scales_TX = dense_rows(x_TX), dense(norm), dense(bias), dense(scales_TX)
     if scales_TX is not None and bias is not None:
         bias = bias.to(dtype)  # other kernels use the dtype of x
@@ -106,7 +132,7 @@ def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
         norm_eps,
         weight.handle,
         0 if bias is None else bias.data_ptr(),
-        swiglu,
+        *native.activation(activation),
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
         out_TX.data_ptr(),
@@ -117,10 +143,8 @@ def _multiply_panels(x_TX, weight, bias, norm, norm_eps, swiglu, residual, dtype
 
 
 @torch.library.register_fake("longhelix::linear", lib=library)
-def _(
-    x_TX, values, bias, norm, norm_eps, swiglu, residual, dtype, scales_TX, weight_dtype, outputs, depth, arrangement
-):
-    return x_TX.new_empty(x_TX.shape[0], outputs // 2 if swiglu else outputs, dtype=dtype)
+def _(x_TX, values, bias, norm, norm_eps, function, gated, residual, dtype, scales_TX, weight_dtype, outputs, *_):
+    return x_TX.new_empty(x_TX.shape[0], _num_outputs(outputs, activation_of(function, gated)), dtype=dtype)
 
 
 def quantise_rows(x_TX: Tensor, *, norm: Tensor | None = None, norm_eps: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,12 @@
 """The truth in plain torch: slow, short, float32 inside. Every fast form is tested against these functions."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from longhelix.spec import MoE
+from longhelix.spec import Activation, MoE
 
 # Rows are taken in tiles: bounds the score matrix, and skips keys that no row of a tile may see.
 _TILE_ROWS = 128
@@ -20,6 +23,7 @@ def partial_attention(
     limits_T: Tensor,
     scale: float,
     firsts_T: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `attention.partial_attention`."""
     firsts_T = torch.zeros_like(limits_T) if firsts_T is None else firsts_T
@@ -46,12 +50,18 @@ def partial_attention(
             if seen <= 0:
                 continue
             sight = firsts_T[rows] - read_from, limits_T[rows] - read_from
-            out_TqC[rows], lse_Tq[rows] = _attend(q_TqC[rows], k_SkC[:seen], v_SkC[:seen], *sight, scale)
+            out_TqC[rows], lse_Tq[rows] = _attend(q_TqC[rows], k_SkC[:seen], v_SkC[:seen], *sight, scale, cap)
     return out_TqC, lse_Tq
 
 
 def _attend(
-    q_TqC: Tensor, k_SkC: Tensor, v_SkC: Tensor, firsts_T: Tensor, limits_T: Tensor, scale: float
+    q_TqC: Tensor,
+    k_SkC: Tensor,
+    v_SkC: Tensor,
+    firsts_T: Tensor,
+    limits_T: Tensor,
+    scale: float,
+    cap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of rows that each see keys `firsts_T` to `limits_T`; query heads in groups over KV heads."""
     rows, num_query_heads, head_size = q_TqC.shape
@@ -59,6 +69,8 @@ def _attend(
     # The heads of a group lie side by side as rows of one product, so that K and V are read once for all of them.
     q_kXC = q_TqC.float().mul(scale).view(rows, num_kv_heads, -1, head_size).permute(1, 2, 0, 3).flatten(1, 2)
     scores_kgTS = (q_kXC @ k_SkC.permute(1, 2, 0)).unflatten(1, (-1, rows))
+    if cap is not None:
+        scores_kgTS = (scores_kgTS / cap).tanh_().mul_(cap)
     s_S = torch.arange(k_SkC.shape[0], device=limits_T.device)
     hidden_TS = (s_S >= limits_T.unsqueeze(1)) | (s_S < firsts_T.unsqueeze(1))
     scores_kgTS.masked_fill_(hidden_TS, -torch.inf)
@@ -149,7 +161,7 @@ def linear(
     bias_O: Tensor | None,
     norm_X: Tensor | None,
     norm_eps: float,
-    swiglu: bool,
+    activation: Activation | None,
     residual_TO: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -159,12 +171,38 @@ def linear(
     if weight_OX.dtype == torch.float32:
         x_TX = x_TX.float()
     out_TO = torch.nn.functional.linear(x_TX, weight_OX, bias_O)
-    if swiglu:
-        gate_Tf, up_Tf = out_TO.chunk(2, dim=-1)
-        out_TO = torch.nn.functional.silu(gate_Tf) * up_Tf
+    if activation is not None:
+        out_TO = activate(out_TO, activation)
     if residual_TO is not None:
         out_TO = out_TO + residual_TO
     return out_TO.to(dtype)
+
+
+def activate(x_TX: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation to the outputs of an FFN's first product. With a gate, gates are the first half."""
+    if not activation.gated:
+        return _FUNCTIONS[activation.function](x_TX)
+    gate_Tf, up_Tf = x_TX.chunk(2, dim=-1)
+    if activation.function == "clamped_swiglu":
+        up_Tf = up_Tf.clamp(-_LIMIT, _LIMIT) + 1
+    return _FUNCTIONS[activation.function](gate_Tf) * up_Tf
+
+
+_LIMIT, _ALPHA = 7.0, 1.702  # of gpt-oss
+
+
+def _clamped_silu(gate_Tf: Tensor) -> Tensor:
+    limited_Tf = gate_Tf.clamp(max=_LIMIT)
+    return (limited_Tf.float() * (limited_Tf.float() * _ALPHA).sigmoid()).to(gate_Tf.dtype)
+
+
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu_squared": lambda x_TX: x_TX.relu().square(),
+    "clamped_swiglu": _clamped_silu,
+}
 
 
 def quantise_rows(x_TX: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,28 +236,28 @@ def multiply_bytes(q_TX: Tensor, scales_TX: Tensor, weight_OX: Tensor, scales_O:
 def route(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> tuple[Tensor, Tensor]:
     """See `experts.route`."""
     logits_TE = logits_TX[:, : moe.num_experts].float()
-    scores_TE = logits_TE.sigmoid() if moe.sigmoid else logits_TE.softmax(-1)
+    scores_TE = logits_TE.sigmoid() if moe.routing.sigmoid else logits_TE.softmax(-1)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if moe.groups_per_token < moe.num_groups:
+    if moe.routing.groups_per_token < moe.routing.num_groups:
         choice_TE = _limit_groups(choice_TE, moe)
     experts_TY = _best(choice_TE, moe.experts_per_token)
     weights_TY = scores_TE.gather(1, experts_TY)
-    if moe.normalised:
+    if moe.routing.normalised:
         weights_TY = weights_TY / weights_TY.sum(-1, keepdim=True)
-    weights_TY = weights_TY * moe.scale
+    weights_TY = weights_TY * moe.routing.scale
     if not moe.shared_size:
         return weights_TY, experts_TY
-    gate_T1 = logits_TX[:, -1:].float().sigmoid() if moe.shared_gate else torch.ones_like(weights_TY[:, :1])
+    gate_T1 = logits_TX[:, -1:].float().sigmoid() if moe.routing.shared_gate else torch.ones_like(weights_TY[:, :1])
     shared_T1 = torch.full_like(experts_TY[:, :1], moe.num_experts)
     return torch.cat((weights_TY, gate_T1), dim=1), torch.cat((experts_TY, shared_T1), dim=1)
 
 
 def _limit_groups(choice_TE: Tensor, moe: MoE) -> Tensor:
     """Only experts of the best groups can be chosen."""
-    groups_TGE = choice_TE.unflatten(1, (moe.num_groups, -1))
-    best = min(2, groups_TGE.shape[-1]) if moe.sigmoid else 1
+    groups_TGE = choice_TE.unflatten(1, (moe.routing.num_groups, -1))
+    best = min(2, groups_TGE.shape[-1]) if moe.routing.sigmoid else 1
     of_group_TG = groups_TGE.topk(best, dim=-1).values.sum(-1)
-    taken_TG = _best(of_group_TG, moe.groups_per_token)
+    taken_TG = _best(of_group_TG, moe.routing.groups_per_token)
     left_out_TG = torch.ones_like(of_group_TG, dtype=torch.bool).scatter_(1, taken_TG, False)
     return groups_TGE.masked_fill(left_out_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
@@ -237,6 +275,7 @@ def run_experts(
     experts_TY: Tensor,
     rows_e: Tensor,
     ids: list[int],
+    activation: Activation,
 ) -> Tensor:
     """See `experts.run_experts`, after the norm and without the residual; sorted by expert, a product of all rows for
     each."""
@@ -250,14 +289,17 @@ def run_experts(
         rows_e[index] += len(rows)
         if not len(rows):
             continue
-        inner = linear(normed_TH[rows], gate_up[index], None, None, 0.0, True, None, normed_TH.dtype)
-        out_XH = linear(inner, down[index], None, None, 0.0, False, None, torch.float32)
+        inner = linear(normed_TH[rows], gate_up[index], None, None, 0.0, activation, None, normed_TH.dtype)
+        out_XH = linear(inner, down[index], None, None, 0.0, None, None, torch.float32)
         out_TH.index_add_(0, rows, out_XH * weights_X1)
     return out_TH.to(normed_TH.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim; float32 inside, rounded before the weight."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim; float32 inside, rounded to the weight's dtype before it.
+
+    The result has the dtype of x. With a weight in float32, it is rounded only once.
+    """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)

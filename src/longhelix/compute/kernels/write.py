@@ -86,8 +86,8 @@ def rotate_and_write(
 
     Args:
         qkv_TX: Query heads, key heads, value heads.
-        q_norm: Weights of an RMSNorm of each query head.
-        k_norm: Weights of an RMSNorm of each key head.
+        q_norm: Weights of an RMSNorm of each query head. In the dtype of qkv_TX, or in float32.
+        k_norm: Weights of an RMSNorm of each key head. As q_norm.
         cos_TR: R <= C/2. Channel r is rotated with channel R + r (arXiv 2104.09864), channels from 2R on are not
             rotated. float32.
         sin_TR: As cos_TR.
@@ -122,7 +122,7 @@ def _rotate_and_write(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, values, 
     layer = layer_of(values, scales, value_size, *format)
     if layer.format.arrangement is TILES:
         return _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T)
-    norms_fit = all(norm is None or norm.dtype == qkv_TX.dtype for norm in (q_norm, k_norm))
+    norms_fit = all(norm is None or norm.dtype in (qkv_TX.dtype, torch.float32) for norm in (q_norm, k_norm))
     on_gpu = qkv_TX.is_cuda and qkv_TX.dtype != torch.float64 and norms_fit
     rotate, qkv_TX = (triton_kernels().rotate, dense_rows(qkv_TX)) if on_gpu else (reference.rotate, qkv_TX)
     q_TqC, k_TkC, v_TkC = rotate(qkv_TX, num_kv_heads, value_size, q_norm, k_norm, norm_eps, cos_TR, sin_TR)
@@ -132,6 +132,11 @@ def _rotate_and_write(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, values, 
 
 def _rotate_tiles(qkv_TX, q_norm, k_norm, norm_eps, cos_TR, sin_TR, layer, slots_T):
     format = layer.format
+    if any(norm is not None and norm.dtype != qkv_TX.dtype for norm in (q_norm, k_norm)):
+        rotation = q_norm, k_norm, norm_eps, cos_TR, sin_TR
+        q_TqC, k_TkC, v_TkC = reference.rotate(qkv_TX, format.num_kv_heads, format.key_size, *rotation)
+        _write_tiles(k_TkC, v_TkC, layer, slots_T)
+        return q_TqC
     num_query_heads = qkv_TX.shape[1] // format.key_size - 2 * format.num_kv_heads
     qkv_TX = dense_rows(qkv_TX)
     q_norm, k_norm, cos_TR, sin_TR, slots_T = map(dense, (q_norm, k_norm, cos_TR, sin_TR, slots_T))

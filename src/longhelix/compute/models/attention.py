@@ -2,12 +2,13 @@
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from longhelix.compute.kernels import KVLayer, Weight, linear, partial_attention, rotate_and_write
+from longhelix.compute.kernels import KVLayer, Weight, linear, partial_attention, rms_norm, rotate_and_write
 from longhelix.compute.models.batch import Batch
 from longhelix.compute.models.overlap import attend_and_exchange, attend_and_share
-from longhelix.compute.models.projection import add_projected, normed_local_rows, project_normed
+from longhelix.compute.models.projection import Residual, add_projected, normed_local_rows, project_normed
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.exchange import gather_heads
 from longhelix.compute.parallel.mesh import Mesh
@@ -31,15 +32,20 @@ class Attention(nn.Module):
         layout, heads, prefix = mesh.layout, attention.heads, f"layers.{index}."
         self.mesh = mesh
         self.spans = spans
-        self.scale, self.residual_scale = attention.scale, spec.layers[index].residual_scale
+        self.scale = attention.scale
+        self.attend = partial(partial_attention, cap=attention.scores.cap)
         self.eps = spec.rms_norm_eps
+        self.head_size = attention.head_size
         self.heads_among = partial(layout.heads_among, heads, mesh.rank)
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
-        self.norm = weights.take(prefix + "attention_norm")
+        self.norm = weights.find(prefix + "attention_norm")
+        norm_after = weights.find(prefix + "attention_norm_after")
+        self.residual = Residual(norm_after, self.eps, spec.layers[index].residual_scale)
         self.qkv = weights.product(prefix + "qkv")
         self.qkv_bias = weights.find(prefix + "qkv_bias")
         self.q_norm = weights.find(prefix + "q_norm")
         self.k_norm = weights.find(prefix + "k_norm")
+        self.norms_values = attention.norms.value
         self.output = weights.product(prefix + "output")
         self.output_bias = weights.find(prefix + "output_bias")
 
@@ -56,6 +62,8 @@ class Attention(nn.Module):
         else:
             x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, self.qkv.dtype)
             qkv_tX = linear(x_tH, self.qkv, bias=self.qkv_bias, **options)
+        if self.norms_values:
+            qkv_tX = self._with_normed_values(qkv_tX, kv.format.num_kv_heads)
         q_tqC = rotate_and_write(
             qkv_tX,
             self.q_norm,
@@ -68,7 +76,7 @@ class Attention(nn.Module):
         self.spans.end(span)
         if shared is not None:
             out_TnC = attend_and_share(
-                q_tqC, kv, batch, self.scale, self.heads_among, partial_attention, self.group, self.spans
+                q_tqC, kv, batch, self.scale, self.heads_among, self.attend, self.group, self.spans
             )
         else:
             out_TnC = attend_and_exchange(
@@ -78,7 +86,7 @@ class Attention(nn.Module):
                 self.scale,
                 self.mesh.kvp,
                 self.merged_heads_per_rank,
-                partial_attention,
+                self.attend,
                 self.group,
                 self.spans,
             )
@@ -86,7 +94,15 @@ class Attention(nn.Module):
         if self.mesh.layout.ffn_replicas > 1 and shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
         hidden_TH = add_projected(
-            hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch, self.residual_scale
+            hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.residual, self.mesh.ffn, batch
         )
         self.spans.end(span)
         return hidden_TH
+
+    def _with_normed_values(self, qkv_tX: Tensor, num_kv_heads: int) -> Tensor:
+        """Return qkv_tX with each value head divided by its root mean square."""
+        channels = num_kv_heads * self.head_size
+        others_tX, values_tX = qkv_tX.split((qkv_tX.shape[1] - channels, channels), dim=1)
+        ones_C = values_tX.new_ones(self.head_size)
+        values_tkC = rms_norm(values_tX.unflatten(1, (num_kv_heads, self.head_size)), ones_C, self.eps)
+        return torch.cat((others_tX, values_tkC.flatten(1)), dim=1)

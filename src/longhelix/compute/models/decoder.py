@@ -18,7 +18,7 @@ from longhelix.spec.attention import MultiHeadLatentAttention
 
 
 class Layer(nn.Module):
-    """A layer: attention and FFN, each after a norm, and each added to the residual."""
+    """A layer: attention and FFN, each added to the residual, with norms before or after it."""
 
     def __init__(self, spec: ModelSpec, index: int, mesh: Mesh, weights: Weights, spans: Spans) -> None:
         super().__init__()
@@ -57,6 +57,9 @@ class Decoder(nn.Module):
         self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
         self.indices = layout.layers(spec.num_layers, rank)
         self.dtype = weights.dtype
+        self.embedding_factor = spec.multipliers.embedding
+        if spec.multipliers.rounded:
+            self.embedding_factor = torch.tensor(self.embedding_factor, dtype=self.dtype).item()
         self.layers = nn.ModuleList(Layer(spec, index, mesh, weights, spans=spans) for index in self.indices)
         self.norm = weights.find("norm")
         self.head = weights.product("head") if "head" in weights.unused else None
@@ -101,12 +104,15 @@ class Decoder(nn.Module):
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return logits over the vocabulary of this rank, logits_Tv (float32). For ranks of the last stage."""
         logits_Tv = linear(hidden_TH, self.head, norm=self.norm, norm_eps=self.eps, dtype=torch.float32)
+        cap = self.multipliers.logit_cap
+        if cap is not None:
+            return logits_Tv.div_(cap).tanh_().mul_(cap)
         return logits_Tv if self.multipliers.logits == 1 else logits_Tv.mul_(self.multipliers.logits)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return hidden states before the first layer. For ranks of the first stage."""
         hidden_TH = self._looked_up(token_ids_T)
-        return hidden_TH if self.multipliers.embedding == 1 else hidden_TH * self.multipliers.embedding
+        return hidden_TH if self.embedding_factor == 1 else hidden_TH * self.embedding_factor
 
     def _looked_up(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings of tokens.

@@ -1,6 +1,7 @@
 """The FFN with experts at TPF x EP."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from longhelix.compute.kernels import Experts, Weight, linear, make_weight, quantise_rows, rms_norm, route, run_experts
 from longhelix.compute.models.batch import Batch
+from longhelix.compute.models.projection import Residual
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.spec import FORMATS, ModelSpec
@@ -28,10 +30,12 @@ class ExpertFFN(nn.Module):
         self.moe = moe
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
-        self.norm = weights.take(prefix + "ffn_norm")
+        self.norm = weights.find(prefix + "ffn_norm")
+        norm_after = weights.find(prefix + "ffn_norm_after")
+        self.residual = Residual(norm_after, self.eps, spec.layers[index].residual_scale)
         self.rounds_inputs = FORMATS[weights.weight_dtype].rounds_inputs
         router_XH = weights.take(prefix + "router")
-        if moe.shared_gate:
+        if moe.routing.shared_gate:
             router_XH = torch.cat((router_XH, weights.take(prefix + "shared_gate")))
         # In float32, because small differences of scores decide which experts are chosen.
         self.router = make_weight(router_XH.float(), "float32")
@@ -43,7 +47,7 @@ class ExpertFFN(nn.Module):
         if moe.shared_size:
             stems[moe.num_experts] = prefix + "shared."
         num_experts = moe.num_experts + (moe.shared_size > 0)
-        self.experts = _make_experts(weights, stems, num_experts, self.norm.device)
+        self.experts = _make_experts(weights, stems, num_experts, moe.activation.projections, router_XH.device)
 
     @property
     def products(self) -> tuple[Weight, ...]:
@@ -60,16 +64,22 @@ class ExpertFFN(nn.Module):
         weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
         if batch.padding_T is not None:
             experts_TY = experts_TY.masked_fill(batch.padding_T.unsqueeze(1), self.moe.num_experts + 1)
-        routing = weights_TY, experts_TY
-        if self.mesh.ffn.size == 1:
-            return run_experts(x_TH, self.experts, *routing, **options, residual=hidden_TH)
-        part_TH = run_experts(x_TH, self.experts, *routing, **options)
-        sharding = batch.sharding
+        run = partial(
+            run_experts, x_TH, self.experts, weights_TY, experts_TY, activation=self.moe.activation, **options
+        )
+        group, sharding = self.mesh.ffn, batch.sharding
+        if group.size == 1:
+            return run(residual=hidden_TH) if self.residual.is_plain else self.residual.add(hidden_TH, run())
+        part_TH = run()
         if sharding.pass_shards is not None:
-            return hidden_TH + sharding.pass_shards.all_rows(sharding.pass_shards.summed_rows(part_TH))
-        if sharding.token_shards is not None:
-            return hidden_TH + sharding.token_shards.summed_rows(part_TH)
-        return self.mesh.ffn.all_reduce_add(part_TH, hidden_TH)
+            part_TH = sharding.pass_shards.all_rows(sharding.pass_shards.summed_rows(part_TH))
+        elif sharding.token_shards is not None:
+            part_TH = sharding.token_shards.summed_rows(part_TH)
+        elif self.residual.is_plain:
+            return group.all_reduce_add(part_TH, hidden_TH)
+        else:
+            part_TH = group.all_reduce(part_TH)
+        return self.residual.add(hidden_TH, part_TH)
 
     def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return all rows, the router's logits of each, and remaining arguments of `run_experts`, such as the norm.
@@ -77,14 +87,15 @@ class ExpertFFN(nn.Module):
         With token shards, each rank norms and routes its own rows, and gathers both. If experts round their inputs,
         rows are gathered as int8 and scales.
         """
-        norm = {"norm": self.norm, "norm_eps": self.eps}
+        norm = {} if self.norm is None else {"norm": self.norm, "norm_eps": self.eps}
         shards = batch.sharding.token_shards or batch.sharding.pass_shards
         if shards is None:
             return hidden_TH, linear(hidden_TH, self.router, **norm, dtype=torch.float32), norm
         if batch.sharding.pass_shards is None:
             x_LH = hidden_TH
         else:
-            x_LH, norm = shards.local_rows(rms_norm(hidden_TH, self.norm, self.eps)), {}
+            normed_TH = rms_norm(hidden_TH, self.norm, self.eps) if norm else hidden_TH
+            x_LH, norm = shards.local_rows(normed_TH), {}
         logits_TX = shards.all_rows(linear(x_LH, self.router, **norm, dtype=torch.float32))
         if self.rounds_inputs:
             q_LH, scales_LX = quantise_rows(x_LH, **norm)
@@ -93,12 +104,19 @@ class ExpertFFN(nn.Module):
         return shards.all_rows(rms_norm(x_LH, self.norm, self.eps) if norm else x_LH), logits_TX, {}
 
 
-def _make_experts(weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device) -> Experts:
-    """Make experts from the weights whose names begin with `stems`, by number. num_experts: of all ranks."""
+def _make_experts(
+    weights: Weights, stems: Mapping[int, str], num_experts: int, projections: int, device: torch.device
+) -> Experts:
+    """Make experts from the weights whose names begin with `stems`, by number.
+
+    Args:
+        num_experts: Number of experts of all ranks.
+        projections: Number of an expert's products before its activation.
+    """
     # If one weight cannot be in panels, none is.
     arrangement = weights.arrangement(stem + name for stem in stems.values() for name in ("gate_up", "down"))
     gate_up, down = [], []
     for stem in stems.values():
-        gate_up.append(weights.product(stem + "gate_up", 2, arrangement))
+        gate_up.append(weights.product(stem + "gate_up", projections, arrangement))
         down.append(weights.product(stem + "down", 1, arrangement))
     return Experts.of(tuple(stems), tuple(gate_up), tuple(down), num_experts, device)

@@ -19,7 +19,7 @@ from longhelix.compute.kernels import (
 )
 from longhelix.compute.models.batch import Batch
 from longhelix.compute.models.overlap import attend_and_exchange, attend_and_share
-from longhelix.compute.models.projection import add_projected, normed_local_rows
+from longhelix.compute.models.projection import Residual, add_projected, normed_local_rows
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.exchange import gather_heads
 from longhelix.compute.parallel.mesh import Mesh
@@ -60,7 +60,9 @@ class LatentAttention(nn.Module):
         self.heads_among = partial(layout.heads_among, heads, mesh.rank)
         self.merged_heads_per_rank = [len(layout.merged_query_heads(heads, rank)) for rank in mesh.kvp.ranks]
         local_heads, merged_heads = layout.query_heads(heads, mesh.rank), layout.merged_query_heads(heads, mesh.rank)
-        self.norm = weights.take(prefix + "attention_norm")
+        self.norm = weights.find(prefix + "attention_norm")
+        norm_after = weights.find(prefix + "attention_norm_after")
+        self.residual = Residual(norm_after, self.eps, spec.layers[index].residual_scale)
         self.query_norm = weights.find(prefix + "query_norm")
         down_XH, down_bias_X = weights.take(prefix + "latent_down"), weights.find(prefix + "latent_down_bias")
         halves_X = _in_halves(1, len(down_XH), mla)
@@ -102,7 +104,9 @@ class LatentAttention(nn.Module):
         out_TnC = out_TnX if values else torch.einsum("tqz,qcz->tqc", out_TnX, self.value_up_qCZ[self.merged])
         if self.mesh.layout.ffn_replicas > 1 and shared is None:
             out_TnC = gather_heads(out_TnC, self.mesh.kvp, self.merged_heads_per_rank)
-        hidden_TH = add_projected(hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.mesh.ffn, batch)
+        hidden_TH = add_projected(
+            hidden_TH, out_TnC.flatten(1), self.output, self.output_bias, self.residual, self.mesh.ffn, batch
+        )
         self.spans.end(span)
         return hidden_TH
 

@@ -28,6 +28,7 @@ class Parameter:
     sources: tuple[Source, ...]
     exact: bool = False  # loaded in the dtype of the checkpoint
     stored: WeightDtype = WeightDtype.ACTIVATION  # dtype in memory
+    plus_one: bool = False  # the sources have the weight minus one
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -88,7 +88,8 @@ def _stacked(
 def _template(same: Sequence[WeightSpec], local_items: Callable[[Dim], range], to: str, at: str) -> Parameter:
     """Return the parameter of weights with one name, in which "{}" stands for the number of an expert."""
     sources = tuple(_source(weight, local_items, at) for weight in same)
-    return Parameter(to + same[0].name, sources, same[0].exact, same[0].stored)
+    first = same[0]
+    return Parameter(to + first.name, sources, first.exact, first.stored, first.plus_one)
 
 
 def _source(weight: WeightSpec, local_items: Callable[[Dim], range], at: str) -> Source:

@@ -49,17 +49,20 @@ class Weights:
         return tuple(self._unused)
 
     def take(self, name: str) -> Tensor:
-        """Return a parameter as a tensor in `dtype`, or in the dtype of the checkpoint if it is exact."""
+        """Return a parameter as a tensor in `dtype`, or in the dtype of the checkpoint if it is exact.
+
+        Weights that a checkpoint has minus one are float32.
+        """
         parameter = self._unused.pop(name)
         tensor = None
         for first, rows in self._pieces(parameter):
             if tensor is None:
-                dtype = rows.dtype if parameter.exact else self.dtype
+                dtype = rows.dtype if parameter.exact else torch.float32 if parameter.plus_one else self.dtype
                 tensor = torch.empty(parameter.local_shape, dtype=dtype, device=self._device)
             tensor[first : first + len(rows)] = rows
             self._progress(rows.numel())
         assert tensor is not None
-        return tensor
+        return tensor.add_(1) if parameter.plus_one else tensor
 
     def find(self, name: str) -> Tensor | None:
         """Return a parameter as a tensor, or None if the model does not have it."""

@@ -8,7 +8,7 @@ from longhelix.spec.config import count, positive, switch
 from longhelix.spec.config_parts import LATENTS, NO_KV_HEADS, after_dense, dense, latent, num_layers, shared_size, stack
 from longhelix.spec.family import DECODER, Family, Neutral
 from longhelix.spec.layer import LayerSpec
-from longhelix.spec.moe import MoE
+from longhelix.spec.moe import MoE, Routing
 from longhelix.spec.rope import RopeSettings
 from longhelix.values import shown
 
@@ -30,12 +30,14 @@ def _experts(config: Mapping[str, Any], bias: bool) -> MoE:
         count(config, "num_experts_per_tok"),
         expert_size := count(config, "moe_intermediate_size"),
         shared_size=shared_size(config, expert_size),
-        routing_bias=method == "noaux_tc",
-        normalised=False,
-        num_groups=count(config, "n_group") if grouped else 1,
-        groups_per_token=count(config, "topk_group") if grouped else 1,
-        scale=positive(config, "routed_scaling_factor"),
         shared_bias=bias,
+        routing=Routing(
+            bias=method == "noaux_tc",
+            normalised=False,
+            num_groups=count(config, "n_group") if grouped else 1,
+            groups_per_token=count(config, "topk_group") if grouped else 1,
+            scale=positive(config, "routed_scaling_factor"),
+        ),
     )
 
 

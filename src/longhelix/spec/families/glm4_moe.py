@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from longhelix.spec.attention import Projections
 from longhelix.spec.config import switch
 from longhelix.spec.config_parts import after_dense, dense, grouped_query, num_layers, sigmoid_experts, stack
 from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layer import LayerSpec
+from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSettings
 
 
@@ -15,8 +17,8 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
         config,
         rope,
         partly_rotated=True,
-        qkv_bias=switch(config, "attention_bias"),
-        qk_norm=switch(config, "use_qk_norm"),
+        projections=Projections(qkv_bias=switch(config, "attention_bias")),
+        norms=HeadNorms(qk=switch(config, "use_qk_norm")),
     )
     ffns = after_dense(config, dense(config), sigmoid_experts(config))
     return stack([attention] * num_layers(config), ffns)

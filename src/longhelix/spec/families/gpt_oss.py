@@ -3,29 +3,27 @@
 from collections.abc import Mapping
 from typing import Any
 
-from longhelix.spec.attention import Visibility
-from longhelix.spec.config import count, count_or_none, switch
-from longhelix.spec.config_parts import all_but_each, grouped_query, layer_types, limited, num_layers, stack
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.attention import Scores, Visibility
+from longhelix.spec.config import count, count_or_none
+from longhelix.spec.config_parts import biases, grouped_query, has_windows, limited, num_layers, stack
+from longhelix.spec.family import DECODER, Family, Neutral
+from longhelix.spec.ffn import Activation
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSettings
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
-    bias = switch(config, "attention_bias")
-    attention = grouped_query(config, rope, qkv_bias=bias, output_bias=bias, sinks=True)
-    kinds = layer_types(config, "sliding_attention")
-    has_window = all_but_each(config, 2) if kinds is None else [kind != "full_attention" for kind in kinds]
+    attention = grouped_query(config, rope, projections=biases(config), scores=Scores(sinks=True))
     window = Visibility(window_tokens=count_or_none(config, "sliding_window"))
     experts = MoE(
         count(config, "num_local_experts"),
         count(config, "num_experts_per_tok"),
         count(config, "intermediate_size"),
         biases=True,
-        activation="clamped_swiglu",
+        activation=Activation("clamped_swiglu"),
     )
-    return stack(limited(attention, window, has_window), [experts] * num_layers(config))
+    return stack(limited(attention, window, has_windows(config, 2)), [experts] * num_layers(config))
 
 
 FAMILIES = {
@@ -54,7 +52,10 @@ FAMILIES = {
         },
         nullable=frozenset({"sliding_window", "rope_parameters"}),
         aliases={"num_experts": "num_local_experts"},
-        # They are parts of the activation clamped_swiglu, which the engine does not compute yet.
-        ignored=frozenset({"swiglu_alpha", "swiglu_limit", "initial_context_length"}),
+        neutral={
+            "swiglu_alpha": Neutral((1.702,), "the gate that its models are trained with"),
+            "swiglu_limit": Neutral((7.0,), "the limit that its models are trained with"),
+        },
+        ignored=frozenset({"initial_context_length"}),
     )
 }

@@ -5,8 +5,9 @@ from typing import Any
 
 import msgspec
 
+from longhelix.spec.attention import Scores
 from longhelix.spec.config import positive, switch
-from longhelix.spec.config_parts import alike, dense, grouped_query
+from longhelix.spec.config_parts import alike, biases, dense, grouped_query
 from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.model import Multipliers
@@ -14,9 +15,8 @@ from longhelix.spec.rope import RopeSettings
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
-    bias = switch(config, "attention_bias")
-    attention = grouped_query(config, rope, qkv_bias=bias, output_bias=bias)
-    attention = msgspec.structs.replace(attention, score_scale=positive(config, "attention_multiplier"))
+    scores = Scores(scale=positive(config, "attention_multiplier"))
+    attention = grouped_query(config, rope, projections=biases(config), scores=scores)
     layers = alike(config, attention, dense(config, bias=switch(config, "mlp_bias")))
     scale = positive(config, "residual_multiplier")
     return tuple(msgspec.structs.replace(layer, residual_scale=scale) for layer in layers)

@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from longhelix.spec.config import switch
-from longhelix.spec.config_parts import alike, dense, grouped_query
+from longhelix.spec.config_parts import alike, biases, dense, grouped_query
 from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
-    bias = switch(config, "attention_bias")
-    attention = grouped_query(config, rope, qkv_bias=bias, output_bias=bias)
+    attention = grouped_query(config, rope, projections=biases(config))
     return alike(config, attention, dense(config, bias=switch(config, "mlp_bias")))
 
 

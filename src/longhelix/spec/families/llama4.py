@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 
 from longhelix.errors import UserError
-from longhelix.spec.attention import GroupedQueryAttention, Visibility
+from longhelix.spec.attention import GroupedQueryAttention, Scores, Visibility
 from longhelix.spec.config import count, count_or_none, equals, switch
-from longhelix.spec.config_parts import all_but_each, grouped_query, layer_types, num_layers, stack
+from longhelix.spec.config_parts import all_but_each, biases, grouped_query, layer_types, num_layers, stack
 from longhelix.spec.family import DECODER, Family
-from longhelix.spec.ffn import GatedFFN
+from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import FFN, LayerSpec
-from longhelix.spec.moe import MoE
+from longhelix.spec.moe import MoE, Routing
+from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSettings
 from longhelix.spec.vision import decoder_config
 from longhelix.values import refused, shown
@@ -24,8 +25,7 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 
 
 def _mixers(config: Mapping[str, Any], rope: RopeSettings) -> list[GroupedQueryAttention]:
-    bias = switch(config, "attention_bias")
-    attention = grouped_query(config, rope, qkv_bias=bias, output_bias=bias)
+    attention = grouped_query(config, rope, projections=biases(config))
     chunk = Visibility(chunk_tokens=count_or_none(config, "attention_chunk_size"))
     l2_norm, tuning = switch(config, "use_qk_norm"), switch(config, "attn_temperature_tuning")
     rotates, kinds = _rotates(config), layer_types(config, "chunked_attention")
@@ -35,8 +35,8 @@ def _mixers(config: Mapping[str, Any], rope: RopeSettings) -> list[GroupedQueryA
             attention,
             rotated_size=attention.rotated_size if turns else 0,
             visibility=chunk if has else attention.visibility,
-            l2_norm=l2_norm and turns,
-            temperature_tuning=tuning and not turns,
+            norms=HeadNorms(l2=l2_norm and turns),
+            scores=Scores(temperature_tuning=tuning and not turns),
         )
         for turns, has in zip(rotates, has_chunks, strict=True)
     ]
@@ -82,11 +82,9 @@ def _ffns(config: Mapping[str, Any]) -> list[FFN]:
         count(config, "num_experts_per_tok"),
         size,
         shared_size=size,
-        sigmoid=True,
-        normalised=False,
-        weighted_inputs=True,
+        routing=Routing(sigmoid=True, normalised=False, weighted_inputs=True),
     )
-    dense = GatedFFN(count(config, "intermediate_size_mlp"))
+    dense = MLP(count(config, "intermediate_size_mlp"))
     return [experts if (layer + 1) % step == 0 else dense for layer in range(total)]
 
 

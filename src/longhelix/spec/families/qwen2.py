@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from longhelix.spec.attention import Projections
 from longhelix.spec.config_parts import (
     QWEN_LAYERS,
     dense,
@@ -18,7 +19,7 @@ from longhelix.spec.rope import RopeSettings
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
-    attention = grouped_query(config, rope, qkv_bias=True)
+    attention = grouped_query(config, rope, projections=Projections(qkv_bias=True))
     mixers = qwen_windowed(config, attention, windowed_from(config))
     return stack(mixers, [dense(config)] * num_layers(config))
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from longhelix.spec.attention import Projections
 from longhelix.spec.config import count, switch
 from longhelix.spec.config_parts import (
     IN_EVERY_LAYER,
@@ -21,7 +22,7 @@ from longhelix.spec.rope import RopeSettings
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
     total, bound = num_layers(config), count(config, "max_window_layers", least=0)
     has_window = [layer % 2 == 0 and layer < bound for layer in range(total)]
-    attention = grouped_query(config, rope, qkv_bias=switch(config, "qkv_bias"))
+    attention = grouped_query(config, rope, projections=Projections(qkv_bias=switch(config, "qkv_bias")))
     experts = qwen_experts(config, normalised=switch(config, "norm_topk_prob"), shared=True)
     return stack(qwen_windowed(config, attention, has_window), [experts] * total)
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from longhelix.spec.config import switch
 from longhelix.spec.config_parts import (
     QWEN_LAYERS,
+    biases,
     dense,
     grouped_query,
     num_layers,
@@ -15,12 +15,12 @@ from longhelix.spec.config_parts import (
 )
 from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layer import LayerSpec
+from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSettings
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
-    bias = switch(config, "attention_bias")
-    attention = grouped_query(config, rope, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    attention = grouped_query(config, rope, projections=biases(config), norms=HeadNorms(qk=True))
     mixers = qwen_windowed(config, attention, windowed_from(config))
     return stack(mixers, [dense(config)] * num_layers(config))
 

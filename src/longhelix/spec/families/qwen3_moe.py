@@ -4,15 +4,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from longhelix.spec.config import switch
-from longhelix.spec.config_parts import IN_EVERY_LAYER, QWEN_WINDOW, alike, always_windowed, grouped_query, qwen_experts
+from longhelix.spec.config_parts import (
+    IN_EVERY_LAYER,
+    QWEN_WINDOW,
+    alike,
+    always_windowed,
+    biases,
+    grouped_query,
+    qwen_experts,
+)
 from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layer import LayerSpec
+from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSettings
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
-    bias = switch(config, "attention_bias")
-    attention = grouped_query(config, rope, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    attention = grouped_query(config, rope, projections=biases(config), norms=HeadNorms(qk=True))
     if switch(config, "use_sliding_window"):
         attention = always_windowed(config, attention)
     return alike(config, attention, qwen_experts(config, normalised=switch(config, "norm_topk_prob")))

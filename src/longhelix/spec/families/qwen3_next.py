@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from longhelix.spec.config import count, switch
 from longhelix.spec.config_parts import (
     IN_EVERY_LAYER,
     all_but_each,
+    biases,
     grouped_query,
     layer_types,
     num_layers,
@@ -16,14 +19,13 @@ from longhelix.spec.config_parts import (
 from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.linear import LinearAttention
+from longhelix.spec.norms import HeadNorms, Norms
 from longhelix.spec.rope import RopeSettings
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
-    bias = switch(config, "attention_bias")
-    attention = grouped_query(
-        config, rope, partly_rotated=True, qkv_bias=bias, output_bias=bias, qk_norm=True, output_gate=True
-    )
+    projections = msgspec.structs.replace(biases(config), output_gate=True)
+    attention = grouped_query(config, rope, partly_rotated=True, projections=projections, norms=HeadNorms(qk=True))
     linear = LinearAttention(
         num_key_heads=count(config, "linear_num_key_heads"),
         num_value_heads=count(config, "linear_num_value_heads"),
@@ -34,7 +36,8 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
     kinds, period = layer_types(config, "linear_attention"), count(config, "full_attention_interval")
     is_linear = all_but_each(config, period) if kinds is None else [kind != "full_attention" for kind in kinds]
     experts = qwen_experts(config, normalised=switch(config, "norm_topk_prob"), shared=True)
-    return stack([linear if each else attention for each in is_linear], [experts] * num_layers(config))
+    mixers = [linear if each else attention for each in is_linear]
+    return stack(mixers, [experts] * num_layers(config), Norms(plus_one=True))
 
 
 FAMILIES = {

@@ -4,17 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from longhelix.spec.attention import GroupedQueryAttention
-from longhelix.spec.config import switch
-from longhelix.spec.config_parts import IN_EVERY_LAYER, alike, dense, grouped_query, qwen_experts
+from longhelix.spec.config_parts import IN_EVERY_LAYER, alike, biases, dense, grouped_query, qwen_experts
 from longhelix.spec.family import DECODER, Family, Neutral
 from longhelix.spec.layer import LayerSpec
+from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSettings
 from longhelix.spec.vision import DEFAULT_SECTIONS, VisionSpec, decoder_config
 
 
 def _attention(config: Mapping[str, Any], rope: RopeSettings) -> GroupedQueryAttention:
-    bias = switch(config, "attention_bias")
-    return grouped_query(config, rope, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return grouped_query(config, rope, projections=biases(config), norms=HeadNorms(qk=True))
 
 
 def _dense_layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:

@@ -26,6 +26,7 @@ from longhelix.compute.kernels import (
     run_experts,
 )
 from longhelix.errors import UserError
+from longhelix.spec import Activation
 
 pytestmark = [
     pytest.mark.unit,
@@ -129,8 +130,8 @@ def test_a_norm_and_swiglu_are_as_of_rows_that_are_rounded_before(rows, width, d
     weight = make_weight(matrix(2 * width, depth, seed), "w8a8", halves=2)
     x_TX, norm = inputs(rows, depth, dtype, seed + 1), torch.randn(depth, generator=seeded(seed)).to(dtype)
     q_TX, scales_TX = quantise_rows(x_TX, norm=norm, norm_eps=1e-3)
-    found_TO = linear(x_TX, weight, norm=norm, norm_eps=1e-3, swiglu=True)
-    assert torch.equal(found_TO, linear(q_TX, weight, swiglu=True, dtype=dtype, scales_TX=scales_TX))
+    found_TO = linear(x_TX, weight, norm=norm, norm_eps=1e-3, activation=Activation())
+    assert torch.equal(found_TO, linear(q_TX, weight, activation=Activation(), dtype=dtype, scales_TX=scales_TX))
     gate_Tf, up_Tf = reference.multiply_bytes(q_TX, scales_TX, *unpacked(weight, 2)).to(dtype).chunk(2, dim=1)
     wanted_TO = torch.nn.functional.silu(gate_Tf) * up_Tf
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[dtype]
@@ -197,7 +198,7 @@ def test_experts_are_their_products_one_by_one(rows, dtype, seed):
         for weight, expert in zip(weights_TY[row], experts_TY[row].tolist(), strict=True):
             if expert == 3 or not columns[expert]:
                 continue
-            inner = linear(x_TH[row : row + 1], gate_up[expert], norm=norm, norm_eps=1e-3, swiglu=True)
+            inner = linear(x_TH[row : row + 1], gate_up[expert], norm=norm, norm_eps=1e-3, activation=Activation())
             wanted_TH[row] += weight * linear(inner, down[expert], dtype=torch.float32)[0]
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     torch.testing.assert_close(found_TH.float(), wanted_TH, rtol=tolerance, atol=1e-6 * wanted_TH.abs().max().item())

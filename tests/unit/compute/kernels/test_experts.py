@@ -34,7 +34,7 @@ from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.errors import UserError
-from longhelix.spec import MoE, read_hf_config
+from longhelix.spec import Activation, MoE, Routing, read_hf_config
 from longhelix.spec.layout import Layout
 from tensors import Tensors, weights_of
 
@@ -61,19 +61,21 @@ def routings(draw) -> MoE:
         draw(st.integers(1, min(groups_per_token * size, 12))),
         8,
         shared_size=8 * shared,
-        shared_gate=shared and draw(st.booleans()),
-        sigmoid=draw(st.booleans()),
-        normalised=draw(st.booleans()),
-        num_groups=num_groups,
-        groups_per_token=groups_per_token,
-        scale=draw(st.sampled_from([1.0, 2.5])),
+        routing=Routing(
+            shared_gate=shared and draw(st.booleans()),
+            sigmoid=draw(st.booleans()),
+            normalised=draw(st.booleans()),
+            num_groups=num_groups,
+            groups_per_token=groups_per_token,
+            scale=draw(st.sampled_from([1.0, 2.5])),
+        ),
     )
 
 
 def logits_and_bias(moe: MoE, rows: int, seed: int, biased: bool) -> tuple[Tensor, Tensor | None]:
     """Logits of which many are equal, and all others a quarter apart."""
     generator = seeded(seed)
-    logits_TX = torch.randint(-12, 13, (rows, moe.num_experts + moe.shared_gate), generator=generator) / 4
+    logits_TX = torch.randint(-12, 13, (rows, moe.num_experts + moe.routing.shared_gate), generator=generator) / 4
     return logits_TX, torch.randint(-2, 3, (moe.num_experts,), generator=generator) * 0.3 if biased else None
 
 
@@ -91,11 +93,11 @@ def test_native_routing_takes_what_the_reference_takes(moe, rows, seed, biased):
 
 def rounding_chooses_groups(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) -> Tensor:
     """Rows with two groups of experts whose scores differ, and nearly add up to the same: as those of x and -x."""
-    if not moe.sigmoid or moe.num_experts == moe.num_groups:
+    if not moe.routing.sigmoid or moe.num_experts == moe.routing.num_groups:
         return torch.zeros(len(logits_TX), dtype=torch.bool)
     scores_TE = logits_TX[:, : moe.num_experts].double().sigmoid()
     scores_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    best_TG2 = scores_TE.unflatten(1, (moe.num_groups, -1)).topk(2, dim=-1).values
+    best_TG2 = scores_TE.unflatten(1, (moe.routing.num_groups, -1)).topk(2, dim=-1).values
     differ_TGG = (best_TG2.unsqueeze(1) - best_TG2.unsqueeze(2)).abs().amax(-1) > 1e-6
     sums_TG = best_TG2.sum(-1)
     near_TGG = (sums_TG.unsqueeze(1) - sums_TG.unsqueeze(2)).abs() < 1e-6
@@ -105,7 +107,7 @@ def rounding_chooses_groups(logits_TX: Tensor, bias_E: Tensor | None, moe: MoE) 
 @needs_native
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_logits_of_any_size_give_weights_that_are_numbers(sigmoid):
-    moe = MoE(20, 3, 8, sigmoid=sigmoid, normalised=False)
+    moe = MoE(20, 3, 8, routing=Routing(sigmoid=sigmoid, normalised=False))
     logits_TE = torch.tensor([[-1e30] * 10 + [1e30] * 10, [-torch.inf] * 19 + [0.0], [0.0] * 20, [-88.0] * 20])
     weights_TY, experts_TY = route(logits_TE, None, moe)
     reference_TY, wanted_TY = reference.route(logits_TE, None, moe)
@@ -116,7 +118,7 @@ def test_logits_of_any_size_give_weights_that_are_numbers(sigmoid):
 @needs_native
 def test_rows_without_a_number_take_experts_that_exist():
     """What they then give is no number either; nothing is read that is not there."""
-    moe = MoE(20, 3, 8, sigmoid=True, num_groups=4, groups_per_token=2)
+    moe = MoE(20, 3, 8, routing=Routing(sigmoid=True, num_groups=4, groups_per_token=2))
     weights_TY, experts_TY = route(torch.full((6, 20), torch.nan), None, moe)
     assert weights_TY.isnan().all()
     assert experts_TY.min() >= 0
@@ -160,7 +162,7 @@ def parts_one_by_one(x_TH: Tensor, experts: Experts, experts_TY: Tensor, norm: T
     for id, gate_up, down in zip(experts.ids, experts.gate_up, experts.down, strict=True):
         rows, choices = (experts_TY == id).nonzero(as_tuple=True)
         if down.depth and len(rows):
-            inner = linear(x_TH[rows], gate_up, norm=norm, norm_eps=NORM_EPS, swiglu=True)
+            inner = linear(x_TH[rows], gate_up, norm=norm, norm_eps=NORM_EPS, activation=Activation())
             parts_TYH[rows, choices] = linear(inner, down, dtype=torch.float32)
     return parts_TYH
 
@@ -479,7 +481,9 @@ def test_a_decoder_counts_rows_by_layer_and_forgets_them():
 
 
 @pytest.mark.parametrize("rows", [5, 0])
-@pytest.mark.parametrize("moe", [MoE(8, 3, 8), MoE(8, 2, 8, shared_size=8, shared_gate=True, sigmoid=True)])
+@pytest.mark.parametrize(
+    "moe", [MoE(8, 3, 8), MoE(8, 2, 8, shared_size=8, routing=Routing(shared_gate=True, sigmoid=True))]
+)
 def test_torch_accepts_routing_and_its_fake(moe, rows):
     logits_TX, bias_E = logits_and_bias(moe, rows, 15, biased=True)
     results = opcheck(torch.ops.longhelix.route.default, (logits_TX, bias_E, *_routing(moe)))

@@ -18,8 +18,21 @@ from test_native_attention import UNIT, bits, chain, numbers, seeded
 from torch import Tensor
 from torch.library import opcheck
 
-from longhelix.compute.kernels import PANELS, PLAIN, ROWS, TILES, KVFormat, Weight, linear, make_weight, native
+from longhelix.compute.kernels import (
+    PANELS,
+    PLAIN,
+    ROWS,
+    TILES,
+    KVFormat,
+    Weight,
+    linear,
+    make_weight,
+    native,
+    reference,
+)
+from longhelix.compute.kernels.library import activation_arguments
 from longhelix.errors import UserError
+from longhelix.spec import Activation
 from packed_pool import panel_codes
 from tiers import few
 
@@ -29,6 +42,7 @@ needs_native = pytest.mark.skipif(native.module is None, reason="this install ha
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FLOATS = ["float32", "bfloat16", "float16"]
+SWIGLU = Activation()
 NARROW = ["int8", "int4"]
 PAIRS = ["bfloat16", *NARROW]  # multiplied as pairs of bfloat16: the inputs are rounded to it
 LANES, SCALE_BLOCK = 16, 32
@@ -220,7 +234,7 @@ class Around:
             bias=self.bias,
             norm=self.norm,
             norm_eps=self.norm_eps,
-            swiglu=self.swiglu,
+            activation=SWIGLU if self.swiglu else None,
             residual=self.residual,
             dtype=dtype,
         )
@@ -410,8 +424,56 @@ def test_gates_of_any_size_do_not_overflow(gate):
     # Of large gates 2^x is taken at a rounded x, whose error is in proportion; what is below 2^-126 is 0.
     tolerance = (2 * abs(gate) + 12) * UNIT if gate > -126 * 0.6931472 else 1.0
     torch.testing.assert_close(
-        linear(x_TX, weight, swiglu=True).double(), wanted, rtol=tolerance, atol=abs(gate) ** 2 * 2.0**-126
+        linear(x_TX, weight, activation=SWIGLU).double(), wanted, rtol=tolerance, atol=abs(gate) ** 2 * 2.0**-126
     )
+
+
+def activated(x_TX: Tensor, activation: Activation) -> Tensor:
+    """An activation by its definition, in float64."""
+    gate_TX, up_TX = x_TX.double().chunk(2, dim=1) if activation.gated else (x_TX.double(), None)
+    if activation.function == "clamped_swiglu":
+        gate_TX, up_TX = gate_TX.clamp(max=7), None if up_TX is None else up_TX.clamp(-7, 7) + 1
+    out_TX = {
+        "silu": lambda x: x / (1 + (-x).exp()),
+        "gelu": lambda x: x * torch.special.erfc(-x / 2**0.5) / 2,
+        "gelu_tanh": lambda x: x * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()) / 2,
+        "relu_squared": lambda x: x.clamp(min=0) ** 2,
+        "clamped_swiglu": lambda x: x / (1 + (-1.702 * x).exp()),
+    }[activation.function](gate_TX)
+    return out_TX if up_TX is None else out_TX * up_TX
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_native)])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("function", ["silu", "gelu", "gelu_tanh", "relu_squared", "clamped_swiglu"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_are_what_they_are_by_definition(dtype, function, gated, packed):
+    """Of numbers of any size, and of as many columns as fill no panel."""
+    activation, columns = Activation(function, gated), 24
+    weight_OI = torch.eye(32)[torch.randperm(32, generator=seeded(3))[:columns]]
+    weight_OI = torch.cat((weight_OI, torch.eye(32)[:columns])) if gated else weight_OI
+    weight = make_weight(weight_OI, "float32", activation.projections) if packed else plain_weight(weight_OI)
+    x_TX = (torch.randn(13, 32, generator=seeded(4)) * 2.0 ** torch.arange(-9, 4)[:, None]).to(dtype)
+    found_TX = linear(x_TX, weight, activation=activation)
+    wanted_TX = activated(x_TX.double() @ weight_OI.double().T, activation)
+    tolerance = {torch.float32: 2**-18, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+    # Of negative numbers the functions are small differences of large ones.
+    size_T1 = x_TX.double().abs().amax(1, keepdim=True) ** activation.projections
+    assert ((found_TX.double() - wanted_TX).abs() <= tolerance * (wanted_TX.abs() + size_T1 / 16)).all()
+
+
+@needs_native
+@pytest.mark.parametrize("weight_dtype", ["float32", "bfloat16", "int8", "w8a8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_norm_in_float32_is_not_rounded_to_the_dtype_of_rows(dtype, weight_dtype):
+    weight, x_TX = make_weight(matrix(40, 96, 5), weight_dtype), inputs(7, 96, dtype, 6)
+    norm = 1 + torch.randn(96, generator=seeded(7)) / 300
+    exact_TX = x_TX.double() * (x_TX.double().square().mean(1, keepdim=True) + 1e-3).rsqrt() * norm.double()
+    normed_TX = reference.rms_norm(x_TX, norm, 1e-3)
+    assert (normed_TX == exact_TX.to(dtype)).float().mean() > 0.99
+    assert (reference.rms_norm(x_TX, norm.to(dtype), 1e-3) == exact_TX.to(dtype)).float().mean() < 0.9
+    found_TO = linear(x_TX, weight, norm=norm, norm_eps=1e-3)
+    assert torch.equal(found_TO, linear(normed_TX, weight))
 
 
 @pytest.fixture
@@ -535,7 +597,7 @@ def test_numbers_that_the_kernels_do_not_know_are_refused():
         ("rows of torch.float32 have a norm of torch.bfloat16", {"norm": torch.ones(64).bfloat16()}),
         ("rows of 64 inputs have a norm of shape", {"norm": torch.ones(32)}),
         ("has a residual of shape", {"residual": torch.ones(2, 20)}),
-        ("has a residual of shape", {"residual": torch.ones(3, 20), "swiglu": True}),
+        ("has a residual of shape", {"residual": torch.ones(3, 20), "activation": SWIGLU}),
         ("20 outputs have a bias of shape", {"bias": torch.ones(16)}),
         ("rows of torch.float32 have a bias of torch.bfloat16", {"bias": torch.ones(20).bfloat16()}),
     ],
@@ -576,7 +638,8 @@ def test_a_rank_that_owns_nothing_of_a_weight_multiplies_it_as_others_do_theirs(
     bias, residual = inputs(1, 20, torch.float32, 31)[0], torch.randn(rows, 20)
     assert torch.equal(linear(torch.zeros(rows, 0), no_inputs), torch.zeros(rows, 20))
     assert torch.equal(linear(torch.zeros(rows, 0), no_inputs, bias=bias, residual=residual), bias + residual)
-    assert linear(torch.randn(rows, 64), no_outputs, norm=torch.ones(64), norm_eps=1e-5, swiglu=True).shape == (rows, 0)
+    around = {"norm": torch.ones(64), "norm_eps": 1e-5, "activation": SWIGLU}
+    assert linear(torch.randn(rows, 64), no_outputs, **around).shape == (rows, 0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -597,7 +660,8 @@ def test_torch_accepts_the_op_and_its_fake(rows, dtype, weight_dtype):
         weight = make_weight(weight_OI, weight_dtype, 1 + around.swiglu) if packed else plain_weight(weight_OI)
         x_TX = inputs(rows, 64, dtype, 24) if rows else torch.zeros(0, 64, dtype=dtype)
         residual = around.residual.contiguous() if around.residual is not None and not rows else around.residual
-        call = x_TX, weight.values, around.bias, around.norm, 1e-3, around.swiglu, residual
+        activation = activation_arguments(SWIGLU if around.swiglu else None)
+        call = x_TX, weight.values, around.bias, around.norm, 1e-3, *activation, residual
         for out_dtype in (dtype,) if has.get("residual") else (dtype, torch.float32):
             shape = weight.dtype, weight.outputs, weight.depth, weight.arrangement.name
             results = opcheck(torch.ops.longhelix.linear.default, (*call, out_dtype, None, *shape))

@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 from longhelix.compute.kernels import native, route
 from longhelix.errors import UserError
-from longhelix.spec import MoE
+from longhelix.spec import MoE, Routing
 
 pytestmark = pytest.mark.unit
 
@@ -27,12 +27,12 @@ def test_softmax_weights_of_the_best_sum_to_one_where_normalised():
     assert experts_TY.tolist() == [[0, 1], [2, 3]]
     assert torch.allclose(weights_TY.sum(1), torch.ones(2))
     assert weights_TY[0, 0] / weights_TY[0, 1] == pytest.approx(torch.tensor(1.0).exp().item())
-    plain_TY, _ = route(LOGITS_TE, None, MoE(4, 2, 8, normalised=False, scale=2.0))
+    plain_TY, _ = route(LOGITS_TE, None, MoE(4, 2, 8, routing=Routing(normalised=False, scale=2.0)))
     assert torch.allclose(plain_TY, 2 * LOGITS_TE.softmax(1).gather(1, experts_TY))
 
 
 def test_a_bias_chooses_and_does_not_weigh():
-    moe = MoE(4, 1, 8, sigmoid=True, normalised=False, routing_bias=True)
+    moe = MoE(4, 1, 8, routing=Routing(sigmoid=True, normalised=False, bias=True))
     weights_TY, experts_TY = route(LOGITS_TE, torch.tensor([0.0, 0.0, 0.0, 5.0]), moe)
     assert experts_TY.tolist() == [[3], [3]]
     assert torch.allclose(weights_TY[:, 0], LOGITS_TE[:, 3].sigmoid())
@@ -41,8 +41,8 @@ def test_a_bias_chooses_and_does_not_weigh():
 def test_only_experts_of_the_best_groups_are_taken():
     """By the best score of a group, and, with sigmoid, by the sum of its two best."""
     logits_TE = torch.tensor([[3.0, -9.0, 2.0, 2.0]])
-    softmax = route(logits_TE, None, MoE(4, 2, 8, num_groups=2, groups_per_token=1))[1]
-    sigmoid = route(logits_TE, None, MoE(4, 2, 8, num_groups=2, groups_per_token=1, sigmoid=True))[1]
+    softmax = route(logits_TE, None, MoE(4, 2, 8, routing=Routing(num_groups=2, groups_per_token=1)))[1]
+    sigmoid = route(logits_TE, None, MoE(4, 2, 8, routing=Routing(num_groups=2, groups_per_token=1, sigmoid=True)))[1]
     assert sorted(softmax[0].tolist()) == [0, 1]
     assert sorted(sigmoid[0].tolist()) == [2, 3]
 
@@ -50,12 +50,12 @@ def test_only_experts_of_the_best_groups_are_taken():
 def test_of_equal_scores_the_first_is_taken():
     logits_TE = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0, 1.0]])
     assert route(logits_TE, None, MoE(6, 4, 8))[1].tolist() == [[1, 2, 4, 0]]
-    grouped = MoE(6, 2, 8, num_groups=3, groups_per_token=2)
+    grouped = MoE(6, 2, 8, routing=Routing(num_groups=3, groups_per_token=2))
     assert route(torch.zeros(1, 6), None, grouped)[1].tolist() == [[0, 1]]
 
 
 def test_shared_experts_are_one_more_that_comes_last():
-    plain, gated = (MoE(4, 2, 8, shared_size=8, scale=2.0, shared_gate=gate) for gate in (False, True))
+    plain, gated = (MoE(4, 2, 8, shared_size=8, routing=Routing(scale=2.0, shared_gate=gate)) for gate in (False, True))
     weights_TY, experts_TY = route(LOGITS_TE, None, plain)
     assert experts_TY.tolist() == [[0, 1, 4], [2, 3, 4]]
     assert weights_TY[:, 2].tolist() == [1.0, 1.0]
@@ -71,7 +71,7 @@ def test_shared_experts_are_one_more_that_comes_last():
 )
 def test_groups_that_cannot_be(wrong):
     with pytest.raises(UserError, match="topk_group in the model's config"):
-        MoE(4, 2, 8, **wrong)
+        MoE(4, 2, 8, routing=Routing(**wrong))
 
 
 @pytest.mark.parametrize("shared", [False, True])

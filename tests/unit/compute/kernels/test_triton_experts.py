@@ -27,7 +27,7 @@ from longhelix.compute.models.batch import RowSharding
 from longhelix.compute.models.experts import ExpertFFN
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
-from longhelix.spec import LayerSpec, MoE
+from longhelix.spec import LayerSpec, MoE, Routing
 from tensors import weights_of
 from tiers import few
 from triton_interpreter import interpret
@@ -305,7 +305,7 @@ def layer(moe: MoE, held: list[int], hidden: int, device: torch.device) -> Exper
     layout = type("Held", (), {"experts": lambda self, count, rank: held})()
     weights = {"ffn_norm": norm_of(hidden, torch.bfloat16)}
     weights["router"] = normal(moe.num_experts, hidden, seed=1)
-    if moe.sigmoid:
+    if moe.routing.sigmoid:
         weights["routing_bias"] = normal(moe.num_experts, seed=2) / 10
     stems = [f"experts.{number}." for number in held] + ["shared."] * (moe.shared_size > 0)
     for at, stem in enumerate(stems):
@@ -319,7 +319,7 @@ def layer(moe: MoE, held: list[int], hidden: int, device: torch.device) -> Exper
 
 MOES = [
     MoE(12, 3, 32),
-    MoE(12, 3, 32, shared_size=32, sigmoid=True, num_groups=4, groups_per_token=2, scale=2.5),
+    MoE(12, 3, 32, shared_size=32, routing=Routing(sigmoid=True, num_groups=4, groups_per_token=2, scale=2.5)),
 ]
 
 
@@ -338,7 +338,7 @@ def test_nothing_of_a_layer_with_experts_waits_for_the_device(moe, rows, device,
         with monkeypatch.context() as patch, Launches(patch) as counted:
             out_TH = ffn(x_TH, batch)
         assert not counted.waits
-        assert counted.operators["sort"] == (2 if moe.sigmoid else 1)  # what routing runs is seen
+        assert counted.operators["sort"] == (2 if moe.routing.sigmoid else 1)  # what routing runs is seen
         launches.add((tuple(sorted(counted.kernels.items())), tuple(sorted(counted.operators.items()))))
         if device.type == "cpu":
             kernels = ["_count", "_down", "_gate_up", "_norm", "_place", "_sum_parts"]

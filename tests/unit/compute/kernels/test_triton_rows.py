@@ -10,7 +10,8 @@ from test_native_attention import seeded
 from test_triton import CUDA, FLOATS, ROUNDING
 
 from longhelix.compute.kernels import reference
-from longhelix.compute.kernels.triton import gate_rows, norm_rows, rotate
+from longhelix.compute.kernels.triton import activate_rows, norm_rows, rotate
+from longhelix.spec import Activation
 from triton_interpreter import interpret
 
 pytestmark = pytest.mark.unit
@@ -54,12 +55,28 @@ def test_a_norm_of_one_row_has_the_same_bits_beside_others_and_a_nan_stays_in_it
     assert found_TX.isnan().any(1).tolist() == [row == 3 for row in range(9)]
 
 
+def test_a_norm_in_float32_is_rounded_once(device):
+    x_TX = normal(5, 300, dtype=torch.bfloat16, device=device)
+    weight_X = 1 + normal(300, dtype=torch.float32, device=device, seed=1) / 300
+    found_TX, wanted_TX = norm_rows(x_TX, weight_X, 1e-5), reference.rms_norm(x_TX, weight_X, 1e-5)
+    assert found_TX.dtype == torch.bfloat16
+    assert (found_TX == wanted_TX).float().mean() > 0.99
+    assert (norm_rows(x_TX, weight_X.bfloat16(), 1e-5) == wanted_TX).float().mean() < 0.9
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 154), (2, 2 * 1024), (2, 2 * 1025), (0, 64), (2, 0)], ids=str)
 def test_a_gate_equals_the_reference(shape, dtype, device):
-    x_TX = normal(*shape, dtype=dtype, device=device) * 20
-    gate_TX, up_TX = x_TX.chunk(2, dim=-1)
-    assert_near(gate_rows(x_TX), torch.nn.functional.silu(gate_TX) * up_TX, roundings=2)
+    x_TX, swiglu = normal(*shape, dtype=dtype, device=device) * 20, Activation()
+    assert_near(activate_rows(x_TX, swiglu), reference.activate(x_TX, swiglu), roundings=2)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "relu_squared", "clamped_swiglu"])
+def test_an_activation_equals_the_reference(function, gated, dtype, device):
+    x_TX, activation = normal(3, 154, dtype=dtype, device=device) * 4, Activation(function, gated)
+    assert_near(activate_rows(x_TX, activation), reference.activate(x_TX, activation), roundings=2)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from longhelix.compute.models.parameter import Source
 from longhelix.compute.models.parameters import check, declare
 from longhelix.errors import UserError
-from longhelix.spec import GatedFFN, ModelSpec, MoE, read_hf_config
+from longhelix.spec import MLP, ModelSpec, MoE, read_hf_config
 from longhelix.spec.layout import HeadShape, Layout
 from toy_model import attention_of, with_ffns
 
@@ -200,7 +200,7 @@ def test_each_missing_tensor_is_refused_by_name(family):
 @pytest.mark.parametrize(
     ("ffns", "name"),
     [
-        ([GatedFFN(50)] * 4096, "model.layers.2.input_layernorm.weight"),
+        ([MLP(50)] * 4096, "model.layers.2.input_layernorm.weight"),
         ([MoE(10**9, 2, 8)], "model.layers.0.mlp.experts.0.gate_proj.weight"),
     ],
 )

@@ -15,7 +15,7 @@ from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.compute.runner.pool_size import kv_bytes_per_token
-from longhelix.spec import MLA, MoE
+from longhelix.spec import MLA, MoE, Routing
 from longhelix.spec.layout import Layout
 from tensors import Tensors
 from toy_model import attention_of, toy_model
@@ -39,7 +39,7 @@ DEEPSEEK = toy_model(
     "deepseek_v3",
     **SIZES,
     mla=MLA(16, 16, 8, 4, 8),
-    moe=MoE(4, 2, 16, shared_size=16, routing_bias=True, sigmoid=True),
+    moe=MoE(4, 2, 16, shared_size=16, routing=Routing(bias=True, sigmoid=True)),
     num_dense_layers=2,
 )
 SPECS = {"llama": LLAMA, "tied": TIED, "deepseek": DEEPSEEK}

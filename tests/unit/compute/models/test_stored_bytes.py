@@ -9,7 +9,7 @@ from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.parameters import declare, stored_bytes
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
-from longhelix.spec import MLA, MoE
+from longhelix.spec import MLA, MoE, Routing
 from longhelix.spec.layout import Layout
 from tensors import Tensors
 from toy_model import toy_model
@@ -32,7 +32,7 @@ SIZES = {
     "dtype": "bfloat16",
 }
 DENSE = {"qkv_bias": True, "ffn_bias": True, "qk_norm": True}
-EXPERTS = MoE(15, 2, 32, shared_size=64, routing_bias=True, shared_gate=True)
+EXPERTS = MoE(15, 2, 32, shared_size=64, routing=Routing(bias=True, shared_gate=True))
 SPECS = {
     "dense": toy_model(**SIZES, **DENSE),
     "tied": toy_model(**SIZES, **DENSE, tied_embeddings=True),

@@ -11,7 +11,7 @@ from longhelix.perf import weights as perf_weights
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
 from longhelix.perf.setting import Setting
-from longhelix.spec import MLA, MoE, MultiHeadLatentAttention
+from longhelix.spec import MLA, MoE, MultiHeadLatentAttention, Routing
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
 from longhelix.spec.weights import (
@@ -46,9 +46,8 @@ def specs(draw):
             draw(st.integers(1, num_experts)),
             draw(st.integers(1, 40)),
             shared_size=draw(st.sampled_from([0, 17])),
-            routing_bias=draw(flags),
-            shared_gate=draw(flags),
             shared_bias=ffn_bias,
+            routing=Routing(bias=draw(flags), shared_gate=draw(flags)),
         )
         changes |= {"moe": moe, "num_dense_layers": draw(st.integers(0, num_layers))}
     return toy_model(

@@ -12,7 +12,7 @@ from longhelix.compute.runner.token_ranges import ONE_RANGE
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import _check_runs_together, _layers_run
 from longhelix.errors import UserError
-from longhelix.spec.attention import GroupedQueryAttention
+from longhelix.spec.attention import GroupedQueryAttention, Scores
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.presets import load_model
 from longhelix.spec.rope import RopeSpec
@@ -84,7 +84,7 @@ def test_the_option_means_compile_and_replay(execution, device, trace, expected)
 @pytest.mark.parametrize(("score_scale", "expected"), [(None, 64**-0.5), (0.0078125, 0.0078125)])
 def test_flashinfer_scales_scores_as_the_model_says(monkeypatch, score_scale, expected):
     attention = GroupedQueryAttention(
-        heads=HeadShape(4, 2), head_size=64, rotated_size=64, rope=RopeSpec(), score_scale=score_scale
+        heads=HeadShape(4, 2), head_size=64, rotated_size=64, rope=RopeSpec(), scores=Scores(scale=score_scale)
     )
     config = SimpleNamespace(
         execution=SimpleNamespace(attention="flashinfer"),

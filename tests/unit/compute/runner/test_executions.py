@@ -27,7 +27,7 @@ from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spans import UNTRACED
-from longhelix.spec import MoE
+from longhelix.spec import MoE, Routing
 from longhelix.spec.layout import Layout
 from tensors import Tensors
 from toy_model import toy_model
@@ -51,7 +51,7 @@ SIZES = {
     "max_positions": 2**20,
 }
 SPEC = toy_model(**SIZES)
-EXPERTS = toy_model("qwen2_moe", **SIZES, moe=MoE(6, 2, 32, shared_size=32, shared_gate=True))
+EXPERTS = toy_model("qwen2_moe", **SIZES, moe=MoE(6, 2, 32, shared_size=32, routing=Routing(shared_gate=True)))
 PHASES = ["QKV", "attention", "merge and output projection", "FFN"]
 NEW_TOKENS = 6
 

@@ -7,7 +7,7 @@ the keys (MLA, absorbed). A pool of 8 bits has `scales_PADk`, float32: value = s
 from longhelix.compute.kernels.triton.attention import partial_attention
 from longhelix.compute.kernels.triton.experts import run_experts
 from longhelix.compute.kernels.triton.merge import merge_states
-from longhelix.compute.kernels.triton.rows import gate_rows, norm_rows, rotate
+from longhelix.compute.kernels.triton.rows import activate_rows, norm_rows, rotate
 from longhelix.compute.kernels.triton.write import write_kv
 
 # Number formats of rows that these kernels read and write.
@@ -15,7 +15,7 @@ FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8")
 
 __all__ = [
     "FORMATS",
-    "gate_rows",
+    "activate_rows",
     "merge_states",
     "norm_rows",
     "partial_attention",

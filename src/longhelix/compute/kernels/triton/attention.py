@@ -60,6 +60,7 @@ def partial_attention(
     max_rows: int,
     most_tokens: int,
     firsts_T: Tensor | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed rows over this rank's shard of their KV: `kernels.attention.partial_attention` over one pool.
 
@@ -92,7 +93,7 @@ def partial_attention(
         shapes.append((many, range(FEW_ROWS + 1, _UNLIMITED)))
     one_row_each = max_rows == 1 and num_rows == num_sequences
     num_splits = triton.cdiv(most_tokens, SPLIT_TOKENS)
-    takes_latents = firsts_T is None and latent_attention.takes(q_TqC, kv_PADkC, value_size)
+    takes_latents = firsts_T is None and cap is None and latent_attention.takes(q_TqC, kv_PADkC, value_size)
     latents = latent_attention.descriptor(kv_PADkC) if takes_latents else None
 
     def attend(out: Tensor, lse: Tensor, rows: range) -> None:
@@ -124,6 +125,8 @@ def partial_attention(
                 row_starts_B,
                 firsts_T,
                 *given,
+                0.0 if cap is None else cap * math.log2(math.e),
+                CAPPED=cap is not None,
                 A=num_arrays,
                 K=num_kv_heads,
                 G=group,
@@ -195,6 +198,8 @@ def _attend(
     num_rows,
     first_sequence,
     scale_log2,
+    cap_log2,
+    CAPPED: tl.constexpr,
     LEAST_ROWS: tl.constexpr,
     MOST_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -264,18 +269,18 @@ def _attend(
         for start in range(begin, tl.minimum(whole_begin, end), N):
             largest_X, total_X, sum_XC = _attend_turn(
                 q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
-                scale_log2, start, low, end, True, A, D, K, C, V, HEAD, TAIL, N, DOT,
+                scale_log2, cap_log2, start, low, end, True, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT,
             )  # fmt: skip
     whole_end = whole_begin + tl.maximum(least - whole_begin, 0) // N * N
     for start in range(whole_begin, whole_end, N):
         largest_X, total_X, sum_XC = _attend_turn(
             q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
-            scale_log2, start, low, end, False, A, D, K, C, V, HEAD, TAIL, N, DOT,
+            scale_log2, cap_log2, start, low, end, False, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT,
         )  # fmt: skip
     for start in range(whole_end, end, N):
         largest_X, total_X, sum_XC = _attend_turn(
             q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
-            scale_log2, start, low, end, True, A, D, K, C, V, HEAD, TAIL, N, DOT,
+            scale_log2, cap_log2, start, low, end, True, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT,
         )  # fmt: skip
 
     slot_X = row_X - first_row
@@ -303,10 +308,12 @@ def _attend_turn(
     sum_XC,
     kv_head,
     scale_log2,
+    cap_log2,
     start,
     low,
     end,
     PART: tl.constexpr,
+    CAPPED: tl.constexpr,
     A: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
@@ -334,6 +341,11 @@ def _attend_turn(
     scores_XN *= scale_log2
     if scales_ptr is not None:
         scores_XN *= tl.load(scales_ptr + key_N, mask=written_N, other=0.0)[None, :]
+    if CAPPED:
+        # cap * tanh(score / cap) of powers of 2.
+        small_XN = tl.exp2(-tl.abs(scores_XN) * (2.885390081777927 / cap_log2))
+        size_XN = (1.0 - small_XN) / (1.0 + small_XN) * cap_log2
+        scores_XN = tl.where(scores_XN < 0.0, -size_XN, size_XN)
     if PART:
         seen_XN = (s_N[None, :] >= first_X[:, None]) & (s_N[None, :] < limit_X[:, None])
         scores_XN = tl.where(seen_XN, scores_XN, float("-inf"))

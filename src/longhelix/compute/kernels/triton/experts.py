@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhelix.compute.kernels.triton.activation import activated, gated_input
 from longhelix.compute.kernels.triton.expert_rows import SortedRows, most_places_and_tiles, sort_rows
+from longhelix.spec import Activation
 
 _ALIGNED_BYTES = 16  # where weights, and their rows too, begin at multiples of it, loads are wide
 _PARTS_BYTES = 256 * 2**20  # for what experts make of their rows, in float32: more hidden channels take turns
@@ -53,6 +55,7 @@ def run_experts(
     weights_TY: Tensor,
     experts_TY: Tensor,
     rows_e: Tensor,
+    activation: Activation,
     norm: Tensor | None,
     norm_eps: float,
     residual: Tensor | None,
@@ -95,6 +98,8 @@ def run_experts(
         *taken[1:],
         inner_Xf,
         Y=experts_TY.shape[1],
+        FUNCTION=activation.function,
+        GATED=activation.gated,
         **shared,
     )
     width = _channels_at_once(places, hidden)
@@ -159,12 +164,12 @@ def _sum(
 
 @triton.jit
 def _norm(x_ptr, norm_ptr, normed_ptr, stride_T, eps, H: tl.constexpr, PADDED: tl.constexpr):
-    """One row; rounded before the weight, as the reference is."""
+    """One row; rounded to the weight's dtype before the weight, as the reference is."""
     row = tl.program_id(0).to(tl.int64)
     h_H = tl.arange(0, PADDED)
     x_H = tl.load(x_ptr + row * stride_T + h_H, mask=h_H < H, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x_H * x_H, 0) / H + eps)
-    normed_H = (x_H * scale).to(normed_ptr.dtype.element_ty).to(tl.float32)
+    normed_H = (x_H * scale).to(norm_ptr.dtype.element_ty).to(tl.float32)
     weight_H = tl.load(norm_ptr + h_H, mask=h_H < H, other=0.0).to(tl.float32)
     tl.store(normed_ptr + row * H + h_H, (normed_H * weight_H).to(normed_ptr.dtype.element_ty), mask=h_H < H)
 
@@ -188,6 +193,8 @@ def _gate_up(
     num_tiles_ptr,
     inner_ptr,
     Y: tl.constexpr,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
     H: tl.constexpr,
     F: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -196,7 +203,7 @@ def _gate_up(
     C: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """silu(gate(x)) * up(x) of M rows: N columns."""
+    """What experts make of M rows between their products: N columns. Without a gate, `gate` is the up-projection."""
     tile, n_N = tl.program_id(0), tl.program_id(1) * N + tl.arange(0, N)
     if tile >= tl.load(num_tiles_ptr):
         return
@@ -220,10 +227,13 @@ def _gate_up(
         offset_NC = n_N.to(tl.int64)[:, None] * H + h_C[None, :]
         real_NC = (n_N < columns)[:, None] & (h_C < H)[None, :]
         gate_NC = tl.load(gate_ptr + offset_NC, mask=real_NC, other=0.0)
-        up_NC = tl.load(up_ptr + offset_NC, mask=real_NC, other=0.0)
         gate_MN = tl.dot(x_MC, tl.trans(gate_NC), gate_MN, input_precision="ieee")
-        up_MN = tl.dot(x_MC, tl.trans(up_NC), up_MN, input_precision="ieee")
-    inner_MN = gate_MN / (1 + tl.exp(-gate_MN)) * up_MN
+        if GATED:
+            up_NC = tl.load(up_ptr + offset_NC, mask=real_NC, other=0.0)
+            up_MN = tl.dot(x_MC, tl.trans(up_NC), up_MN, input_precision="ieee")
+    inner_MN = activated(gate_MN, FUNCTION)
+    if GATED:
+        inner_MN *= gated_input(up_MN, FUNCTION)
     offset_MN = (begin + m_M).to(tl.int64)[:, None] * F + n_N[None, :]
     tl.store(inner_ptr + offset_MN, inner_MN.to(DTYPE), mask=(m_M < count)[:, None] & (n_N < columns)[None, :])
 

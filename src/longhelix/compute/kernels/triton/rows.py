@@ -1,15 +1,19 @@
-"""What lies between products: norms, gates and rotations of rows, each in one launch."""
+"""What lies between products: norms, activations and rotations of rows, each in one launch."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhelix.compute.kernels.triton.activation import activated, gated_input
+from longhelix.spec import Activation
+
 
 def norm_rows(x_TX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
-    """RMSNorm (arXiv 1910.07467) of rows, `reference.rms_norm`: any float dtype but float64, which the weight has too;
-    channels contiguous."""
+    """RMSNorm (arXiv 1910.07467) of rows, `reference.rms_norm`: any float dtype but float64; channels contiguous. The
+    weight has the dtype of the rows, or float32."""
     num_rows, channels = x_TX.shape
-    assert x_TX.dtype == weight_X.dtype
+    assert weight_X.dtype in (x_TX.dtype, torch.float32)
     out_TX = x_TX.new_empty(num_rows, channels)
     if out_TX.numel():
         assert channels == 1 or x_TX.stride(1) == 1
@@ -34,31 +38,44 @@ def _norm_rows(x_ptr, weight_ptr, out_ptr, stride, eps, C: tl.constexpr, PADDED:
     real_C = c_C < C
     x_C = tl.load(x_ptr + row * stride + c_C, mask=real_C, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(x_C * x_C, 0) / C + eps)
-    normed_C = (x_C * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
+    normed_C = (x_C * scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
     weight_C = tl.load(weight_ptr + c_C, mask=real_C, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * C + c_C, (normed_C * weight_C).to(out_ptr.dtype.element_ty), mask=real_C)
 
 
-def gate_rows(x_TX: Tensor) -> Tensor:
-    """silu(gate) * up of rows that hold gates, then as many ups (arXiv 2002.05202); each step rounded to the dtype."""
+def activate_rows(x_TX: Tensor, activation: Activation) -> Tensor:
+    """`reference.activate` of rows; each step rounded to the dtype."""
     num_rows, channels = x_TX.shape
-    half = channels // 2
-    out_TX = x_TX.new_empty(num_rows, half)
+    columns = channels // activation.projections
+    out_TX = x_TX.new_empty(num_rows, columns)
     if out_TX.numel():
         assert x_TX.stride(1) == 1
-        _gate_rows[num_rows, triton.cdiv(half, 1024)](x_TX, out_TX, x_TX.stride(0), C=half, X=1024)
+        _activate_rows[num_rows, triton.cdiv(columns, 1024)](
+            x_TX,
+            out_TX,
+            x_TX.stride(0),
+            C=columns,
+            FUNCTION=activation.function,
+            GATED=activation.gated,
+            X=1024,
+        )
     return out_TX
 
 
 @triton.jit
-def _gate_rows(x_ptr, out_ptr, stride, C: tl.constexpr, X: tl.constexpr):
+def _activate_rows(
+    x_ptr, out_ptr, stride, C: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, X: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     c_X = tl.program_id(1) * X + tl.arange(0, X)
     real_X = c_X < C
-    gate_X = tl.load(x_ptr + row * stride + c_X, mask=real_X, other=0.0).to(tl.float32)
-    up_X = tl.load(x_ptr + row * stride + C + c_X, mask=real_X, other=0.0).to(tl.float32)
-    gate_X = (gate_X / (1.0 + tl.exp(-gate_X))).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * C + c_X, (gate_X * up_X).to(out_ptr.dtype.element_ty), mask=real_X)
+    dtype = out_ptr.dtype.element_ty
+    result_X = activated(tl.load(x_ptr + row * stride + c_X, mask=real_X, other=0.0).to(tl.float32), FUNCTION)
+    if GATED:
+        up_X = tl.load(x_ptr + row * stride + C + c_X, mask=real_X, other=0.0).to(tl.float32)
+        input_X = gated_input(up_X, FUNCTION).to(dtype).to(tl.float32)
+        result_X = result_X.to(dtype).to(tl.float32) * input_X
+    tl.store(out_ptr + row * C + c_X, result_X.to(dtype), mask=real_X)
 
 
 def rotate(
@@ -71,7 +88,8 @@ def rotate(
     cos_TR: Tensor,
     sin_TR: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q_TqC, k_TkC and v_TkC, a view: `reference.rotate`. Norms have the dtype of the rows, any float but float64."""
+    """q_TqC, k_TkC and v_TkC, a view: `reference.rotate`. Norms have the dtype of the rows, any float but float64, or
+    float32."""
     num_rows, channels = qkv_TX.shape
     num_query_heads = channels // head_size - 2 * num_kv_heads
     num_pairs = cos_TR.shape[1]
@@ -140,28 +158,32 @@ def _rotate(
     if S > 0:
         other_ptr = qkv_ptr + row * stride + head_X[:, None] * C + 2 * R + s_S[None, :]
         other_XS = tl.load(other_ptr, mask=real_XS, other=0.0).to(tl.float32)
+    dtype = q_ptr.dtype.element_ty
     if q_norm_ptr is not None or k_norm_ptr is not None:
         squares_X = tl.sum(first_XR * first_XR, 1) + tl.sum(second_XR * second_XR, 1)
         if S > 0:
             squares_X += tl.sum(other_XS * other_XS, 1)
         scale_X1 = tl.rsqrt(squares_X / C + eps)[:, None]
         if q_norm_ptr is not None:
-            first_XR = tl.where(is_query_X1, _normed(first_XR, scale_X1, q_norm_ptr + r_R, real_R), first_XR)
-            second_XR = tl.where(is_query_X1, _normed(second_XR, scale_X1, q_norm_ptr + R + r_R, real_R), second_XR)
+            normed_XR = _normed(first_XR, scale_X1, q_norm_ptr + r_R, real_R, dtype)
+            first_XR = tl.where(is_query_X1, normed_XR, first_XR)
+            normed_XR = _normed(second_XR, scale_X1, q_norm_ptr + R + r_R, real_R, dtype)
+            second_XR = tl.where(is_query_X1, normed_XR, second_XR)
             if S > 0:
-                normed_XS = _normed(other_XS, scale_X1, q_norm_ptr + 2 * R + s_S, real_S)
+                normed_XS = _normed(other_XS, scale_X1, q_norm_ptr + 2 * R + s_S, real_S, dtype)
                 other_XS = tl.where(is_query_X1, normed_XS, other_XS)
         if k_norm_ptr is not None:
-            first_XR = tl.where(is_query_X1, first_XR, _normed(first_XR, scale_X1, k_norm_ptr + r_R, real_R))
-            second_XR = tl.where(is_query_X1, second_XR, _normed(second_XR, scale_X1, k_norm_ptr + R + r_R, real_R))
+            normed_XR = _normed(first_XR, scale_X1, k_norm_ptr + r_R, real_R, dtype)
+            first_XR = tl.where(is_query_X1, first_XR, normed_XR)
+            normed_XR = _normed(second_XR, scale_X1, k_norm_ptr + R + r_R, real_R, dtype)
+            second_XR = tl.where(is_query_X1, second_XR, normed_XR)
             if S > 0:
-                normed_XS = _normed(other_XS, scale_X1, k_norm_ptr + 2 * R + s_S, real_S)
+                normed_XS = _normed(other_XS, scale_X1, k_norm_ptr + 2 * R + s_S, real_S, dtype)
                 other_XS = tl.where(is_query_X1, other_XS, normed_XS)
     cos_R = tl.load(cos_ptr + row * R + r_R, mask=real_R, other=0.0)[None, :]
     sin_R = tl.load(sin_ptr + row * R + r_R, mask=real_R, other=0.0)[None, :]
     turned_first_XR = first_XR * cos_R - second_XR * sin_R
     turned_second_XR = second_XR * cos_R + first_XR * sin_R
-    dtype = q_ptr.dtype.element_ty
     q_row_ptrs = q_ptr + (row * Q + head_X[:, None]) * C
     q_ptrs = q_row_ptrs + r_R[None, :]
     tl.store(q_ptrs, turned_first_XR.to(dtype), mask=real_XR & is_query_X1)
@@ -177,8 +199,8 @@ def _rotate(
 
 
 @triton.jit
-def _normed(x_XR, scale_X1, weight_ptrs, real_R):
-    """As `norm_rows`: rounded to the weight's dtype before the weight and after it."""
-    dtype = weight_ptrs.dtype.element_ty
+def _normed(x_XR, scale_X1, weight_ptrs, real_R, dtype: tl.constexpr):
+    """As `norm_rows`: rounded to the weight's dtype before the weight, and to the rows' dtype after it."""
     weight_R = tl.load(weight_ptrs, mask=real_R, other=0.0).to(tl.float32)[None, :]
-    return ((x_XR * scale_X1).to(dtype).to(tl.float32) * weight_R).to(dtype).to(tl.float32)
+    normed_XR = (x_XR * scale_X1).to(weight_ptrs.dtype.element_ty).to(tl.float32)
+    return (normed_XR * weight_R).to(dtype).to(tl.float32)
