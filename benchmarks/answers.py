@@ -81,7 +81,7 @@ def simulated(question: Question, best: Choice, requests: int) -> Simulated:
 def row(model: str, system: str, lengths: tuple[int, int, float, float], requests: int) -> tuple[str, bool]:
     prompt, output, ttl_s, ttft_s = lengths
     hardware = load_system(system)
-    dtype = "fp4" if "fp4" in hardware.flops_per_s else "fp8"
+    dtype = "fp4" if "fp4" in hardware.arithmetic.flops_per_s else "fp8"
     demand = Demand.of([(prompt, output)], None, 0.0)
     setting = Setting(load_model(model), hardware, dtype, dtype)
     question = Question(setting, demand.longest, MAX_GPUS, ttl_s, ttft_s, demand=demand)

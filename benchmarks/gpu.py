@@ -16,11 +16,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longhelix.compute.kernels.packed_rows import PackedRows
+from longhelix.spec import FORMATS
+
 BLOCK_TOKENS = 16
 CONTEXTS = ((1, 2**20), (8, 2**17), (64, 2**14))  # rows, tokens of each
 GROUP = 8
 # kv heads, key size, value size, dtype of the pool
 GQA = ((8, 128, torch.bfloat16), (1, 128, torch.bfloat16), (8, 64, torch.bfloat16), (8, 128, torch.float8_e4m3fn))
+
+# Formats of packed weights, outputs and inputs: gate and up of Llama 3 70B, and a share of an output projection.
+PACKED = ("fp8-block", "fp8-channel", "nvfp4", "mxfp4", "int4-g128", "int4-g32")
+PACKED_SIZES = ((57344, 8192), (7168, 2048))
+PACKED_ROWS = (1, 8, 16, 64, 512, 4096)
+PACKED_BYTES = 2**29  # that a measured call reads, so that no cache holds them
 
 
 @dataclass
@@ -206,6 +215,72 @@ def experts(
     return results
 
 
+def packed_products(name: str, outputs: int, depth: int, repeats: int) -> list[Result]:
+    """Products with several weights of a packed format, or with bfloat16 by torch; the bytes are those of the
+    weights."""
+    from longhelix.compute.kernels.triton import multiply_packed
+
+    if name == "bfloat16":
+        count = -(-PACKED_BYTES // (2 * outputs * depth))
+        weights = [torch.randn(outputs, depth, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+        num_bytes, multiply = count * weights[0].nbytes, torch.nn.functional.linear
+    else:
+        count = -(-PACKED_BYTES // (outputs * FORMATS[name].weight_row_bytes(depth)))
+        weights = [packed_rows(name, outputs, depth) for _ in range(count)]
+        num_bytes = count * weights[0].buffer.nbytes
+
+        def multiply(x_TX: Tensor, weight: PackedRows) -> Tensor:
+            return multiply_packed(x_TX, weight, x_TX.dtype)
+
+    results = []
+    for rows in PACKED_ROWS:
+        x_TX = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
+
+        def call(x_TX: Tensor = x_TX) -> None:
+            for weight in weights:
+                multiply(x_TX, weight)
+
+        shape = f"{rows} rows x {count} of {outputs} x {depth}, {name}"
+        results.append(measure(f"products {shape}", num_bytes, call, repeats, flops=2 * rows * count * outputs * depth))
+    return results
+
+
+def packed_experts(
+    rows: int, per_row: int, held: int, num_experts: int, hidden: int, columns: int, name: str, repeats: int
+) -> Result:
+    """As `experts`, with packed weights."""
+    from longhelix.compute.kernels.experts import SWIGLU
+    from longhelix.compute.kernels.triton import run_experts
+
+    gate_up = [packed_rows(name, 2 * columns, hidden) for _ in range(held)]
+    down = [packed_rows(name, hidden, columns) for _ in range(held)]
+    table = [(a.buffer.data_ptr(), b.buffer.data_ptr(), columns) for a, b in zip(gate_up, down, strict=True)]
+    weights_e3 = torch.tensor(table, device="cuda")
+    index_E = torch.full((num_experts,), -1, dtype=torch.int32, device="cuda")
+    index_E[:held] = torch.arange(held, device="cuda")
+    x_TH = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    norm = torch.ones(hidden, device="cuda", dtype=torch.bfloat16)
+    experts_TY = torch.rand(rows, num_experts, device="cuda").topk(per_row, dim=1).indices
+    weights_TY, rows_e = torch.rand(rows, per_row, device="cuda"), torch.zeros(held, dtype=torch.int64, device="cuda")
+    pairs, taken = int((experts_TY < held).sum()), int(experts_TY[experts_TY < held].unique().numel())
+
+    def run() -> object:
+        routing = weights_TY, experts_TY, rows_e, SWIGLU
+        own = index_E, weights_e3, [columns] * held
+        return run_experts(x_TH, *own, *routing, norm, 1e-6, x_TH, weight_dtype=name)
+
+    num_bytes = taken * (gate_up[0].buffer.nbytes + down[0].buffer.nbytes)
+    shape = f"{rows} rows x {per_row} of {num_experts}, {held} here, {hidden} x {columns}, {name}"
+    return measure(f"experts {shape}", num_bytes, run, repeats, flops=pairs * 6 * hidden * columns)
+
+
+def packed_rows(name: str, outputs: int, depth: int) -> PackedRows:
+    """A packed weight of random bytes."""
+    rows = PackedRows.empty(name, outputs, depth, 0, torch.device("cuda"))
+    rows.buffer.random_(0, 256)
+    return rows
+
+
 def flashinfer_decode(q_TqC: Tensor, kv_PADkC: Tensor, blocks_BJ: Tensor) -> Callable[[], object] | None:
     """FlashInfer's decode with LSE over the same pool, planned once; None where it is not installed."""
     try:
@@ -271,7 +346,7 @@ def table(environment: dict[str, object], read: float, copy: float, results: lis
         f"{environment['gpu']}, torch {environment['torch']}, Triton {environment['triton']}, CUDA "
         f"{environment['cuda']}; medians of {repeats} repeats. Read bandwidth {read:.0f} GB/s (a sum over 4 GiB), copy "
         f"{copy:.0f} GB/s (reads and writes). Decode and chunks: rows x tokens, bytes of KV alone. Experts: bytes of "
-        "those that some row takes. GB/s by graph replay, where there is one.",
+        "those that some row takes. Products: bytes of the weights. GB/s by graph replay, where there is one.",
         "",
         "| op | MB | eager, us | graph, us | launch on host, us | GB/s | of read bandwidth | TFLOP/s |",
         "|---|---|---|---|---|---|---|---|",
@@ -308,6 +383,12 @@ def main() -> None:
     for rows in (1, 16, 64, 512, 4096):
         results += experts(rows, 8, 32, 256, 7168, 2048, repeats)  # DeepSeek-R1 over EP = 8
         results += experts(rows, 2, 8, 8, 4096, 14336, repeats)  # Mixtral
+    for name in ("bfloat16", *PACKED):
+        for outputs, depth in PACKED_SIZES:
+            results += packed_products(name, outputs, depth, repeats)
+    for name in PACKED:
+        for rows in (1, 16, 64, 512, 4096):
+            results.append(packed_experts(rows, 8, 32, 256, 7168, 2048, name, repeats))
     results += [merge(8, 4096, 16, 128, repeats), merge(16, 1024, 16, 512, repeats)]
     results += [write(2**16, 8, 128, dtype, repeats) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     text = table(conditions, read, copy, results, repeats)

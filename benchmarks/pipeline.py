@@ -85,7 +85,9 @@ def measure(arguments: argparse.Namespace) -> int:
 
     def seconds(model: RankModel, chunk_tokens: int) -> tuple[float, float]:
         """Of a whole prompt, and of them those that this rank waited for other stages."""
-        model.config = replace(model.config, scheduler=replace(model.config.scheduler, chunk_tokens=chunk_tokens))
+        scheduler = model.config.scheduler
+        scheduler = replace(scheduler, steps=replace(scheduler.steps, chunk_tokens=chunk_tokens))
+        model.config = replace(model.config, scheduler=scheduler)
         runner, pipeline = model.runner(arguments.prompt), model.mesh.pipeline
         steps = list(prefill_steps(model, 0, prompt))
         waited_s = 0.0 if pipeline is None else pipeline.waited_s

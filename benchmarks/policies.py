@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from longhelix.measure.bench.environment import environment
 from longhelix.perf.setting import Setting
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import SchedulerConfig, StepConfig
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.prefill_times import PrefillTimes
 from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
@@ -70,9 +70,7 @@ class Study:
             kvp=LAYOUT.kvp,
             num_blocks=1,
             max_model_len=MOST_TOKENS,
-            chunk_tokens=MOST_CHUNK_TOKENS,
-            adaptive=True,
-            max_running=MAX_RUNNING,
+            steps=StepConfig(MOST_CHUNK_TOKENS, adaptive=True, max_running=MAX_RUNNING),
         )
         self.server = Server(setting, LAYOUT, with_pools(setting, LAYOUT, config))
         self._times = PrefillTimes(self.server.cost, LAYOUT.kvp)
@@ -93,7 +91,9 @@ class Study:
 
     def run(self, policy: str, rate_rps: float) -> Found:
         seen, arrivals = RequestRecords(), [arrival.scaled(rate_rps) for arrival in self.arrivals]
-        server = replace(self.server, scheduler=replace(self.server.scheduler, policy=policy))
+        scheduler = self.server.scheduler
+        scheduler = replace(scheduler, service=replace(scheduler.service, policy=policy))
+        server = replace(self.server, scheduler=scheduler)
         outcome = simulate(server, arrivals, seen)
         assert outcome.finished == len(arrivals)
         short, long, worst, met = Histogram(), [], 0.0, []

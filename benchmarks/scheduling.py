@@ -20,7 +20,7 @@ from longhelix.measure.bench.environment import environment
 from longhelix.perf.setting import Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.chunk_rule import AdaptiveChunks
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import CacheConfig, PlacementConfig, SchedulerConfig, ServiceConfig, StepConfig
 from longhelix.scheduler.load import Load
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
@@ -36,7 +36,7 @@ EVEN = SimpleNamespace(placement=SimpleNamespace(home=None, even=True))  # the K
 
 def planned(decodes: int) -> tuple[list[float], list[float], list[int]]:
     """Microseconds of `schedule` and of `complete`, and bytes of its messages, of steps in which all decode."""
-    scheduler = Scheduler(SchedulerConfig(4, 100_000, 100_000, max_running=decodes, chunk_tokens=100_000))
+    scheduler = Scheduler(SchedulerConfig(4, 100_000, 100_000, steps=StepConfig(100_000, max_running=decodes)))
     sampling = SamplingParams(max_new_tokens=STEPS + 2 * WARM_UP)
     for id in range(decodes):
         scheduler.add(Request(id, array("i", [1] * (50 + id)), sampling, frozenset(), 0, 0.0))
@@ -53,11 +53,9 @@ def busy(decodes: int, cached_tokens: int) -> tuple[list[float], list[float], li
         4,
         blocks,
         2 * long_tokens,
-        max_running=decodes + 1,
-        chunk_tokens=2048,
-        policy="lars",
-        adaptive=True,
-        prefix_cache=True,
+        steps=StepConfig(2048, adaptive=True, max_running=decodes + 1),
+        service=ServiceConfig("lars"),
+        cache=CacheConfig(prefix_cache=True),
     )
     scheduler = Scheduler(config, cost)
     chance = random.Random(0)
@@ -85,7 +83,11 @@ def on_own_clocks(decodes: int, long_tokens: int) -> tuple[list[float], list[flo
     `long_tokens`, which grow by 4,096 tokens an instance."""
     scheduler = Scheduler(
         SchedulerConfig(
-            4, 200_000, 100_000, max_running=decodes, chunk_tokens=4096, placement="growing", own_clocks=True
+            4,
+            200_000,
+            100_000,
+            steps=StepConfig(4096, max_running=decodes, own_clocks=True),
+            placement=PlacementConfig("growing"),
         )
     )
     sampling = SamplingParams(max_new_tokens=8 * STEPS)
@@ -121,7 +123,12 @@ def waiting(count: int, cached_tokens: int) -> tuple[list[float], list[float], l
     chunk_tokens, decodes, long_tokens = 512, 64, 2_000_000
     num_blocks = (cached_tokens + long_tokens) // 16 + 100 * decodes
     config = SchedulerConfig(
-        1, num_blocks, num_blocks * 16, max_running=256, chunk_tokens=chunk_tokens, policy="lars", prefix_cache=True
+        1,
+        num_blocks,
+        num_blocks * 16,
+        steps=StepConfig(chunk_tokens, max_running=256),
+        service=ServiceConfig("lars"),
+        cache=CacheConfig(prefix_cache=True),
     )
     scheduler, chance = Scheduler(config), random.Random(0)
     document, long = (
@@ -148,7 +155,13 @@ def waiting(count: int, cached_tokens: int) -> tuple[list[float], list[float], l
 def arriving(cached_tokens: int) -> tuple[int, float, float]:
     """Steps of one request that decodes until another begins with `cached_tokens`, all of them cached, and milliseconds
     of the longest `schedule` before the step that it begins in, and of that step."""
-    config = SchedulerConfig(4, cached_tokens // 16 + 100, 2 * cached_tokens, chunk_tokens=4096, prefix_cache=True)
+    config = SchedulerConfig(
+        4,
+        cached_tokens // 16 + 100,
+        2 * cached_tokens,
+        steps=StepConfig(4096),
+        cache=CacheConfig(prefix_cache=True),
+    )
     scheduler, chance = Scheduler(config), random.Random(0)
     document = array("i", (chance.randrange(100_000) for _ in range(cached_tokens)))
     scheduler.add(Request(-1, document, SamplingParams(max_new_tokens=1), frozenset(), 0, 0.0))

@@ -15,7 +15,7 @@ import psutil
 
 from longhelix.measure.bench.environment import environment
 from longhelix.perf.setting import Setting
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import CacheConfig, SchedulerConfig, ServiceConfig, StepConfig
 from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Server, Simulation
@@ -36,11 +36,9 @@ def simulation(
         kvp=LAYOUT.kvp,
         num_blocks=2 * blocks + 1000,
         max_model_len=MOST_TOKENS,
-        chunk_tokens=chunk_tokens,
-        max_running=running,
-        prefix_cache=prefix_cache,
-        policy="lars" if adaptive else "fcfs",
-        adaptive=adaptive,
+        steps=StepConfig(chunk_tokens, adaptive, running),
+        service=ServiceConfig("lars" if adaptive else "fcfs"),
+        cache=CacheConfig(prefix_cache),
     )
     setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4", "fp4")
     server = Server(setting, LAYOUT, config)

@@ -33,7 +33,7 @@ inline Rows rows_at(Address data, Number number, std::int64_t stride) {
 }
 
 inline void check_weight_number(Number number) {
-    if (number == Number::int8 || number == Number::int4 || number == Number::w8a8 || is_row_number(number)) return;
+    if (is_code(number) || number == Number::int8 || number == Number::int4 || number == Number::w8a8 || is_row_number(number)) return;
     throw std::invalid_argument("a weight does not hold numbers of this type");
 }
 

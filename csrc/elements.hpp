@@ -267,6 +267,87 @@ struct Int4 : PairUnits {
     INLINE Operand operand(const Rows4& rows, int row) { return row_of<Int4Code>(row < 2 ? rows.low : rows.high, row % 2); }
 };
 
+// Codes of checkpoints, whose scales are those of `Weight`. kShift: what is added to each number that a code stands for.
+// kFactor: what then gives the number. kPackedBits: bits of a code as rows have it.
+template <typename E>
+constexpr bool is_packed = false;
+
+// OCP 8-bit floating point.
+struct E4M3 : Float8 {
+    static constexpr bool kScaled = false;
+    static constexpr float kShift = 0.0f, kFactor = 1.0f;
+    static constexpr int kPackedBits = 8;
+    template <typename V>
+    INLINE V stored_bytes(V codes) {
+        return codes;
+    }
+};
+
+// Bytes in two's complement: each number and a half, so that signs and magnitudes have the same range.
+struct HalvesCode {
+    static constexpr float value(int code) { return static_cast<float>(code) + 0.5f; }
+#if !defined(LONGHELIX_AVX512)
+    INLINE Bytes stored(Bytes codes) { return codes ^ ((Bytes)(codes > 127) & 127); }
+    INLINE Floats number(Words high_bytes) { return signed_number(high_bytes) + 0.5f; }
+#endif
+};
+
+struct Code8 : Byte<HalvesCode> {
+    static constexpr bool kScaled = false;
+    static constexpr float kShift = 0.5f, kFactor = 1.0f;
+    static constexpr int kPackedBits = 8;
+    template <typename V>
+    INLINE V stored_bytes(V codes) {
+        return codes ^ ((codes >> 7) & 0x01010101u) * 127u;
+    }
+};
+
+// Codes of 4 bits: the low nibbles of 64 bytes are two unit rows, the high nibbles the next two.
+template <typename Code>
+struct Nibble : Int4 {
+    static constexpr bool kScaled = false;
+    static constexpr int kPackedBits = 4;
+    INLINE Rows4 load_rows(const u8* from) {
+        u32x16 codes = load<u32x16>(from);
+        return {decode<Code>(codes & 0x0f0f0f0fu), decode<Code>((codes >> 4) & 0x0f0f0f0fu)};
+    }
+    INLINE Operand operand(const Rows4& rows, int row) { return row_of<Code>(row < 2 ? rows.low : rows.high, row % 2); }
+};
+
+// Twice the number, which is whole.
+struct E2M1Code {
+    static constexpr float value(int code) {
+        constexpr float kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12};
+        return code & 8 ? -kTwice[code & 7] : kTwice[code & 7];
+    }
+#if !defined(LONGHELIX_AVX512)
+    INLINE Bytes stored(Bytes codes) {
+        Bytes magnitude = codes & 7, negative = (Bytes)(codes > 7);
+        Bytes twice = magnitude + ((Bytes)(magnitude > 4) & 1) + ((Bytes)(magnitude > 5) & 1) + ((Bytes)(magnitude > 6) & 3);
+        return (twice ^ negative) - negative;
+    }
+    INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
+#endif
+};
+
+struct E2M1 : Nibble<E2M1Code> {
+    static constexpr float kShift = 0.0f, kFactor = 0.5f;
+};
+
+// From 0 to 15, less 8.
+struct Code4 : Nibble<Int4Code> {
+    static constexpr float kShift = -8.0f, kFactor = 1.0f;
+};
+
+template <>
+constexpr bool is_packed<E4M3> = true;
+template <>
+constexpr bool is_packed<Code8> = true;
+template <>
+constexpr bool is_packed<E2M1> = true;
+template <>
+constexpr bool is_packed<Code4> = true;
+
 // sums[r][v] += rows r of `units` (`stride` apart) times panel v, over `depth` unit rows. While it reads the panels it
 // asks the memory for what will be read next, as many lines: `ahead[0]` and what follows in the first half of the rows,
 // `ahead[1]` in the second. One line after the other: the memory answers 8 streams side by side a quarter slower.

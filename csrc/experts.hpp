@@ -24,6 +24,7 @@ struct RunExperts {
     const ExpertSet& set;
     int num_experts;      // in the set
     std::int64_t widest;  // columns of an expert
+    std::int64_t x_width, inner_width;  // the most that stands beside a row of the first and of the second product
 
     // Of the rows that are worked on.
     std::int64_t first_row, num_rows;
@@ -38,8 +39,17 @@ struct RunExperts {
     float* outputs;  // (pairs, hidden): what is summed
 
     explicit RunExperts(const Experts& experts)
-        : call(experts), set(*experts.set), num_experts(static_cast<int>(set.down.size())), widest(0) {
-        for (const Weight& down : set.down) widest = std::max(widest, down.depth);
+        : call(experts),
+          set(*experts.set),
+          num_experts(static_cast<int>(set.down.size())),
+          widest(0),
+          x_width(0),
+          inner_width(0) {
+        for (const Weight& down : set.down) {
+            widest = std::max(widest, down.depth);
+            inner_width = std::max(inner_width, Multiply<E>::sides_of(down));
+        }
+        for (const Weight& gate_up : set.gate_up) x_width = std::max(x_width, Multiply<E>::sides_of(gate_up));
     }
 
     void run() {
@@ -89,14 +99,14 @@ struct RunExperts {
         }
         // A tile of rows reads beyond an expert's last pair, and in the end beyond them all.
         std::int64_t count = starts[num_experts], rows = count ? count + Multiply<E>::kMostRows : 0;
-        x = array<u32>(1, rows * units_of(call.hidden));
-        x_sides = array<Side>(2, rows * sides_of(call.hidden));
+        x = array<u32>(1, rows * x_units());
+        x_sides = array<Side>(2, rows * x_width);
         inner = array<u8>(3, count * widest * number_bytes());
-        inner_units = array<u32>(4, rows * units_of(widest));
-        inner_sides = array<Side>(5, rows * sides_of(widest));
+        inner_units = array<u32>(4, rows * widest_units());
+        inner_sides = array<Side>(5, rows * inner_width);
         outputs = array<float>(6, count * call.hidden);
-        clear(x, count, rows, units_of(call.hidden)), clear(x_sides, count, rows, sides_of(call.hidden));
-        clear(inner_units, count, rows, units_of(widest)), clear(inner_sides, count, rows, sides_of(widest));
+        clear(x, count, rows, x_units()), clear(x_sides, count, rows, x_width);
+        clear(inner_units, count, rows, widest_units()), clear(inner_sides, count, rows, inner_width);
     }
 
     template <typename T>
@@ -109,8 +119,9 @@ struct RunExperts {
         std::fill_n(rows + first * width, (stop - first) * width, T{});
     }
 
-    static std::int64_t units_of(std::int64_t columns) { return columns / E::kStep; }
-    static std::int64_t sides_of(std::int64_t columns) { return Multiply<E>::sides_of(columns); }
+    // Of a row of the first and of the second product.
+    std::int64_t x_units() const { return call.hidden / E::kStep * Multiply<E>::planes_of(call.x.number); }
+    std::int64_t widest_units() const { return widest / E::kStep * Multiply<E>::planes_of(call.number); }
     std::int64_t number_bytes() const { return call.number == Number::float32 ? 4 : 2; }
 
     // One of an expert's two products, and its rows as units.
@@ -125,21 +136,21 @@ struct RunExperts {
         Number number = call.number;
         Linear linear{call.x, rows, call.norm, call.norm_eps, set.gate_up[expert], nullptr, call.activation,
                       {nullptr, number, 0}, inner_of(expert), number, columns, call.scales};
-        return {linear, x + start * units_of(call.hidden), x_sides + start * sides_of(call.hidden)};
+        return {linear, x + start * x_units(), x_sides + start * x_width};
     }
 
     Product down(int expert) const {
         std::int64_t start = starts[expert], rows = starts[expert + 1] - start, columns = set.down[expert].depth;
         Linear linear{{inner_of(expert), call.number, columns}, rows,  nullptr, 0.0f, set.down[expert], nullptr, {},
                       {nullptr, Number::float32, 0}, outputs + start * call.hidden, Number::float32, call.hidden};
-        return {linear, inner_units + start * units_of(widest), inner_sides + start * sides_of(widest)};
+        return {linear, inner_units + start * widest_units(), inner_sides + start * inner_width};
     }
 
     u8* inner_of(int expert) const { return inner + starts[expert] * widest * number_bytes(); }
 
     // A row as units, normalised, once for each of its pairs.
     void prepare(std::int64_t row) const {
-        std::int64_t units = units_of(call.hidden), sides = sides_of(call.hidden), first = -1;
+        std::int64_t units = x_units(), sides = x_width, first = -1;
         for (int choice = 0; choice < call.per_row; ++choice) {
             std::int64_t pair = pairs[row * call.per_row + choice];
             if (pair < 0) continue;
@@ -162,7 +173,7 @@ struct RunExperts {
             Product product = down(expert);
             Multiply<E> multiply(product.linear);
             std::int64_t index = pair - starts[expert];
-            multiply.prepare(index, product.x + index * multiply.units, product.sides + index * multiply.num_sides);
+            multiply.prepare(index, product.x + index * multiply.row_units(), product.sides + index * multiply.num_sides);
         }
     }
 

@@ -8,6 +8,7 @@
 #include "expand.hpp"
 #include "linear.hpp"
 #include "pack.hpp"
+#include "pack_codes.hpp"
 #include "route.hpp"
 #include "write.hpp"
 
@@ -42,7 +43,18 @@ void expand(const Expansion& call) {
 }
 
 template <typename Call, template <typename> typename Kernel>
-void with_weight(Number number, const Call& call) {
+void with_codes(Number number, const Call& call) {
+    switch (number) {
+        case Number::e4m3: return Kernel<E4M3>(call).run();
+        case Number::e2m1: return Kernel<E2M1>(call).run();
+        case Number::code8: return Kernel<Code8>(call).run();
+        default: return Kernel<Code4>(call).run();
+    }
+}
+
+// Weights that are made from rows of numbers.
+template <typename Call, template <typename> typename Kernel>
+void with_numbers(Number number, const Call& call) {
     switch (number) {
         case Number::float32: return Kernel<Float32>(call).run();
         case Number::float16: return Kernel<Float16>(call).run();
@@ -51,6 +63,12 @@ void with_weight(Number number, const Call& call) {
         case Number::w8a8: return Kernel<W8A8>(call).run();
         default: return Kernel<BFloat16>(call).run();
     }
+}
+
+template <typename Call, template <typename> typename Kernel>
+void with_weight(Number number, const Call& call) {
+    if (is_code(number)) return with_codes<Call, Kernel>(number, call);
+    with_numbers<Call, Kernel>(number, call);
 }
 
 void linear(const Linear& call) { with_weight<Linear, Multiply>(call.weight.number, call); }
@@ -74,7 +92,9 @@ void draw(const Draws& call) { TakeDraws(call).run(); }
 
 void dequantise(const Blocks& call) { Dequantise(call).run(); }
 
-void pack(const Packing& call) { with_weight<Packing, PackRows>(call.number, call); }
+void pack(const Packing& call) { with_numbers<Packing, PackRows>(call.number, call); }
+
+void pack_codes(const CodePacking& call) { with_codes<CodePacking, PackCodes>(call.weight.number, call); }
 
 // Every thread reads from several places in turn: alone, a stream waits at the end of each page.
 double read(const void* data, std::size_t bytes) {
@@ -118,6 +138,7 @@ extern const Kernels table{LONGHELIX_ISA_NAME,
                            draw,
                            dequantise,
                            pack,
+                           pack_codes,
                            read};
 
 }  // namespace longhelix::ISA

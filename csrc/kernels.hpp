@@ -13,9 +13,16 @@ using float16 = __fp16;  // GCC 12 has no _Float16 in C++ here
 using float16 = _Float16;
 #endif
 
-// How numbers lie in memory. The last four are stored with a scale, and but for rows of int8 only in the packed
-// arrangement. w8a8: bytes that are multiplied by rows of bytes.
-enum class Number { float32, float64, bfloat16, float16, int32, int64, int8, float8, int4, w8a8 };
+// How numbers lie in memory. From int8 on they are stored with a scale, and but for rows of int8 only in the packed
+// arrangement. w8a8: bytes that are multiplied by rows of bytes. Codes of checkpoints, of weights alone: e4m3 and e2m1 are
+// floats of 8 and 4 bits, code8 a byte in two's complement, code4 an integer from 0 to 15. e8m0: a scale, a power of two.
+enum class Number {
+    float32, float64, bfloat16, float16, int32, int64, int8, float8, int4, w8a8, e4m3, e2m1, code8, code4, e8m0
+};
+
+inline bool is_code(Number number) {
+    return number == Number::e4m3 || number == Number::e2m1 || number == Number::code8 || number == Number::code4;
+}
 
 // A matrix whose rows are contiguous runs of float32, bfloat16 or float16.
 struct Rows {
@@ -98,10 +105,19 @@ struct Rotate {
 // scale blocks of 32 inputs: the block's rows of the panel, then 16 float16 scales and 16 float16 offsets, one for each
 // output; weight = scale * stored + offset. Those of w8a8 are bytes in fours of inputs, a four for each output in turn,
 // then 16 float32 scales for the whole depth. The last panel is padded.
+//
+// Codes of checkpoints come in scale blocks of `block` inputs, of which the first may begin before the first input: the
+// block's rows of the panel, 16 scales, 16 zero points of a byte where there are any; and at the end of the panel 16
+// float32 scales of outputs, where there are any. weight = scale of the output * scale * (value of the code - zero point).
 struct Weight {
     const std::uint8_t* data;
     Number number;
     std::int64_t depth;
+    Number scale = Number::float32;
+    std::int64_t block = 1;
+    std::int64_t lead = 0;  // inputs of the first block that another rank has, as `depth` a multiple of 16
+    bool zeros = false;
+    bool output_scales = false;
 };
 
 // What an FFN does between its products. compute/kernels/reference.py has the functions.
@@ -264,6 +280,21 @@ struct Packing {
     std::int64_t depth;
 };
 
+// Rows of codes and their scales, laid out in panels as the outputs `first` and those after it.
+struct CodePacking {
+    const std::uint8_t* codes;  // of a row: a byte for each input, or one for two inputs, the first in its low half
+    std::int64_t code_stride;   // bytes from one row to the next, as the following
+    const std::uint8_t* scales;
+    std::int64_t scale_stride;
+    const std::uint8_t* zeros;  // or null
+    std::int64_t zero_stride;
+    const float* output_scales;  // or null
+    std::int64_t num_rows;
+    std::int64_t first;
+    Weight weight;
+    std::uint8_t* panels;
+};
+
 struct Kernels {
     const char* name;
     bool (*attend)(const Attention&);  // false: a limit is beyond the extent of its sequence
@@ -280,6 +311,7 @@ struct Kernels {
     void (*draw)(const Draws&);
     void (*dequantise)(const Blocks&);
     void (*pack)(const Packing&);
+    void (*pack_codes)(const CodePacking&);
     double (*read)(const void* data, std::size_t bytes);  // sums all bytes: what reading memory costs
 };
 

@@ -12,6 +12,7 @@
 #include "kernels.hpp"
 #include "lanes.hpp"
 #include "runs.hpp"
+#include "scales.hpp"
 #include "threads.hpp"
 #include "work.hpp"
 
@@ -63,35 +64,102 @@ struct Inputs {
     }
 };
 
+// How the codes of a packed weight and what stands beside them lie in a panel.
+template <typename E>
+struct PackedPanel {
+    std::int64_t depth, block, lead, num_blocks;
+    std::size_t side_bytes;  // of a block, after its codes
+    std::size_t bytes;
+
+    explicit PackedPanel(const Weight& weight)
+        : depth(weight.depth),
+          block(weight.block),
+          lead(weight.lead),
+          num_blocks((lead + depth + block - 1) / block),
+          side_bytes(kLanes * (scale_bytes(weight.scale) + (weight.zeros ? 1 : 0))),
+          bytes(static_cast<std::size_t>(depth) * kInputBytes + num_blocks * side_bytes +
+                (weight.output_scales ? kLanes * 4 : 0)) {}
+
+    static constexpr std::size_t kInputBytes = E::kRowBytes / E::kStep;
+
+    // The first input of a block, and the one after its last.
+    std::int64_t start(std::int64_t number) const { return std::max<std::int64_t>(number * block - lead, 0); }
+    std::int64_t stop(std::int64_t number) const { return std::min<std::int64_t>((number + 1) * block - lead, depth); }
+
+    // Of a block's codes and what follows them.
+    std::size_t block_bytes(std::int64_t number) const {
+        return (stop(number) - start(number)) * kInputBytes + side_bytes;
+    }
+
+    // Where a block's codes begin.
+    std::size_t offset(std::int64_t number) const { return start(number) * kInputBytes + number * side_bytes; }
+};
+
+// What stands beside codes of checkpoints; for other numbers, nothing.
+template <typename E, bool = is_packed<E>>
+struct PanelOf {
+    explicit PanelOf(const Weight&) {}
+};
+template <typename E>
+struct PanelOf<E, true> : PackedPanel<E> {
+    using PackedPanel<E>::PackedPanel;
+};
+
 template <typename E>
 struct Multiply {
     static constexpr int kStep = E::kStep;
     static constexpr int kBlockUnits = kScaleBlock / kStep;
     static constexpr std::size_t kBlockBytes = kBlockUnits * E::kRowBytes + kLanes * 4;
 
+    static constexpr bool kPacked = is_packed<E>;
+
     const Linear& call;
-    int units;  // unit rows of a panel
+    PanelOf<E> panel_of;
+    int units;       // unit rows of a panel
+    int num_planes;  // that a row becomes, one after the other: their sum is the row
     std::size_t panel_bytes;
     int num_panels;  // of outputs
     int num_sides;   // of a row
 
     explicit Multiply(const Linear& linear)
         : call(linear),
+          panel_of(linear.weight),
           units(static_cast<int>(linear.weight.depth / kStep)),
-          panel_bytes(E::kScaled ? linear.weight.depth / kScaleBlock * kBlockBytes
-                                 : static_cast<std::size_t>(units) * E::kRowBytes + (E::kWhole ? kLanes * 4 : 0)),
+          num_planes(planes_of(linear.x.number)),
+          panel_bytes(bytes_of_panel()),
           num_panels(static_cast<int>((linear.outputs + kLanes - 1) / kLanes)),
-          num_sides(static_cast<int>(sides_of(linear.weight.depth))) {}
+          num_sides(static_cast<int>(sides_of(linear.weight))) {}
 
+    std::size_t bytes_of_panel() const {
+        if constexpr (kPacked) {
+            return panel_of.bytes;
+        } else if constexpr (E::kScaled) {
+            return call.weight.depth / kScaleBlock * kBlockBytes;
+        } else {
+            return static_cast<std::size_t>(units) * E::kRowBytes + (E::kWhole ? kLanes * 4 : 0);
+        }
+    }
+
+    // Three numbers of bfloat16 add up to one of float32, and two to one of float16.
+    static int planes_of(Number number) {
+        return !kPacked || number == Number::bfloat16 ? 1 : number == Number::float32 ? 3 : 2;
+    }
+
+    int row_units() const { return units * num_planes; }
+
+    static constexpr std::size_t kLongRun = 4096;
     static constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
     static constexpr int kPanelsToTake = 4;  // that a thread takes
     static constexpr std::int64_t kManyRows = 64;
-    static constexpr int kMostRows = E::kScaled && kRowTile > 6 ? 6 : kRowTile;
+    static constexpr int kMostRows = (E::kScaled || kPacked) && kRowTile > 6 ? 6 : kRowTile;
 
     // What stands beside a row's units: the sums of its scale blocks, or their scales.
     using Side = std::conditional_t<E::kWhole, RowScale, float>;
-    static std::int64_t sides_of(std::int64_t depth) {
-        return E::kScaled ? depth / kScaleBlock : E::kWhole ? num_row_blocks(depth) : 0;
+    static std::int64_t sides_of(const Weight& weight) {
+        if constexpr (kPacked) {
+            return E::kShift == 0.5f || weight.zeros ? PackedPanel<E>(weight).num_blocks : 0;
+        }
+        return E::kScaled ? weight.depth / kScaleBlock : E::kWhole ? num_row_blocks(weight.depth) : 0;
     }
 
     // One row of x as units, normalised.
@@ -114,7 +182,22 @@ struct Multiply {
             }
         }
         Inputs<kNumber> inputs(call.x, row, depth, call.norm, call.norm_eps);
-        if constexpr (E::kWhole) {
+        if constexpr (kPacked) {
+            for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
+                f32x16 sum{};
+                for (std::int64_t c = panel_of.start(block); c < panel_of.stop(block); c += kLanes) {
+                    f32x16 x = inputs(c);
+                    sum = sum + x;
+                    for (int plane = 0; plane < num_planes; ++plane) {
+                        f32x16 rounded = x;
+                        round_to(Number::bfloat16, rounded);
+                        E::from_floats(to + plane * units + c / kStep, rounded);
+                        x = x - rounded;
+                    }
+                }
+                if (num_sides) sides[block] = total(sum);
+            }
+        } else if constexpr (E::kWhole) {
             for (std::int64_t first = 0; first < depth; first += kRowBlock, ++sides) {
                 i32x16 sum{};
                 float scale = round_to_bytes(first, depth, inputs, [&](std::int64_t c, i32x16 whole) {
@@ -153,9 +236,13 @@ struct Multiply {
 
     // A block that is read later. One row takes narrow weights from memory a third faster so; with bfloat16, whose
     // panels are longer runs, the processor's own guesses are better.
-    static void ask_for(const u8* block) {
-        for (std::size_t byte = 0; byte < kBlockBytes; byte += 64) __builtin_prefetch(block + byte, 0, 3);
+    static void ask_for(const u8* block, std::size_t bytes) {
+        if (bytes > kLongRun) return;
+        for (std::size_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(block + byte, 0, 3);
     }
+
+    // How far away the panel lies that is read after one of V.
+    std::size_t panels_ahead(int panels) const { return call.activation.gated ? panels / 2 : panels; }
 
     // sums[r][v] = rows r of x times panels v; `ahead` are two halves of the panels that are read next.
     template <int R, int V, bool Ahead>
@@ -164,7 +251,9 @@ struct Multiply {
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) sums[r][v] = f32x16{};
         }
-        if constexpr (E::kWhole) {
+        if constexpr (kPacked) {
+            multiply_packed<R, V>(x, sides, panels, sums);
+        } else if constexpr (E::kWhole) {
             constexpr int kUnits = kRowBlock / kStep;
             for (int block = 0; block < num_sides; ++block) {
                 int first = block * kUnits, count = units - first < kUnits ? units - first : kUnits;
@@ -182,7 +271,7 @@ struct Multiply {
                 const u8* at[V];
                 for (int v = 0; v < V; ++v) {
                     at[v] = panels[v] + block * kBlockBytes;
-                    if constexpr (R == 1) ask_for(at[v] + (call.activation.gated ? V / 2 : V) * panel_bytes);
+                    if constexpr (R == 1) ask_for(at[v] + panels_ahead(V) * panel_bytes, kBlockBytes);
                 }
                 accumulate<E, R, V, false>(of_block, x + block * kBlockUnits, units, at, kBlockUnits, ahead);
 #pragma GCC unroll 16
@@ -195,6 +284,77 @@ struct Multiply {
                         sums[r][v] = multiply_add(offset, splat(sides[r * num_sides + block]), sums[r][v]);
                     }
                 }
+            }
+        }
+    }
+
+    template <int R, int V>
+    void multiply_packed(const u32* x, const float* sides, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
+        // Compilers unroll loops over short blocks if they know their length.
+        switch (call.weight.block) {
+            case 16: multiply_blocks<R, V, 16>(x, sides, panels, sums); break;
+            case 32: multiply_blocks<R, V, 32>(x, sides, panels, sums); break;
+            default: multiply_blocks<R, V, 0>(x, sides, panels, sums);
+        }
+        if (!call.weight.output_scales) return;
+        for (int v = 0; v < V; ++v) {
+            f32x16 scale = load<f32x16>(panels[v] + panel_bytes - kLanes * 4);
+            for (int r = 0; r < R; ++r) sums[r][v] = sums[r][v] * scale;
+        }
+    }
+
+    // kBlock: inputs of whole scale blocks, or 0 for any number.
+    template <int R, int V, int kBlock>
+    void multiply_blocks(const u32* x, const float* sides, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
+        for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
+            std::int64_t first = panel_of.start(block), count = panel_of.stop(block) - first;
+            const u8* at[V];
+            for (int v = 0; v < V; ++v) {
+                at[v] = panels[v] + panel_of.offset(block);
+                if constexpr (R == 1) ask_for(at[v] + panels_ahead(V) * panel_bytes, panel_of.block_bytes(block));
+            }
+            const u32* units_of_block = x + first / kStep;
+            f32x16 of_block[R][V] = {};
+            if (kBlock && count == kBlock) {
+                add_codes<R, V>(units_of_block, at, kBlock / kStep, of_block);
+            } else {
+                add_codes<R, V>(units_of_block, at, static_cast<int>(count / kStep), of_block);
+            }
+            for (int v = 0; v < V; ++v) at[v] += count * panel_of.kInputBytes;
+            scale_block<R, V>(at, sides + block, of_block, sums);
+        }
+    }
+
+    // of_block[r][v] += rows r times codes of panels v.
+    template <int R, int V>
+    [[gnu::always_inline]] void add_codes(const u32* x, const u8* const (&at)[V], int count, f32x16 (&of_block)[R][V]) const {
+        const u8* none[2] = {};
+        accumulate<E, R, V, false>(of_block, x, row_units(), at, count, none);
+        for (int plane = 1; plane < num_planes; ++plane) {
+            accumulate<E, R, V, false>(of_block, x + plane * units, row_units(), at, count, none);
+        }
+    }
+
+    // sums[r][v] += of_block[r][v] with the scales and zero points that follow a block's codes.
+    template <int R, int V>
+    [[gnu::always_inline]] void scale_block(const u8* const (&at)[V], const float* sides, const f32x16 (&of_block)[R][V],
+                                   f32x16 (&sums)[R][V]) const {
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            f32x16 scale = load_scales(at[v], call.weight.scale, E::kFactor);
+            if (!num_sides) {
+#pragma GCC unroll 16
+                for (int r = 0; r < R; ++r) sums[r][v] = multiply_add(scale, of_block[r][v], sums[r][v]);
+                continue;
+            }
+            f32x16 shift = splat(-E::kShift);
+            if (call.weight.zeros) {
+                shift = shift - to_floats(load_bytes<i32x16>(at[v] + kLanes * scale_bytes(call.weight.scale)));
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                f32x16 sum = multiply_add(shift, splat(sides[r * num_sides]), of_block[r][v]);
+                sums[r][v] = multiply_add(scale, sum, sums[r][v]);
             }
         }
     }
@@ -312,12 +472,13 @@ struct Multiply {
     void run() const {
         if (call.num_rows == 0) return;
         std::int64_t padded = (call.num_rows + kMostRows - 1) / kMostRows * kMostRows;
-        std::size_t unit_bytes = static_cast<std::size_t>(padded) * units * 4;
+        std::size_t unit_bytes = static_cast<std::size_t>(padded) * row_units() * 4;
         u8* memory = static_cast<u8*>(scratch(1, unit_bytes + static_cast<std::size_t>(padded * num_sides) * sizeof(Side) + 64));
         u32* x = reinterpret_cast<u32*>(memory);
         Side* sides = reinterpret_cast<Side*>(memory + unit_bytes);
-        auto prepare_row = [&](std::int64_t row) { prepare(row, x + row * units, sides + row * num_sides); };
-        std::memset(x + call.num_rows * units, 0, static_cast<std::size_t>(padded - call.num_rows) * units * 4);
+        auto prepare_row = [&](std::int64_t row) { prepare(row, x + row * row_units(), sides + row * num_sides); };
+        std::memset(x + call.num_rows * row_units(), 0,
+                    static_cast<std::size_t>(padded - call.num_rows) * row_units() * 4);
         std::fill_n(sides + call.num_rows * num_sides, (padded - call.num_rows) * num_sides, Side{});
         each_row(call.num_rows, prepare_row);
         // Many rows and few panels: threads that take little at a time wait little for each other at the end.
@@ -340,7 +501,7 @@ struct Multiply {
         for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
             int last = panel + kPanelsAtOnce < stop ? panel + kPanelsAtOnce : stop;
             for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
-                some_rows(x + row * units, sides + row * num_sides, row, panel, last);
+                some_rows(x + row * row_units(), sides + row * num_sides, row, panel, last);
             }
         }
     }

@@ -72,7 +72,12 @@ void bind_numbers(nb::module_& module) {
         .value("int8", Number::int8)
         .value("fp8", Number::float8)
         .value("int4", Number::int4)
-        .value("w8a8", Number::w8a8);
+        .value("w8a8", Number::w8a8)
+        .value("e4m3", Number::e4m3)
+        .value("e2m1", Number::e2m1)
+        .value("code8", Number::code8)
+        .value("code4", Number::code4)
+        .value("e8m0", Number::e8m0);
     nb::enum_<Function>(module, "Function")
         .value("none", Function::none)
         .value("silu", Function::silu)
@@ -187,11 +192,13 @@ void bind_kernels(nb::module_& module) {
     nb::class_<Weight>(module, "Weight")
         .def(
             "__init__",
-            [](Weight* self, Address data, Number number, std::int64_t depth) {
+            [](Weight* self, Address data, Number number, std::int64_t depth, Number scale, std::int64_t block,
+               std::int64_t lead, bool zeros, bool output_scales) {
                 check_weight_number(number);
-                new (self) Weight{at<const std::uint8_t>(data), number, depth};
+                new (self) Weight{at<const std::uint8_t>(data), number, depth, scale, block, lead, zeros, output_scales};
             },
-            "data"_a, "number"_a, "depth"_a);
+            "data"_a, "number"_a, "depth"_a, "scale"_a = Number::float32, "block"_a = 1, "lead"_a = 0, "zeros"_a = false,
+            "output_scales"_a = false);
 
     nb::class_<ExpertSet>(module, "ExpertSet")
         .def(nb::init<const std::vector<int>&, std::vector<Weight>, std::vector<Weight>>(), "ids"_a, "gate_up"_a,

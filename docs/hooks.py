@@ -184,7 +184,7 @@ def _metrics() -> str:
     from longhelix.spec.layout import Layout
 
     driver, config = MagicMock(), MagicMock()
-    config.layout, config.scheduler.windows = Layout(kvp=2), ()
+    config.layout, config.scheduler.cache.windows = Layout(kvp=2), ()
     registry = MagicMock()  # notes what registers itself
     with patch.object(metrics, "CollectorRegistry", lambda: registry):
         metrics.Metrics(driver, config, "MODEL")
@@ -268,6 +268,30 @@ def _formats() -> str:
     return _table(["dtype", "activations", "weights", "KV cache"], rows)
 
 
+def _packed_formats() -> str:
+    from longhelix.spec import FORMATS
+
+    codes = {"e4m3": "float of 8 bits", "e2m1": "float of 4 bits", "int8": "integer", "uint4": "integer"}
+    rows = []
+    for format in FORMATS.values():
+        scales = format.weight_scales
+        if format.codes is None or format.codes.scale == "float16":  # float16 takes as many bytes as bfloat16
+            continue
+        shared = "an output" if scales.numbers is None else f"{scales.numbers} inputs of an output"
+        zero_points = " and a zero point of 8 bits" if format.codes.zero_points else ""
+        vector_bits = scales.vector_bits + (scales.bits if scales.numbers is None else 0)
+        rows.append(
+            [
+                f"`{format.name}`",
+                f"{codes[format.codes.element]} (`{format.codes.element}`)",
+                f"a scale of {scales.scale_bits} bits{zero_points} for {shared}",
+                f"{format.weight_bytes:.4g}",
+                f"{vector_bits // 8}",
+            ]
+        )
+    return _table(["format", "number", "scales in memory", "bytes per weight", "more bytes per output"], rows)
+
+
 _REFERENCES: dict[str, Callable[[], str]] = {
     "command-line": _command_line,
     "http": _http,
@@ -277,4 +301,5 @@ _REFERENCES: dict[str, Callable[[], str]] = {
     "families": _families,
     "presets": _presets,
     "formats": _formats,
+    "packed-formats": _packed_formats,
 }

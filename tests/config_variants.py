@@ -28,6 +28,7 @@ _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _QWEN_EXPERTS = _EXPERTS | {
     "num_experts": 6, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
 }  # fmt: skip
+_GEMMA = _SIZES | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24, "attention_bias": False}
 _WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
 _LATENT = _EXPERTS | {
     "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -39,6 +40,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SIZES | {"head_dim": 16, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1},
     "granite": _SIZES | {"attention_bias": False, "mlp_bias": False, "attention_multiplier": 0.2,
                          "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "arcee": _SIZES | {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False},
+    "exaone4": _SIZES | {"sliding_window": 8, "sliding_window_pattern": 2},
+    "gemma2": _GEMMA | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 20.0},
+    "gemma3_text": _GEMMA | {"sliding_window_pattern": 2, "rope_local_base_freq": 1e3},
     "mistral": _SIZES | {"head_dim": 16, "sliding_window": 4096},
     "qwen2": _SIZES | _WINDOW,
     "qwen3": _SIZES | _WINDOW | {"head_dim": 16, "attention_bias": False},
@@ -117,6 +122,12 @@ _VALUES: dict[str, list[Any]] = {
     "residual_multiplier": [0.3, 1, 2.0],
     "embedding_multiplier": [0.5, 12, 1.0],
     "logits_scaling": [0.5, 8, 1.0],
+    "attn_logit_softcapping": [None, 4.0, 50],
+    "final_logit_softcapping": [None, 4.0, 30],
+    "query_pre_attn_scalar": [None, 8, 256],
+    "hidden_activation": [None, "gelu", "gelu_pytorch_tanh", "silu"],
+    "sliding_window_pattern": [None, 1, 2],
+    "rope_local_base_freq": [None, 1e3, 1e4],
 }
 _LARGE = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 _NOT_DRAWN = {"text_config", "vision_config", "architectures", "transformers_version", "output_hidden_states"}

@@ -17,7 +17,9 @@ from longhelix.spec import (
     Visibility,
 )
 from longhelix.spec.layout import HeadShape
+from longhelix.spec.model import CheckpointFormat
 from longhelix.spec.vision import VisionSpec
+from longhelix.spec.vocabulary import Vocabulary
 
 EVERYTHING = Visibility()
 
@@ -50,7 +52,6 @@ def toy_model(
     output_gate: bool = False,
     tied_embeddings: bool = False,
     eos_token_ids: tuple[int, ...] = (),
-    stored_dtype: str = "",
     vision: VisionSpec | None = None,
 ) -> ModelSpec:
     """Return a model.
@@ -86,14 +87,11 @@ def toy_model(
     return ModelSpec(
         architecture=architecture,
         hidden_size=hidden_size,
-        vocab_size=vocab_size,
         max_positions=max_positions,
         rms_norm_eps=rms_norm_eps,
-        dtype=dtype,
         layers=tuple(map(layer, range(num_layers))),
-        tied_embeddings=tied_embeddings,
-        eos_token_ids=eos_token_ids,
-        stored_dtype=stored_dtype,
+        vocabulary=Vocabulary(vocab_size, eos_token_ids, tied_embeddings),
+        checkpoint=CheckpointFormat(dtype),
         vision=vision,
     )
 

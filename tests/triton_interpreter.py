@@ -16,7 +16,16 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
-from longhelix.compute.kernels.triton import attention, expert_rows, experts, merge, rows, write
+from longhelix.compute.kernels.triton import (
+    attention,
+    expert_rows,
+    experts,
+    merge,
+    packed_products,
+    rows,
+    weight_tiles,
+    write,
+)
 
 _TORCH = {
     "fp32": torch.float32,
@@ -77,7 +86,8 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InterpretedFunction, "__call__", _call)
     # Arguments live on the CPU already: nothing to copy back, and pools may be larger than memory.
     patch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
-    for module in (tl, tl.standard, attention, expert_rows, experts, merge, rows, write):
+    ours = attention, expert_rows, experts, merge, packed_products, rows, weight_tiles, write
+    for module in (tl, tl.standard, *ours):
         for name, member in list(vars(module).items()):
             if isinstance(member, JITFunction):
                 patch.setattr(module, name, InterpretedFunction(member.fn))

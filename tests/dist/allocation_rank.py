@@ -14,11 +14,11 @@ import toy
 
 sys.path.append(str(Path(__file__).parents[1]))
 from longhelix.engine.workers.started_rank import StartedRank
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec
+from scheduler_settings import scheduler_config
 from tensors import Tensors
 from toy_model import toy_model
 
@@ -78,7 +78,7 @@ def run_wave(loop, seed, first_id):
     while waiting or loop.has_work:
         if waiting and (not loop.has_work or chance.random() < 0.1):
             prompt, new = waiting.pop()
-            prompt = array("i", [chance.randrange(SPEC.vocab_size) for _ in range(prompt)])
+            prompt = array("i", [chance.randrange(SPEC.vocabulary.size) for _ in range(prompt)])
             loop.add(Request(first_id + len(waiting), prompt, SamplingParams(max_new_tokens=new), frozenset(), 0, 0.0))
         if loop.step() is not None:
             steps += 1
@@ -90,7 +90,7 @@ def main():
     size, *marks = map(int, started.arguments)
     mesh = toy.join(started, size)
     runner = toy.make_runner(SPEC, mesh, Tensors.of(SPEC), "bfloat16", NUM_BLOCKS)
-    scheduler = Scheduler(SchedulerConfig(kvp=size, num_blocks=NUM_BLOCKS, max_model_len=4096, chunk_tokens=256))
+    scheduler = Scheduler(scheduler_config(kvp=size, num_blocks=NUM_BLOCKS, max_model_len=4096, chunk_tokens=256))
     loop, steps, wave = Loop(scheduler, toy.AtOnce(runner), lambda: 0.0), 0, 0
     for mark in marks:
         while steps < mark:

@@ -206,8 +206,9 @@ def build(case, rank, meshes):
     # All ranks run all steps here; instances with clocks of their own have tests of theirs. Windows too have room for
     # all requests at once.
     count = len(case["prompts"])
-    windows = tuple(window._replace(num_blocks=window.num_blocks * count) for window in config.scheduler.windows)
-    config = replace(config, scheduler=replace(config.scheduler, own_clocks=False, windows=windows))
+    windows = tuple(window._replace(num_blocks=window.num_blocks * count) for window in config.scheduler.cache.windows)
+    steps, cache = replace(config.scheduler.steps, own_clocks=False), replace(config.scheduler.cache, windows=windows)
+    config = replace(config, scheduler=replace(config.scheduler, steps=steps, cache=cache))
     layout = config.layout
     if (layout, backend) not in meshes:
         meshes[layout, backend] = Mesh.build(layout, rank, backend)

@@ -28,7 +28,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 from longhelix.compute.kernels import KVLayer, native
 from longhelix.compute.models import attention, overlap
 from longhelix.engine.workers.started_rank import StartedRank
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.placement import make_placement
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.request import Request, SamplingParams
@@ -36,6 +35,7 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spec import RopeSpec
 from longhelix.spec.layout import HeadShape
 from packed_pool import LARGEST, stored
+from scheduler_settings import scheduler_config
 from tensors import Tensors
 from toy_model import attention_of, toy_model
 
@@ -185,7 +185,7 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
     num_blocks = FIRST // toy.BLOCK_TOKENS // KVP + 50
     runner = toy.make_runner(SPEC, mesh, tensors, kv_dtype, num_blocks)
     scheduler = Scheduler(
-        SchedulerConfig(
+        scheduler_config(
             kvp=KVP,
             num_blocks=num_blocks,
             max_model_len=2 * TOKENS,

@@ -354,7 +354,7 @@ def test_missing_model(capfd, tmp_path):
 def test_unknown_architecture_names_the_known_ones(capfd, model):
     config = json.loads((model / "config.json").read_text()) | {"model_type": "mamba"}
     (model / "config.json").write_text(json.dumps(config))
-    assert "'mamba': longhelix knows deepseek_v2, deepseek_v3, kimi_k2" in refusal(capfd, *generate(model))
+    assert "'mamba': longhelix knows arcee, deepseek_v2, deepseek_v3, kimi_k2" in refusal(capfd, *generate(model))
 
 
 def test_weights_that_do_not_fit_the_config(capfd, model):
@@ -369,7 +369,7 @@ def test_weights_that_do_not_fit_the_config(capfd, model):
     assert "has shape [90, 76], but the model's config requires [90, 77]" in words(
         weights | {name: weights[name][:, :76].contiguous()}
     )
-    assert "has dtype I64" in words(weights | {name: weights[name].to(torch.int64)})
+    assert "has dtype int64" in words(weights | {name: weights[name].to(torch.int64)})
     assert "'model.layers.7.extra'" in words(weights | {"model.layers.7.extra": torch.zeros(1)})
 
 

@@ -16,6 +16,16 @@ RUN = [
     ("llama", {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}}, ()),
     ("llama", {"rope_parameters": YARN, "rope_scaling": {}}, ("rope_theta",)),
     ("granite", {"residual_multiplier": 0.3, "logits_scaling": 8}, ("attention_multiplier", "embedding_multiplier")),
+    ("arcee", {"hidden_act": "gelu", "mlp_bias": True}, ("num_key_value_heads",)),
+    ("exaone4", {"layer_types": ["full_attention", "sliding_attention"]}, ("sliding_window_pattern",)),
+    ("gemma2", {"hidden_activation": "gelu", "final_logit_softcapping": None}, ("attn_logit_softcapping",)),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, ("rope_theta", "rope_local_base_freq")),
+    ("gemma3_text", {"rope_scaling": {"type": "linear", "factor": 8.0}, "query_pre_attn_scalar": 8}, ()),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_theta": 500.0}}},
+        ("rope_scaling", "sliding_window_pattern"),
+    ),
     ("mistral", {"layer_types": ["full_attention"] * 2}, ("rms_norm_eps", "max_position_embeddings")),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28}, ("rope_scaling",)),
     ("qwen3", {"rope_scaling": YARN | {"attn_factor": 0.8, "finetuned": True}}, ()),
@@ -32,6 +42,11 @@ RUN = [
     ("kimi_k2", {"rope_interleave": None, "norm_topk_prob": None}, ("first_k_dense_replace",)),
 ]
 REFUSED = [
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+    ("gemma3_text", {"hidden_activation": "selu"}, "hidden_activation"),
+    ("gemma3_text", {"rope_parameters": YARN}, "rope_parameters"),
+    ("exaone4", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ("granite", {"logits_scaling": 0}, "logits_scaling"),
     ("granite", {"residual_multiplier": None}, "residual_multiplier"),
     ("llama", {"logits_scaling": 2.0}, "logits_scaling = 2.0"),

@@ -14,23 +14,27 @@ from longhelix import LLM, SamplingParams, UserError
 from longhelix.spec import (
     FAMILIES,
     MLP,
+    Activation,
     GroupedQueryAttention,
     HeadNorms,
     LayerSpec,
     MoE,
+    Norms,
     Projections,
     RopeSpec,
+    Scores,
     Visibility,
 )
 from longhelix.spec.hf_config import read_hf_config
 from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.rope import RopeScaling
 from oracle import VOCAB, greedy_of, save_tokenizer_files
 from tiers import few
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("all_cores")]
 
 HIDDEN, NEW_TOKENS = 96, 16
-NEAR, FAR = RopeSpec(theta=10_000.0), RopeSpec(kind="linear", theta=1_000_000.0, factor=4.0)
+NEAR, FAR = RopeSpec(theta=10_000.0), RopeSpec(1_000_000.0, RopeScaling("linear", 4.0))
 EXPERTS = MoE(5, 2, 48, shared_size=32)
 LAYERS = tuple(
     LayerSpec((GroupedQueryAttention(heads=heads, head_size=size, rotated_size=rotated, rope=rope, **more),), (ffn,))
@@ -48,6 +52,50 @@ LAYERS = tuple(
         (HeadShape(5, 1), 16, 16, FAR, {"visibility": Visibility(chunk_tokens=48)}, EXPERTS),
         (HeadShape(6, 2), 16, 16, NEAR, {"visibility": Visibility(window_tokens=40)}, MLP(80)),
     )
+)
+# Norms after parts besides and in place of those before, stored minus one or whole, and activations.
+OTHER_PARTS = (
+    LayerSpec(
+        (
+            GroupedQueryAttention(
+                heads=HeadShape(6, 2),
+                head_size=16,
+                rotated_size=16,
+                rope=NEAR,
+                visibility=Visibility(window_tokens=40),
+                norms=HeadNorms(qk=True, value=True),
+                scores=Scores(scale=0.3, cap=5.0),
+            ),
+        ),
+        (MLP(80, activation=Activation("gelu_tanh")),),
+        residual_scale=0.7,
+        norms=Norms(after=True, plus_one=True),
+    ),
+    LayerSpec(
+        (
+            GroupedQueryAttention(
+                heads=HeadShape(4, 4), head_size=32, rotated_size=32, rope=NEAR, scores=Scores(cap=3.0)
+            ),
+        ),
+        (MoE(5, 2, 48, shared_size=32, activation=Activation("clamped_swiglu")),),
+        residual_scale=0.6,
+        norms=Norms(before=False, after=True),
+    ),
+    LayerSpec(
+        (GroupedQueryAttention(heads=HeadShape(6, 3), head_size=16, rotated_size=16, rope=NEAR),),
+        (MLP(112, activation=Activation("gelu")),),
+        norms=Norms(after=True),
+    ),
+    LayerSpec(
+        (
+            GroupedQueryAttention(
+                heads=HeadShape(6, 2), head_size=16, rotated_size=16, rope=NEAR, norms=HeadNorms(value=True)
+            ),
+        ),
+        (MoE(5, 2, 48, shared_size=32, activation=Activation("relu_squared", gated=False)),),
+        residual_scale=0.8,
+        norms=Norms(plus_one=True),
+    ),
 )
 CONFIG = {
     "model_type": "llama",
@@ -123,6 +171,27 @@ def test_tokens_equal_those_of_float64(tmp_path, family, layout, settings):
                 shared_steps += any(len(seq.schedule.instances) > 1 for seq in llm._core._scheduler.running)
             assert [results[request] for request in requests] == model.tokens
     assert (shared_steps > 0) == (layout == TIED), "instances share the longest request"
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    few(
+        [
+            (Layout(kvp=2, tpa=2, ep=2), {"chunk_tokens": 48}),
+            (Layout(), {"chunk_tokens": 300, "execution": "eager"}),
+            (TWO, {"chunk_tokens": 48, "execution": "compiled"}),
+            (TWO, {"chunk_tokens": 64, "enable_sp": True, "sp_min_token_num": 9, "execution": "compiled"}),
+            (Layout(pp=2), {"chunk_tokens": 48, "batch_invariant": True}),
+            (Layout(kvp=2, pp=2), {"chunk_tokens": 48}),
+            (TIED, {"chunk_tokens": 64, "placement": "auto", "kvp_threshold_tokens": 64}),
+        ]
+    ),
+)
+def test_other_norms_activations_and_scores_give_the_tokens_of_float64(tmp_path, family, layout, settings):
+    model = Model(OTHER_PARTS, tmp_path, family)
+    with model.engine(layout, **settings) as llm:
+        found = llm.generate(model.prompts, GREEDY)
+    assert [result.token_ids for result in found] == model.tokens
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), few([(Layout(tpa=2), Layout(kvp=2, tpa=3)), (TWO, Layout(tpa=5))]))

@@ -73,7 +73,7 @@ def test_instances_with_clocks_of_their_own(oracle):
     layout = Layout(kvp=3, tpa=1, ffn_replicas=3)
     settings = {"block_tokens": 4, "chunk_tokens": 7, "placement": "growing", "growth_limit_tokens": 8}
     with LLM(str(oracle.path), layout, prefix_cache=False, **settings) as llm:
-        assert llm.config.scheduler.own_clocks
+        assert llm.config.scheduler.steps.own_clocks
         results = llm.generate([prompt_of(oracle, index) for index in range(len(oracle.prompts))], GREEDY)
     assert [result.token_ids for result in results] == oracle.tokens
 
@@ -297,7 +297,7 @@ def test_models_of_text_read_no_images(oracle):
 
 def test_other_rope_settings_leave_pairs_their_axes(oracle):
     with LLM(str(oracle.path), rope_scaling={"rope_type": "linear", "factor": 2.0}, block_tokens=4) as llm:
-        assert (attention_of(llm.config.spec).rope.kind, attention_of(llm.config.spec).rope.sections) == (
+        assert (attention_of(llm.config.spec).rope.scaling.kind, attention_of(llm.config.spec).rope.sections) == (
             "linear",
             (4, 3, 1),
         )

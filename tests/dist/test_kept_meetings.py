@@ -31,7 +31,7 @@ def test_groups_that_nobody_needs_leave_no_descriptors(tmp_path, monkeypatch):
     layout = Layout(kvp=3, ffn_replicas=3)
     settings = {"block_tokens": 4, "placement": "growing", "growth_limit_tokens": 16, "prefix_cache": False}
     with LLM(str(oracle.path), layout, device="cpu", **settings) as llm:
-        assert llm.config.scheduler.own_clocks
+        assert llm.config.scheduler.steps.own_clocks
         at_first, held, tokens = open_pidfds(llm), [], []
         for _ in range(3):
             shared = [[2 + at] * 28 for at in range(3)]  # each by two instances

@@ -74,7 +74,7 @@ def held_in_window(llm):
 def test_tokens_equal_transformers_while_blocks_behind_the_window_are_written_over(oracle, layout, settings):
     with engine(oracle, layout, **settings) as llm:
         assert llm.config.spec.groups == (1, 1, 0, 1)
-        (window,) = llm.config.scheduler.windows
+        (window,) = llm.config.scheduler.cache.windows
         used = llm._core._scheduler.pool.windows[0].allocators
         for is_cached in (False, True):
             results = llm.generate(oracle.prompts, GREEDY)
@@ -87,7 +87,7 @@ def test_a_model_of_windows_alone_holds_many_requests_in_little_memory(tmp_path)
     """The pool has room for one longest request; eight of that length run at once in it."""
     oracle = make_model(tmp_path, ["sliding_attention"] * 2)
     with engine(oracle, TWO, max_running=8, chunk_tokens=48, kv_cache_tokens=1200) as llm:
-        (window,) = llm.config.scheduler.windows
+        (window,) = llm.config.scheduler.cache.windows
         assert window.num_blocks == -(-1200 // 32)
         results = llm.generate(oracle.prompts * 2, GREEDY)
         assert [result.token_ids for result in results] == oracle.tokens * 2
@@ -98,7 +98,7 @@ def test_a_request_has_window_sized_memory_on_every_rank(oracle):
     """300 tokens are 19 blocks; the pool of the window has fewer, and a request that decodes has 6 at most."""
     settings = {"max_running": 1, "chunk_tokens": 48, "prefix_cache": False, "kv_cache_tokens": 2000}
     with engine(oracle, TWO, **settings) as llm:
-        (window,) = llm.config.scheduler.windows
+        (window,) = llm.config.scheduler.cache.windows
         assert window.num_blocks == -(-span_blocks(window.visibility, 16) // 2) + 2
         request = llm.add(oracle.prompts[0], GREEDY)
         most = 0
@@ -135,7 +135,7 @@ def test_what_layers_see_is_swapped_in_all_groups(oracle, tmp_path, layout):
     so does one behind a saved context."""
     settings = {"max_running": 1, "chunk_tokens": 48, "kv_cache_tokens": 352, "swap_tokens": 4000}
     with engine(oracle, layout, contexts_dir=tmp_path, **settings) as llm:
-        assert [window.num_slots > 0 for window in llm.config.scheduler.windows] == [True]
+        assert [window.num_slots > 0 for window in llm.config.scheduler.cache.windows] == [True]
         llm._core._scheduler._swap_s = 0.0  # so small a model computes anything sooner
         llm.save_context("document", oracle.prompts[0][:290])
         results = llm.generate(oracle.prompts, GREEDY)

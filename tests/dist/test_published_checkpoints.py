@@ -80,7 +80,7 @@ def test_a_copy_of_the_embedding_is_no_other_head(path, tmp_path):
     )
     with warnings.catch_warnings(), LLM(str(folder), device="cpu", max_model_len=64) as llm:
         warnings.simplefilter("error")
-        assert llm.config.spec.tied_embeddings
+        assert llm.config.spec.vocabulary.tied_embeddings
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,6 @@ def test_a_copy_of_the_embedding_is_no_other_head(path, tmp_path):
         "lm_head.bias",
         "model.layers.0.self_attn.q_proj.bias",
         "model.layers.0.self_attn.q_norm.weight",
-        "model.layers.0.self_attn.k_scale",
         "model.layers.0.mlp.up_proj.weight_scale",
         "model.layers.2.input_layernorm.weight",
         "layers.1.post_feedforward_layernorm.weight",
@@ -148,6 +147,6 @@ def test_a_vision_language_models_own_head_is_used(tmp_path):
     with pytest.warns(UserWarning, match="has a different lm_head"):
         llm = LLM(str(folder), device="cpu", block_tokens=4)
     with llm:
-        assert not llm.config.spec.tied_embeddings
+        assert not llm.config.spec.vocabulary.tied_embeddings
         (result,) = llm.generate(made.given[1], SamplingParams(12))
     assert result.token_ids != made.tokens[1]

@@ -77,8 +77,8 @@ def recorded(request, tmp_path_factory):
     with closing(TokenCore(config, on_event=events.append)) as core:
         usages, reasons = serve(core)
         config, cost, cut = core.config.scheduler, core._pool.cost, core._pool.cut
-    assert config.adaptive
-    assert config.prefix_cache
+    assert config.steps.adaptive
+    assert config.cache.prefix_cache
     return events, usages, reasons, lambda: Scheduler(config, cost, cut=cut)
 
 

@@ -139,7 +139,7 @@ def test_the_token_that_ends_a_chat_comes_with_the_others(server, logprobs):
     whole = post(client, "/v1/chat/completions", **body)["choices"][0]
     assert whole["finish_reason"] == "stop"
     *ids, ending = whole["token_ids"]
-    assert ending in llm.config.spec.eos_token_ids
+    assert ending in llm.config.spec.vocabulary.eos_token_ids
     assert llm.tokenizer.decode(ids) == whole["message"]["content"]
     with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as got:
         choices = [event["choices"][0] for event in events(got)]
@@ -155,7 +155,7 @@ def test_the_token_that_ends_a_completion_comes_with_the_others(server):
     prompt = post(client, "/tokenize", messages=ENDS)["tokens"]
     body = {"prompt": prompt, "logprobs": 1, **ENDING}
     whole = post(client, "/v1/completions", **body)["choices"][0]
-    assert whole["token_ids"][-1] in llm.config.spec.eos_token_ids
+    assert whole["token_ids"][-1] in llm.config.spec.vocabulary.eos_token_ids
     assert len(whole["logprobs"]["tokens"]) == len(whole["token_ids"])
     with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as got:
         choices = [event["choices"][0] for event in events(got)]

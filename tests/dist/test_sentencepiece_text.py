@@ -178,6 +178,6 @@ def test_an_echo_behind_a_context_goes_on_in_its_text(server):
 
 def test_the_tokenizers_own_eos_ends_an_answer(server):
     client, llm = server
-    assert llm.config.spec.eos_token_ids == (0, 2)
+    assert llm.config.spec.vocabulary.eos_token_ids == (0, 2)
     choice = complete(client, prompt=PROMPT, temperature=0, max_tokens=4, logit_bias={"2": 100})
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")

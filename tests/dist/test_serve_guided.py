@@ -194,7 +194,7 @@ def test_a_wanted_call_comes(with_tools, choice):
 @pytest.mark.slow
 def test_several_calls_may_come(with_tools):
     client, _ = with_tools
-    bias = {"logit_bias": {str(token): -30 for token in with_tools[1].config.spec.eos_token_ids}}
+    bias = {"logit_bias": {str(token): -30 for token in with_tools[1].config.spec.vocabulary.eos_token_ids}}
     body = CHAT | {"tool_choice": "required", "max_tokens": 400} | bias
     choice = client.post("/v1/chat/completions", json=body).json()["choices"][0]
     calls = choice["message"]["tool_calls"]

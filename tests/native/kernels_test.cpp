@@ -50,7 +50,8 @@ auto on_threads(Call call) {
 
 // How far from what it should be a result of `number` may be, relative to its terms, with factors stored as `stored`.
 double rounding(Number number, Number stored) {
-    bool wide = number == Number::float32 && (stored == Number::float32 || stored == Number::float16);
+    bool exact = stored == Number::float32 || stored == Number::float16 || is_code(stored);
+    bool wide = number == Number::float32 && exact;
     return wide ? 3e-5 : 0x1p-6;
 }
 
@@ -405,6 +406,71 @@ Matrix make_weight(Number number, std::int64_t panels, std::int64_t depth) {
     return data;
 }
 
+// A weight of codes all of whose numbers are kWeight, packed from rows that end where their last byte does: 3 / 8, times 2
+// and a scale of outputs of 1 / 2 where there are such.
+struct Codes {
+    Bytes panels;
+    Weight weight;
+};
+
+// What the weights of all experts have in common. A block of 0 inputs has all of them.
+struct CodeFormat {
+    Number number, scale;
+    std::int64_t block;
+    bool zeros, output_scales;
+
+    CodeFormat(Random& random, Number number)
+        : number(number),
+          scale(number == Number::e2m1   ? random.of({Number::e4m3, Number::e8m0})
+                : number == Number::e4m3 ? random.of({Number::float32, Number::e8m0})
+                                         : random.number()),
+          block(random.of<std::int64_t>({16, 32, 128, 0})),
+          zeros(number == Number::code4 && random.one_in(2)),
+          output_scales(random.one_in(2)) {}
+};
+
+// first_lanes: inputs before the weight's own, in sixteens.
+Codes make_codes(const Kernels& kernels, Random& random, const CodeFormat& format, std::int64_t outputs, std::int64_t depth,
+                 int first_lanes = 0) {
+    Number number = format.number, scale = format.scale;
+    bool nibbles = number == Number::e2m1 || number == Number::code4, zeros = format.zeros;
+    bool output_scales = format.output_scales;
+    std::int64_t block = format.block ? format.block : depth ? depth : 16;
+    std::int64_t lead = format.block ? first_lanes * kLanes % block : 0;
+    std::int64_t blocks = (lead + depth + block - 1) / block, panels = (outputs + kLanes - 1) / kLanes;
+    std::int64_t code_bytes = nibbles ? depth / 2 : depth;
+    std::int64_t scale_bytes = scale == Number::float32 ? 4 : scale == Number::e4m3 || scale == Number::e8m0 ? 1 : 2;
+    Bytes codes(outputs * code_bytes), scales(outputs * blocks * scale_bytes), zero_points(zeros ? outputs * blocks : 0);
+    Matrix of_outputs(Number::float32, output_scales ? 1 : 0, outputs);
+    int code = number == Number::e4m3 ? 0x44 : number == Number::e2m1 ? 0x55 : number == Number::code8 ? 3 : zeros ? 0x77 : 0xbb;
+    std::fill_n(codes.data.get(), codes.size, code);
+    std::fill_n(zero_points.data.get(), zero_points.size, 4);
+    std::fill_n(of_outputs.floats(), output_scales ? outputs : 0, 0.5f);
+    float factor = output_scales ? 0.25f : 0.125f;
+    for (std::int64_t i = 0; i < outputs * blocks; ++i) {
+        std::uint8_t* at = scales.data.get() + i * scale_bytes;
+        if (scale == Number::e4m3) *at = output_scales ? 0x28 : 0x20;
+        if (scale == Number::e8m0) *at = output_scales ? 125 : 124;
+        if (scale_bytes > 1) dispatch(scale, [&]<typename T>(T) {
+            T value = static_cast<T>(factor);
+            std::memcpy(at, &value, sizeof value);
+        });
+    }
+    std::int64_t panel_bytes = code_bytes * kLanes + blocks * kLanes * (scale_bytes + zeros) + output_scales * kLanes * 4;
+    Bytes memory(panels * panel_bytes);
+    if (memory.size) std::memset(memory.data.get(), 0, memory.size);
+    Weight weight{memory.data.get(), number, depth, scale, block, lead, zeros, output_scales};
+    std::int64_t first = outputs ? random.below(static_cast<int>(outputs)) : 0;
+    for (auto [begin, stop] : {std::pair{std::int64_t{0}, first}, std::pair{first, outputs}}) {
+        kernels.pack_codes({codes.data.get() + begin * code_bytes, code_bytes,
+                            scales.data.get() + begin * blocks * scale_bytes, blocks * scale_bytes,
+                            zeros ? zero_points.data.get() + begin * blocks : nullptr, blocks,
+                            output_scales ? of_outputs.floats() + begin : nullptr, stop - begin, begin, weight,
+                            memory.data.get()});
+    }
+    return {std::move(memory), weight};
+}
+
 // A third of all products have no activation.
 Activation random_activation(Random& random) {
     if (random.one_in(3)) return {};
@@ -437,17 +503,20 @@ double gated_input(Function function, double up) {
 }
 
 void test_linear(const Kernels& kernels, Random& random) {
-    Number stored = random.of(
-        {Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4, Number::w8a8, Number::w8a8});
+    Number stored = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4,
+                               Number::w8a8, Number::w8a8, Number::e4m3, Number::e2m1, Number::code8, Number::code4});
     std::int64_t depth = 32 * (1 + random.below(7)), outputs = 1 + random.below(100);
-    if ((stored <= Number::float16 || stored == Number::w8a8) && random.one_in(2)) depth += kLanes;
+    if (stored != Number::int8 && stored != Number::int4 && random.one_in(2)) depth += kLanes;
     std::int64_t rows = random.of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 40});
     Activation activation = random_activation(random);
     bool has_norm = random.one_in(2), has_bias = random.one_in(2);
     bool has_residual = random.one_in(2);
     std::int64_t halves = activation.gated ? 2 : 1, panels = (outputs + kLanes - 1) / kLanes;
     Number number = random.number(), out_number = random.one_in(3) ? Number::float32 : number;
-    Matrix weight = make_weight(stored, halves * panels, depth);
+    Matrix numbers = make_weight(is_code(stored) ? Number::float32 : stored, halves * panels, depth);
+    CodeFormat format(random, is_code(stored) ? stored : Number::e4m3);
+    Codes codes = make_codes(kernels, random, format, halves * panels * kLanes, depth, random.below(8));
+    Weight weight = is_code(stored) ? codes.weight : Weight{numbers.bytes.data.get(), stored, depth};
     Matrix x(number, rows, depth, random.of({0, 16})), norm(number, 1, depth), bias(number, 1, halves * outputs);
     Matrix residual(out_number, rows, outputs, random.of({0, 16})), out(out_number, rows, outputs);
     x.fill(random, 0.25, 7), norm.fill(random, 0.125, 12), bias.fill(random, 0.25, 7), residual.fill(random, 0.25, 7);
@@ -458,7 +527,7 @@ void test_linear(const Kernels& kernels, Random& random) {
         out.bytes.reset();
         Rows added = has_residual ? residual.as_rows() : Rows{nullptr, out_number, 0};
         kernels.linear({x.as_rows(), rows, has_norm ? norm.data() : nullptr, 1e-3f,
-                        {weight.bytes.data.get(), stored, depth}, has_bias ? bias.data() : nullptr, activation, added,
+                        weight, has_bias ? bias.data() : nullptr, activation, added,
                         out.data(), out_number, outputs});
         return out.bytes.copy();
     });
@@ -587,18 +656,28 @@ void test_route(const Kernels& kernels, Random& random) {
 }
 
 void test_experts(const Kernels& kernels, Random& random) {
-    Number stored = random.of(
-        {Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4, Number::w8a8});
+    Number stored = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4,
+                               Number::w8a8, Number::e4m3, Number::e2m1, Number::code8, Number::code4});
     Number number = random.number();
     std::int64_t hidden = 32 * (1 + random.below(4)), rows = random.of({0, 1, 2, 5, 40, 600});
     int per_row = 1 + random.below(3), count = random.below(5);
     Activation activation = random_activation(random);
     std::vector<int> ids(count);  // every second number from a first one on is here
     std::vector<Matrix> memory;
+    std::vector<Codes> codes;
+    CodeFormat format(random, is_code(stored) ? stored : Number::e4m3);
+    int first_lanes = random.below(8);
     std::vector<Weight> gate_up, down;
     for (int place = 0; place < count; ++place) {
         ids[place] = 1 + 2 * place;
         std::int64_t columns = 32 * random.below(4);
+        if (is_code(stored)) {
+            codes.push_back(make_codes(kernels, random, format, (activation.gated ? 2 : 1) * columns, hidden));
+            gate_up.push_back(codes.back().weight);
+            codes.push_back(make_codes(kernels, random, format, hidden, columns, first_lanes));
+            down.push_back(codes.back().weight);
+            continue;
+        }
         memory.push_back(make_weight(stored, (activation.gated ? 2 : 1) * columns / kLanes, hidden));
         gate_up.push_back({memory.back().bytes.data.get(), stored, hidden});
         memory.push_back(make_weight(stored, hidden / kLanes, columns));

@@ -12,6 +12,7 @@ import yaml
 
 from longhelix.cli.main import app
 from longhelix.cli.replicas import application_options
+from longhelix.scheduler.config import CacheConfig
 from longhelix.serve.metrics import Metrics
 from longhelix.spec.layout import Layout
 
@@ -90,7 +91,7 @@ def test_llm_d_reads_metrics_that_are_served():
     config = yaml.safe_load(values["epp"]["pluginsCustomConfig"][values["epp"]["pluginsConfigFile"]])
     parameters = {plugin["type"]: plugin.get("parameters") for plugin in config["plugins"]}
     (engine,) = parameters["core-metrics-extractor"]["engineConfigs"]
-    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8, windows=())
+    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8, cache=CacheConfig())
     metrics = Metrics(MagicMock(), SimpleNamespace(layout=Layout(kvp=2), scheduler=scheduler), "small")
     names = {family.name for family in metrics._registry.collect()}
     specs = {name for key, name in engine.items() if key.endswith("Spec")}

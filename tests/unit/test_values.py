@@ -18,7 +18,7 @@ from anything import VALUES
 from longhelix import Layout, SamplingParams, UserError
 from longhelix.cli.values import size
 from longhelix.engine.prompt import as_prompts, token_ids
-from longhelix.scheduler.config import SchedulerConfig
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -137,14 +137,14 @@ def test_numbers_of_numpy_are_welcome():
     )  # fmt: skip
     assert type(params.stop[0]) is str
     assert Layout(kvp=np.int64(2)) == Layout(kvp=2)
-    assert type(SchedulerConfig(kvp=1, num_blocks=np.int64(4), max_model_len=9).num_blocks) is int
+    assert type(scheduler_config(kvp=1, num_blocks=np.int64(4), max_model_len=9).num_blocks) is int
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "max_model_len", "block_tokens", "chunk_tokens", "max_running"])
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "16", 10**20, None])
 def test_scheduler_settings_are_whole_numbers(name, value):
     with pytest.raises(UserError, match=f"{name} is .*: set it to an integer from 1 to"):
-        SchedulerConfig(**{"kvp": 1, "num_blocks": 1, "max_model_len": 1} | {name: value})
+        scheduler_config(**{"kvp": 1, "num_blocks": 1, "max_model_len": 1} | {name: value})
 
 
 @given(VALUES)

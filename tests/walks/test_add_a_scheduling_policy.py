@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from longhelix import LLM
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import SchedulerConfig, StepConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.request import Request, SamplingParams
@@ -15,7 +15,7 @@ from longhelix.scheduler.step import SampledToken, StepResult
 
 PROMPTS = [40, 10, 25]
 CONFIG = SchedulerConfig(
-    max_model_len=64, num_blocks=64, kvp=2, block_tokens=4, chunk_tokens=8, max_running=8, placement="striped"
+    kvp=2, num_blocks=64, max_model_len=64, block_tokens=4, steps=StepConfig(chunk_tokens=8, max_running=8)
 )
 
 

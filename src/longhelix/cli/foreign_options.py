@@ -32,7 +32,7 @@ _ADVICE = {
     "disable-radix-cache": "use --no-prefix-cache",
     "kv-cache-dtype": "use --kv-dtype",
     "kv-events-config": "use --kv-events-endpoint, --kv-events-replay-endpoint and --kv-events-topic",
-    "quantization": "use --weight-dtype int8 or int4, which quantises while loading",
+    "quantization": "leave it out for a quantised checkpoint; --weight-dtype quantises others while loading",
     "block-size": "use --block-tokens",
     "page-size": "use --block-tokens",
     "enforce-eager": "use --execution eager",

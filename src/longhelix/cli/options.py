@@ -382,24 +382,24 @@ def describe(config: EngineConfig) -> list[str]:
     layout, scheduler = config.layout, config.scheduler
     tokens = held_tokens(config)
     where = "1 GPU" if config.machines.device == "cuda" else f"{min(config.machines.threads_per_rank)} threads"
-    placement = scheduler.placement
+    placement = scheduler.placement.name
     if placement == "auto":
-        placement = f"auto: requests of up to {count(scheduler.kvp_threshold_tokens)} tokens on one rank"
+        placement = f"auto: requests of up to {count(scheduler.placement.kvp_threshold_tokens)} tokens on one rank"
     attention = f", attention {config.formats.attention_dtype}" if config.formats.attention_dtype else ""
     weights = (
-        f"{config.formats.weight_dtype}, activations {config.formats.activation_dtype}"
+        f"{config.weight_formats}, activations {config.formats.activation_dtype}"
         if config.formats.activation_dtype
-        else config.formats.weight_dtype
+        else config.weight_formats
     )
     return [
         f"layout: kvp {layout.kvp} x tpa {layout.tpa} = tpf {layout.tpf} x ep {layout.ep}, "
         f"{layout.world_size} ranks x {where}, {config.execution.mode}; {config.formats.dtype}, "
         f"weights {weights}, KV {config.formats.kv_dtype}{attention}",
         f"KV cache holds {count(tokens)} tokens ({placement}, blocks of {scheduler.block_tokens}); "
-        f"max_model_len {count(scheduler.max_model_len)}; chunks of {'up to ' if scheduler.adaptive else ''}"
-        f"{count(scheduler.chunk_tokens)} tokens; "
+        f"max_model_len {count(scheduler.max_model_len)}; chunks of {'up to ' if scheduler.steps.adaptive else ''}"
+        f"{count(scheduler.steps.chunk_tokens)} tokens; "
         f"maximum concurrency at {count(scheduler.max_model_len)} tokens: {digits(tokens / scheduler.max_model_len)}",
-        *map(_window, scheduler.windows),
+        *map(_window, scheduler.cache.windows),
     ]
 
 

@@ -14,7 +14,7 @@ from longhelix.engine import hub
 from longhelix.errors import UserError
 from longhelix.perf.setting import Setting
 from longhelix.plan.question import MOST_GPUS
-from longhelix.spec import FORMATS, number_format
+from longhelix.spec import number_format
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
 from longhelix.values import whole
@@ -36,7 +36,7 @@ class PlannedModel:
     revision: str | None = None
     "Branch, tag or commit of a model on the hub. [default: main]"
     weight_dtype: str | None = None
-    "Dtype of all weights. [default: the checkpoint's]"
+    "Dtype of all weights. [default: the formats in which the checkpoint stores them]"
     expert_dtype: str | None = None
     "Dtype of the experts, if it differs from other weights. [default: --weight-dtype, or the checkpoint's]"
     kv_dtype: str | None = None
@@ -49,21 +49,15 @@ class PlannedModel:
         model, system = load_model(hub.find_config(self.model, self.revision)), load_system(self.system)
         if self.expert_dtype is not None and not model.moes:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
-        if self.weight_dtype is None and model.stored_dtype and model.stored_dtype not in FORMATS:
-            raise UserError(
-                f"the weights of {self.model} are quantised as {model.stored_dtype}, which has no performance model: "
-                f"set --weight-dtype to the closest of {', '.join(FORMATS)}",
-                "unsupported_dtype",
-            )
-        weights, experts = (self.weight_dtype,) * 2 if self.weight_dtype is not None else model.checkpoint_dtypes
-        experts = self.expert_dtype or experts
+        weights, experts = self.weight_dtype or model.checkpoint.dtype, self.expert_dtype
         return Setting(
             model=model,
             system=system,
             weight_dtype=_known("weight-dtype", weights),
-            kv_dtype=_known("kv-dtype", self.kv_dtype or model.dtype),
+            kv_dtype=_known("kv-dtype", self.kv_dtype or model.checkpoint.dtype),
             attention_dtype=None if self.attention_dtype is None else _known("attention-dtype", self.attention_dtype),
-            expert_dtype=None if _known("expert-dtype", experts) == weights else experts,
+            expert_dtype=None if experts is None else _known("expert-dtype", experts),
+            packed=self.weight_dtype is None,
         )
 
 

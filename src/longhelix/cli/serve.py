@@ -215,7 +215,7 @@ def _log_layout(log: ServerLog, config: EngineConfig) -> None:
         max_model_len=most,
         max_concurrency=tokens / most,
     )
-    for about, window in zip(about_windows, config.scheduler.windows, strict=True):
+    for about, window in zip(about_windows, config.scheduler.cache.windows, strict=True):
         seen = window.visibility
         log.write(
             "kv_window",

@@ -10,13 +10,11 @@ from datetime import UTC, datetime
 from operator import add
 from pathlib import Path
 
-import msgspec
-
 from longhelix.compute.cache.context_folder import ContextFolder, tokens_checksum
 from longhelix.compute.cache.rank_file import RankFile
 from longhelix.compute.cache.saved_context import Origin, SavedContext, SavedFile, file_name
 from longhelix.compute.models.checkpoint import Checkpoint
-from longhelix.compute.models.fingerprint import fingerprint
+from longhelix.compute.models.fingerprint import fingerprint, rope_fingerprint
 from longhelix.compute.models.rope import all_frequencies
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine.core import TokenCore
@@ -90,7 +88,7 @@ class Contexts:
         """Return a context to save. Raises UserError, before the context is computed, if it cannot be saved."""
         self._check_cache()
         self._folder.check_free(name, replace)
-        ids = token_ids(prompt, self._config.spec.vocab_size, self._config.scheduler.max_model_len)
+        ids = token_ids(prompt, self._config.spec.vocabulary.size, self._config.scheduler.max_model_len)
         block_tokens = self._config.scheduler.block_tokens
         if len(ids) < block_tokens:
             raise UserError(
@@ -155,7 +153,7 @@ class Contexts:
         RoPE frequencies. Otherwise the request computes the context when it runs.
         """
         most = self._config.scheduler.max_model_len
-        given = context.token_ids + token_ids(prompt, self._config.spec.vocab_size, most)
+        given = context.token_ids + token_ids(prompt, self._config.spec.vocabulary.size, most)
         if self._origin(len(given) + sampling.most_sampled - 1).frequencies != context.saved.origin.frequencies:
             return given, ()
         self._load_missing(context)
@@ -193,7 +191,7 @@ class Contexts:
 
     def _check_cache(self) -> None:
         scheduler = self._config.scheduler
-        if not scheduler.prefix_cache:
+        if not scheduler.cache.prefix_cache:
             raise UserError("saved contexts need the prefix cache, but prefix_cache is False: set it to True")
         kept = {
             (group, layer.attention.heads.num_kv_heads, layer.attention.cache_entry)
@@ -233,11 +231,11 @@ class Contexts:
         """Whether any layer of a rank's stage is in a KV group."""
         config = self._config
         layers = config.layout.layers(config.spec.num_layers, rank)
-        return not config.scheduler.windows or any(config.spec.groups[layer] == group for layer in layers)
+        return not config.scheduler.cache.windows or any(config.spec.groups[layer] == group for layer in layers)
 
     def _counts(self, blocks: tuple[Block, ...]) -> tuple[tuple[int, ...], ...]:
         """Count the blocks that have not expired, by KV group and KVP rank."""
-        groups, kvp = 1 + len(self._config.scheduler.windows), self._config.layout.kvp
+        groups, kvp = 1 + len(self._config.scheduler.cache.windows), self._config.layout.kvp
         found = [Counter(block.owner for block in blocks[group::groups] if block.id >= 0) for group in range(groups)]
         return tuple(tuple(count[rank] for rank in range(kvp)) for count in found)
 
@@ -249,13 +247,12 @@ class Contexts:
         config = self._config
         if not self._fingerprint:
             self._fingerprint = fingerprint(config.spec, self._checkpoint)
-        ropes = b"".join(msgspec.json.encode(rotation.rope) for rotation in config.spec.rotations)
         frequencies = [each for of_rotation in all_frequencies(config.spec, num_rows) for each in of_rotation]
         return Origin(
             model=self._fingerprint,
-            rope=hashlib.sha256(ropes).hexdigest(),
+            rope=rope_fingerprint(config.spec),
             dtype=config.formats.dtype,
-            weight_dtype=config.formats.weight_dtype,
+            weight_dtype=config.weight_formats,
             kv_dtype=config.formats.kv_dtype,
             activation_dtype=config.formats.activation_dtype,
             attention_dtype=config.formats.attention_dtype,
@@ -275,14 +272,14 @@ def _described(folder: Path, rank: int, group: int, config: EngineConfig) -> Sav
         heads=(heads.start, heads.stop),
         num_bytes=file.num_bytes,
         checksum=file.checksum,
-        group=group if config.scheduler.windows else None,
+        group=group if config.scheduler.cache.windows else None,
     )
 
 
 def _parts(blocks: tuple[Block, ...], config: EngineConfig) -> Iterator[tuple[int, tuple[Block, ...]]]:
     """Split KV blocks into parts, without those at the start that have expired in all KV groups. Each part comes with
     the index of its first block."""
-    groups = 1 + len(config.scheduler.windows)
+    groups = 1 + len(config.scheduler.cache.windows)
     start = next((at for at, block in enumerate(blocks) if block.id >= 0), len(blocks)) // groups
     block_bytes = config.kv_bytes_per_token(0) * config.scheduler.block_tokens
     count = max(_PART_BYTES // max(block_bytes, 1), 1) * config.layout.kvp

@@ -121,7 +121,7 @@ class TokenCore:
             cut=self._pool.cut,
             root=_root(config),
             swap_s=self._pool.cost.swap_seconds(config.scheduler.block_tokens),
-            record=None if on_cache_changes is None else CacheRecord(len(config.scheduler.windows)),
+            record=None if on_cache_changes is None else CacheRecord(len(config.scheduler.cache.windows)),
         )
         cost = self._scheduler.cost
         self._steps = StepLog(lambda work: None if cost is None else cost.seconds(work))
@@ -201,9 +201,9 @@ class TokenCore:
         """Create a request with a new id but do not queue it. Accepts the same arguments as `add`."""
         self.check_running()
         self.check_types(sampling, service)
-        prompt_ids = token_ids(prompt, self.config.spec.vocab_size, self.config.scheduler.max_model_len)
+        prompt_ids = token_ids(prompt, self.config.spec.vocabulary.size, self.config.scheduler.max_model_len)
         self._check_images(prompt_ids, images)
-        eos_token_ids = self.config.spec.eos_token_ids
+        eos_token_ids = self.config.spec.vocabulary.eos_token_ids
         self._check_token_ids(sampling)
         guide_s = 0.0 if sampling.guide is None else self._check_guide(sampling.guide)
         request = Request(
@@ -240,7 +240,8 @@ class TokenCore:
         self.counters, self._next_id = ended.counters, ended._next_id
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
-        vocab_size, eos_token_ids = self.config.spec.vocab_size, self.config.spec.eos_token_ids
+        vocabulary = self.config.spec.vocabulary
+        vocab_size, eos_token_ids = vocabulary.size, vocabulary.eos_token_ids
         for name, asked in (("stop token", sampling.stop_token_ids), ("logit_bias: token", sampling.logit_bias)):
             beyond = next((token_id for token_id in asked if token_id >= vocab_size), None)
             if beyond is not None:
@@ -483,7 +484,7 @@ def _root(config: EngineConfig) -> Callable[[Request], bytes]:
 
     For some kinds of RoPE, the KV depends on the maximum length of the request.
     """
-    if all(rotation.rope.kind not in ("dynamic", "longrope") for rotation in config.spec.rotations):
+    if all(rotation.rope.scaling.kind not in ("dynamic", "longrope") for rotation in config.spec.rotations):
         return lambda request: b""
     return lambda request: repr(all_frequencies(config.spec, request.num_rows)).encode()
 

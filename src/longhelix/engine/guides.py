@@ -14,7 +14,7 @@ class Guides:
 
     def __init__(self, tokenizer: Tokenizer, spec: ModelSpec) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size, self._eos_ids = spec.vocab_size, spec.eos_token_ids
+        self._vocab_size, self._eos_ids = spec.vocabulary.size, spec.vocabulary.eos_token_ids
         self._checker = GuideChecker(lambda: self.table)
 
     def check(self, guide: Guide) -> float:

@@ -50,7 +50,7 @@ class Images:
             self._tower = Tower(checkpoint, self._config.spec, self._config.formats.dtype, self._config.image_bytes)
         given = prompt.prompt
         ids = encode(given) if isinstance(given, str) else given
-        ids = token_ids(ids, self._config.spec.vocab_size, self._config.scheduler.max_model_len).tolist()
+        ids = token_ids(ids, self._config.spec.vocabulary.size, self._config.scheduler.max_model_len).tolist()
         given_images = _items(prompt.images)
         placed = _with_places(ids, len(given_images), vision)
         self._check_length(len(placed) - len(given_images), given_images, self._patcher)

@@ -136,7 +136,7 @@ class LLM:
         on_traced = (lambda rank, events: None) if self._trace is None else self._trace.write
         self._kv_events: KVEventPublisher | None = None
         try:
-            limits = [window.visibility for window in self.config.scheduler.windows]
+            limits = [window.visibility for window in self.config.scheduler.cache.windows]
             self._kv_events = KVEventPublisher.of(options, limits)
             self._new_core = partial(
                 TokenCore,
@@ -770,9 +770,10 @@ class LLM:
 
 def _with_ends(config: EngineConfig, end_ids: Sequence[int]) -> EngineConfig:
     """Return the configuration with `end_ids` added to the tokens that end an answer."""
-    spec = config.spec
-    own = {token_id for token_id in end_ids if token_id < spec.vocab_size}.difference(spec.eos_token_ids)
-    return replace(config, spec=replace(spec, eos_token_ids=(*spec.eos_token_ids, *sorted(own))))
+    vocabulary = config.spec.vocabulary
+    own = {token_id for token_id in end_ids if token_id < vocabulary.size}.difference(vocabulary.eos_token_ids)
+    vocabulary = replace(vocabulary, eos_token_ids=(*vocabulary.eos_token_ids, *sorted(own)))
+    return replace(config, spec=replace(config.spec, vocabulary=vocabulary))
 
 
 def _checked_arrival(arrival_s: float | None, now_s: float) -> float:

@@ -160,7 +160,8 @@ class EngineOptions:
     weight_dtype: str | None = _setting(
         None,
         Words(WEIGHT_DTYPES),
-        "Dtype of the weight matrices. int8 and int4 quantise them while loading, to save memory and bandwidth. "
+        "Dtype of the weight matrices. Formats of 8 and 4 bits quantise those of a plain checkpoint while loading, to "
+        "save memory and bandwidth. "
         "[default: the value of --dtype]",
     )
     activation_dtype: str | None = _setting(

@@ -13,7 +13,7 @@ from longhelix.compute.machine import host
 from longhelix.compute.machine.devices import has_native_kernels, multiplies_integers
 from longhelix.compute.machine.system import machine
 from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
-from longhelix.compute.models.parameters import check
+from longhelix.compute.models.parameters import check, with_stored_formats
 from longhelix.compute.models.rope import inverse_frequencies
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCheckpoint
@@ -26,7 +26,7 @@ from longhelix.errors import UserError
 from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.threshold import local_threshold_tokens
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import CacheConfig, PlacementConfig, SchedulerConfig, ServiceConfig, StepConfig
 from longhelix.scheduler.kv.windows import KVWindow
 from longhelix.spec import (
     DTYPES,
@@ -84,7 +84,7 @@ def resolve(
     if device == "cpu":
         _check_cores(places)
     system = machine(device)
-    setting = Setting(spec, system, stored_dtype, kv_dtype)
+    setting = Setting(spec, system, stored_dtype, kv_dtype, packed=True)
     layout = balanced(setting, layout)
     scheduler = scheduler_config(options, layout, max_model_len, setting)
     longest_tokens = scheduler.longest_local_tokens
@@ -103,7 +103,7 @@ def resolve(
     most = min(affordable_blocks(*kinds, *memory, with_ends=False) for memory in memories) if views else with_ends
     sizes = scheduler.block_tokens, layout.kvp
     if isinstance(options.kv_cache_tokens, str):
-        many = scheduler.max_running * max_model_len
+        many = scheduler.steps.max_running * max_model_len
         held = num_blocks_of_many(many, with_ends, *sizes, shares_memory=device == "cpu")
     else:
         held = num_blocks(options.kv_cache_tokens, longest_tokens, most, *sizes)
@@ -149,9 +149,17 @@ def _with_pools(
 
 
 def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
-    """Return the dtypes of activations, weights and KV."""
-    dtype = options.dtype or one_of("dtype", spec.dtype, DTYPES)
+    """Return the dtypes of activations, of weights that the checkpoint does not pack, and of KV."""
+    dtype = options.dtype or one_of("dtype", spec.checkpoint.dtype, DTYPES)
     quantised = [name for name in WEIGHT_DTYPES if name not in DTYPES]
+    if spec.checkpoint.quantisation is not None:
+        for name, given in (("weight_dtype", options.weight_dtype), ("activation_dtype", options.activation_dtype)):
+            if given in quantised:
+                raise UserError(
+                    f"the checkpoint's weights are already quantised ({spec.checkpoint.quantisation.formats}): leave "
+                    f"out {name}"
+                )
+        quantised = []
     default = dtype if options.activation_dtype is None else "int8"
     weight_dtype = one_of("weight_dtype", options.weight_dtype or default, (dtype, *quantised))
     if options.activation_dtype is not None and weight_dtype != "int8":
@@ -236,25 +244,33 @@ def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int,
         )
     return SchedulerConfig(
         kvp=layout.kvp,
-        pp=layout.pp,
-        # With striped placement, every request uses all instances, so no instance can run a step alone.
-        own_clocks=layout.ffn_replicas > 1 and layout.pp == 1 and placement != "striped",
         num_blocks=1,
         max_model_len=max_model_len,
         block_tokens=options.block_tokens,
-        chunk_tokens=MOST_CHUNK_TOKENS if options.chunk_tokens == "auto" else options.chunk_tokens,
-        adaptive=options.chunk_tokens == "auto",
-        policy=options.policy,
-        tbt_target_s=options.tbt_target_s,
-        slo_scale=options.slo_scale,
-        client_weights=options.client_weights or {},
-        prefix_cache=options.prefix_cache,
-        swap_blocks=-(-options.swap_tokens // (options.block_tokens * layout.kvp)),
-        max_running=options.max_running,
-        placement=placement,
-        growth_limit_tokens=None if options.growth_limit_tokens == "auto" else options.growth_limit_tokens,
-        kvp_threshold_tokens=threshold_tokens or 0,
-        batch_invariant=options.batch_invariant,
+        steps=StepConfig(
+            chunk_tokens=MOST_CHUNK_TOKENS if options.chunk_tokens == "auto" else options.chunk_tokens,
+            adaptive=options.chunk_tokens == "auto",
+            max_running=options.max_running,
+            pp=layout.pp,
+            # With striped placement, every request uses all instances, so no instance can run a step alone.
+            own_clocks=layout.ffn_replicas > 1 and layout.pp == 1 and placement != "striped",
+        ),
+        placement=PlacementConfig(
+            name=placement,
+            growth_limit_tokens=None if options.growth_limit_tokens == "auto" else options.growth_limit_tokens,
+            kvp_threshold_tokens=threshold_tokens or 0,
+            batch_invariant=options.batch_invariant,
+        ),
+        service=ServiceConfig(
+            policy=options.policy,
+            tbt_target_s=options.tbt_target_s,
+            slo_scale=options.slo_scale,
+            client_weights=options.client_weights or {},
+        ),
+        cache=CacheConfig(
+            prefix_cache=options.prefix_cache,
+            swap_blocks=-(-options.swap_tokens // (options.block_tokens * layout.kvp)),
+        ),
     )
 
 
@@ -294,6 +310,7 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
         _check_runs(spec, checkpoint.config)
         spec = _with_own_head(spec, checkpoint)
         _warn_of_unread(checkpoint.config)
+    spec = with_stored_formats(spec, checkpoint.tensors)
     check(spec, tensors, quantised)
     return spec
 
@@ -304,16 +321,20 @@ def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLa
     transformers does the same.
     """
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    if not spec.tied_embeddings or not {embedding, head} <= checkpoint.tensors.keys():
+    if not spec.vocabulary.tied_embeddings or embedding not in checkpoint.tensors:
         return spec
-    if checkpoint.holds_same(embedding, head):
+    if head not in checkpoint.tensors:
+        quantisation = spec.checkpoint.quantisation
+        packed = () if quantisation is None or quantisation.storage_of("lm_head") is None else checkpoint.tensors
+        head = min((name for name in packed if name.startswith("lm_head.")), default="")
+    if not head or checkpoint.holds_same(embedding, head):
         return spec
     warnings.warn(
         f"the model's config ties its head to its embedding, but the checkpoint has a different {head}, which the "
         "engine uses: set tie_word_embeddings to false in config.json, or remove the tensor",
         stacklevel=5,
     )
-    return replace(spec, tied_embeddings=False)
+    return replace(spec, vocabulary=replace(spec.vocabulary, tied_embeddings=False))
 
 
 def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
@@ -326,12 +347,6 @@ def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
         )
     if any(moe.shared_bias for moe in spec.moes):
         raise UserError("mlp_bias with experts is not supported: set mlp_bias to false in the model's config")
-    if spec.stored_dtype:
-        raise UserError(
-            f"the checkpoint is quantised ({spec.stored_dtype}), which is not supported: use a checkpoint in float32, "
-            "bfloat16 or float16",
-            "invalid_model",
-        )
 
 
 def _warn_of_unread(config: Mapping[str, Any]) -> None:
@@ -358,7 +373,7 @@ def _device(options: EngineOptions, places: Places, weight_dtype: str, kv_dtype:
             f"the layout has {ranks} ranks{where} and each needs a GPU, but torch finds {found} "
             f"{'there' if where else 'here'}: set device to cpu, or choose a smaller layout"
         )
-    plain_weights = "plain" in FORMATS[weight_dtype].weights
+    plain_weights = bool({"plain", "packed"} & set(FORMATS[weight_dtype].weights))
     if not plain_weights or "rows" not in FORMATS[kv_dtype].kv:
         weights = f"weight_dtype {weight_dtype}" if options.activation_dtype is None else "activation_dtype int8"
         narrow = f"kv_dtype {kv_dtype}" if plain_weights else weights

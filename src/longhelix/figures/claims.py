@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Literal, Protocol
 
 from longhelix.spec import HardwareSpec
@@ -81,7 +80,8 @@ class Constant:
 def constants(system: HardwareSpec, dtype: str) -> tuple[Constant, ...]:
     """Return the constants of a system that the performance model uses if matrix products run in `dtype`."""
     rate = Constant(f"flops_per_s.{dtype}", system.rate(dtype), system.sources[f"flops_per_s.{dtype}"])
-    return (rate, *(Constant(name, attrgetter(name)(system), system.sources[name]) for name in _CONSTANTS))
+    values = system.constants
+    return (rate, *(Constant(name, values[name], system.sources[name]) for name in _CONSTANTS))
 
 
 class Drawing(Protocol):

@@ -154,7 +154,7 @@ def _sizes(models: tuple[Evaluated, ...]) -> Table:
 def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
     """Return a table of the headline numbers with other assumptions. Each row changes one assumption."""
     system = models[0].setting.system
-    link = system.scale_up
+    link = system.network.scale_up
     changes: list[tuple[str, dict[str, float], dict[str, Any]]] = [
         ("assumptions of this report", {}, {}),
         ("gains computed with all numbers of GPUs and all batch sizes", {}, {"coarse_gain": False}),
@@ -172,7 +172,8 @@ def _sensitivity(models: tuple[Evaluated, ...]) -> Table:
         ("weights of the next product are prefetched during all-reduces", {}, {"seconds": prefetched_seconds}),
         ("memory and arithmetic run at their peak rates",
          {"memory_efficiency": 1.0, "compute_efficiency": 1.0, "attention_efficiency": 1.0}, {}),
-        ("attention runs at half the arithmetic rate", {"attention_efficiency": system.attention_efficiency / 2}, {}),
+        ("attention runs at half the arithmetic rate",
+         {"attention_efficiency": system.arithmetic.attention_efficiency / 2}, {}),
     ]  # fmt: skip
     rows = []
     for name, changed, counted in changes:

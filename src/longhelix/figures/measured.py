@@ -77,7 +77,7 @@ def measured(preset: Setting, fitted: HardwareSpec) -> Table:
 
 def _cases(preset: Setting, fitted: HardwareSpec) -> Iterator[_Case]:
     system = preset.system
-    plain = _Case("as measured, without HOP-B", preset, node_gpus=system.node_ranks)
+    plain = _Case("as measured, without HOP-B", preset, node_gpus=system.network.node_ranks)
     yield replace(
         plain,
         assumption="default plan: HOP-B, without --any-shape, up to 64 GPUs, NVFP4 weights and KV, attention in FP8, "
@@ -99,7 +99,7 @@ def _cases(preset: Setting, fitted: HardwareSpec) -> Iterator[_Case]:
         "no memory reserved": {"reserve_bytes": 0.0},
         "no host work": {"step_s": 0.0},
         "kernels of 4 us": {"kernel_s": 4e-6},
-        "collectives of 2.5 us": {"collective_s": 2.5e-6 - system.scale_up.latency_s},
+        "collectives of 2.5 us": {"collective_s": 2.5e-6 - system.network.scale_up.latency_s},
         "fixed costs fitted to the paper's GB200": {name: fitted.constants[name] for name in _FITTED},
     }
     for words, values in systems.items():

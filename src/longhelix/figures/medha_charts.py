@@ -55,8 +55,8 @@ def _figure_5(small: Setting) -> Chart:
             for n in lengths]  # fmt: skip
     curves = (
         Curve.of("compute: TTFT 30 s", lengths, [gpus_for(small, n * 2**20, 30) for n in lengths]),
-        Curve.of("bandwidth: TBT 20 ms", lengths, [size / system.memory_bytes_per_s / 0.02 for size in held]),
-        Curve.of("capacity", lengths, [size / system.memory_bytes for size in held]),
+        Curve.of("bandwidth: TBT 20 ms", lengths, [size / system.memory.bytes_per_s / 0.02 for size in held]),
+        Curve.of("capacity", lengths, [size / system.memory.size_bytes for size in held]),
         Curve.of("published", (1, 2), (20, 80), "kx"),
     )
     panel = Panel("", "context (Mi tokens)", "GPUs", curves, log="xy", limit=("8 GPUs", 8.0), every_x=True)
@@ -69,7 +69,7 @@ def _figure_6(small: Setting) -> Chart:
     flops = 4 * attention.head_size * attention.heads.num_query_heads
     token_bytes = attention.heads.num_kv_heads * small.kv_head_bytes(attention)
     intensity = [chunk * flops / token_bytes for chunk in CHUNKS]
-    ridge = small.system.rate(small.attends_in) / small.system.memory_bytes_per_s
+    ridge = small.system.rate(small.attends_in) / small.system.memory.bytes_per_s
     return Chart("medha-figure-6", "Medha, Figure 6: KV reads and arithmetic intensity by chunk size (8B, 1M)", (
         Panel("bytes", "chunk", "KV read (TB)", (Curve.of("all chunks", CHUNKS, read_tb),), log="xy", every_x=True),
         Panel("intensity", "chunk", "FLOP per byte", (Curve.of("attention", CHUNKS, intensity),), log="xy",

@@ -37,7 +37,7 @@ def prefetched(
     """
     system = setting.system
     hides = ~layouts.grouped & (layouts.ffn_replicas == 1)
-    bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency * setting.share(layouts)
+    bytes_per_s = system.memory.bytes_per_s * system.memory.efficiency * setting.share(layouts)
     waits_s = {_NEXT[item.name]: item.seconds for item in items if item.name in _NEXT}
     num_layers, model = layouts.stage_layers(setting.model.num_layers) * layouts.pp, setting.model
     # Fraction of the layers that contain the product.

@@ -13,6 +13,7 @@ from longhelix.perf.prefill import first_token_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import cycle_seconds
 from longhelix.scheduler.work import NO_WORK, Work
+from longhelix.spec import LinearAttention
 
 ADAPTIVE_CHUNKS = tuple(2**power for power in range(5, 14))
 
@@ -64,15 +65,20 @@ def ring_seconds(setting: Setting, layouts: Layouts, tokens: float, *, striped: 
     alone = replace(layouts, kvp=layouts.ones, tpf=layouts.tpa, ep=layouts.ones,
                     ffn_replicas=layouts.ones, hop_b=np.zeros_like(layouts.hop_b))  # fmt: skip
     pairs = rows * rows * (0.5 if striped else 1.0)
-    (layer,) = set(setting.model.layers)
-    assert layer.attention is not None
+    (layer,) = setting.layers.kinds
+    (mixer,) = layer.mixers
+    assert not isinstance(mixer.spec, LinearAttention)
     own = attention_items(
-        setting, alone, layer.attention, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs)
+        setting, alone, mixer.spec, mixer.weights, Work(chunk_rows=rows, chunk_kv_tokens=rows, chunk_pairs=pairs)
     )
     attend_s = next(item.seconds for item in own if item.name == "attention")
-    token_bytes = layouts.kv_heads(layer.attention.heads) * setting.kv_head_bytes(layer.attention)
+    token_bytes = layouts.kv_heads(mixer.spec.heads) * setting.kv_head_bytes(mixer.spec)
     passed = collectives.send(setting.system, layouts.tpa, rows * token_bytes)
     rounds_s = attend_s + (ranks - 1) * np.maximum(attend_s, passed.seconds)
-    ffn = [item for each in layer.ffns for item in ffn_items(setting, alone, each, Work(chunk_rows=rows))]
+    ffn = [
+        item
+        for each in layer.ffns
+        for item in ffn_items(setting, alone, each.spec, each.weights, Work(chunk_rows=rows))
+    ]
     layer_s = total_seconds([*own, *ffn]) - attend_s + rounds_s
     return setting.model.num_layers * layer_s + first_token_seconds(setting, alone)

@@ -105,7 +105,7 @@ class TiedDeployment:
         weights_bytes = self.kvp * num_parameters(model) * self.setting.weight_bytes
         read = weights_bytes + context * self.setting.kv_token_bytes
         # Stages run one after another, so only the GPUs of one stage read memory at a time.
-        return read / self.decode_s(context) / (self.setting.system.memory_bytes_per_s * self.gpus / self.stages)
+        return read / self.decode_s(context) / (self.setting.system.memory.bytes_per_s * self.gpus / self.stages)
 
 
 @dataclass(frozen=True)

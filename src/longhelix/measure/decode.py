@@ -65,7 +65,7 @@ def measure(
 def conditions(config: EngineConfig) -> Row:
     """Columns that describe the configuration of a measurement."""
     return {
-        "weight_dtype": config.formats.weight_dtype,
+        "weight_dtype": config.weight_formats,
         "activation_dtype": config.formats.activation_dtype or "",
         "kv_dtype": config.formats.kv_dtype,
         "attention_dtype": config.formats.attention_dtype or "",

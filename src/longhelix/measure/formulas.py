@@ -28,7 +28,7 @@ def prefill_flops(spec: ModelSpec, prompt: int) -> int:
     """
     attended = model_attention_flops(spec, prompt, prompt, causal=True)
     weights = sum(_products_of_token(spec, layer) for layer in spec.layers)
-    return int(2 * prompt * weights + attended) + 2 * spec.hidden_size * spec.vocab_size
+    return int(2 * prompt * weights + attended) + 2 * spec.hidden_size * spec.vocabulary.size
 
 
 def _products_of_token(spec: ModelSpec, layer: LayerSpec) -> int:

@@ -132,7 +132,7 @@ def measure(
         ]
         fitted = fit_link(system, measured)
         systems.append(fitted)
-        link = fitted.scale_out
+        link = fitted.network.scale_out
         rows.append(
             bulk
             | {

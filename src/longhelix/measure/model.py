@@ -78,7 +78,7 @@ class RankModel:
                 owner = place.owner(position)
                 blocks.append(Block(owner, used[owner]))
                 used[owner] += 1
-            requests.append(with_any(tuple(blocks), self.config.scheduler.windows))
+            requests.append(with_any(tuple(blocks), self.config.scheduler.cache.windows))
         return requests
 
 
@@ -167,8 +167,8 @@ def prefill_steps(model: RankModel, request_id: int, prompt: tuple[int, ...]) ->
 
     The first step ends the previous request. The last step samples a token.
     """
-    chunk_tokens, block_tokens = model.config.scheduler.chunk_tokens, model.config.scheduler.block_tokens
-    groups = 1 + len(model.config.scheduler.windows)
+    chunk_tokens, block_tokens = model.config.scheduler.steps.chunk_tokens, model.config.scheduler.block_tokens
+    groups = 1 + len(model.config.scheduler.cache.windows)
     length = len(prompt)
     new: tuple[NewSequence, ...] = (
         NewSequence(

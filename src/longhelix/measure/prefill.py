@@ -33,7 +33,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
 
     def _point(self, model: RankModel, prompt: int) -> Row:
         config, runner = self.config, model.runner(prompt)
-        token_ids = tuple(torch.randint(config.spec.vocab_size, (prompt,)).tolist())
+        token_ids = tuple(torch.randint(config.spec.vocabulary.size, (prompt,)).tolist())
         taken_s: list[float] = []
 
         def prefill() -> None:
@@ -45,7 +45,7 @@ class PrefillJob(msgspec.Struct, frozen=True):
             timings = interleave(calls, self.repeats, WARM_UP)
         return {
             "prompt": prompt,
-            "chunk_tokens": config.scheduler.chunk_tokens,
+            "chunk_tokens": config.scheduler.steps.chunk_tokens,
             **timings["prefill"].row("prefill_s"),
             **clock.mean(sum(taken_s), len(taken_s)),
             "matmul_flops_per_s": memory.multiplier_flops() / timings["matmul"].median_s,

@@ -78,7 +78,7 @@ class SequenceParallelismJob(msgspec.Struct, frozen=True):
                 yield from self._point(prefills, rate_mbit, prompt)
 
     def _point(self, prefills: "Sequence[TimedPrefill]", rate_mbit: float | None, prompt: int) -> Iterator[Row]:
-        vocab_size = self.configs[0][1].spec.vocab_size
+        vocab_size = self.configs[0][1].spec.vocabulary.size
         token_ids = tuple(torch.randint(vocab_size, (prompt,)).tolist())
         calls = {str(index): partial(prefill, token_ids) for index, prefill in enumerate(prefills)}
         timings = interleave(calls, self.repeats, WARM_UP, alternate=True).values()
@@ -180,15 +180,15 @@ def combine(ranks: list[Row], config: EngineConfig) -> Row:
     Over loopback, the byte count of one rank already includes the bytes of both ranks.
     """
     row = ranks[0]
-    whole, rest = divmod(row["prompt"], config.scheduler.chunk_tokens)
-    chunks = [config.scheduler.chunk_tokens] * whole + [rest] * bool(rest)
+    whole, rest = divmod(row["prompt"], config.scheduler.steps.chunk_tokens)
+    chunks = [config.scheduler.steps.chunk_tokens] * whole + [rest] * bool(rest)
     shards = config.execution.token_ranges.shards
     sent_bytes = sum(rank["sent_bytes"] for rank in ranks) if row["rate_mbit"] is not None else row["sent_bytes"]
     formula_bytes = prefill_sent_bytes(config, chunks)
     return row | {
         "layout": f"{config.layout.kvp} x {config.layout.tpa}",
         "threads": config.machines.threads_of(0),
-        "chunk_tokens": config.scheduler.chunk_tokens,
+        "chunk_tokens": config.scheduler.steps.chunk_tokens,
         "sharded_tokens": sum(rows for rows in chunks if shards(rows, decodes=rows == 1)),
         "sent_bytes": sent_bytes,
         "formula_bytes": formula_bytes,

@@ -16,7 +16,7 @@ from longhelix.passes.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER,
 from longhelix.passes.plan import ShardingPlan
 from longhelix.passes.region import Gathered, Reduced
 from longhelix.passes.rules import OwnRows, ShardOperand, ShardRows, Squeezed
-from longhelix.passes.scales import LARGEST, OBSERVED, Quantisation
+from longhelix.passes.scales import LARGEST, OBSERVED, SentFormat
 from longhelix.passes.tokens import TokenDims, same, shard_rows
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -43,7 +43,7 @@ class Rewrite:
         group: PassGroup,
         in_rank_order: bool,
         in_pieces: bool,
-        quantisation: Quantisation | None,
+        quantisation: SentFormat | None,
     ) -> None:
         self._graph = graph
         self._plan = plan

@@ -18,7 +18,7 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}  # largest number of each narrow type
 
 
 @dataclass(frozen=True)
-class Quantisation:
+class SentFormat:
     """How to send the values that a plan quantises. Sequences have one item per value, in the order of the graph."""
 
     name: str  # narrow type: "int8" or "fp8"

@@ -21,7 +21,7 @@ from longhelix.passes.patterns import count_patterns
 from longhelix.passes.plan import ShardingPlan, make_plan
 from longhelix.passes.rewrite import Rewrite
 from longhelix.passes.rules import Rules
-from longhelix.passes.scales import Calibration, Quantisation, key_of, places
+from longhelix.passes.scales import Calibration, SentFormat, key_of, places
 from longhelix.passes.stage import refusal
 from longhelix.passes.tokens import any_number_of_tokens
 
@@ -238,21 +238,21 @@ class SequenceParallel(CustomGraphPass):
         logger.debug("token shards:\n%s", "\n".join(changed))
         return changed
 
-    def _quantisation(self, graph_places: list[str]) -> Quantisation | None:
+    def _quantisation(self, graph_places: list[str]) -> SentFormat | None:
         """Return how to send the values at these places of a graph."""
         if self.quantize is None:
             return None
         if isinstance(self.scales, Calibration):
-            return Quantisation(self.quantize, noted=[f"{self.scales.number}/{place}" for place in graph_places])
+            return SentFormat(self.quantize, noted=[f"{self.scales.number}/{place}" for place in graph_places])
         if self.scales is None or not graph_places:
-            return Quantisation(self.quantize)
+            return SentFormat(self.quantize)
         keys = [key_of(self.quantize, place) for place in graph_places]
         if not self.scales.keys() >= set(keys):
             sentence = "no static scales are known for a graph, so each token has its own: calibrate this module"
             logger.warning(sentence)
             self._counts.add("left_alone", sentence)
-            return Quantisation(self.quantize)
-        return Quantisation(self.quantize, [self.scales[key] for key in keys])
+            return SentFormat(self.quantize)
+        return SentFormat(self.quantize, [self.scales[key] for key in keys])
 
     def _leave(self, sentence: str) -> None:
         logger.warning("sequence parallelism is off for a graph: %s", sentence)

@@ -9,31 +9,34 @@ from longhelix.perf.hop_b import Overlap
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import ACTIVATION_BYTES, LSE_BYTES, Setting
 from longhelix.perf.sparse import chosen, index_items
+from longhelix.perf.stored_layers import StoredWeights
 from longhelix.scheduler.work import Work
 from longhelix.spec.attention import MultiHeadLatentAttention, Visibility
 from longhelix.spec.layer import Attention
 from longhelix.spec.layout import HeadShape
 
 
-def attention_items(setting: Setting, layouts: Layouts, attention: Attention, work: Work) -> list[CostItem]:
-    """Return the cost items of one layer with this attention, in order."""
+def attention_items(
+    setting: Setting, layouts: Layouts, attention: Attention, stored: StoredWeights, work: Work
+) -> list[CostItem]:
+    """Return the cost items of one layer with this attention, in order. stored: its weights."""
     rank_work = layouts.of_rank(work, setting.request_rows)
     if attention.visibility.limit_tokens is not None:
         rank_work = _in_window(setting, layouts, attention.visibility, rank_work)
     choice, indexer = list[CostItem](), attention.visibility.indexer
     if indexer is not None:
         choice, rank_work = (
-            index_items(setting, layouts, attention, rank_work),
+            index_items(setting, layouts, attention, stored, rank_work),
             chosen(setting, layouts, indexer, rank_work),
         )
     attended = _attention(setting, layouts, attention, rank_work)
-    value, exchange, channels = _exchange(setting, layouts, attention, rank_work)
-    projected = weights.output_projection(setting, layouts, attention)
+    value, exchange, channels = _exchange(setting, layouts, attention, stored, rank_work)
+    projected = weights.output_projection(setting, layouts, stored)
     hidden_bytes = rank_work.rows * setting.model.hidden_size * ACTIVATION_BYTES
     sharers = RankGroups(layouts.output_ranks, layouts.ones)
     summed = collectives.all_reduce(setting.system, sharers, hidden_bytes + layouts.zeros)
     return [
-        *_projections(setting, layouts, attention, rank_work),
+        *_projections(setting, layouts, attention, stored, rank_work),
         *choice,
         attended,
         *value,
@@ -62,23 +65,18 @@ def _in_window(setting: Setting, layouts: Layouts, visibility: Visibility, rank_
     )
 
 
-def overlap(setting: Setting, layouts: Layouts, attention: Attention, work: Work) -> Overlap:
-    """Return the time of one layer's attention and exchange, before they are cut into parts."""
-    rank_work = layouts.of_rank(work, setting.request_rows)
-    exchange = _exchange(setting, layouts, attention, rank_work)[1]
-    return _overlap(setting, _attention(setting, layouts, attention, rank_work), exchange)
-
-
-def _projections(setting: Setting, layouts: Layouts, attention: Attention, rank_work: Work) -> list[CostItem]:
+def _projections(
+    setting: Setting, layouts: Layouts, attention: Attention, stored: StoredWeights, rank_work: Work
+) -> list[CostItem]:
     heads, latents = attention.heads, attention.latents if isinstance(attention, MultiHeadLatentAttention) else None
     count = 3.0 if latents is not None and latents.q_lora_rank is not None else 1.0
-    qkv = product("QKV", setting, layouts, weights.qkv(setting, layouts, attention), rank_work.rows, count=count)
+    qkv = product("QKV", setting, layouts, weights.qkv(setting, layouts, stored), rank_work.rows, count=count)
     channels = attention.head_size * (setting.query_heads(layouts, heads) + 2 * setting.kv_heads(layouts, heads))
     moved_bytes = 2 * rank_work.rows * channels * ACTIVATION_BYTES
     write = kernels("RoPE and KV write", setting, layouts, hbm_bytes=moved_bytes)
     if not isinstance(attention, MultiHeadLatentAttention):
         return [qkv, write]
-    absorbed = weights.key_absorption(setting, layouts, attention)
+    absorbed = weights.key_absorption(setting, layouts, attention, stored)
     return [qkv, product("key absorption", setting, layouts, absorbed, _absorbed_rows(attention, rank_work)), write]
 
 
@@ -127,7 +125,7 @@ def _attend(setting: Setting, layouts: Layouts, hbm_bytes: float | Array, flops:
         hbm_bytes=hbm_bytes,
         dtype=setting.attends_in,
         count=0.0,
-        compute_efficiency=setting.system.attention_efficiency,
+        compute_efficiency=setting.system.arithmetic.attention_efficiency,
     )
 
 
@@ -174,7 +172,7 @@ def _where(chosen: Mask, first: CostItem, second: CostItem) -> CostItem:
 
 
 def _exchange(
-    setting: Setting, layouts: Layouts, attention: Attention, rank_work: Work
+    setting: Setting, layouts: Layouts, attention: Attention, stored: StoredWeights, rank_work: Work
 ) -> tuple[list[CostItem], Sent, Array]:
     """MLA's value projection, the exchange, of latent outputs before it or of values after it, and how many channels a
     head of these has.
@@ -188,7 +186,7 @@ def _exchange(
         return [], values, layouts.zeros + output_size
     latent_size, rows = attention.latents.kv_lora_rank, _absorbed_rows(attention, rank_work)
     before, after = (
-        product("value projection", setting, layouts, weights.value_projection(attention, num_heads), rows)
+        product("value projection", setting, layouts, weights.value_projection(attention, stored, num_heads), rows)
         for num_heads in (setting.query_heads(layouts, heads), setting.merged_query_heads(layouts, heads))
     )
     latents = _exchanged(setting, layouts, heads, rank_work, latent_size)
@@ -219,7 +217,7 @@ def _exchanged(setting: Setting, layouts: Layouts, heads: HeadShape, rank_work: 
 
 
 def _overlap(setting: Setting, attention: CostItem, exchange: Sent) -> Overlap:
-    fixed_s, fixed_share = attention.fixed_s + setting.system.part_s, setting.system.part_fixed_share
+    fixed_s, fixed_share = attention.fixed_s + setting.system.fixed.part_s, setting.system.fixed.part_share
     return Overlap(
         attention_s=attention.seconds,
         attention_fixed_s=fixed_s,

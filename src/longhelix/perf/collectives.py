@@ -57,7 +57,7 @@ def all_reduce(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
     inside, outside = _levels(system, groups)
     one_shot = _inside(system, inside, 1.0, (inside - 1) * size_bytes)
     best = one_shot.or_cheaper(_inside(system, inside, 2.0, 2 * (inside - 1) / inside * size_bytes))
-    if system.in_switch_reduction:
+    if system.network.in_switch_reduction:
         in_switch = np.where(inside > 1, 1 + 1 / inside, 0.0) * size_bytes
         best = best.or_cheaper(_inside(system, inside, 2.0, in_switch))
     if system.shared:
@@ -84,31 +84,32 @@ def all_to_all(system: HardwareSpec, groups: RankGroups, size_bytes: Array) -> S
 
 def send(system: HardwareSpec, stride: Array, size_bytes: Array) -> Sent:
     """Return the cost of a message to the rank `stride` after the sender."""
-    inside = stride < system.scale_up.ranks
-    latency_s = np.where(inside, system.scale_up.latency_s, system.scale_out.latency_s)
-    bytes_per_s = np.where(inside, system.scale_up.bytes_per_s, system.scale_out.bytes_per_s)
+    near, far = system.network.scale_up, system.network.scale_out
+    inside = stride < near.ranks
+    latency_s = np.where(inside, near.latency_s, far.latency_s)
+    bytes_per_s = np.where(inside, near.bytes_per_s, far.bytes_per_s)
     if system.shared:  # the ranks of a host send at the same time
-        bytes_per_s = bytes_per_s / np.where(inside, 1.0, np.minimum(stride, system.scale_up.ranks))
-    fixed_s = system.collective_s + latency_s
+        bytes_per_s = bytes_per_s / np.where(inside, 1.0, np.minimum(stride, near.ranks))
+    fixed_s = system.fixed.collective_s + latency_s
     return Sent(fixed_s + size_bytes / bytes_per_s, size_bytes + np.zeros_like(stride), fixed_s)
 
 
 def _groups(system: HardwareSpec, groups: RankGroups) -> Array:
     """Return the number of groups that share the link of a host."""
-    return np.minimum(groups.stride, system.scale_up.ranks)
+    return np.minimum(groups.stride, system.network.scale_up.ranks)
 
 
 def _levels(system: HardwareSpec, groups: RankGroups) -> tuple[Array, Array]:
     """Return the ranks of a group in one domain, and the number of domains that it spans."""
-    inside = np.minimum(groups.size, np.maximum(1.0, system.scale_up.ranks // groups.stride))
+    inside = np.minimum(groups.size, np.maximum(1.0, system.network.scale_up.ranks // groups.stride))
     outside = np.ceil(groups.size / inside)
     return inside, outside
 
 
 def _inside(system: HardwareSpec, ranks: Array, rounds: float, size_bytes: Array) -> Sent:
-    link, several = system.scale_up, ranks > 1
+    link, several = system.network.scale_up, ranks > 1
     latency_s = link.latency_s * rounds * _waits(system, ranks)
-    return _sent(several, system.collective_s + latency_s, size_bytes, link.bytes_per_s)
+    return _sent(several, system.fixed.collective_s + latency_s, size_bytes, link.bytes_per_s)
 
 
 def _waits(system: HardwareSpec, ranks: Array) -> float | Array:
@@ -120,8 +121,8 @@ def _waits(system: HardwareSpec, ranks: Array) -> float | Array:
 
 
 def _outside(system: HardwareSpec, domains: Array, rounds: float | Array, size_bytes: Array) -> Sent:
-    link = system.scale_out
-    return _sent(domains > 1, system.collective_s + link.latency_s * rounds, size_bytes, link.bytes_per_s)
+    link = system.network.scale_out
+    return _sent(domains > 1, system.fixed.collective_s + link.latency_s * rounds, size_bytes, link.bytes_per_s)
 
 
 def _sent(happens: Mask, fixed_s: float | Array, size_bytes: Array, bytes_per_s: float) -> Sent:

@@ -1,12 +1,14 @@
 """Cost items of a step: kernels and collectives, and how long each takes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
 from longhelix.perf.layouts import Array, Layouts, Mask
 from longhelix.perf.setting import Setting
+from longhelix.perf.weights import Amount
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,12 @@ def kernels(
     compute_efficiency: float | None = None,
 ) -> CostItem:
     """Return an item of `count` kernels: the longer time of arithmetic and memory, and a fixed cost each (roofline)."""
-    efficiency = setting.system.compute_efficiency if compute_efficiency is None else compute_efficiency
+    efficiency = setting.system.arithmetic.efficiency if compute_efficiency is None else compute_efficiency
     zeros = layouts.zeros
     system, share = setting.system, setting.share(layouts)
-    memory_s = hbm_bytes / (system.memory_bytes_per_s * system.memory_efficiency * share)
+    memory_s = hbm_bytes / (system.memory.bytes_per_s * system.memory.efficiency * share)
     compute_s = flops / (system.rate(dtype) * efficiency * share)
-    fixed_s = zeros + count * system.kernel_s
+    fixed_s = zeros + count * system.fixed.kernel_s
     return CostItem(
         name=name,
         seconds=np.maximum(memory_s, compute_s) + fixed_s,
@@ -72,18 +74,32 @@ def kernels(
 
 
 def product(
-    name: str, setting: Setting, layouts: Layouts, elements: Array, rows: float | Array, *, count: float = 1.0
+    name: str,
+    setting: Setting,
+    layouts: Layouts,
+    amounts: Sequence[Amount],
+    rows: float | Array,
+    *,
+    read: Sequence[Amount] | None = None,
+    count: float = 1.0,
 ) -> CostItem:
-    """Return an item of products of `rows` with weights of `elements` numbers, in `count` kernels."""
-    return kernels(
-        name,
-        setting,
-        layouts,
-        flops=2 * rows * elements,
-        hbm_bytes=elements * setting.weight_bytes,
-        dtype=setting.weight_dtype,
-        count=count,
-    )
+    """Return an item of products of `rows` with weights, in `count` kernels. Each number format computes by itself.
+
+    read: The amounts of weights that are read, if these are not `amounts`.
+    """
+    items = [
+        kernels(
+            name,
+            setting,
+            layouts,
+            flops=2 * rows * weights.numbers,
+            hbm_bytes=moved.bytes,
+            dtype=weights.dtype,
+            count=0.0 if number else count,
+        )
+        for number, (weights, moved) in enumerate(zip(amounts, amounts if read is None else read, strict=True))
+    ]
+    return merged(name, items)
 
 
 def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> CostItem:
@@ -97,6 +113,26 @@ def sends(name: str, seconds: Array, net_bytes: Array, fixed_s: Array) -> CostIt
         net_bytes=net_bytes,
         fixed_s=fixed_s,
         compute_bound=np.zeros_like(seconds, dtype=np.bool_),
+    )
+
+
+def merged(name: str, items: Sequence[CostItem]) -> CostItem:
+    """Return the sum of items, which run one after another."""
+    if len(items) == 1:
+        return items[0]
+
+    def total(field: str) -> Array:
+        total: Array = sum(getattr(item, field) for item in items)
+        return total
+
+    return CostItem(
+        name=name,
+        seconds=total("seconds"),
+        flops=total("flops"),
+        hbm_bytes=total("hbm_bytes"),
+        net_bytes=total("net_bytes"),
+        fixed_s=total("fixed_s"),
+        compute_bound=reduce(np.logical_or, (item.compute_bound for item in items)),
     )
 
 

@@ -7,44 +7,44 @@ from longhelix.perf.collectives import RankGroups, Sent
 from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, Setting
+from longhelix.perf.stored_layers import StoredWeights
 from longhelix.scheduler.work import Work
-from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import FFN
 from longhelix.spec.moe import MoE
 
 _BEFORE, _AFTER = "gather before FFN", "all-reduce after FFN"
 
 
-def ffn_items(setting: Setting, layouts: Layouts, ffn: FFN, work: Work) -> list[CostItem]:
-    """Return the cost items of one layer's FFN."""
+def ffn_items(setting: Setting, layouts: Layouts, ffn: FFN, stored: StoredWeights, work: Work) -> list[CostItem]:
+    """Return the cost items of one layer's FFN. stored: its weights."""
     if isinstance(ffn, MoE):
-        return moe_items(setting, layouts, ffn, work)
-    return dense_items(setting, layouts, ffn, work)
+        return moe_items(setting, layouts, ffn, stored, work)
+    return dense_items(setting, layouts, stored, work)
 
 
-def dense_items(setting: Setting, layouts: Layouts, ffn: MLP, work: Work) -> list[CostItem]:
+def dense_items(setting: Setting, layouts: Layouts, stored: StoredWeights, work: Work) -> list[CostItem]:
     """Return a dense FFN's cost items. Groups with their own requests gather all rows before it, and scatter sums."""
-    elements = weights.dense_ffn(setting, layouts, ffn)
+    amounts = weights.dense_ffn(setting, layouts, stored)
     before, after = _gathered(setting, layouts, work)
-    products = product("dense FFN", setting, layouts, elements, work.rows, count=2.0)
+    products = product("dense FFN", setting, layouts, amounts, work.rows, count=2.0)
     return [_sent(_BEFORE, before), products, _sent(_AFTER, after)]
 
 
-def moe_items(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> list[CostItem]:
+def moe_items(setting: Setting, layouts: Layouts, moe: MoE, stored: StoredWeights, work: Work) -> list[CostItem]:
     """Return the cost items of an FFN with experts.
 
     Rows are gathered as for dense FFNs. With TPF = 1, each row goes to its experts and back instead (all-to-all). Then
     every rank sends a share of its group's rows, and gathers the shares of the other ranks in the end.
     """
     rank_work = layouts.of_rank(work, setting.request_rows)
-    router = weights.router(setting, layouts, moe)
+    (router,) = weights.router(setting, layouts, stored)
     items = [
         kernels(
             "router",
             setting,
             layouts,
-            flops=2 * rank_work.rows * router,
-            hbm_bytes=router * ACTIVATION_BYTES,
+            flops=2 * rank_work.rows * router.numbers,
+            hbm_bytes=router.numbers * ACTIVATION_BYTES,
             count=2.0,
         )
     ]
@@ -55,9 +55,11 @@ def moe_items(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> list[
         rank_rows: Array = rank_work.rows
         rows = np.where(layouts.grouped, rank_rows, work.rows)
         items.append(
-            product("shared experts", setting, layouts, weights.shared_experts(setting, layouts, moe), rows, count=0.0)
+            product(
+                "shared experts", setting, layouts, weights.shared_experts(setting, layouts, stored), rows, count=0.0
+            )
         )
-    items.append(_experts(setting, layouts, moe, work))
+    items.append(_experts(setting, layouts, moe, stored, work))
     items.append(_sent(_AFTER, (one_way + _regathered(setting, layouts, rank_work)).where(dispatched, after)))
     return items
 
@@ -67,26 +69,18 @@ def fullest(mean: Array, variance: Array, ranks: Array) -> Array:
     return mean + np.sqrt(2 * np.log(ranks) * variance)
 
 
-def _experts(setting: Setting, layouts: Layouts, moe: MoE, work: Work) -> CostItem:
+def _experts(setting: Setting, layouts: Layouts, moe: MoE, stored: StoredWeights, work: Work) -> CostItem:
     """Experts as grouped products: weights of those that some row takes, arithmetic of the fullest rank.
 
     With uniform routing an expert is taken by any of T rows with probability p = 1 - (1 - k/E)^T.
     """
-    num_experts, elements = weights.num_experts(setting, layouts, moe), weights.expert(setting, layouts, moe)
+    num_experts, expert = weights.num_experts(setting, layouts, moe), weights.expert(setting, layouts, moe, stored)
     taken = 1 - (1 - moe.experts_per_token / moe.num_experts) ** (work.rows + layouts.zeros)
     read = np.minimum(num_experts, fullest(num_experts * taken, num_experts * taken * (1 - taken), layouts.ep))
     mean_rows = work.rows * moe.experts_per_token / layouts.ep
     rows = fullest(mean_rows, mean_rows * (1 - 1 / layouts.ep), layouts.ep)
     rows = np.minimum(rows, work.rows * np.minimum(moe.experts_per_token, num_experts))
-    return kernels(
-        "experts",
-        setting,
-        layouts,
-        flops=2 * rows * elements,
-        hbm_bytes=read * elements * setting.expert_bytes,
-        dtype=setting.experts_in,
-        count=3.0,
-    )
+    return product("experts", setting, layouts, expert, rows, read=[each.times(read) for each in expert], count=3.0)
 
 
 def _gathered(setting: Setting, layouts: Layouts, work: Work) -> tuple[Sent, Sent]:

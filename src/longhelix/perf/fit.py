@@ -98,7 +98,7 @@ def fit_collectives(system: HardwareSpec, measured: Sequence[MeasuredCollective]
     if len({collective.ranks for collective in measured}) == 1:
         names = names[1:]
         system = system.replaced(
-            {"collective_s": system.collective_s}, "assumed: groups of one size tell nothing of it"
+            {"collective_s": system.fixed.collective_s}, "assumed: groups of one size tell nothing of it"
         )
     return fit(
         system,

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from longhelix.scheduler.work import Work
 from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.weights import Split
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -121,6 +122,21 @@ class Layouts:
     def output_ranks(self) -> Array:
         """The ranks that share Wo: all that share a request, or only its heads if the FFN has copies."""
         return np.where(self.ffn_replicas > 1, self.tpa, self.group_ranks)
+
+    def sharers(self, split: Split) -> Array:
+        """Return the ranks that share a dim with this split. Heads of attention are not divided by ranks alone."""
+        match split:
+            case Split.LINEAR_HEADS:
+                return self.output_ranks
+            case Split.FFN_COLUMNS | Split.VOCABULARY:
+                return self.ffn_ranks
+            case Split.SHARED_COLUMNS:
+                return np.where(self.grouped, 1.0, self.ffn_ranks)
+            case Split.EXPERT_COLUMNS:
+                return self.tpf
+            case Split.EXPERTS:
+                return self.ep
+        raise ValueError(split)
 
     def stage_layers(self, num_layers: int) -> Array:
         """Layers of the fullest stage (`Layout.layers`)."""

@@ -7,13 +7,16 @@ from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import ACTIVATION_BYTES, STATE_BYTES, Setting
+from longhelix.perf.stored_layers import StoredWeights
 from longhelix.scheduler.work import Work
 from longhelix.spec import LinearAttention
 
 _KERNELS = 3.0  # the convolution, the delta rule, the gated norm
 
 
-def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, work: Work) -> list[CostItem]:
+def linear_items(
+    setting: Setting, layouts: Layouts, linear: LinearAttention, stored: StoredWeights, work: Work
+) -> list[CostItem]:
     """One layer's cost items, in order.
 
     Heads lie over the ranks that sum the output projection: the KVP x TPA of a group, which have all of its rows, or
@@ -22,8 +25,8 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
     """
     rank_work = layouts.of_rank(work, setting.request_rows)
     keys, values = rank_heads(layouts, linear)
-    inputs = weights.linear_inputs(setting, layouts, linear)
-    outputs = weights.linear_output(setting, layouts, linear)
+    inputs = weights.linear_inputs(setting, layouts, stored)
+    outputs = weights.linear_output(setting, layouts, stored)
     states = rank_work.decode_rows + np.minimum(rank_work.chunk_rows, 1.0)
     moved = keys * 2 * linear.key_size + values * 3 * linear.value_size  # queries, keys; values, gates, outputs
     hidden_bytes = rank_work.rows * setting.model.hidden_size * ACTIVATION_BYTES
@@ -38,7 +41,7 @@ def linear_items(setting: Setting, layouts: Layouts, linear: LinearAttention, wo
             flops=values * (rank_work.decode_rows * linear.row_flops + rank_work.chunk_rows * linear.chunk_row_flops),
             hbm_bytes=2 * states * request_bytes(layouts, linear) + rank_work.rows * moved * ACTIVATION_BYTES,
             count=_KERNELS,
-            compute_efficiency=setting.system.attention_efficiency,
+            compute_efficiency=setting.system.arithmetic.attention_efficiency,
         ),
         product("output projection", setting, layouts, outputs, rank_work.rows, count=1.0),
         sends("all-reduce after attention", summed.seconds, summed.net_bytes, summed.fixed_s),

@@ -8,9 +8,10 @@ from longhelix.perf import weights
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.linear import rank_heads, request_bytes
 from longhelix.perf.setting import ACTIVATION_BYTES, LOGIT_BYTES, Setting
+from longhelix.perf.stored_layers import StoredWeights
 from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.windows import span_blocks
-from longhelix.spec import LayerSpec, LinearAttention
+from longhelix.spec import LinearAttention
 from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import FFN, Mixer
 from longhelix.spec.moe import MoE
@@ -44,19 +45,18 @@ def memory(
 def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
     """Return bytes of a rank's weights: its share of a stage's layers, and of the embedding or the head."""
     model = setting.model
-    layers = {layer: _layer_weights_bytes(setting, layouts, layer) for layer in setting.layers.kinds}
-    ends = np.where((layouts.pp > 1) | np.bool_(model.tied_embeddings), 1.0, 2.0)
-    ends_bytes = ends * weights.vocabulary(setting, layouts) * setting.weight_bytes
+    stored = setting.stored
+    layers = {layer: _bytes(setting, layouts, layer.weights) for layer in setting.layers.kinds}
+    first_bytes = _bytes(setting, layouts, stored.embedding)
+    last_bytes = _bytes(setting, layouts, (*stored.head, *stored.last_norm))
+    one_bytes = last_bytes if model.vocabulary.tied_embeddings else first_bytes + last_bytes
+    ends_bytes = np.where(layouts.pp > 1, np.maximum(first_bytes, last_bytes), one_bytes)
     return np.asarray(setting.layers.largest_total(layers, layouts.stage_layers(model.num_layers)) + ends_bytes)
 
 
-def _layer_weights_bytes(setting: Setting, layouts: Layouts, layer: LayerSpec) -> Array:
-    """Return bytes of a rank's weights of a layer."""
-    parts = (*layer.mixers, *layer.ffns)
-    numbers = sum((weights.all_of(setting, layouts, part) for part in parts), layouts.zeros)
-    moes = (part for part in parts if isinstance(part, MoE))
-    experts = sum((weights.all_experts(setting, layouts, moe) for moe in moes), layouts.zeros)
-    return np.asarray((numbers - experts) * setting.weight_bytes + experts * setting.expert_bytes)
+def _bytes(setting: Setting, layouts: Layouts, stored: StoredWeights) -> Array:
+    """Return bytes of a rank's share of these weights."""
+    return sum((amount.bytes for amount in weights.all_of(setting, layouts, stored)), layouts.zeros)
 
 
 def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
@@ -64,10 +64,10 @@ def kv_bytes(setting: Setting, layouts: Layouts, batch: float | Array, context: 
     requests = np.ceil(batch / layouts.dp)
     states_bytes = sum(
         (
-            requests * request_bytes(layouts, mixer) * counts
+            requests * request_bytes(layouts, mixer.spec) * counts
             for mixers, counts in setting.mixers_of_stages(layouts)
             for mixer in mixers
-            if isinstance(mixer, LinearAttention)
+            if isinstance(mixer.spec, LinearAttention)
         ),
         layouts.zeros,
     )
@@ -99,18 +99,18 @@ def layer_bytes(setting: Setting, layouts: Layouts) -> list[Array]:
     groups = [layouts.zeros for _ in range(1 + len(setting.model.views))]
     for mixers, counts in setting.mixers_of_stages(layouts):
         for mixer in mixers:
-            if not isinstance(mixer, LinearAttention):
-                group = setting.model.group_of_view(mixer.visibility)
-                groups[group] = groups[group] + counts * setting.token_bytes(layouts, mixer)
+            if not isinstance(mixer.spec, LinearAttention):
+                group = setting.model.group_of_view(mixer.spec.visibility)
+                groups[group] = groups[group] + counts * setting.token_bytes(layouts, mixer.spec)
     return groups
 
 
 def _activations_bytes(setting: Setting, layouts: Layouts, rows: Array, sampled_rows: Array) -> Array:
     """Return bytes of activations: two hidden states, the widest inputs and outputs of a layer, and logits."""
     model, widest = setting.model, layouts.zeros
-    for part in setting.weights:
+    for part in setting.parts:
         widest = np.maximum(widest, _width(setting, layouts, part))
-    logits_bytes = sampled_rows * np.ceil(model.vocab_size / layouts.ffn_ranks) * LOGIT_BYTES
+    logits_bytes = sampled_rows * np.ceil(model.vocabulary.size / layouts.ffn_ranks) * LOGIT_BYTES
     return np.asarray(rows * (2 * model.hidden_size + widest) * ACTIVATION_BYTES + logits_bytes)
 
 

@@ -9,10 +9,19 @@ import numpy as np
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.runs import Runs
-from longhelix.spec import FORMATS, HardwareSpec, LayerSpec, LinearAttention, ModelSpec, number_format
+from longhelix.perf.stored_layers import (
+    LayerPart,
+    StoredLayer,
+    StoredModel,
+    StoredWeights,
+    as_packed,
+    in_dtypes,
+    stored_model,
+)
+from longhelix.spec import FORMATS, HardwareSpec, LinearAttention, ModelSpec, number_format
 from longhelix.spec.layer import FFN, Attention, Mixer
 from longhelix.spec.layout import HeadShape
-from longhelix.spec.weights import WeightSpec, part_weights
+from longhelix.spec.weights import WeightDtype
 
 ACTIVATION_DTYPE = "bfloat16"
 ACTIVATION_BYTES = FORMATS[ACTIVATION_DTYPE].bits / 8
@@ -33,14 +42,16 @@ class Setting:
     Attributes:
         model: The model.
         system: The system.
-        weight_dtype: Dtype of the weights.
+        weight_dtype: Dtype of the weights. If `packed`, of those that the checkpoint does not pack.
         kv_dtype: Dtype of keys and values.
         attention_dtype: Dtype of attention's arithmetic. None: `kv_dtype`, but fp8 or bfloat16 for four-bit KV, because
             no kernel is known that attends in four bits.
-        expert_dtype: Dtype of experts' weights. None: `weight_dtype`.
+        expert_dtype: Dtype of experts' weights. None: as other weights, or if `packed`, as the checkpoint has them.
         draft_tokens: Draft tokens of a decoding request that a step verifies, each in its own row (speculative
             decoding).
         accepted_tokens: Average number of tokens that such a step gives a request, including its own one.
+        packed: Weights that a quantised checkpoint packs stay in its formats, and are counted as the engine keeps them.
+            Otherwise, all are in `weight_dtype` and `expert_dtype`, whatever the checkpoint has.
         evenly_chosen: The tokens that an indexer chooses are spread evenly over KVP ranks. Otherwise, one rank may have
             all of them.
 
@@ -57,10 +68,12 @@ class Setting:
     draft_tokens: int = 0
     accepted_tokens: float = 1.0
     evenly_chosen: bool = True
+    packed: bool = False
 
     def __post_init__(self) -> None:
         self._check(self.weight_dtype, "weights are", "--weight-dtype")
-        self._check(self.experts_in, "experts are", "--expert-dtype")
+        if self.expert_dtype is not None:
+            self._check(self.expert_dtype, "experts are", "--expert-dtype")
         attends = "--kv-dtype" if self.attention_dtype is None else "--attention-dtype"
         self._check(self.attends_in, "attention computes", attends)
         if not 0 <= self.draft_tokens <= MOST_DRAFTS:
@@ -75,14 +88,21 @@ class Setting:
         if not self.system.computes_in(dtype):
             raise UserError(
                 f"the system {self.system.name} has no arithmetic in {dtype}, in which {used}: set {option} to one of "
-                f"{', '.join(self.system.flops_per_s)}",
+                f"{', '.join(self.system.arithmetic.flops_per_s)}",
                 "unsupported_dtype",
             )
 
-    @property
+    @cached_property
+    def weights_in(self) -> str:
+        """The format of most weights of the last layer, besides experts."""
+        return _most(self.stored.layers[-1].weights, experts=False)
+
+    @cached_property
     def experts_in(self) -> str:
-        """The dtype of the experts' weights."""
-        return self.weight_dtype if self.expert_dtype is None else self.expert_dtype
+        """The format of the experts' weights. Without experts, `weights_in`."""
+        layers = (layer for layer in reversed(self.stored.layers) if any(each.spec.is_expert for each in layer.weights))
+        layer = next(layers, None)
+        return self.weights_in if layer is None else _most(layer.weights, experts=True)
 
     @property
     def request_rows(self) -> int:
@@ -95,7 +115,7 @@ class Setting:
         if self.attention_dtype is not None:
             return self.attention_dtype
         if number_format(self.kv_dtype).arithmetic or self.kv_dtype == "fp4":
-            return "fp8" if "fp8" in self.system.flops_per_s else "bfloat16"
+            return "fp8" if "fp8" in self.system.arithmetic.flops_per_s else "bfloat16"
         return self.kv_dtype
 
     @property
@@ -104,11 +124,28 @@ class Setting:
         return "fp8" if self.system.computes_in("fp8") else "bfloat16"
 
     @cached_property
-    def weights(self) -> dict[Mixer | FFN, tuple[WeightSpec, ...]]:
-        """The weights of each different mixer and FFN. Their norms are those of any layer that has them."""
+    def parts(self) -> tuple[Mixer | FFN, ...]:
+        """The different mixers and FFNs of the model."""
         layers = dict.fromkeys(self.model.layers)
-        parts = {part: layer.norms for layer in layers for part in (*layer.mixers, *layer.ffns)}
-        return {part: part_weights(self.model, part, norms) for part, norms in parts.items()}
+        return tuple(dict.fromkeys(part for layer in layers for part in (*layer.mixers, *layer.ffns)))
+
+    @property
+    def keeps_packed(self) -> bool:
+        """Whether weights stay in the formats in which a quantised checkpoint packs them."""
+        return self.packed and self.model.checkpoint.quantisation is not None
+
+    @cached_property
+    def stored(self) -> StoredModel:
+        """The weights of the model in their formats."""
+        quantisation = self.model.checkpoint.quantisation
+        if not self.keeps_packed or quantisation is None:
+            return stored_model(self.model, in_dtypes(self.weight_dtype, self.expert_dtype or self.weight_dtype))
+        dtypes = {
+            WeightDtype.ACTIVATION: ACTIVATION_DTYPE,
+            WeightDtype.PRODUCT: self.weight_dtype,
+            WeightDtype.FLOAT32: "float32",
+        }
+        return stored_model(self.model, as_packed(quantisation, dtypes, self.expert_dtype))
 
     @cached_property
     def norms_per_layer(self) -> float:
@@ -117,15 +154,15 @@ class Setting:
         return 2 * sum(layer.norms.before + layer.norms.after for layer in layers) / len(layers)
 
     @cached_property
-    def _mixers_of_layers(self) -> Runs[tuple[Mixer, ...]]:
-        return Runs([layer.mixers for layer in self.model.layers])
+    def _mixers_of_layers(self) -> Runs[tuple[LayerPart[Mixer], ...]]:
+        return Runs([layer.mixers for layer in self.stored.layers])
 
     @cached_property
-    def layers(self) -> Runs[LayerSpec]:
+    def layers(self) -> Runs[StoredLayer]:
         """The different layers of the model."""
-        return Runs(self.model.layers)
+        return Runs(self.stored.layers)
 
-    def mixers_of_stages(self, layouts: Layouts) -> list[tuple[tuple[Mixer, ...], Array]]:
+    def mixers_of_stages(self, layouts: Layouts) -> list[tuple[tuple[LayerPart[Mixer], ...], Array]]:
         """Return the mixers of each different layer, and how many such layers the stage with the most KV has.
 
         Layers that see everything have by far the most KV in long contexts. Stages with equal KV in such layers are
@@ -136,10 +173,10 @@ class Setting:
         counts = runs.fullest(amounts, layouts.stage_layers(self.model.num_layers))
         return [(mixers, counts[mixers]) for mixers in sorted(runs.kinds, key=_attended)]
 
-    def _kept(self, layouts: Layouts, mixers: tuple[Mixer, ...]) -> Array:
+    def _kept(self, layouts: Layouts, mixers: tuple[LayerPart[Mixer], ...]) -> Array:
         """Return bytes of KV of one token. Layers with a limit hardly count."""
         kept = layouts.zeros
-        for mixer in mixers:
+        for mixer in (each.spec for each in mixers):
             if not isinstance(mixer, LinearAttention):
                 weight = 1.0 if mixer.visibility.limit_tokens is None else _LIMITED_WEIGHT
                 kept = kept + weight * self.token_bytes(layouts, mixer)
@@ -168,11 +205,6 @@ class Setting:
     def weight_bytes(self) -> float:
         """Bytes of one number of a weight."""
         return number_format(self.weight_dtype).weight_bytes
-
-    @property
-    def expert_bytes(self) -> float:
-        """Bytes of one number of an expert's weight."""
-        return number_format(self.experts_in).weight_bytes
 
     def kv_head_bytes(self, attention: Attention) -> float:
         """Return bytes that one layer keeps for one token and KV head, for attention."""
@@ -221,9 +253,19 @@ class Setting:
         return 1 / layouts.world_size if self.system.shared else layouts.ones
 
 
-def _attended(mixers: tuple[Mixer, ...]) -> int:
+def _most(weights: StoredWeights, *, experts: bool) -> str:
+    """Return the format of most numbers of products, of experts or of other weights."""
+    numbers = Counter[str]()
+    for weight in weights:
+        if weight.spec.stored is WeightDtype.PRODUCT and weight.spec.is_expert == experts:
+            numbers[weight.dtype] += weight.spec.num_elements
+    return numbers.most_common(1)[0][0]
+
+
+def _attended(mixers: tuple[LayerPart[Mixer], ...]) -> int:
     """Return 0 if a row sees everything, 1 if it sees only some tokens, 2 if there are no keys and values."""
-    seen = [mixer.visibility.limit_tokens for mixer in mixers if not isinstance(mixer, LinearAttention)]
+    specs = (mixer.spec for mixer in mixers)
+    seen = [mixer.visibility.limit_tokens for mixer in specs if not isinstance(mixer, LinearAttention)]
     return 2 if not seen else int(None not in seen)
 
 

@@ -7,6 +7,7 @@ from longhelix.perf.collectives import RankGroups
 from longhelix.perf.cost_item import CostItem, kernels, product, sends
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.setting import Setting
+from longhelix.perf.stored_layers import StoredWeights
 from longhelix.scheduler.work import Work
 from longhelix.spec import Indexer
 from longhelix.spec.layer import Attention
@@ -15,13 +16,15 @@ _SCORE_BYTES = 4.0
 _CANDIDATE_BYTES = 8.0  # a score and a token's position
 
 
-def index_items(setting: Setting, layouts: Layouts, attention: Attention, rank_work: Work) -> list[CostItem]:
+def index_items(
+    setting: Setting, layouts: Layouts, attention: Attention, stored: StoredWeights, rank_work: Work
+) -> list[CostItem]:
     """Return the cost items of one layer's choice, from a rank's work before it.
 
     Every rank scores the keys that it keeps with all heads of the indexer, and selects the best keys. KVP ranks that
     share a request gather the best keys of all ranks with their scores, and choose again (vLLM pull request 46076).
     """
-    elements, indexer = weights.indexer(setting, layouts, attention), attention.visibility.indexer
+    amounts, indexer = weights.indexer(setting, layouts, stored), attention.visibility.indexer
     assert indexer is not None
     decode_pairs = rank_work.decode_kv_tokens * setting.request_rows
     pairs, keys = decode_pairs + rank_work.chunk_pairs, rank_work.decode_kv_tokens + rank_work.chunk_kv_tokens
@@ -31,7 +34,7 @@ def index_items(setting: Setting, layouts: Layouts, attention: Attention, rank_w
     gathered_bytes = groups.size * candidates * _CANDIDATE_BYTES
     gathered = collectives.all_gather(setting.system, groups, gathered_bytes)
     return [
-        product("indexer projections", setting, layouts, elements, rank_work.rows, count=2.0),
+        product("indexer projections", setting, layouts, amounts, rank_work.rows, count=2.0),
         kernels(
             "indexer",
             setting,
@@ -39,7 +42,7 @@ def index_items(setting: Setting, layouts: Layouts, attention: Attention, rank_w
             flops=pairs * indexer.pair_flops,
             hbm_bytes=keys * indexer.key_bytes + pairs * _SCORE_BYTES,
             dtype=setting.indexes_in,
-            compute_efficiency=setting.system.attention_efficiency,
+            compute_efficiency=setting.system.arithmetic.attention_efficiency,
         ),
         kernels("top-k", setting, layouts, hbm_bytes=pairs * _SCORE_BYTES),
         sends("candidates", gathered.seconds, gathered.net_bytes, gathered.fixed_s),

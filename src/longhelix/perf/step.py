@@ -3,18 +3,18 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 
 import numpy as np
 
 from longhelix.perf import collectives, weights
 from longhelix.perf.attention import attention_items
 from longhelix.perf.collectives import RankGroups
-from longhelix.perf.cost_item import CostItem, kernels, product, sends, total_seconds
+from longhelix.perf.cost_item import CostItem, kernels, merged, product, sends, total_seconds
 from longhelix.perf.ffn import ffn_items
 from longhelix.perf.layouts import Array, Layouts
 from longhelix.perf.linear import linear_items
 from longhelix.perf.setting import ACTIVATION_BYTES, CANDIDATE_BYTES, CANDIDATES_SUM_BYTES, LOGIT_BYTES, Setting
+from longhelix.perf.stored_layers import LayerPart
 from longhelix.scheduler.work import CANDIDATES, Number, Work
 from longhelix.spec import LinearAttention
 from longhelix.spec.layer import FFN, Mixer
@@ -41,7 +41,9 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
         mixer_items = [item for mixer in mixers for item in _mixer_items(setting, layouts, mixer, work)]
         layers += [item.times(counts * layouts.pp) for item in mixer_items]
     for ffns, counts in _ffns_of_layers(setting, num_layers):
-        layers += [item.times(counts) for ffn in ffns for item in ffn_items(setting, layouts, ffn, work)]
+        layers += [
+            item.times(counts) for ffn in ffns for item in ffn_items(setting, layouts, ffn.spec, ffn.weights, work)
+        ]
     ends = [_embedding(setting, layouts, work), _head(setting, layouts, work)]
     between = [_stages(setting, layouts, work), _host(setting, layouts)]
     return _merged([*ends[0], *layers, *between, *ends[1]])
@@ -132,21 +134,21 @@ def token_seconds(setting: Setting, layouts: Layouts, batch: float | Array, cont
     return decode_seconds(setting, layouts, batch, context) / setting.accepted_tokens
 
 
-def _mixer_items(setting: Setting, layouts: Layouts, mixer: Mixer, work: Work) -> list[CostItem]:
+def _mixer_items(setting: Setting, layouts: Layouts, mixer: LayerPart[Mixer], work: Work) -> list[CostItem]:
     """Return the cost items of one layer's mixer."""
-    if isinstance(mixer, LinearAttention):
-        return linear_items(setting, layouts, mixer, work)
-    return attention_items(setting, layouts, mixer, work)
+    if isinstance(mixer.spec, LinearAttention):
+        return linear_items(setting, layouts, mixer.spec, mixer.weights, work)
+    return attention_items(setting, layouts, mixer.spec, mixer.weights, work)
 
 
-def _ffns_of_layers(setting: Setting, num_layers: Array) -> Iterator[tuple[tuple[FFN, ...], Array]]:
+def _ffns_of_layers(setting: Setting, num_layers: Array) -> Iterator[tuple[tuple[LayerPart[FFN], ...], Array]]:
     """Yield the FFNs of `num_layers` layers, and how many layers have them.
 
     If all stages were as large as the largest one, there would be more layers than in the model. Additional layers
     count as the first kind, which has experts if any kind has.
     """
-    counts = Counter(layer.ffns for layer in setting.model.layers)
-    first, *others = sorted(counts, key=lambda ffns: not any(isinstance(ffn, MoE) for ffn in ffns))
+    counts = Counter(layer.ffns for layer in setting.stored.layers)
+    first, *others = sorted(counts, key=lambda ffns: not any(isinstance(ffn.spec, MoE) for ffn in ffns))
     remaining, others_counts = num_layers, []
     for ffns in others:
         others_counts.append((ffns, np.minimum(remaining, counts[ffns])))
@@ -184,13 +186,13 @@ def _stages(setting: Setting, layouts: Layouts, work: Work) -> CostItem:
 def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
     """Return the items of the LM head, and of gathering each rank's candidates on the rank that samples."""
     system, zeros = setting.system, layouts.zeros
-    logit_bytes = work.sampled_rows * setting.model.vocab_size * LOGIT_BYTES / layouts.ffn_ranks
+    logit_bytes = work.sampled_rows * setting.model.vocabulary.size * LOGIT_BYTES / layouts.ffn_ranks
     row_bytes = CANDIDATES * CANDIDATE_BYTES + CANDIDATES_SUM_BYTES
     candidate_bytes = work.sampled_rows * row_bytes * layouts.ffn_ranks
     gathered = collectives.all_gather(system, RankGroups(layouts.ffn_ranks, zeros + 1), candidate_bytes)
-    wanted = logit_bytes > 0
+    wanted, amounts = logit_bytes > 0, weights.all_of(setting, layouts, setting.stored.head)
     return [
-        product("head", setting, layouts, weights.vocabulary(setting, layouts), work.sampled_rows).where(wanted),
+        product("head", setting, layouts, amounts, work.sampled_rows).where(wanted),
         sends("sampling", gathered.seconds, gathered.net_bytes, gathered.fixed_s).where(wanted),
         kernels("sampling", setting, layouts, hbm_bytes=logit_bytes, count=2.0).where(wanted),
     ]
@@ -198,7 +200,7 @@ def _head(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]:
 
 def _host(setting: Setting, layouts: Layouts) -> CostItem:
     """Return the item of the hosts of all stages."""
-    host_s = layouts.pp * setting.system.step_s
+    host_s = layouts.pp * setting.system.fixed.step_s
     return sends("host", host_s, layouts.zeros, host_s)
 
 
@@ -207,20 +209,4 @@ def _merged(items: Sequence[CostItem]) -> list[CostItem]:
     by_name: dict[str, list[CostItem]] = {}
     for item in items:
         by_name.setdefault(item.name, []).append(item)
-    return [_sum(name, same) if len(same) > 1 else same[0] for name, same in by_name.items()]
-
-
-def _sum(name: str, items: Sequence[CostItem]) -> CostItem:
-    def total(field: str) -> Array:
-        total: Array = sum(getattr(item, field) for item in items)
-        return total
-
-    return CostItem(
-        name=name,
-        seconds=total("seconds"),
-        flops=total("flops"),
-        hbm_bytes=total("hbm_bytes"),
-        net_bytes=total("net_bytes"),
-        fixed_s=total("fixed_s"),
-        compute_bound=reduce(np.logical_or, (item.compute_bound for item in items)),
-    )
+    return [merged(name, same) for name, same in by_name.items()]

@@ -60,7 +60,7 @@ class StepCost:
         """Return the seconds to swap a rank's KV of `tokens` out and in. Ranks of one machine share its disk."""
         system = self._setting.system
         sharers = self._layout.world_size if system.shared else 1
-        return 2 * tokens * self._token_bytes * sharers / system.swap_bytes_per_s
+        return 2 * tokens * self._token_bytes * sharers / system.memory.swap_bytes_per_s
 
     def move_seconds(self, sent_blocks: int, received_blocks: int, block_tokens: int) -> float:
         """Return the seconds to move KV blocks between KVP ranks.

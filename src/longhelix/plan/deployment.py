@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from longhelix.errors import UserError
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import SchedulerConfig, StepConfig
 from longhelix.scheduler.request import MOST_TOKENS
-from longhelix.spec import FORMATS, ModelSpec, NumberFormat, number_format
+from longhelix.spec import FORMATS, WEIGHT_DTYPES, ModelSpec, NumberFormat, number_format
 from longhelix.spec.layout import Layout
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.spec.weights import Dim, Split, WeightDtype, layer_weights
@@ -41,6 +41,7 @@ class Deployment:
     other_tokens: int | None = None  # tokens of each request except the longest; None for `context`
     accepted_tokens: float = 1.0  # new tokens per step and request, with speculative decoding
     expert_dtype: str | None = None  # number format of experts; None for `weight_dtype`
+    packed: bool = False  # whether weights stay in the formats in which the checkpoint packs them
     host_ranks: int | None = None  # GPUs of one host; None if one host has all of them
 
     def __post_init__(self) -> None:
@@ -160,7 +161,7 @@ def runnable(deployment: Deployment) -> Runnable:
     settings |= {"max_model_len": longest_tokens, "kv_cache_tokens": _pool_tokens(deployment, longest_tokens)}
     if deployment.host_ranks is not None and degrees.world_size > deployment.host_ranks:
         settings["nnodes"] = -(-degrees.world_size // deployment.host_ranks)
-    if deployment.users > SchedulerConfig.max_running:
+    if deployment.users > StepConfig.max_running:
         settings["max_running"] = deployment.users
     if deployment.chunk_tokens is not None:
         settings["chunk_tokens"] = deployment.chunk_tokens
@@ -228,11 +229,11 @@ def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[
     """Return the settings of the number formats and descriptions of the differences from the planned formats."""
     weights, kv = FORMATS[deployment.weight_dtype], FORMATS[deployment.kv_dtype]
     device = deployment.device
-    own_weights, own_kv = _nearest_weights(deployment, weights, device), _nearest_kv(deployment.model, kv, device)
+    own_weights, own_kv = _own_weights(deployment, device), _nearest_kv(deployment.model, kv, device)
     missing = []
     if own_weights is not weights:
         missing.append(f"weights are planned in {weights.name}, {_weights_reason(weights)}: {own_weights.name} here")
-    if deployment.expert_dtype is not None:
+    if deployment.expert_dtype is not None and not deployment.packed:
         missing.append(
             f"experts are planned in {deployment.expert_dtype}, but the engine stores all weights in one format: "
             f"{own_weights.name} here"
@@ -241,16 +242,16 @@ def _formats(deployment: Deployment) -> tuple[dict[str, int | str | bool], list[
         missing.append(f"the KV cache is planned in {kv.name}, {_kv_reason(kv, device)}: {own_kv.name} here")
     if missing and device == "cuda":
         missing += _on_cpus(deployment, own_weights, own_kv)
-    return {"device": device} | _weight_settings(own_weights) | {"kv_dtype": own_kv.name}, missing
+    return {"device": device} | _weight_settings(deployment, own_weights) | {"kv_dtype": own_kv.name}, missing
 
 
 def _on_cpus(deployment: Deployment, own_weights: NumberFormat, own_kv: NumberFormat) -> list[str]:
     """Return a sentence with the formats that run on CPUs, if these are closer to the plan."""
-    weights = _nearest_weights(deployment, FORMATS[deployment.weight_dtype], "cpu")
+    weights = _own_weights(deployment, "cpu")
     kv = _nearest_kv(deployment.model, FORMATS[deployment.kv_dtype], "cpu")
     if (weights, kv) == (own_weights, own_kv):
         return []
-    settings = {"device": "cpu"} | _weight_settings(weights) | {"kv_dtype": kv.name}
+    settings = {"device": "cpu"} | _weight_settings(deployment, weights) | {"kv_dtype": kv.name}
     words = ", ".join(f"{name} {value}" for name, value in settings.items())
     return [f"formats closer to the plan run on CPUs only: set {words}"]
 
@@ -267,7 +268,10 @@ def _kv_reason(kv: NumberFormat, device: str) -> str:
     return "which the engine cannot store for this model " + ("on CPUs" if device == "cpu" else "on GPUs")
 
 
-def _weight_settings(weights: NumberFormat) -> dict[str, int | str | bool]:
+def _weight_settings(deployment: Deployment, weights: NumberFormat) -> dict[str, int | str | bool]:
+    """Return the settings for weights in this format. The engine keeps what a checkpoint packs without any."""
+    if deployment.packed:
+        return {}
     if weights.rounds_inputs:
         return {"weight_dtype": "int8", "activation_dtype": "int8"}
     # If activations can have this format, they use it too. Otherwise they keep the checkpoint's dtype.
@@ -275,11 +279,14 @@ def _weight_settings(weights: NumberFormat) -> dict[str, int | str | bool]:
     return own | {"weight_dtype": weights.name}
 
 
-def _nearest_weights(deployment: Deployment, planned: NumberFormat, device: str) -> NumberFormat:
-    if _keeps_weights(deployment, planned, device):
+def _own_weights(deployment: Deployment, device: str) -> NumberFormat:
+    """Return the engine's format for the planned weights, or the nearest one that it has."""
+    planned = FORMATS[deployment.weight_dtype]
+    if deployment.packed or _keeps_weights(deployment, planned, device):
         return planned
-    kept = (each for each in FORMATS.values() if _keeps_weights(deployment, each, device) and not each.rounds_inputs)
-    return _narrowest(kept, planned)
+    # Integers in products, and formats of checkpoints, are used only where they are planned.
+    common = (each for each in FORMATS.values() if not each.rounds_inputs and each.codes is None)
+    return _narrowest((each for each in common if _keeps_weights(deployment, each, device)), planned)
 
 
 def _nearest_kv(model: ModelSpec, planned: NumberFormat, device: str) -> NumberFormat:
@@ -294,9 +301,14 @@ def _narrowest(kept: Iterable[NumberFormat], planned: NumberFormat) -> NumberFor
 
 
 def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -> bool:
-    """Whether ranks can store weights in this format. All devices support plain formats, and CPUs packed formats."""
+    """Whether ranks can store weights in this format, made from those of a plain checkpoint.
+
+    All devices support plain formats, and the packed formats in which the engine quantises. Other formats need panels.
+    """
     if "plain" in weights.weights:
         return True
+    if weights.codes is not None:
+        return weights.name in WEIGHT_DTYPES
     if not weights.weights or device == "cuda":
         return False
     unit = weights.weight_scales.numbers or _LANES

@@ -179,7 +179,7 @@ def _transfer_seconds(use: ServiceLoad) -> float:
 
     The transfer uses the scale-out link of one GPU.
     """
-    setting, link = use.setting, use.setting.system.scale_out
+    setting, link = use.setting, use.setting.system.network.scale_out
     kept = use.longest_prompt * setting.kv_token_bytes
     one = Layouts.of([Layout()])
     mixers = (mixer for layer in setting.model.layers for mixer in layer.mixers)

@@ -89,7 +89,7 @@ def estimate(
     useful_flops = model_flops(setting.model, float(batch), 0.0) + batch * _row_attention_flops(setting, context)
     read_bytes = sum(float(item.hbm_bytes[0]) for item in items)
     system, gpus = setting.system, layout.world_size
-    peak = max(system.rate(dtype) for dtype in (setting.weight_dtype, setting.experts_in))
+    peak = max(system.rate(dtype) for dtype in (setting.weights_in, setting.experts_in))
     free_bytes = float(setting.capacity_bytes(layouts)[0]) - float(needed.total_bytes[0])
     machines = 1 if system.shared else gpus
     return Estimate(
@@ -106,7 +106,7 @@ def estimate(
         tokens_per_s_per_user=1 / ttl_s,
         tokens_per_s_per_gpu=batch / ttl_s / gpus,
         mfu=useful_flops / (machines * peak * ttl_s),
-        mbu=read_bytes / (system.memory_bytes_per_s * float(setting.share(layouts)[0]) * step_s),
+        mbu=read_bytes / (system.memory.bytes_per_s * float(setting.share(layouts)[0]) * step_s),
         memory_bytes_per_gpu=int(needed.total_bytes[0]),
         weights_bytes_per_gpu=int(needed.weights_bytes[0]),
         kv_bytes_per_gpu=int(needed.kv_bytes[0]),
@@ -134,5 +134,5 @@ def _estimated(setting: Setting, item: CostItem) -> EstimatedItem:
         flops=float(item.flops[0]),
         hbm_bytes=float(item.hbm_bytes[0]),
         net_bytes=float(item.net_bytes[0]),
-        source=source(setting.system, item, 0, dtypes.get(item.name, setting.weight_dtype)),
+        source=source(setting.system, item, 0, dtypes.get(item.name, setting.weights_in)),
     )

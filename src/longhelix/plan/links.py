@@ -38,7 +38,7 @@ class GroupLinks:
 
 def hosts_of(system: HardwareSpec, ranks: int) -> Hosts:
     """Place ranks on the servers of a system: consecutive ranks on each, as the engine does by default."""
-    servers = -(-ranks // system.node_ranks)
+    servers = -(-ranks // system.network.node_ranks)
     return Hosts.in_order([len(held) for held in split(ranks, servers)])
 
 
@@ -54,7 +54,7 @@ def group_links(question: Question, choice: Choice) -> list[GroupLinks]:
     for name, ranks in _groups(layouts).items():
         caused = [item for item in items if item.name in _ITEMS[name]]
         seconds = sum(float(item.seconds[0]) for item in caused)
-        domains = len({rank // system.scale_up.ranks for rank in ranks})
+        domains = len({rank // system.network.scale_up.ranks for rank in ranks})
         found.append(
             GroupLinks(
                 name=name,

@@ -153,7 +153,7 @@ def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, An
     """Return the lengths, dtypes and numbers of GPUs that the page offers."""
     return {
         "lengths": [each.context for each in questions],
-        "dtypes": [[setting.weight_dtype, setting.kv_dtype] for setting in settings],
+        "dtypes": [[setting.weights_in, setting.kv_dtype] for setting in settings],
         "expert_dtypes": [setting.experts_in for setting in settings],
         "gpu_caps": gpu_caps(questions[0].max_gpus),
         "least_chunk": LEAST_CHUNK,
@@ -203,15 +203,16 @@ def _tables(plan: Plan, settings: list[Setting], questions: list[Question]) -> l
 
 def _settings(setting: Setting) -> list[Setting]:
     """Return the plan's setting, and the same setting with other dtypes that the system can compute in."""
-    pairs = [pair for pair in DTYPES if pair != (setting.weight_dtype, setting.kv_dtype)]
-    known = [pair for pair in pairs if all(dtype in setting.system.flops_per_s for dtype in pair)]
+    pairs = [pair for pair in DTYPES if pair != (setting.weights_in, setting.kv_dtype)]
+    known = [pair for pair in pairs if all(dtype in setting.system.arithmetic.flops_per_s for dtype in pair)]
     return [setting, *(_in_dtypes(setting, weights, kv) for weights, kv in known[:_MORE_DTYPES])]
 
 
 def _in_dtypes(setting: Setting, weights: str, kv: str) -> Setting:
     """Return the setting with other dtypes. A separate expert dtype is kept only if the weight dtype stays the same."""
-    experts = setting.expert_dtype if weights == setting.weight_dtype else None
-    return replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts)
+    if weights == setting.weights_in:
+        return replace(setting, kv_dtype=kv)
+    return replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=None, packed=False)
 
 
 def _questions(question: Question) -> list[Question]:

@@ -88,7 +88,7 @@ def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str
     if deployment.expert_dtype is not None:
         yield f"the checkpoint must already store only its experts in {deployment.expert_dtype}, not its other weights"
     for columns in dict.fromkeys(moe.expert_size // deployment.degrees.tpf for moe in deployment.model.moes):
-        if (deployment.expert_dtype or weights.name) == "fp8" and columns % _FP8_BLOCK:
+        if (deployment.expert_dtype or weights.name) in ("fp8", "fp8-block") and columns % _FP8_BLOCK:
             yield (
                 f"a checkpoint with one scale per {_FP8_BLOCK} columns of FP8 weights does not load: each rank has "
                 f"{columns} columns of an expert, which is not a multiple of {_FP8_BLOCK}"

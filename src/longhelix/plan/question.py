@@ -47,14 +47,14 @@ class Question:
     @property
     def node_gpus(self) -> int | None:
         """GPUs per server, which limits the shapes of layouts; None if any shape is allowed."""
-        return None if self.any_shape else self.setting.system.node_ranks
+        return None if self.any_shape else self.setting.system.network.node_ranks
 
     @property
     def rate_per_s(self) -> float | None:
         return None if self.demand is None else self.demand.rate_per_s
 
     def __post_init__(self) -> None:
-        most = self.setting.system.scale_out.ranks
+        most = self.setting.system.network.scale_out.ranks
         for name, value in (("context", self.context), ("max-gpus", self.max_gpus), ("users", self.users)):
             if value < 1:
                 raise UserError(f"{name} is {value}: set it to 1 or more")

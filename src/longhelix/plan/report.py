@@ -84,7 +84,7 @@ def setting_as_json(setting: Setting) -> dict[str, object]:
     """Return the system, the dtypes and the draft tokens of a setting as JSON."""
     return {
         "system": setting.system.name,
-        "weight_dtype": setting.weight_dtype,
+        "weight_dtype": setting.weights_in,
         "expert_dtype": setting.experts_in,
         "kv_dtype": setting.kv_dtype,
         "attention_dtype": setting.attends_in,
@@ -145,7 +145,7 @@ def deployed(plan: Plan) -> Deployment | None:
     return Deployment(
         model=setting.model,
         layout=best.layout,
-        weight_dtype=setting.weight_dtype,
+        weight_dtype=setting.weights_in,
         kv_dtype=setting.kv_dtype,
         device="cpu" if setting.system.shared else "cuda",
         context=question.context,
@@ -154,8 +154,9 @@ def deployed(plan: Plan) -> Deployment | None:
         hop_b=best.strategy != "helix_exposed",
         other_tokens=None if question.demand is None else math.ceil(question.demand.held_tokens),
         accepted_tokens=setting.accepted_tokens,
-        expert_dtype=setting.expert_dtype,
-        host_ranks=None if setting.system.shared else setting.system.node_ranks,
+        expert_dtype=None if setting.experts_in == setting.weights_in else setting.experts_in,
+        packed=setting.keeps_packed and setting.expert_dtype is None,
+        host_ranks=None if setting.system.shared else setting.system.network.node_ranks,
     )
 
 
@@ -282,7 +283,7 @@ def links_table(question: Question, choice: Choice) -> Table:
     for name in ("ranks", "hosts", "link", "sent per GPU", "time", "share of the step"):
         table.add_column(name, justify="left" if name == "link" else "right")
     for each in group_links(question, choice):
-        link = system.scale_up if each.link == "scale-up" else system.scale_out
+        link = system.network.scale_up if each.link == "scale-up" else system.network.scale_out
         table.add_row(
             each.name,
             f"{len(each.ranks)}, {each.ranks[1] - each.ranks[0]} apart",

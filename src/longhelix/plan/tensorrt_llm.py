@@ -70,7 +70,7 @@ _KV_WORDS = {
 }
 _FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "deepseek_v3", "kimi_k2",
-    "deepseek_v32", "glm4_moe", "gpt_oss", "llama4", "qwen3_next",
+    "deepseek_v32", "exaone4", "gemma3", "gemma3_text", "glm4_moe", "gpt_oss", "llama4", "qwen3_next",
 )  # fmt: skip
 _AUTO_DEPLOY = ("deepseek_v2", "granite")  # listed for its AutoDeploy backend alone
 _HELIX_FAMILIES = ("deepseek_v3", "kimi_k2", "qwen3")

@@ -117,7 +117,7 @@ class Admission:
         """Start the requests that fit now, while `num_running` others run."""
         started: list[StartedSequence] = []
         skipped: list[Job] = []
-        room = self._config.max_running - num_running
+        room = self._config.steps.max_running - num_running
         if not room or not self._waiting:
             return started
         self._hashes_left, self._num_looked_at = _HASHED_A_STEP, 0
@@ -200,7 +200,7 @@ class Admission:
         False only if `_begin` would find no room.
         """
         request, block_tokens = job.request, self._config.block_tokens
-        if not self._config.own_clocks and not self._guides.may_begin(request, 0):
+        if not self._config.steps.own_clocks and not self._guides.may_begin(request, 0):
             return False
         assert self._cache is not None
         most_tokens = self._most_cached_tokens(job)
@@ -218,9 +218,9 @@ class Admission:
         behind, fresh = self._behind(request, owners, match.last.owner), self._placement(request)
         is_used = max(blocks_needed(behind, request.num_rows)) <= self._config.most_blocks
         may_be_unused = False  # whether the prefix is used depends on the rank of each block
-        if self._config.batch_invariant and isinstance(fresh, Local):
+        if self._config.placement.batch_invariant and isinstance(fresh, Local):
             is_used = is_used and len(owners) == 1
-        elif self._config.batch_invariant:
+        elif self._config.placement.batch_invariant:
             may_be_unused = True
         if (not is_used or may_be_unused) and self._fits_by_number(job, fresh, Counter(), Counter(), alone=alone):
             return True
@@ -268,7 +268,7 @@ class Admission:
                 break
         else:
             return None
-        clock = placement.start if self._config.own_clocks else 0  # of the ranks that sample its tokens
+        clock = placement.start if self._config.steps.own_clocks else 0  # of the ranks that sample its tokens
         if not self._guides.may_begin(request, clock):
             return None
         self._guides.begin(request, clock)
@@ -326,7 +326,7 @@ class Admission:
         whole = blocks_needed(placement, job.request.num_rows)
         reserves_all = job.history.preemptions >= MOST_PREEMPTIONS
         needed = whole if reserves_all else blocks_needed(placement, len(job.request.prompt_token_ids))
-        later = () if self._config.batch_invariant else later_ranks(placement)
+        later = () if self._config.placement.batch_invariant else later_ranks(placement)
         most = max((whole[rank] for rank in later), default=0)
         room = [most if rank in later else count for rank, count in enumerate(whole)]
         return room, [count - shared[rank] for rank, count in enumerate(needed)]
@@ -367,7 +367,7 @@ class Admission:
             return placement, NO_PREFIX
         # Merges add up in the order of the ranks, so only local placements give the same bits on any rank.
         alone = self.place(request, continued.start) if isinstance(placement, Local) else placement
-        if self._config.batch_invariant and not continued.follows(alone):
+        if self._config.placement.batch_invariant and not continued.follows(alone):
             return placement, NO_PREFIX
         return continued, prefix
 
@@ -410,7 +410,7 @@ class Admission:
         """
         limit_tokens = request.service.growth_limit_tokens
         name = self._config.placement_of(request.given_tokens, request.capacity_tokens, limit_tokens)
-        if self._config.batch_invariant and name != "local":
+        if self._config.placement.batch_invariant and name != "local":
             return self.place(request)
         start, *later = self._pool.in_order(last, owners)
         return self.place(request, start, tuple(later))

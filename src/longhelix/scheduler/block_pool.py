@@ -42,16 +42,16 @@ class BlockPool:
         self.record = record
         self.block_tokens = config.block_tokens
         self._most_listed = IDS_PER_BLOCK * config.num_blocks
-        self._names = config.prefix_cache
-        self._chooses = not config.batch_invariant and not config.own_clocks
+        self._names = config.cache.prefix_cache
+        self._chooses = not config.placement.batch_invariant and not config.steps.own_clocks
         self._spare = config.num_blocks // 100  # that admission leaves to running requests, which grow
         self._listed = [0] * config.kvp  # block ids that sequences may list, shared ones each time
         self._borrowed: list[tuple[Block, ...]] = []
         self.index: dict[bytes, Block] = {}
         self.swaps = Swaps(
-            kvp=config.kvp, num_slots=config.swap_blocks, pool_index=self.index, pays=swap_pays, record=record
+            kvp=config.kvp, num_slots=config.cache.swap_blocks, pool_index=self.index, pays=swap_pays, record=record
         )
-        evicted = self.swaps.evicted if config.swap_blocks else None
+        evicted = self.swaps.evicted if config.cache.swap_blocks else None
         self.allocators = [
             BlockAllocator(config.num_blocks, rank, self.index, evicted=evicted, record=record)
             for rank in range(config.kvp)
@@ -68,7 +68,7 @@ class BlockPool:
                 is_reachable=lambda content_hash: content_hash in self.index or content_hash in self.swaps.index,
                 touch=touch,
             )
-            for group, window in enumerate(config.windows, start=1)
+            for group, window in enumerate(config.cache.windows, start=1)
         )
         self.swaps.watcher = self.matches
         for allocator in self.allocators:

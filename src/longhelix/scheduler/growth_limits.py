@@ -39,18 +39,19 @@ class GrowthLimits:
         config, named = self._config, request.service.growth_limit_tokens
         if named is not None:
             return named // config.block_tokens * config.block_tokens
-        if config.growth_limit_tokens is not None or config.placement != "growing":
+        if config.placement.growth_limit_tokens is not None or config.placement.name != "growing":
             return None
-        return self._within(request.service.tbt_slo_s or config.tbt_target_s or DEFAULT_TBT_S)
+        return self._within(request.service.tbt_slo_s or config.service.tbt_target_s or DEFAULT_TBT_S)
 
     def check(self, request: Request) -> None:
         """Raise UserError if a request could not run with its limit."""
         config, named = self._config, request.service.growth_limit_tokens
         if named is None:
             return
-        if config.placement not in ("growing", "auto"):
+        if config.placement.name not in ("growing", "auto"):
             raise UserError(
-                f"growth_limit_tokens is {named}, but the placement is {config.placement}: set --placement to growing "
+                f"growth_limit_tokens is {named}, but the placement is {config.placement.name}: set --placement to "
+                "growing "
                 "or auto, or leave it out"
             )
         if named < config.block_tokens:

@@ -27,7 +27,7 @@ class Instances:
     def __init__(self, config: SchedulerConfig, pool: BlockPool, changes: PendingChanges) -> None:
         self._kvp = kvp = config.kvp
         self._block_tokens = config.block_tokens
-        self._chooses = not config.batch_invariant
+        self._chooses = not config.placement.batch_invariant
         self._pool = pool
         self._changes = changes
         self._decodes: dict[tuple[int, ...], Decodes] = {}  # by instances

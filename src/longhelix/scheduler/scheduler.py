@@ -101,11 +101,11 @@ class Scheduler:
         self.pool = BlockPool(config, self._swap_pays, record)
         self.cost = None if cost is None else CorrectedCost(cost)
         self._chunk_rule = _chunk_rule(config, self.cost) if chunk_rule is None else chunk_rule
-        self._cut = None if config.own_clocks else cut  # instances exchange only for sequences that they share
-        self._shares = Shares(config.client_weights)
-        self._order = Order(make_policy(config.policy) if policy is None else policy, self._shares, self._times)
+        self._cut = None if config.steps.own_clocks else cut  # instances exchange only for sequences that they share
+        self._shares = Shares(config.service.client_weights)
+        self._order = Order(make_policy(config.service.policy) if policy is None else policy, self._shares, self._times)
         self._cache: PrefixCache | None = None
-        if config.prefix_cache and prefixes is None:
+        if config.cache.prefix_cache and prefixes is None:
             prefixes = self._cache = PrefixCache(
                 index=self.pool.index,
                 swapped=self.pool.swaps.index,
@@ -132,10 +132,10 @@ class Scheduler:
         self._changes = PendingChanges()
         self._turns: Turns = (
             Instances(config, self.pool, self._changes)
-            if config.own_clocks
-            else Microbatches(config.pp, config.kvp, config.block_tokens, cost)
+            if config.steps.own_clocks
+            else Microbatches(config.steps.pp, config.kvp, config.block_tokens, cost)
         )
-        self._drafting = Drafting(drafter, config.pp)
+        self._drafting = Drafting(drafter, config.steps.pp)
         self._widening = Widening(config, self.pool)
         self._leaving: list[Sequence] = []  # the next step of their ranks says so
         self._chunked: list[Sequence] = []  # sequences with a chunk in the last step
@@ -172,7 +172,7 @@ class Scheduler:
         prefill_s = self._prefill_s(request)
         ttft_s = request.service.ttft_slo_s
         if ttft_s is None:
-            ttft_s = max(_LEAST_TTFT_S, self.config.slo_scale * prefill_s)
+            ttft_s = max(_LEAST_TTFT_S, self.config.service.slo_scale * prefill_s)
         return Job(request, request.arrival_s + ttft_s, prefill_s)
 
     def _prefill_s(self, request: Request) -> float:
@@ -465,7 +465,7 @@ class Scheduler:
         """
         decodes_s = beside.seconds(self.cost) if self.cost is not None and beside.has_decodes else 0.0
         least_s = max(_LEAST_TBT_S, _TBT_FACTOR * decodes_s)
-        target_s = self.config.tbt_target_s
+        target_s = self.config.service.tbt_target_s
         if target_s is None:
             target_s = max(DEFAULT_TBT_S, least_s)
         asked_s = min(self._turns.tbt_slo_s(turn), self._drafting.tbt_slo_s(turn))
@@ -585,15 +585,15 @@ def _scored_rows(seq: Sequence, num_tokens: int) -> Scored | None:
 
 
 def _chunk_rule(config: SchedulerConfig, cost: Cost | None) -> ChunkRule:
-    if not config.adaptive:
-        return FixedChunks(config.chunk_tokens)
+    if not config.steps.adaptive:
+        return FixedChunks(config.steps.chunk_tokens)
     assert cost is not None
-    return AdaptiveChunks(cost, config.chunk_tokens)
+    return AdaptiveChunks(cost, config.steps.chunk_tokens)
 
 
 def _root(config: SchedulerConfig, root: Callable[[Request], bytes]) -> Callable[[Request], bytes]:
     """Return the root function of the prefix cache. If results must be batch-invariant, it includes the placement."""
-    if not config.batch_invariant:
+    if not config.placement.batch_invariant:
         return root
 
     def placed(request: Request) -> bytes:

@@ -56,7 +56,7 @@ class Widening:
         self._pool = pool
         self._allocators = pool.allocators
         # Moves between instances with their own clocks would make them wait for each other.
-        self._widens = config.kvp > 1 and not (config.batch_invariant or config.own_clocks)
+        self._widens = config.kvp > 1 and not (config.placement.batch_invariant or config.steps.own_clocks)
         self._most_blocks = config.most_blocks if self._widens else 0
         # Otherwise, ranks that are almost full would exchange a block or two in every step.
         self._least_level = config.num_blocks // 100 + 1

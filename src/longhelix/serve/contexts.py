@@ -60,7 +60,7 @@ class _Contexts:
         serving = self._serving
         if serving.is_draining:
             raise ShuttingDownError
-        if not serving.llm.config.scheduler.prefix_cache:
+        if not serving.llm.config.scheduler.cache.prefix_cache:
             raise ClientError(
                 "this server cannot save contexts, because its prefix cache is off: start it without --no-prefix-cache",
                 None,

@@ -317,10 +317,10 @@ def server_description(model: str, config: EngineConfig) -> LiveServer:
             )
             for rank in range(layout.world_size)
         ],
-        placement=scheduler.placement,
-        policy=scheduler.policy,
+        placement=scheduler.placement.name,
+        policy=scheduler.service.policy,
         kv_dtype=config.formats.kv_dtype,
-        weight_dtype=config.formats.weight_dtype,
+        weight_dtype=config.weight_formats,
     )
 
 

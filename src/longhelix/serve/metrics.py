@@ -82,7 +82,7 @@ class Metrics:
         self._running = self._gauge("num_requests_running", "Requests that are running.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
         self._usage = self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, from 0 to 1.")
-        windows = config.scheduler.windows
+        windows = config.scheduler.cache.windows
         self._all_limited = bool(windows) and all(config.spec.groups)
         num_blocks = min(one.num_blocks for one in windows) if self._all_limited else config.scheduler.num_blocks
         # vLLM's names. Routers read the size of the KV cache from these labels.

@@ -127,7 +127,7 @@ class Serving:
         most = max(_MOST_ECHOED, self.max_model_len)
         if len(token_ids) > most:
             raise ClientError(f"there are {len(token_ids)} tokens: give at most {most}", field)
-        vocab_size = self.llm.config.spec.vocab_size
+        vocab_size = self.llm.config.spec.vocabulary.size
         if len(token_ids) and max(token_ids) >= vocab_size:
             beyond = next(each for each in token_ids if each >= vocab_size)
             raise ClientError(f"token {beyond} is outside the model's vocabulary of {vocab_size}", field)

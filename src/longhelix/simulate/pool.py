@@ -24,9 +24,9 @@ def with_pools(
         UserError: the weights leave no memory for a single block, or `asked_tokens` tokens do not fit.
     """
     layouts, block_tokens, views = Layouts.of([layout]), config.block_tokens, setting.model.views
-    rows = config.max_running + config.chunk_tokens
+    rows = config.steps.max_running + config.steps.chunk_tokens
     held = memory(setting, layouts=layouts, batch=0.0, context=0.0, chunk=float(rows)).total_bytes
-    held = held + kv_bytes(setting, layouts, float(config.max_running), 0.0)
+    held = held + kv_bytes(setting, layouts, float(config.steps.max_running), 0.0)
     free_bytes = float((setting.capacity_bytes(layouts) - held)[0])
     full_bytes, *window_bytes = (block_tokens * float(each[0]) for each in layer_bytes(setting, layouts))
 

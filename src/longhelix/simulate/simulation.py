@@ -31,12 +31,12 @@ class Server:
     hop_b: bool = True  # True if exchanges may overlap with attention (HOP-B)
 
     def __post_init__(self) -> None:
-        assert (self.scheduler.kvp, self.scheduler.pp) == (self.layout.kvp, self.layout.pp)
+        assert (self.scheduler.kvp, self.scheduler.steps.pp) == (self.layout.kvp, self.layout.pp)
 
     @cached_property
     def cost(self) -> StepCost:
-        placement = self.scheduler.placement
-        local = placement == "local" and self.layout.kvp > 1 and not self.scheduler.own_clocks
+        placement = self.scheduler.placement.name
+        local = placement == "local" and self.layout.kvp > 1 and not self.scheduler.steps.own_clocks
         return StepCost(self.setting, self.layout, local=local, even=placement == "striped")
 
     def make_scheduler(self) -> Scheduler:
@@ -117,7 +117,7 @@ class Simulation:
         self, scheduler: Scheduler, runner: SimulatedRunner, workload: Workload, observer: Observer | None = None
     ) -> None:
         self._runner = runner
-        pp = scheduler.config.pp
+        pp = scheduler.config.steps.pp
         self._loop = Loop(
             scheduler=scheduler, runner=runner, clock=lambda: runner.now_s, depth=most_in_flight(pp), leads=leads_of(pp)
         )

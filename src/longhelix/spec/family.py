@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from longhelix.spec.layer import LayerSpec
-from longhelix.spec.model import Multipliers
 from longhelix.spec.rope import RopeSettings
 from longhelix.spec.vision import VisionSpec
+from longhelix.spec.vocabulary import Multipliers
 
 # What every family's config has, with the value that an absent key stands for.
 DECODER: Mapping[str, Any] = {

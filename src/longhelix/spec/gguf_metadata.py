@@ -10,8 +10,9 @@ from longhelix.spec.config import MOST_LAYERS, count, count_or_none, positive, r
 from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.layout import HeadShape
-from longhelix.spec.model import ModelSpec
+from longhelix.spec.model import CheckpointFormat, ModelSpec
 from longhelix.spec.rope import RopeSpec, frequency_divisors
+from longhelix.spec.vocabulary import Vocabulary
 from longhelix.values import shown
 
 
@@ -65,13 +66,15 @@ def read_gguf(
     return ModelSpec(
         architecture="llama",
         hidden_size=hidden_size,
-        vocab_size=_number(metadata, "vocab_size", len(tokens) if isinstance(tokens, (list, tuple)) else None),
         max_positions=max_positions,
         rms_norm_eps=positive(metadata, _present(metadata, "llama.attention.layer_norm_rms_epsilon"), 1e-5),
-        dtype="bfloat16",
         layers=(layer,) * count(metadata, _present(metadata, "llama.block_count"), most=MOST_LAYERS),
-        tied_embeddings=tied,
-        eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
+        vocabulary=Vocabulary(
+            size=_number(metadata, "vocab_size", len(tokens) if isinstance(tokens, (list, tuple)) else None),
+            eos_token_ids=token_ids(metadata.get("tokenizer.ggml.eos_token_id")),
+            tied_embeddings=tied,
+        ),
+        checkpoint=CheckpointFormat("bfloat16"),
     )
 
 

@@ -25,53 +25,99 @@ class Link:
 
 
 @dataclass(frozen=True)
-class HardwareSpec:
-    """One GPU of a system, and its links to other GPUs, in seconds, bytes and operations.
+class MemorySpec:
+    """The memory of a GPU.
 
     Attributes:
-        name: Name of the system.
-        memory_bytes_per_s: Memory bandwidth.
-        memory_bytes: All memory.
+        size_bytes: All memory.
         reserve_bytes: Memory of the driver, contexts, communication buffers, graphs and fragments.
+        bytes_per_s: Bandwidth.
+        efficiency: Fraction of `bytes_per_s` that kernels reach.
+        swap_bytes_per_s: Bandwidth of swapped KV, which is in the host's memory or on a disk.
+    """
+
+    size_bytes: float
+    reserve_bytes: float
+    bytes_per_s: float
+    efficiency: float
+    swap_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class ArithmeticSpec:
+    """The arithmetic of a GPU.
+
+    Attributes:
         flops_per_s: Peak dense operations per second, by dtype.
+        efficiency: Fraction of `flops_per_s` that kernels reach.
+        attention_efficiency: Fraction of `flops_per_s` that attention reaches.
+    """
+
+    flops_per_s: Mapping[str, float] = field(hash=False)
+    efficiency: float
+    attention_efficiency: float
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """The links between GPUs.
+
+    Attributes:
         node_ranks: Ranks of one server or tray.
         scale_up: The closest domain of ranks: one server or several.
         scale_out: The network beyond it. Its `ranks` is the largest possible number.
         in_switch_reduction: The switches of `scale_up` can add up (NVLink SHARP).
-        kernel_s: Fixed cost of every kernel.
-        collective_s: Fixed cost of every collective, without the latency of its link.
-        step_s: Fixed cost of every step in each pipeline stage (scheduling and sampling on its host).
-        memory_efficiency: Fraction of `memory_bytes_per_s` that kernels reach.
-        compute_efficiency: Fraction of `flops_per_s` that kernels reach.
-        attention_efficiency: Fraction of `flops_per_s` that attention reaches.
-        part_fixed_share: Share of an exchange's fixed cost that each of its parts pays again (HOP-B). 0: the parts
-            divide it, as in Figure 3 of arXiv 2507.07120. 1: each part is a collective of its own.
-        part_s: Fixed cost of a part's attention besides its kernels: to cut, pack, start and merge it.
-        swap_bytes_per_s: Bandwidth of swapped KV, which is in the host's memory or on a disk.
-        shared: Ranks are processes of one machine, so each of N ranks has 1/N of its bandwidth and arithmetic. For
-            several such machines, see `of_machines`. Each is a scale_up domain.
-        cores: Cores of that machine. If there are more ranks, they take turns.
-        sources: The source of each number, by dotted name ("scale_up.latency_s").
     """
 
-    name: str
-    memory_bytes_per_s: float
-    memory_bytes: float
-    reserve_bytes: float
-    flops_per_s: Mapping[str, float] = field(hash=False)
     node_ranks: int
     scale_up: Link
     scale_out: Link
     in_switch_reduction: bool
+
+
+@dataclass(frozen=True)
+class FixedCosts:
+    """Costs that do not depend on the amount of work, in seconds.
+
+    Attributes:
+        kernel_s: Of every kernel.
+        collective_s: Of every collective, without the latency of its link.
+        step_s: Of every step in each pipeline stage (scheduling and sampling on its host).
+        part_s: Of a part's attention besides its kernels (HOP-B): to cut, pack, start and merge it.
+        part_share: Share of an exchange's fixed cost that each of its parts pays again. 0: the parts divide it, as in
+            Figure 3 of arXiv 2507.07120. 1: each part is a collective of its own.
+    """
+
     kernel_s: float
     collective_s: float
     step_s: float
-    memory_efficiency: float
-    compute_efficiency: float
-    attention_efficiency: float
-    part_fixed_share: float
     part_s: float
-    swap_bytes_per_s: float
+    part_share: float
+
+
+@dataclass(frozen=True)
+class HardwareSpec:
+    """One GPU of a system, and its links to other GPUs, in seconds, bytes and operations.
+
+    System files have these constants by the names in `_KINDS`.
+
+    Attributes:
+        name: Name of the system.
+        memory: Sizes and rates of its memory.
+        arithmetic: Rates of its arithmetic.
+        network: Its links to other GPUs.
+        fixed: Costs of every kernel, collective, step and part.
+        shared: Ranks are processes of one machine, so each of N ranks has 1/N of its bandwidth and arithmetic. For
+            several such machines, see `of_machines`. Each is a scale_up domain.
+        cores: Cores of that machine. If there are more ranks, they take turns.
+        sources: The source of each number, by its name in system files ("scale_up.latency_s").
+    """
+
+    name: str
+    memory: MemorySpec
+    arithmetic: ArithmeticSpec
+    network: NetworkSpec
+    fixed: FixedCosts
     shared: bool
     cores: int
     sources: Mapping[str, str] = field(compare=False, repr=False)
@@ -79,7 +125,7 @@ class HardwareSpec:
     @property
     def usable_bytes(self) -> float:
         """Memory that weights, KV and steps may fill."""
-        return self.memory_bytes - self.reserve_bytes
+        return self.memory.size_bytes - self.memory.reserve_bytes
 
     def computes_in(self, dtype: str) -> bool:
         """Return whether the hardware can compute products in `dtype`, if necessary in bfloat16."""
@@ -89,17 +135,19 @@ class HardwareSpec:
         """Return peak dense operations per second of products in `dtype`. Raises UserError if there are none."""
         rate = self._rate(dtype)
         if rate is None:
+            known = ", ".join(self.arithmetic.flops_per_s)
             raise UserError(
-                f"the system {self.name} has no arithmetic in {dtype}: use one of {', '.join(self.flops_per_s)}",
+                f"the system {self.name} has no arithmetic in {dtype}: use one of {known}",
                 "unsupported_dtype",
             )
         return rate
 
     def _rate(self, dtype: str) -> float | None:
         format = FORMATS.get(dtype)
-        rate = self.flops_per_s.get(dtype if format is None else format.arithmetic or dtype)
+        rates = self.arithmetic.flops_per_s
+        rate = rates.get(dtype if format is None else format.arithmetic or dtype)
         if rate is None and format is not None and format.converted:
-            rate = self.flops_per_s.get("bfloat16")
+            rate = rates.get("bfloat16")
         return rate
 
     @classmethod
@@ -128,7 +176,8 @@ class HardwareSpec:
     @property
     def constants(self) -> dict[str, Any]:
         """The value of every constant by dotted name, in the order of `sources`."""
-        return {key: self._value(key) for key in self.sources}
+        values = self._values()
+        return {key: values[key] for key in self.sources}
 
     def replaced(self, values: Mapping[str, Any], source: str) -> "HardwareSpec":
         """Return the system with other values, by dotted name, which all come from `source`."""
@@ -137,21 +186,36 @@ class HardwareSpec:
 
     def of_machines(self, count: float) -> "HardwareSpec":
         """Return the system of ranks that share `count` such machines: rates, memory and cores are multiplied."""
-        scaled = (
-            "memory_bytes_per_s",
-            "memory_bytes",
-            "reserve_bytes",
-            "swap_bytes_per_s",
-            *(f"flops_per_s.{dtype}" for dtype in self.flops_per_s),
-        )
-        values = {name: count * self._value(name) for name in scaled}
+        rates = [f"flops_per_s.{dtype}" for dtype in self.arithmetic.flops_per_s]
+        scaled = ("memory_bytes_per_s", "memory_bytes", "reserve_bytes", "swap_bytes_per_s", *rates)
+        known = self._values()
+        values = {name: count * known[name] for name in scaled}
         return self.replaced({**values, "cores": max(round(count * self.cores), 1)}, f"{count:g} machines")
 
-    def _value(self, key: str) -> Any:
-        table, _, name = key.rpartition(".")
-        if table == "flops_per_s":
-            return self.flops_per_s[name]
-        return getattr(getattr(self, table) if table else self, name)
+    def _values(self) -> dict[str, Any]:
+        """Return the value of every constant by its name in system files."""
+        memory, arithmetic, network, fixed = self.memory, self.arithmetic, self.network, self.fixed
+        return {
+            "memory_bytes_per_s": memory.bytes_per_s,
+            "memory_bytes": memory.size_bytes,
+            "reserve_bytes": memory.reserve_bytes,
+            "memory_efficiency": memory.efficiency,
+            "swap_bytes_per_s": memory.swap_bytes_per_s,
+            **{f"flops_per_s.{dtype}": rate for dtype, rate in arithmetic.flops_per_s.items()},
+            "compute_efficiency": arithmetic.efficiency,
+            "attention_efficiency": arithmetic.attention_efficiency,
+            "node_ranks": network.node_ranks,
+            **{f"scale_up.{name}": value for name, value in vars(network.scale_up).items()},
+            **{f"scale_out.{name}": value for name, value in vars(network.scale_out).items()},
+            "in_switch_reduction": network.in_switch_reduction,
+            "kernel_s": fixed.kernel_s,
+            "collective_s": fixed.collective_s,
+            "step_s": fixed.step_s,
+            "part_s": fixed.part_s,
+            "part_fixed_share": fixed.part_share,
+            "shared": self.shared,
+            "cores": self.cores,
+        }
 
     @classmethod
     def _of(cls, name: str, values: Mapping[str, Any], sources: Mapping[str, str]) -> "HardwareSpec":
@@ -167,14 +231,36 @@ class HardwareSpec:
                 f"the system {name} has reserve_bytes = {values['reserve_bytes']!r}, which leaves no memory: set it "
                 f"below memory_bytes, {values['memory_bytes']!r}"
             )
-        plain = {key: value for key, value in values.items() if "." not in key}
         return cls(
             name=name,
-            flops_per_s=flops_per_s,
-            scale_up=_link(values, "scale_up"),
-            scale_out=_link(values, "scale_out"),
+            memory=MemorySpec(
+                size_bytes=values["memory_bytes"],
+                reserve_bytes=values["reserve_bytes"],
+                bytes_per_s=values["memory_bytes_per_s"],
+                efficiency=values["memory_efficiency"],
+                swap_bytes_per_s=values["swap_bytes_per_s"],
+            ),
+            arithmetic=ArithmeticSpec(
+                flops_per_s=flops_per_s,
+                efficiency=values["compute_efficiency"],
+                attention_efficiency=values["attention_efficiency"],
+            ),
+            network=NetworkSpec(
+                node_ranks=values["node_ranks"],
+                scale_up=_link(values, "scale_up"),
+                scale_out=_link(values, "scale_out"),
+                in_switch_reduction=values["in_switch_reduction"],
+            ),
+            fixed=FixedCosts(
+                kernel_s=values["kernel_s"],
+                collective_s=values["collective_s"],
+                step_s=values["step_s"],
+                part_s=values["part_s"],
+                part_share=values["part_fixed_share"],
+            ),
+            shared=values["shared"],
+            cores=values["cores"],
             sources=sources,
-            **plain,
         )
 
 

@@ -7,9 +7,10 @@ from longhelix.errors import UserError
 from longhelix.spec.config import count, dtype_name, positive, replaced, rope_mapping, switch, token_ids
 from longhelix.spec.config_fields import completed
 from longhelix.spec.families import FAMILIES
-from longhelix.spec.model import ModelSpec
-from longhelix.spec.quantisation import stored_dtype, stores_experts_alone
+from longhelix.spec.model import CheckpointFormat, ModelSpec
+from longhelix.spec.quantisation import read_quantisation
 from longhelix.spec.rope import RopeSettings
+from longhelix.spec.vocabulary import Vocabulary
 from longhelix.values import shown
 
 
@@ -47,15 +48,18 @@ def read_hf_config(
     return ModelSpec(
         architecture=str(architecture),
         hidden_size=count(config, "hidden_size"),
-        vocab_size=count(config, "vocab_size"),
         max_positions=max_positions,
         rms_norm_eps=positive(config, "rms_norm_eps"),
-        dtype=dtype_name(config),
         layers=layers,
-        stored_dtype=stored_dtype(config),
-        stored_experts_alone=any(layer.moe is not None for layer in layers) and stores_experts_alone(config),
-        tied_embeddings=switch(config, "tie_word_embeddings"),
-        eos_token_ids=token_ids(config.get("eos_token_id") if eos_token_ids is None else eos_token_ids),
+        vocabulary=Vocabulary(
+            size=count(config, "vocab_size"),
+            eos_token_ids=token_ids(config.get("eos_token_id") if eos_token_ids is None else eos_token_ids),
+            tied_embeddings=switch(config, "tie_word_embeddings"),
+            multipliers=family.multipliers(config),
+        ),
+        checkpoint=CheckpointFormat(
+            dtype=dtype_name(config),
+            quantisation=read_quantisation(config),
+        ),
         vision=vision,
-        multipliers=family.multipliers(config),
     )

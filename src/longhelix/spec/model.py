@@ -9,25 +9,23 @@ from longhelix.spec.attention import MultiHeadLatentAttention, Visibility
 from longhelix.spec.layer import FFN, Attention, LayerSpec
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.moe import MoE
+from longhelix.spec.quantised_modules import Quantisation
 from longhelix.spec.rope import Rotation
 from longhelix.spec.vision import VisionSpec
+from longhelix.spec.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
-class Multipliers:
-    """Numbers that a model is scaled by before its first layer and after its last one.
+class CheckpointFormat:
+    """How a checkpoint stores its weights.
 
     Attributes:
-        embedding: The embeddings of tokens are scaled by it.
-        rounded: `embedding` is first rounded to the dtype of activations.
-        logits: Logits are scaled by it.
-        logit_cap: Scaled logits l become logit_cap * tanh(l / logit_cap). None: they stay as they are.
+        dtype: The dtype of activations, and of the weights that are not quantised.
+        quantisation: Which modules are quantised, and how. None: none is.
     """
 
-    embedding: float = 1.0
-    rounded: bool = False
-    logits: float = 1.0
-    logit_cap: float | None = None
+    dtype: str
+    quantisation: Quantisation | None = None
 
 
 @dataclass(frozen=True)
@@ -37,36 +35,32 @@ class ModelSpec:
     Attributes:
         architecture: `model_type` of its config.json.
         hidden_size: Channels of hidden states.
-        vocab_size: Tokens of the vocabulary.
         max_positions: Positions that the model was trained for.
         rms_norm_eps: Added to the mean square in all norms.
-        dtype: The dtype of its weights and activations.
         layers: Its layers, in order. Only a few of them differ.
-        stored_dtype: Format of most weights of a quantised checkpoint. Empty if it is not quantised.
-        stored_experts_alone: Only the experts are in `stored_dtype`.
-        tied_embeddings: The head has the embedding's weights.
-        eos_token_ids: Tokens that end a sequence.
+        vocabulary: Its tokens, and how they become hidden states and logits.
+        checkpoint: How its weights are stored.
         vision: What the decoder knows of images. None if the model reads none.
-        multipliers: What embeddings and logits are scaled by.
     """
 
     architecture: str
     hidden_size: int
-    vocab_size: int
     max_positions: int
     rms_norm_eps: float
-    dtype: str
     layers: tuple[LayerSpec, ...]
-    stored_dtype: str = ""
-    stored_experts_alone: bool = False
-    tied_embeddings: bool = False
-    eos_token_ids: tuple[int, ...] = ()
+    vocabulary: Vocabulary
+    checkpoint: CheckpointFormat
     vision: VisionSpec | None = None
-    multipliers: Multipliers = Multipliers()
 
     def __post_init__(self) -> None:
-        sizes = {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size, "max_positions": self.max_positions}
-        _check_sizes(sizes | {"num_layers": self.num_layers})
+        _check_sizes(
+            {
+                "hidden_size": self.hidden_size,
+                "vocab_size": self.vocabulary.size,
+                "max_positions": self.max_positions,
+                "num_layers": self.num_layers,
+            }
+        )
         if all(layer.attention is None for layer in self.layers):
             raise UserError(
                 "all layers of the model have linear attention, but longhelix needs at least one with keys and values: "
@@ -94,9 +88,9 @@ class ModelSpec:
                 "invalid_model",
             )
         beyond = max(vision.image_token_id, vision.start_token_id, vision.end_token_id)
-        if beyond >= self.vocab_size:
+        if beyond >= self.vocabulary.size:
             raise UserError(
-                f"an image token id is {beyond}, but the model's vocabulary has {self.vocab_size} tokens: correct "
+                f"an image token id is {beyond}, but the model's vocabulary has {self.vocabulary.size} tokens: correct "
                 "image_token_id, vision_start_token_id or vision_end_token_id in the model's config",
                 "invalid_model",
             )
@@ -104,12 +98,6 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
-
-    @property
-    def checkpoint_dtypes(self) -> tuple[str, str]:
-        """The dtypes of most weights and of experts in the checkpoint."""
-        stored = self.stored_dtype or self.dtype
-        return self.dtype if self.stored_experts_alone else stored, stored
 
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> "ModelSpec":
         """Return the model with each layer changed."""
@@ -212,8 +200,8 @@ class ModelSpec:
 
         Yarn extends the original positions by its factor (arXiv 2309.00071).
         """
-        ropes = (rotation.rope for rotation in self.rotations)
-        scaled = [int(rope.original_max_positions * rope.factor) for rope in ropes if rope.kind == "yarn"]
+        scalings = (rotation.rope.scaling for rotation in self.rotations)
+        scaled = [int(each.original_max_positions * each.factor) for each in scalings if each.kind == "yarn"]
         return max([self.max_positions, *scaled])
 
 

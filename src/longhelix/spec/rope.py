@@ -33,42 +33,89 @@ _ROPE_NEEDS = {
 
 
 @dataclass(frozen=True)
-class RopeSpec:
-    """Rotary position embedding: how its frequencies follow from theta.
+class Llama3Bounds:
+    """Bounds of the frequencies that llama3 scales, in turns within the original positions.
+
+    Attributes:
+        low_freq_factor: Frequencies with fewer turns are divided by the factor.
+        high_freq_factor: Frequencies with more turns stay.
+    """
+
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class YarnBounds:
+    """Bounds of the frequencies that yarn interpolates, in turns within the original positions.
+
+    Attributes:
+        beta_fast: Frequencies with more turns stay.
+        beta_slow: Frequencies with fewer turns are divided by the factor.
+        truncate: The bounds are rounded outwards to whole frequency pairs.
+    """
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LongRopeDivisors:
+    """What longrope divides each frequency by (C/2 numbers each).
+
+    Attributes:
+        short_factor: For requests within the original positions.
+        long_factor: For longer requests.
+    """
+
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How frequencies are changed for contexts beyond the original positions.
 
     Fields that the kind does not use keep their defaults.
 
     Attributes:
         kind: One of ROPE_KINDS.
-        theta: Base of the frequencies.
         factor: Scaling of the positions.
         original_max_positions: Positions before scaling.
         attention_factor: Multiplies cos and sin.
         latent_factor: Multiplies the scores of latent attention, whose keys are only partly rotated (mscale_all_dim of
             DeepSeek's models).
-        low_freq_factor: llama3: the bound of scaled frequencies, as for `high_freq_factor`.
-        beta_fast: yarn: the bound of interpolated frequencies, as for `beta_slow` and `truncate`.
-        short_factor: longrope: divides the frequencies within the original positions.
-        long_factor: longrope: divides the frequencies beyond the original positions.
+        llama3: The bounds of the kind llama3.
+        yarn: The bounds of the kind yarn.
+        longrope: The divisors of the kind longrope.
+    """
+
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    attention_factor: float = 1.0
+    latent_factor: float = 1.0
+    llama3: Llama3Bounds = Llama3Bounds()
+    yarn: YarnBounds = YarnBounds()
+    longrope: LongRopeDivisors = LongRopeDivisors()
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary position embedding: how its frequencies follow from theta.
+
+    Attributes:
+        theta: Base of the frequencies.
+        scaling: How the frequencies are changed for long contexts.
         divisors: Divide the frequencies one by one, if present (C/2 numbers). GGUF files have llama3 scaling in this
             form.
         sections: Number of frequency pairs that turn by each of three axes (`axes`), if present. Image tokens have a
             position for each axis: time, row and column. All other tokens have the same position on all three.
     """
 
-    kind: str = "default"
     theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_positions: int = 0
-    attention_factor: float = 1.0
-    latent_factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    scaling: RopeScaling = RopeScaling()
     divisors: tuple[float, ...] = ()
     sections: tuple[int, ...] = ()
 
@@ -110,23 +157,17 @@ class RopeSpec:
         low, high = _moderate(rope, "low_freq_factor", 1.0), _moderate(rope, "high_freq_factor", 1.0)
         if kind == "llama3" and low >= high:
             raise UserError(f"low_freq_factor {low} must be below high_freq_factor {high} in the rope settings")
-        truncate = rope.get("truncate", True)
-        return cls(
+        scaling = RopeScaling(
             kind=kind,
-            theta=theta,
             factor=factor,
             original_max_positions=max_positions if kind == "dynamic" else original,
             attention_factor=_attention_factor(kind, rope, factor, original),
             latent_factor=_latent_factor(kind, rope, factor),
-            low_freq_factor=low,
-            high_freq_factor=high,
-            beta_fast=_moderate(rope, "beta_fast", 32.0),
-            beta_slow=_moderate(rope, "beta_slow", 1.0),
-            truncate=flag("truncate in the model's settings", False if truncate is None else truncate),
-            short_factor=frequency_divisors(rope, "short_factor", head_size) if kind == "longrope" else (),
-            long_factor=frequency_divisors(rope, "long_factor", head_size) if kind == "longrope" else (),
-            sections=_sections(rope, head_size),
+            llama3=Llama3Bounds(low_freq_factor=low, high_freq_factor=high),
+            yarn=_yarn_bounds(rope),
+            longrope=_longrope_divisors(rope, head_size) if kind == "longrope" else LongRopeDivisors(),
         )
+        return cls(theta=theta, scaling=scaling, sections=_sections(rope, head_size))
 
 
 class Rotation(NamedTuple):
@@ -173,6 +214,22 @@ class RopeSettings:
             raise refused(name, share, allowed, "invalid_model")
         settings = {name: value for name, value in self.settings.items() if name != "partial_rotary_factor"}
         return rotated_size, RopeSpec.from_config(settings, rotated_size, self.max_positions)
+
+
+def _yarn_bounds(rope: Mapping[str, Any]) -> YarnBounds:
+    truncate = rope.get("truncate", True)
+    return YarnBounds(
+        beta_fast=_moderate(rope, "beta_fast", 32.0),
+        beta_slow=_moderate(rope, "beta_slow", 1.0),
+        truncate=flag("truncate in the model's settings", False if truncate is None else truncate),
+    )
+
+
+def _longrope_divisors(rope: Mapping[str, Any], head_size: int) -> LongRopeDivisors:
+    return LongRopeDivisors(
+        short_factor=frequency_divisors(rope, "short_factor", head_size),
+        long_factor=frequency_divisors(rope, "long_factor", head_size),
+    )
 
 
 def _sections(rope: Mapping[str, Any], head_size: int) -> tuple[int, ...]:

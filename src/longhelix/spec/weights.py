@@ -1,11 +1,11 @@
 """The table of a model's weights: the name, rows and columns of each weight, and the ranks that share it.
 
-This table has three readers: `models.parameters` (a rank's tensors), `perf.weights` (numbers on the fullest
+This table has three readers: `models.parameters` (a rank's tensors), `perf.weights` (amounts on the fullest
 rank), and below `num_parameters` and `num_active_parameters`.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from math import prod
@@ -19,6 +19,7 @@ from longhelix.spec.linear import LinearAttention
 from longhelix.spec.model import ModelSpec
 from longhelix.spec.moe import MoE
 from longhelix.spec.norms import Norms
+from longhelix.spec.quantised_modules import Storage
 from longhelix.spec.sparse import Indexer
 
 
@@ -105,13 +106,25 @@ class WeightSpec:
         return (self.rows,) if self.columns is None else (self.rows, self.columns)
 
     @property
+    def all_dims(self) -> tuple[Dim, Dim, Dim | None]:
+        """Its experts, rows and columns."""
+        return self.experts, self.rows, self.columns
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether each expert has its own."""
+        return self.experts.split is Split.EXPERTS
+
+    @property
     def num_elements(self) -> int:
         """Numbers of the weight, or of one expert's weight."""
         return prod(dim.size for dim in self.dims)
 
 
 def embedding(spec: ModelSpec) -> WeightSpec:
-    return WeightSpec("embedding", "model.embed_tokens.weight", Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
+    return WeightSpec(
+        "embedding", "model.embed_tokens.weight", Dim(Split.VOCABULARY, spec.vocabulary.size), _hidden(spec)
+    )
 
 
 def last_norm(spec: ModelSpec) -> WeightSpec:
@@ -120,8 +133,17 @@ def last_norm(spec: ModelSpec) -> WeightSpec:
 
 def head(spec: ModelSpec) -> WeightSpec:
     """Return the LM head. With tied embeddings, its tensor is the embedding."""
-    tensor = embedding(spec).tensor if spec.tied_embeddings else "lm_head.weight"
-    return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocab_size), _hidden(spec))
+    tensor = embedding(spec).tensor if spec.vocabulary.tied_embeddings else "lm_head.weight"
+    return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocabulary.size), _hidden(spec))
+
+
+def packed_format(storages: Iterable[Storage | None]) -> str | None:
+    """Return the number format in which a product's weight stays packed, from how a checkpoint stores its tensors.
+
+    None: it becomes numbers, because the checkpoint has numbers, or its tensors differ.
+    """
+    formats = {None if storage is None else storage.format for storage in storages}
+    return formats.pop() if len(formats) == 1 else None
 
 
 def layer_weights(spec: ModelSpec, layer: LayerSpec) -> tuple[WeightSpec, ...]:
@@ -141,7 +163,7 @@ def part_weights(spec: ModelSpec, part: Mixer | FFN, norms: Norms) -> tuple[Weig
 
 def num_parameters(spec: ModelSpec) -> int:
     """Count all numbers of a model: matrices, norms and biases. Tied embeddings count once, MTP heads do not count."""
-    own_head = 0 if spec.tied_embeddings else head(spec).num_elements
+    own_head = 0 if spec.vocabulary.tied_embeddings else head(spec).num_elements
     ends = embedding(spec).num_elements + last_norm(spec).num_elements + own_head
     return ends + _in_layers(spec, taken_only=False)
 
@@ -155,7 +177,7 @@ def _in_layers(spec: ModelSpec, taken_only: bool) -> int:
     """Count the numbers in layers, with all experts, or only with those that a token takes."""
 
     def times(layer: LayerSpec, weight: WeightSpec) -> int:
-        if weight.experts.split is not Split.EXPERTS:
+        if not weight.is_expert:
             return 1
         assert layer.moe is not None
         return layer.moe.experts_per_token if taken_only else layer.moe.num_experts

@@ -20,8 +20,8 @@ from longhelix.engine.exchanges import HopB
 from longhelix.engine.result import Delta, Result
 from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.errors import RequestError, UserError
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.guide import ReasoningTags
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +33,7 @@ class CountingEngine:
 
     def __init__(self, answer_tokens=3, error=None):
         self.tokenizer = SimpleNamespace(encode_chat=self.encode_chat, reasoning_tags=lambda form, prompt: form)
-        self.config = SimpleNamespace(scheduler=SchedulerConfig(1, CONTEXT, CONTEXT, 1, CHUNK))
+        self.config = SimpleNamespace(scheduler=scheduler_config(1, CONTEXT, CONTEXT, 1, chunk_tokens=CHUNK))
         self.answer_tokens = answer_tokens
         self.error = error
         self.asked = []  # what each request's prompt said

@@ -7,6 +7,7 @@ import pytest
 from longhelix.engine.core import TokenCore
 from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.request import SamplingParams
+from longhelix.spec.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.unit
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(("guide", "expected_s"), [(Guide("regex", "a+"), 0.43), (None, 0.0)])
 def test_a_request_knows_how_long_its_guide_takes_to_be_compiled(guide, expected_s):
     core = object.__new__(TokenCore)  # without ranks
-    spec = SimpleNamespace(vocab_size=10, eos_token_ids=(9,), vision=None)
+    spec = SimpleNamespace(vocabulary=Vocabulary(10, (9,)), vision=None)
     core.config = SimpleNamespace(spec=spec, scheduler=SimpleNamespace(max_model_len=100))
     core._failure, core._next_id = "", 7
     core._guides = SimpleNamespace(check={Guide("regex", "a+"): 0.43}.__getitem__)

@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 
 from longhelix.engine.observation import Observation, RanChunk, RankBlocks, StepLog, WindowPools, observe
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.recording import Completed, Scheduled
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import Draft, SampledToken, Step, StepMeasurements, StepResult
 from longhelix.scheduler.work import Work
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
-CONFIG = SchedulerConfig(max_model_len=256, kvp=3, num_blocks=8, block_tokens=4, chunk_tokens=16, placement="striped")
+CONFIG = scheduler_config(max_model_len=256, kvp=3, num_blocks=8, block_tokens=4, chunk_tokens=16, placement="striped")
 
 
 class Instantly:

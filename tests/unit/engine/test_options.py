@@ -37,7 +37,7 @@ def resolved(layout=Layout(kvp=2), **settings):  # noqa: B008 - frozen
 def test_no_rank_is_meant_to_have_more_of_a_request_than_its_pool_holds(settings):
     scheduler = resolved(max_model_len=4096, kv_cache_tokens=2048, **settings).scheduler
     assert scheduler.num_blocks * scheduler.block_tokens == 1024
-    assert max(scheduler.kvp_threshold_tokens, scheduler.growth_limit_tokens) == 1024
+    assert max(scheduler.placement.kvp_threshold_tokens, scheduler.placement.growth_limit_tokens) == 1024
 
 
 ROPE_KEYS = ["rope_type", "type", "factor", "rope_theta", "truncate", "mscale", "mscale_all_dim", "beta_fast",

@@ -12,6 +12,8 @@ from longhelix.compute.cache.saved_context import Origin, SavedContext
 from longhelix.engine.contexts import Contexts
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.pinned_prefix import PinnedPrefix
+from longhelix.spec.vocabulary import Vocabulary
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -23,10 +25,10 @@ class Core:
     """Has room for a context, or none. carried: the first blocks that ranks were to read."""
 
     def __init__(self, has_room):
-        scheduler = types.SimpleNamespace(prefix_cache=True, max_model_len=128, block_tokens=16, windows=())
+        scheduler = scheduler_config(1, 8, 128, prefix_cache=True)
         self.config = types.SimpleNamespace(
             scheduler=scheduler,
-            spec=types.SimpleNamespace(vocab_size=100, views=(), groups=(), layers=()),
+            spec=types.SimpleNamespace(vocabulary=Vocabulary(100), views=(), groups=(), layers=()),
             layout=types.SimpleNamespace(kvp=1),
             kv_bytes_per_token=lambda rank: 2**20,  # so that ranks read a part at a time
         )

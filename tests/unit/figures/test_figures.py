@@ -168,8 +168,8 @@ def test_kvp_and_stages_on_decode_are_met_by_one_host_share_and_one_latency(medh
     met = [claim(medha, "16", "8 stages"), claim(medha, "17", "2 over 1"), claim(medha, "17", "1 over 4"),
            claim(medha, "17", "tokens/s"), claim(medha, "-", "32 over 4096")]  # fmt: skip
     assert all(made.holds for made in met)
-    assert 0.5e-3 <= medha.system.step_s <= 0.7e-3
-    assert 30e-6 <= medha.system.scale_out.latency_s <= 40e-6
+    assert 0.5e-3 <= medha.system.fixed.step_s <= 0.7e-3
+    assert 30e-6 <= medha.system.network.scale_out.latency_s <= 40e-6
 
 
 def test_kvp_divides_attention_only(small):
@@ -233,12 +233,18 @@ def test_a_papers_constants_are_fitted_to_it_alone(helix, medha):
 def test_a_papers_system_has_the_data_sheet_of_the_preset_and_reserves_nothing(helix, medha):
     for found in (helix, medha):
         ours, preset = found.system, load_system(found.system.name)
-        assert (ours.memory_bytes_per_s, ours.flops_per_s) == (preset.memory_bytes_per_s, preset.flops_per_s)
-        assert ours.in_switch_reduction == preset.in_switch_reduction
-        for link, known in ((ours.scale_up, preset.scale_up), (ours.scale_out, preset.scale_out)):
+        assert (ours.memory.bytes_per_s, ours.arithmetic.flops_per_s) == (
+            preset.memory.bytes_per_s,
+            preset.arithmetic.flops_per_s,
+        )
+        assert ours.network.in_switch_reduction == preset.network.in_switch_reduction
+        for link, known in (
+            (ours.network.scale_up, preset.network.scale_up),
+            (ours.network.scale_out, preset.network.scale_out),
+        ):
             assert (link.bytes_per_s, link.ranks) == (known.bytes_per_s, known.ranks)
-        assert ours.usable_bytes == ours.memory_bytes
-        assert preset.usable_bytes < preset.memory_bytes
+        assert ours.usable_bytes == ours.memory.size_bytes
+        assert preset.usable_bytes < preset.memory.size_bytes
 
 
 def test_what_medhas_system_takes_from_the_preset_is_that_of_the_preset(medha):

@@ -47,7 +47,7 @@ def test_weights_are_read_behind_all_reduces():
     before, after = ({item.name: item for item in each} for each in (items, prefetched(LARGE, layouts, items)))
     for name, wait in (("QKV", "all-reduce after FFN"), ("dense FFN", "all-reduce after attention")):
         hidden_s = before[name].seconds[0] - after[name].seconds[0]
-        read_s = before[name].hbm_bytes[0] / (GB200.memory_bytes_per_s * GB200.memory_efficiency)
+        read_s = before[name].hbm_bytes[0] / (GB200.memory.bytes_per_s * GB200.memory.efficiency)
         assert hidden_s == pytest.approx(min(before[wait].seconds[0], read_s))
         assert before[name].hbm_bytes[0] == after[name].hbm_bytes[0]
     small = total_seconds(prefetched(LARGE, layouts, items, cache_bytes=1e3))[0]

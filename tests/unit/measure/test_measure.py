@@ -47,7 +47,7 @@ def test_flops_are_two_for_each_multiplication():
 def test_prefill_counts_every_weight_that_the_model_declares(config):
     spec = config.spec
     norms = spec.hidden_size * (2 * spec.num_layers + 1)
-    head = spec.hidden_size * spec.vocab_size
+    head = spec.hidden_size * spec.vocabulary.size
     attention = (
         4
         * attention_of(spec).heads.num_query_heads

@@ -14,8 +14,10 @@ pytestmark = pytest.mark.unit
 CPU, H100 = load_system("cpu"), load_system("h100")
 
 
-def setting(model, system, **changes):
-    return Setting(replace(load_model(model), **changes), system, "bfloat16", "bfloat16")
+def setting(model, system, vocab_size=None):
+    spec = load_model(model)
+    size = spec.vocabulary.size if vocab_size is None else vocab_size
+    return Setting(replace(spec, vocabulary=replace(spec.vocabulary, size=size)), system, "bfloat16", "bfloat16")
 
 
 def test_layouts_that_say_their_stages_or_have_one_stay():

@@ -66,16 +66,15 @@ def test_no_other_item_is_faster_for_it():
 @pytest.mark.parametrize(
     ("model", "dtypes"),
     [
-        ("deepseek-r1", ("fp8", "fp8")),
-        ("kimi-k2", ("fp8", "fp8")),
+        ("deepseek-r1", ("fp8-block", "fp8-block")),
+        ("kimi-k2", ("fp8-block", "fp8-block")),
         ("gpt-oss-120b", ("bfloat16", "mxfp4")),
         ("llama-3-8b", ("bfloat16", "bfloat16")),
     ],
 )
 def test_plans_take_the_checkpoints_dtypes(model, dtypes):
-    assert load_model(model).checkpoint_dtypes == dtypes
     planned = PlannedModel(model=model, system="gb300").setting()
-    assert (planned.weight_dtype, planned.experts_in) == dtypes
+    assert (planned.weights_in, planned.experts_in) == dtypes
 
 
 @pytest.mark.parametrize(
@@ -89,8 +88,11 @@ def test_plans_take_the_checkpoints_dtypes(model, dtypes):
 )
 def test_options_are_above_the_checkpoint(options, dtypes):
     planned = PlannedModel(model="gpt-oss-120b", system="gb300", **options).setting()
-    assert (planned.weight_dtype, planned.experts_in) == dtypes
-    assert (planned.expert_dtype is None) == (dtypes[0] == dtypes[1])
+    assert (planned.weights_in, planned.experts_in) == dtypes
+
+
+def test_checkpoints_are_planned_where_their_format_is_converted():
+    assert PlannedModel(model="deepseek-r1", system="a100").setting().weights_in == "fp8-block"
 
 
 def test_only_models_with_experts_have_a_dtype_of_them():
@@ -105,7 +107,6 @@ def test_only_models_with_experts_have_a_dtype_of_them():
         ({"weight_dtype": "bfloat16", "expert_dtype": "fp8"}, "--expert-dtype"),
         ({"weight_dtype": "bfloat16", "kv_dtype": "fp8"}, "--kv-dtype"),
         ({"weight_dtype": "bfloat16", "attention_dtype": "fp8"}, "--attention-dtype"),
-        ({}, "--weight-dtype"),  # the checkpoint's
     ],
 )
 def test_what_a_system_cannot_compute_in_names_the_option(options, option):
@@ -117,25 +118,23 @@ def test_what_a_system_cannot_compute_in_names_the_option(options, option):
 
 
 @pytest.mark.parametrize(
-    ("plain", "alone"),
+    ("method", "plain", "dtypes"),
     [
-        (["model.layers.*.self_attn", "lm_head"], True),
-        (["lm_head"], False),
-        (["model.layers.0.self_attn"], False),
-        ("model.layers.*.self_attn", False),
-        ([1, None], False),
-        (None, False),
+        ({"quant_method": "mxfp4"}, ["lm_head"], ("bfloat16", "mxfp4")),
+        ({"quant_method": "fp8"}, ["model.layers.*.self_attn", "lm_head"], ("bfloat16", "fp8-channel")),
+        ({"quant_method": "fp8"}, ["lm_head"], ("fp8-channel", "fp8-channel")),
+        ({"quant_method": "fp8"}, ["model.layers.0.self_attn"], ("fp8-channel", "fp8-channel")),
     ],
 )
-def test_experts_are_alone_where_no_attention_is_converted(plain, alone):
+def test_experts_are_alone_where_no_attention_is_converted(method, plain, dtypes):
     config = {
         "model_type": "gpt_oss", "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6,
         "num_key_value_heads": 2, "intermediate_size": 40, "vocab_size": 100, "max_position_embeddings": 64,
         "num_local_experts": 4, "num_experts_per_tok": 2, "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": plain},
+        "quantization_config": method | {"modules_to_not_convert": plain},
     }  # fmt: skip
-    model = read_hf_config(config)
-    assert model.checkpoint_dtypes == ("bfloat16" if alone else "mxfp4", "mxfp4")
+    planned = Setting(read_hf_config(config), GB300, "bfloat16", "bfloat16", packed=True)
+    assert (planned.weights_in, planned.experts_in) == dtypes
 
 
 def test_who_runs_it_is_told():

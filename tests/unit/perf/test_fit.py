@@ -92,7 +92,7 @@ def test_calls_between_hosts_give_back_the_link_that_they_were_made_with(ranks_p
     for name in LINK_CONSTANTS:
         assert found.constants[name] == pytest.approx(truth.constants[name], rel=2e-3), name
     assert found.sources["scale_out.latency_s"] == "fitted: 12 collectives between hosts"
-    assert found.scale_up == truth.scale_up
+    assert found.network.scale_up == truth.network.scale_up
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
@@ -125,8 +125,8 @@ def test_groups_of_one_size_leave_the_fixed_cost_as_it_was_and_say_so():
     assert distance(found, COLLECTIVE_CONSTANTS) < 1e-3
     assert found.sources["collective_s"] == "assumed: groups of one size tell nothing of it"
     elsewhere = fit.fit_collectives(known.replaced({"collective_s": 1e-6}, "guess"), pairs)
-    assert elsewhere.collective_s == 1e-6
-    assert elsewhere.scale_up.latency_s == pytest.approx(7e-6, rel=1e-3)
+    assert elsewhere.fixed.collective_s == 1e-6
+    assert elsewhere.network.scale_up.latency_s == pytest.approx(7e-6, rel=1e-3)
 
 
 def test_noise_moves_constants_no_further_than_itself():
@@ -141,13 +141,13 @@ def test_a_constant_on_which_nothing_depends_stays():
     steps = [request for request in timed(REQUESTS, fit.request_seconds(setting(), REQUESTS)) if request.chunk is None]
     found = fit.fit_requests(setting(guessed(REQUEST_CONSTANTS)), steps)
     assert distance(found, ("memory_efficiency",)) < 1e-3
-    assert found.attention_efficiency == pytest.approx(TRUTH.attention_efficiency / 3)
+    assert found.arithmetic.attention_efficiency == pytest.approx(TRUTH.arithmetic.attention_efficiency / 3)
 
 
 def test_no_fraction_goes_beyond_one():
     requests = timed(REQUESTS, fit.request_seconds(setting(), REQUESTS) / 2)
     found = fit.fit_requests(setting(), requests)
-    assert found.memory_efficiency == found.compute_efficiency == found.attention_efficiency == 1.0
+    assert found.memory.efficiency == found.arithmetic.efficiency == found.arithmetic.attention_efficiency == 1.0
 
 
 def test_requests_are_predicted_in_their_order_with_nothing_overlapped():

@@ -36,7 +36,7 @@ def step(system: str, model: str, layout: Layout, batch: float, context: float) 
 )
 def test_a_step_is_faster_by_what_memory_is_and_by_no_more(model, layout, batch, context):
     steps = [step(system, model, layout, batch, context) for system in GENERATIONS]
-    rates = [load_system(system).memory_bytes_per_s for system in GENERATIONS]
+    rates = [load_system(system).memory.bytes_per_s for system in GENERATIONS]
     for slow in range(len(GENERATIONS) - 1):
         (slow_s, slow_reads_s), (fast_s, fast_reads_s) = steps[slow], steps[slow + 1]
         gain = rates[slow + 1] / rates[slow]

@@ -10,12 +10,12 @@ from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.work import Work
 from longhelix.simulate.pool import with_pools
 from longhelix.spec import LinearAttention, ModelSpec, MoE
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
+from scheduler_settings import scheduler_config
 from toy_model import kv_elements, toy_model
 
 pytestmark = pytest.mark.unit
@@ -149,7 +149,7 @@ def test_useful_work_is_by_rows():
 def test_a_tokens_kv_has_no_part_of_a_state():
     """What schedulers move and swap are tokens."""
     cost = StepCost(setting(), Layout(kvp=2, tpf=2))
-    assert cost.swap_seconds(160) == pytest.approx(2 * 160 * TOKEN_BYTES / load_system("h100").swap_bytes_per_s)
+    assert cost.swap_seconds(160) == pytest.approx(2 * 160 * TOKEN_BYTES / load_system("h100").memory.swap_bytes_per_s)
     for work in (Work.decode(3, 1000), Work.chunk(10, 500)):
         assert np.isfinite(cost.seconds(work))
 
@@ -158,7 +158,7 @@ def test_the_preset_decodes_far_contexts_faster_than_one_that_attends_in_every_l
     how = Setting(load_model("qwen3-next-80b-a3b"), load_system("h200"), "bfloat16", "bfloat16")
     one = layouts(tpa=2)
     short_s, long_s = (decode_seconds(how, one, 1.0, context)[0] for context in (1e3, 1e6))
-    read_s = 12 * 1e6 * 2 * 256 * 2 / (4.8e12 * how.system.memory_efficiency)
+    read_s = 12 * 1e6 * 2 * 256 * 2 / (4.8e12 * how.system.memory.efficiency)
     assert long_s - short_s == pytest.approx(read_s, rel=0.01)
     assert np.isfinite(prefill_seconds(how, one, 1e6, 8192.0)[0])
     # 36 layers of 32 states of 128 x 128 in float32, and three tokens of 8,192 channels in bfloat16.
@@ -182,7 +182,7 @@ def test_a_simulated_pool_is_what_states_leave():
     how, layout = setting(system="h100"), Layout(tpa=2)
     # As many rows in the largest step.
     sizes = ({"max_running": 1, "chunk_tokens": 100_064}, {"max_running": 100_001, "chunk_tokens": 64})
-    configs = [SchedulerConfig(1, 1, 10**6, **size) for size in sizes]
+    configs = [scheduler_config(1, 1, 10**6, **size) for size in sizes]
     blocks = [with_pools(how, layout, config).num_blocks for config in configs]
     states = 100_000 * 3 * request_bytes(1, 2)
     assert (blocks[0] - blocks[1]) * 16 * TOKEN_BYTES / 2 == pytest.approx(states, abs=16 * TOKEN_BYTES)

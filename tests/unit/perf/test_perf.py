@@ -76,16 +76,15 @@ def test_better_hardware_never_slows_a_step(drawn, factor):
     how, layouts, batch, context = drawn
     before_s = decode_seconds(how, layouts, batch, context)
     system = how.system
-    link = replace(system.scale_up, bytes_per_s=system.scale_up.bytes_per_s * factor)
+    known = system.constants
+    rates = ("memory_bytes_per_s", "scale_up.bytes_per_s", "scale_out.bytes_per_s")
     better = (
-        replace(system, memory_bytes_per_s=system.memory_bytes_per_s * factor),
-        replace(system, flops_per_s={dtype: rate * factor for dtype, rate in system.flops_per_s.items()}),
-        replace(system, kernel_s=system.kernel_s / factor),
-        replace(system, collective_s=system.collective_s / factor),
-        replace(system, scale_up=link),
-        replace(system, scale_out=replace(system.scale_out, bytes_per_s=system.scale_out.bytes_per_s * factor)),
+        *({name: known[name] * factor} for name in rates),
+        {name: value * factor for name, value in known.items() if name.startswith("flops_per_s.")},
+        *({name: known[name] / factor} for name in ("kernel_s", "collective_s")),
     )
-    for faster in better:
+    for changed in better:
+        faster = system.replaced(changed, "a test's")
         after_s = decode_seconds(replace(how, system=faster), layouts, batch, context)
         assert (after_s <= before_s * (1 + 1e-12)).all()
 
@@ -171,7 +170,7 @@ def test_decode_reads_the_weights_and_kv_of_the_rank_and_sends_the_exchange_of_t
     assert items["attention"].hbm_bytes[0] == kv + rows * (2 * 128 * 2 + 4)
     assert items["merge"].hbm_bytes[0] == rows * (128 * 2 + 4 + 128 * 2 / 4)
     products = ("QKV", "output projection", "dense FFN", "head")
-    embedding = model.vocab_size / 8 * model.hidden_size * 2
+    embedding = model.vocabulary.size / 8 * model.hidden_size * 2
     read = sum(items[name].hbm_bytes[0] for name in products)
     assert read == pytest.approx(weights_bytes(how, layouts)[0] - embedding)
     # B (H / TPA) (KVP - 1) / KVP elements and LSEs, a layer (Helix, section 2.1.2).
@@ -248,7 +247,7 @@ def test_latent_attention_reads_queries_and_writes_outputs_of_its_form(rows, cha
 @pytest.mark.parametrize("link", [1.0, 1e3])
 def test_what_is_merged_is_what_was_exchanged(link):
     """Latents or values of R1: as many channels in the merge as travel; latents where links are fast."""
-    system = replace(GB200, scale_up=replace(GB200.scale_up, bytes_per_s=link * GB200.scale_up.bytes_per_s))
+    system = GB200.replaced({"scale_up.bytes_per_s": link * GB200.network.scale_up.bytes_per_s}, "a test's")
     how, layouts = setting("deepseek-r1", system), one(kvp=4)
     items = {item.name: item for item in decode_items(how, layouts, 64.0, 1e5)}
     sent_bytes = items["exchange"].net_bytes[0] / 61 / 64 / 128 / (3 / 4)  # of a row and head
@@ -284,7 +283,7 @@ def test_ranks_that_take_turns_cost_what_all_of_them_do(cores, kv_heads, columns
     assert items["attention"].hbm_bytes[0] == pytest.approx(layers * read)
     assert items["QKV"].hbm_bytes[0] == layers * 576 * (queries + 2 * kv_heads) * 64 * 2
     assert items["dense FFN"].hbm_bytes[0] == layers * 3 * 576 * columns * 2
-    share_s = layers * read / (system.memory_bytes_per_s * system.memory_efficiency / 4)
+    share_s = layers * read / (system.memory.bytes_per_s * system.memory.efficiency / 4)
     assert items["attention"].seconds[0] == pytest.approx(share_s + items["attention"].fixed_s[0])
 
 
@@ -432,14 +431,16 @@ def test_collectives_of_one_rank_cost_nothing():
 
 
 def test_small_all_reduces_are_one_shot_and_large_ones_are_not():
-    plain = replace(H100, in_switch_reduction=False)
+    plain = H100.replaced({"in_switch_reduction": False}, "a test's")
     assert collectives.all_reduce(plain, group(8), SMALL).net_bytes[0] == 7 * 4e3
     assert collectives.all_reduce(plain, group(8), LARGE).net_bytes[0] == 2 * 7 / 8 * 1e9
     assert collectives.all_reduce(H100, group(8), LARGE).net_bytes[0] == 9 / 8 * 1e9
 
 
 def test_groups_within_a_domain_use_its_links_and_others_both_levels():
-    inside_s, outside_s = (H100.collective_s + link.latency_s for link in (H100.scale_up, H100.scale_out))
+    inside_s, outside_s = (
+        H100.fixed.collective_s + link.latency_s for link in (H100.network.scale_up, H100.network.scale_out)
+    )
     inside = collectives.all_to_all(H100, group(8), LARGE)
     assert inside.seconds[0] == pytest.approx(7 / 8 * 1e9 / 450e9 + inside_s)
     strided = collectives.all_to_all(H100, group(8, stride=8), LARGE)
@@ -454,7 +455,7 @@ def test_groups_within_a_domain_use_its_links_and_others_both_levels():
 def test_processes_of_several_hosts_exchange_whole_tensors_over_one_link_per_host(ranks, stride, groups):
     """The bytes that the leader of each group sends, or all ranks, as compute/parallel/across_hosts.py counts."""
     system = load_system("cpu").replaced({"scale_up.ranks": 2, "collective_s": 0.0, "scale_up.latency_s": 0.0}, "test")
-    inside, out, size_bytes = 2 if stride == 1 else 1, system.scale_out, 1e7
+    inside, out, size_bytes = 2 if stride == 1 else 1, system.network.scale_out, 1e7
     hosts = ranks / inside
     expected = {
         # what ranks send inside of a host, rounds between hosts, and the bytes of all groups that share a host's link
@@ -464,14 +465,18 @@ def test_processes_of_several_hosts_exchange_whole_tensors_over_one_link_per_hos
     }
     for collective, (inside_bytes, rounds, out_bytes) in expected.items():
         found = collective(system, group(ranks, stride), np.array([size_bytes]))
-        inside_s = inside_bytes / system.scale_up.bytes_per_s if inside > 1 else 0
+        inside_s = inside_bytes / system.network.scale_up.bytes_per_s if inside > 1 else 0
         out_s = rounds * out.latency_s + groups * out_bytes / out.bytes_per_s
         assert found.seconds[0] == pytest.approx(inside_s + out_s)
 
 
 def test_ranks_of_one_host_send_to_the_next_stage_over_one_link():
     system = load_system("cpu").replaced({"scale_up.ranks": 2, "collective_s": 0.0}, "test")
-    for stride, link, senders in ((1, system.scale_up, 1), (2, system.scale_out, 2), (3, system.scale_out, 2)):
+    for stride, link, senders in (
+        (1, system.network.scale_up, 1),
+        (2, system.network.scale_out, 2),
+        (3, system.network.scale_out, 2),
+    ):
         found = collectives.send(system, np.array([float(stride)]), np.array([1e6]))
         assert found.seconds[0] == pytest.approx(link.latency_s + senders * 1e6 / link.bytes_per_s)
 
@@ -501,7 +506,7 @@ def test_kvp_divides_the_attention_of_decode_alone():
         for kvp in (1, 4)
     ]
     # Beside the queries and outputs of 4 heads, which all ranks have.
-    memory_bytes_per_s = H100.memory_bytes_per_s * H100.memory_efficiency
+    memory_bytes_per_s = H100.memory.bytes_per_s * H100.memory.efficiency
     rest_s = tied[0]["attention"].fixed_s[0] + 32 * 4 * (2 * 128 * 2 + 4) / memory_bytes_per_s
     assert tied[0]["attention"].seconds[0] - rest_s == pytest.approx(4 * (tied[1]["attention"].seconds[0] - rest_s))
     for name in ("QKV", "dense FFN", "all-reduce after FFN"):
@@ -600,19 +605,21 @@ def test_a_swap_takes_its_bytes_both_ways():
     for kvp, name, share in ((1, "h100", 1), (2, "h100", 1), (1, "cpu", 1), (2, "cpu", 2)):
         system = load_system(name)
         cost = StepCost(setting("llama-3-8b", system, "bfloat16"), Layout(kvp=kvp))
-        assert cost.swap_seconds(16) == pytest.approx(2 * share * block_bytes / system.swap_bytes_per_s)
+        assert cost.swap_seconds(16) == pytest.approx(2 * share * block_bytes / system.memory.swap_bytes_per_s)
 
 
 def test_a_move_is_read_sent_and_written():
     """Over NVLink inside a server, over the network's link between servers: at the rate of the rank that has most."""
     system = load_system("h100")
     token_bytes = 2 * 8 * 128 * 2 * 32  # K and V, heads, channels, bytes, layers
-    for tpa, heads, link in ((1, 8, system.scale_up), (8, 1, system.scale_out)):
+    for tpa, heads, link in ((1, 8, system.network.scale_up), (8, 1, system.network.scale_out)):
         cost = StepCost(setting("llama-3-8b", system, "bfloat16"), Layout(kvp=2, tpa=tpa))
         half_s = cost.move_seconds(500, 300, 16)
         travels_s = 500 * 16 * token_bytes * heads / 8 / link.bytes_per_s
-        memory_bytes_per_s = system.memory_bytes_per_s * system.memory_efficiency
-        copied_s = 800 * (2 * 16 * token_bytes * heads / 8 / memory_bytes_per_s + 32 * system.kernel_s)  # by layer
+        memory_bytes_per_s = system.memory.bytes_per_s * system.memory.efficiency
+        copied_s = 800 * (
+            2 * 16 * token_bytes * heads / 8 / memory_bytes_per_s + 32 * system.fixed.kernel_s
+        )  # by layer
         assert cost.move_seconds(1000, 600, 16) - half_s == pytest.approx(travels_s + copied_s)
         assert 0 < half_s - travels_s - copied_s < 1e-4  # the collective
 

@@ -17,7 +17,7 @@ from longhelix.plan import deployment as module
 from longhelix.plan.candidate import degrees
 from longhelix.plan.deployment import Deployment, as_yaml, comment, runnable
 from longhelix.plan.space import space
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import SchedulerConfig, StepConfig
 from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, MLP, WEIGHT_DTYPES, Scores, Visibility
 from longhelix.spec.presets import load_model
 from longhelix.spec.weights import WeightDtype
@@ -102,6 +102,23 @@ def test_a_plan_for_gpus_in_formats_of_gpus_is_left_to_them():
     found = runnable(deployment(LLAMA, "bfloat16", "fp8", "cuda", 100_000, 4, kvp=2, tpa=4, tpf=8))
     assert found.missing == ()
     assert found.settings["device"] == "cuda"
+
+
+def test_weights_that_a_checkpoint_packs_need_no_setting():
+    for device in ("cpu", "cuda"):
+        chosen = deployment(R1, "mxfp8", "bfloat16", device, 100_000, 4, kvp=3, tpf=3)
+        found, packed = runnable(chosen), runnable(replace(chosen, packed=True))
+        assert found.settings["weight_dtype"] == "bfloat16"  # 682 columns of an FFN are no whole blocks of int8
+        assert not {"dtype", "weight_dtype"} & packed.settings.keys()
+        assert not any("weights are planned" in sentence for sentence in packed.missing)
+        assert any("weights are planned" in sentence for sentence in found.missing)
+    for name in ("fp8-block", "int4-g128", "nvfp4"):  # in which the engine quantises, for all shapes
+        made = runnable(replace(chosen, weight_dtype=name))
+        assert made.settings["weight_dtype"] == name
+        assert not any("weights are planned" in sentence for sentence in made.missing)
+    mixed = replace(chosen, weight_dtype="bfloat16", expert_dtype="fp8-block")
+    assert any("experts are planned" in sentence for sentence in runnable(mixed).missing)
+    assert not any("experts are planned" in sentence for sentence in runnable(replace(mixed, packed=True)).missing)
 
 
 def test_bytes_times_bytes_are_two_settings():
@@ -197,7 +214,7 @@ def test_requests_at_a_time_are_said_where_the_engine_would_run_fewer():
 
 def test_what_the_engine_has_by_default_is_known():
     defaults = {setting.name: setting.default for setting in fields(EngineOptions)}
-    assert defaults["max_running"] == SchedulerConfig.max_running
+    assert defaults["max_running"] == StepConfig.max_running
     assert defaults["block_tokens"] == SchedulerConfig.block_tokens
     assert module._LANES == native.LANES
 

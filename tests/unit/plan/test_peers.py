@@ -291,7 +291,9 @@ def test_formats_that_are_kept():
         return [command.engine for command in answers if command.argv]
 
     every = ["vLLM", "TensorRT-LLM", "SGLang"]
-    assert {kv: engines(kv) for kv in FORMATS} == {
+    packed_weights = {name for name, format in FORMATS.items() if format.codes is not None} - {"nvfp4", "mxfp4"}
+    assert not any(engines(kv) for kv in packed_weights)
+    assert {kv: engines(kv) for kv in FORMATS.keys() - packed_weights} == {
         "float32": every,
         "bfloat16": every,
         "float16": every,
@@ -346,7 +348,7 @@ def test_each_family_is_answered():
         vllm, tensorrt, sglang = commands(deployment(replace(source, architecture=family)), "a/model")
         assert not vllm.cannot
         assert not sglang.cannot
-        assert bool(tensorrt.cannot) == (family in ("deepseek_v2", "granite", "qwen2_moe"))
+        assert bool(tensorrt.cannot) == (family in ("arcee", "deepseek_v2", "gemma2", "granite", "qwen2_moe"))
         assert any("AutoDeploy" in reason for reason in tensorrt.cannot) == (family in ("deepseek_v2", "granite"))
 
 
@@ -360,8 +362,9 @@ def test_notes():
     ]
     # 2048 columns of an expert over 32 ranks are 64, half a block of 128.
     blocks = "a checkpoint with one scale per 128 columns of FP8 weights does not load"
-    assert any(note.startswith(blocks) for note in found("SGLang", R1, "fp8", kvp=32, tpf=32).notes)
-    assert not any(note.startswith(blocks) for note in found("SGLang", R1, "fp8", kvp=16, tpf=16).notes)
+    for weights in ("fp8", "fp8-block"):
+        assert any(note.startswith(blocks) for note in found("SGLang", R1, weights, kvp=32, tpf=32).notes)
+        assert not any(note.startswith(blocks) for note in found("SGLang", R1, weights, kvp=16, tpf=16).notes)
 
 
 @pytest.mark.parametrize("name", ["", "-rf"])

@@ -289,7 +289,7 @@ def test_every_number_of_gpus_has_crossovers():
     """Each number of GPUs up to 130, and every preset and system somewhere among them."""
     models = model_names()
     for index, system in enumerate(map(load_system, system_names())):
-        for max_gpus in range(1 + index % 3, min(131, 1 + system.scale_out.ranks), 3):
+        for max_gpus in range(1 + index % 3, min(131, 1 + system.network.scale_out.ranks), 3):
             setting = Setting(load_model(models[max_gpus % len(models)]), system, "bfloat16", "bfloat16")
             question = Question(setting, 4096, max_gpus)
             searched = space(setting.model, max_gpus, question.node_gpus)

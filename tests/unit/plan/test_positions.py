@@ -43,7 +43,7 @@ def test_yarn_takes_a_model_to_its_factor_times_the_original_positions():
 @pytest.mark.parametrize("name", ["deepseek-r1", "kimi-k2", "gpt-oss-120b"])
 def test_positions_that_count_the_scaling_already_are_not_scaled_again(name):
     model = load_model(name)
-    assert attention_of(model).rope.kind == "yarn"
+    assert attention_of(model).rope.scaling.kind == "yarn"
     assert model.scaled_positions == model.max_positions
 
 

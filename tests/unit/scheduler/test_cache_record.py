@@ -27,12 +27,12 @@ class Reader(Pressed):
 
     def __init__(self, config, depth=1, choose=None):
         super().__init__(config, depth)
-        self.record = CacheRecord(len(config.windows))
+        self.record = CacheRecord(len(config.cache.windows))
         self.scheduler = Scheduler(config, ByWork(), record=self.record)
-        self.runner = FakeInstances(config, choose) if config.own_clocks else FakeRunner(config, in_turn=False)
+        self.runner = FakeInstances(config, choose) if config.steps.own_clocks else FakeRunner(config, in_turn=False)
         self.loop = Loop(self.scheduler, self.runner, lambda: self.now_s, depth)
         self.found = {"pool": {}, "swap": {}}
-        self.of_windows = [set() for _ in config.windows]
+        self.of_windows = [set() for _ in config.cache.windows]
 
     def step(self):
         super().step()
@@ -88,7 +88,7 @@ class Reader(Pressed):
         while num_tokens:
             missing = [
                 place
-                for window, found in zip(self.scheduler.config.windows, self.of_windows, strict=True)
+                for window, found in zip(self.scheduler.config.cache.windows, self.of_windows, strict=True)
                 for place in range(window.visibility.first_seen(num_tokens) // size, -(-num_tokens // size))
                 if hashes[place] not in found
             ]

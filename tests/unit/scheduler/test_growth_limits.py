@@ -8,11 +8,11 @@ from test_pressure import LONG, ByWork, Pressed, check_blocks, request
 from test_scheduler import expected_output
 
 from longhelix.errors import UserError
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.growth_limits import limit_within
 from longhelix.scheduler.request import ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.work import Work
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -100,7 +100,7 @@ def test_limits_under_which_a_request_could_not_run_are_refused_in_a_sentence(se
 
 
 def assert_fits_as_all_pools_do(num_blocks, prompt_tokens, new_tokens, **settings):
-    config = SchedulerConfig(num_blocks=1, max_model_len=1000, block_tokens=4, **settings).with_pools(num_blocks)
+    config = scheduler_config(num_blocks=1, max_model_len=1000, block_tokens=4, **settings).with_pools(num_blocks)
     scheduler, one = Scheduler(config, Free()), request(0, list(range(prompt_tokens)), new_tokens)
     if -(-one.num_rows // 4) <= num_blocks * config.kvp:
         scheduler.add(one)

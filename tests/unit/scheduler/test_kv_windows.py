@@ -2,19 +2,21 @@
 
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 from test_pressure import LONG, ByWork, Pressed, check_blocks, config, request
 from test_scheduler import VOCAB, expected_output
 
 from longhelix.errors import UserError
-from longhelix.scheduler.config import SchedulerConfig
+from longhelix.scheduler.config import CacheConfig, PlacementConfig
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.kv.windows import EXPIRED_ID, KVWindow, WindowGroup, span_blocks
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, StepResult
 from longhelix.spec.attention import Visibility
+from scheduler_settings import scheduler_config
 from tiers import few
 
 pytestmark = pytest.mark.unit
@@ -56,7 +58,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(seed):
     block_tokens, kvp = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
     visibilities = draw.sample([WINDOW, CHUNK, Visibility(window_tokens=1), Visibility(window_tokens=17)], 2)
     num_blocks = 64 // block_tokens + draw.randrange(12)
-    made = SchedulerConfig(
+    made = scheduler_config(
         kvp=kvp,
         num_blocks=num_blocks,
         max_model_len=64,
@@ -95,7 +97,7 @@ def test_any_schedule_gives_each_request_its_own_tokens(seed):
 
 def test_a_million_tokens_take_the_blocks_of_a_window():
     """The rank with most of them never has more than its share of a window and of the tokens of a step."""
-    made = SchedulerConfig(
+    made = scheduler_config(
         kvp=4,
         num_blocks=16_000,
         max_model_len=1_000_100,
@@ -194,12 +196,12 @@ def test_blocks_behind_a_window_are_not_swapped():
 def test_groups_are_sized_for_all_that_run():
     """Of the shape of gpt-oss-20b: 256 requests, windows of 128 tokens over 4 ranks. Each request needs 11 blocks, 3 of
     a rank; with as many cached ends again and the chunks of a step."""
-    made = SchedulerConfig(kvp=4, num_blocks=10**6, max_model_len=131_072, chunk_tokens=2048, max_running=256)
+    made = scheduler_config(kvp=4, num_blocks=10**6, max_model_len=131_072, chunk_tokens=2048, max_running=256)
     (window,) = made.windows_of([Visibility(window_tokens=128)], 10**6)
     assert window.num_blocks == 256 * 3 + 2048 // 16 // 4
-    cached = SchedulerConfig(**vars(made) | {"prefix_cache": True})
+    cached = replace(made, cache=CacheConfig(prefix_cache=True))
     assert cached.windows_of([Visibility(window_tokens=128)], 10**6)[0].num_blocks == 2 * 256 * 3 + 32
-    local = SchedulerConfig(**vars(made) | {"placement": "local"})
+    local = replace(made, placement=PlacementConfig("local"))
     assert local.windows_of([Visibility(window_tokens=128)], 10**6)[0].num_blocks == 256 * 11 + 128
     assert made.windows_of([Visibility(window_tokens=128)], 50)[0].num_blocks == 50, "never more than other layers have"
 
@@ -208,7 +210,7 @@ def test_a_prompt_keeps_no_more_room_than_its_window_once_its_chunk_is_behind():
     """Many long prompts end after as many steps as without windows: none holds the blocks of its last chunk."""
 
     def steps_of(windows):
-        made = SchedulerConfig(
+        made = scheduler_config(
             kvp=4, num_blocks=8000, max_model_len=2048, chunk_tokens=512, max_running=32, windows=windows
         )
         scheduler = Scheduler(made, ByWork())
@@ -224,7 +226,7 @@ def test_a_prompt_keeps_no_more_room_than_its_window_once_its_chunk_is_behind():
         return count
 
     visibility = Visibility(window_tokens=128)
-    sized = SchedulerConfig(kvp=4, num_blocks=1, max_model_len=2048, chunk_tokens=512, max_running=32)
+    sized = scheduler_config(kvp=4, num_blocks=1, max_model_len=2048, chunk_tokens=512, max_running=32)
     assert steps_of(sized.windows_of([visibility], 8000)) == steps_of(())
 
 

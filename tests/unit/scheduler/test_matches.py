@@ -134,7 +134,7 @@ def check(admission, job, alone, may_fit):
     assert +kept == Counter(block.owner for block in found.kept)
     assert +unheld == admission._pool.unheld(found.kept)
     fits = has_room(admission, job, alone)
-    assert may_fit == fits or (may_fit and admission._config.batch_invariant)
+    assert may_fit == fits or (may_fit and admission._config.placement.batch_invariant)
 
 
 class Compared(Traffic):

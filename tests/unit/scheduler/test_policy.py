@@ -14,7 +14,6 @@ from test_scheduler import config as engine_config
 from test_scheduler import request as engine_request
 
 from longhelix.errors import UserError
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.loop import Loop
 from longhelix.scheduler.order import Order
 from longhelix.scheduler.policy import POLICIES, Policy, make_policy
@@ -24,6 +23,7 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.shares import Shares
 from longhelix.scheduler.step import SampledToken, StepMeasurements, StepResult
 from longhelix.scheduler.work import Work
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -64,7 +64,7 @@ def request(id, tokens, arrival_s=0.0, new_tokens=1, **service):
 
 
 def config(**more):
-    return SchedulerConfig(
+    return scheduler_config(
         **{"kvp": 1, "num_blocks": 10_000, "max_model_len": 100_000, "chunk_tokens": 100, "max_running": 1000} | more
     )
 
@@ -364,7 +364,7 @@ def test_a_policy_chooses_who_is_preempted(policy, preempted):
     """Of two requests that outgrow a pool the one with more tokens, or by default the one with less to lose."""
     asked = [Request(id, array("i", [id] * tokens), SamplingParams(max_new_tokens=30), frozenset(), 0, 0.0)
              for id, tokens in enumerate((40, 20))]  # fmt: skip
-    settings = SchedulerConfig(kvp=1, num_blocks=20, max_model_len=80, block_tokens=4)
+    settings = scheduler_config(kvp=1, num_blocks=20, max_model_len=80, block_tokens=4)
     engine = Engine(settings)
     engine.scheduler._order.policy = policy
     engine.add(*asked)

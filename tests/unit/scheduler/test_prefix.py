@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from test_scheduler import VOCAB, WHOLE, Engine, expected_output
 
 from longhelix.compute.cache.block_arena import BlockArena
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.blocks import IDS_PER_BLOCK, Block
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.step import BlockTransfers, InitialKV, KnownTokens, NewSequence, SequenceChanges, Step
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +31,7 @@ def request(id, token_ids, new_tokens=4, stop=(), **sampling):
 
 
 def config(**more):
-    return SchedulerConfig(**{"kvp": 2, "num_blocks": 100, "max_model_len": 1000, "block_tokens": BLOCK_TOKENS} | more)
+    return scheduler_config(**{"kvp": 2, "num_blocks": 100, "max_model_len": 1000, "block_tokens": BLOCK_TOKENS} | more)
 
 
 class Beginnings:
@@ -282,7 +282,7 @@ def workloads(draw):
         stop = draw(st.sets(st.integers(0, VOCAB - 1), max_size=4))
         asked.append(request(id, token_ids, draw(st.integers(1, 10)), stop))
     block_tokens = draw(st.integers(1, 6))
-    asked_of = SchedulerConfig(
+    asked_of = scheduler_config(
         kvp=draw(st.integers(1, 4)),
         num_blocks=1,
         max_model_len=64,

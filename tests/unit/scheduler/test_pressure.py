@@ -1,5 +1,6 @@
 """Memory pressure, the prefix cache and adaptive chunks together: any schedule gives each request its own tokens."""
 
+import dataclasses
 from array import array
 from collections import Counter
 from random import Random
@@ -13,7 +14,6 @@ from test_scheduler import VOCAB, Engine, FakeRunner, expected_logprobs, expecte
 
 from longhelix.scheduler import admission, chain
 from longhelix.scheduler.admission import MOST_PREEMPTIONS
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.kv.windows import KVWindow, span_blocks
 from longhelix.scheduler.loop import Loop
@@ -22,6 +22,7 @@ from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.work import Work
 from longhelix.spec.attention import Visibility
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -90,7 +91,7 @@ class Pressed(Engine):
 
 
 def config(**more):
-    return SchedulerConfig(
+    return scheduler_config(
         **{"kvp": 2, "num_blocks": 12, "max_model_len": 100, "block_tokens": 4, "prefix_cache": True} | more
     )
 
@@ -202,7 +203,7 @@ class Traffic(RuleBasedStateMachine):
     def begin(self, data):
         draw = data.draw
         block_tokens, kvp, windowed = draw(st.integers(1, 5)), draw(self.kvps), draw(self.windowed)
-        made = SchedulerConfig(
+        made = scheduler_config(
             kvp=kvp,
             num_blocks=1,
             max_model_len=64,
@@ -223,10 +224,12 @@ class Traffic(RuleBasedStateMachine):
         least = -(-made.longest_local_tokens // block_tokens)
         num_blocks = least + draw(self.more_blocks)
         windows = self.draw_windows(draw, made, num_blocks) if windowed else ()
-        made = SchedulerConfig(**vars(made) | {"num_blocks": num_blocks, "windows": windows})
+        cache = dataclasses.replace(made.cache, windows=windows)
+        made = dataclasses.replace(made, num_blocks=num_blocks, cache=cache)
         self.hash_no_more_than(draw(st.booleans()))
         # A token takes 100 us, after others up to a few more.
         swap_s = draw(st.sampled_from([0.0, 1.02e-4 * block_tokens, 1.0]))
+        self.cache = made.cache
         self.engine = Pressed(made, draw(st.integers(1, max(3, pp + 1))), swap_s, draw(self.drafters))
         self.asked = []
 
@@ -246,7 +249,7 @@ class Traffic(RuleBasedStateMachine):
             KVWindow(
                 one,
                 min(count, num_blocks) + draw(st.integers(0, 12)),
-                draw(st.integers(0, 20)) if made.swap_blocks else 0,
+                draw(st.integers(0, 20)) if made.cache.swap_blocks else 0,
             )
             for one, count in zip(visibilities, least, strict=True)
         )
@@ -259,7 +262,7 @@ class Traffic(RuleBasedStateMachine):
     def limits(self, capacity_tokens):
         """Those that a request may name: it has room on all ranks, and no rank has to hold more than it may."""
         settings = self.engine.scheduler.config
-        if settings.placement not in ("growing", "auto"):
+        if settings.placement.name not in ("growing", "auto"):
             return st.none()
         least = -(-capacity_tokens // (settings.kvp * settings.block_tokens)) * settings.block_tokens
         most = settings.most_blocks * settings.block_tokens
@@ -292,7 +295,7 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(count):
             self.engine.step()
 
-    @precondition(lambda self: self.engine.scheduler.config.prefix_cache and not self.engine.scheduler.config.windows)
+    @precondition(lambda self: self.cache.prefix_cache and not self.cache.windows)
     @rule(num_tokens=st.integers(1, 40))
     def load(self, num_tokens):
         """Fill blocks from elsewhere between two steps, as a saved context does."""

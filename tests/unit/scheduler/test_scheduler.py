@@ -24,6 +24,7 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import Chunk, Draft, NewSequence, PromptLogprobs, SampledToken, StepResult
 from longhelix.scheduler.token_event import Usage
 from longhelix.scheduler.work import NO_WORK, Work
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -105,14 +106,14 @@ class FakeRunner:
         self.seconds = seconds
         self.in_turn = in_turn  # prompts run as they came, in chunks of one size
         self.replicas: dict[int, Replica] = {}
-        self.microbatches: list[dict[int, Replica]] = [{} for _ in range(config.pp)]
+        self.microbatches: list[dict[int, Replica]] = [{} for _ in range(config.steps.pp)]
         self.decoding = self.microbatches[0]
         self.held_before: set[Block] = set()
         self.pools: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(config.kvp)]
-        self.groups = 1 + len(config.windows)
+        self.groups = 1 + len(config.cache.windows)
         # By KV group with a limit, rank and slot.
         self.window_pools: list[list[dict[int, tuple[int, int]]]] = [
-            [{} for _ in range(config.kvp)] for _ in config.windows
+            [{} for _ in range(config.kvp)] for _ in config.cache.windows
         ]
         self.slots: dict[tuple[int, int, int], list] = {}  # by group, owner and slot, what a swapped block had
         self.num_swapped = [0] * self.groups  # blocks that were swapped in, by group
@@ -231,13 +232,13 @@ class FakeRunner:
     def swap(self, step) -> None:
         """Before copies: out to slots that the step does not read, then in to blocks that nobody has."""
         block_tokens, out, back = self.config.block_tokens, step.transfers.swapped_out, step.transfers.swapped_in
-        num_slots = [self.config.swap_blocks, *(window.num_slots for window in self.config.windows)]
+        num_slots = [self.config.cache.swap_blocks, *(window.num_slots for window in self.config.cache.windows)]
         places = {(swap.group, swap.block.owner, swap.slot) for swap in out}
         assert len(places) == len(out)
         assert len({(swap.group, swap.block) for swap in back}) == len(back)
         assert places.isdisjoint((swap.group, swap.block.owner, swap.slot) for swap in back)
         held = self.held() - {source for source, _ in step.moved}  # free by now, and cached
-        of_groups = [held, *map(self.seen_in, range(len(self.config.windows)))]
+        of_groups = [held, *map(self.seen_in, range(len(self.config.cache.windows)))]
         assert not any(swap.block in of_groups[swap.group] for swap in (*out, *back))
         for swap in out:
             assert 0 <= swap.slot < num_slots[swap.group]
@@ -260,7 +261,7 @@ class FakeRunner:
         own = step.transfers.copies[:: self.groups]
         copies = own + step.moved
         sources, targets = [source for source, _ in own], [target for _, target in copies]
-        assert self.config.prefix_cache or self.held_before.issuperset(sources)
+        assert self.config.cache.prefix_cache or self.held_before.issuperset(sources)
         assert held.issuperset(source for source, _ in step.moved)
         assert (held - {source for source, _ in step.moved}).isdisjoint(targets)
         assert len(set(targets)) == len(targets)
@@ -287,7 +288,7 @@ class FakeRunner:
 
     def seen_in(self, window: int) -> set[Block]:
         """The blocks of a KV group with a limit that coming rows see."""
-        visibility, block_tokens = self.config.windows[window].visibility, self.config.block_tokens
+        visibility, block_tokens = self.config.cache.windows[window].visibility, self.config.block_tokens
         return {
             block
             for seq in self.replicas.values()
@@ -299,7 +300,7 @@ class FakeRunner:
     def check_windows(self, starts: dict[int, int]) -> None:
         """All that the rows of the step see, those from `starts` on, is where it was written."""
         block_tokens = self.config.block_tokens
-        for window, (pools, group) in enumerate(zip(self.window_pools, self.config.windows, strict=True)):
+        for window, (pools, group) in enumerate(zip(self.window_pools, self.config.cache.windows, strict=True)):
             for sequence_id, start in starts.items():
                 seq = self.replicas[sequence_id]
                 for position in range(group.visibility.first_seen(start), seq.length):
@@ -315,7 +316,7 @@ class FakeRunner:
         assert len(moved) == len(widened.moves)
         assert moved.keys() <= set(seq.blocks[: seq.length // self.config.block_tokens])  # which are full
         seq.blocks = [moved.get(block, block) for block in seq.blocks]
-        for at, group in enumerate(self.config.windows):
+        for at, group in enumerate(self.config.cache.windows):
             passed = group.visibility.first_seen(seq.length) // self.config.block_tokens
             assert all(move.place < passed for move in widened.moves)
             seq.windows[at] = [Block(block.owner, -1) for block in seq.blocks[:passed]] + seq.windows[at][passed:]
@@ -345,12 +346,12 @@ class FakeRunner:
         """A new one, which reads the tokens that it begins with from the pool."""
         if not new.kv.cached_blocks:
             assert not new.kv.cached_tokens
-            return Replica(new, [], windows=[[] for _ in self.config.windows])
+            return Replica(new, [], windows=[[] for _ in self.config.cache.windows])
         block_tokens, blocks = self.config.block_tokens, list(new.kv.cached_blocks[:: self.groups])
-        windows = [list(new.kv.cached_blocks[1 + at :: self.groups]) for at in range(len(self.config.windows))]
+        windows = [list(new.kv.cached_blocks[1 + at :: self.groups]) for at in range(len(self.config.cache.windows))]
         assert all([block.owner for block in window] == [block.owner for block in blocks] for window in windows)
         full = new.kv.cached_tokens // block_tokens
-        assert self.config.prefix_cache or self.held_before.issuperset(blocks[:full])
+        assert self.config.cache.prefix_cache or self.held_before.issuperset(blocks[:full])
         assert self.held().isdisjoint(blocks[full:])
         assert len(blocks) == -(-new.kv.cached_tokens // block_tokens)
         self.first_blocks[new.id] = blocks[0].owner
@@ -397,16 +398,16 @@ class FakeRunner:
         wanting = [seq for seq in self.replicas.values() if seq.wants_decode]
         assert all(self.replicas[draft.id] in wanting for draft in step.drafts)
         decodes = [seq.new.id for seq in wanting if not self.is_drafted(seq)]
-        if self.config.pp == 1:
+        if self.config.steps.pp == 1:
             assert sorted(self.decoding) == sorted(decodes)
         assert all(self.replicas[sequence_id].wants_decode for sequence_id in self.decoding)
-        assert len(self.replicas) <= self.config.max_running
+        assert len(self.replicas) <= self.config.steps.max_running
         chunks = step.chunks
         if not self.in_turn:
             return
         waiting = sorted((seq for seq in self.replicas.values() if seq.prompt_left), key=lambda seq: seq.new.id)
         assert sum(chunk.num_tokens for chunk in chunks) == min(
-            self.config.chunk_tokens, sum(seq.prompt_left for seq in waiting)
+            self.config.steps.chunk_tokens, sum(seq.prompt_left for seq in waiting)
         )
         order = [seq.new.id for seq in waiting]
         assert [chunk.id for chunk in chunks] == sorted((chunk.id for chunk in chunks), key=order.index)
@@ -428,9 +429,9 @@ class FakeRunner:
     def write(self, seq, num_tokens, new_blocks) -> None:
         sequence_id, block_tokens = seq.new.id, self.config.block_tokens
         taken = self.held()
-        seen = [self.seen_in(window) for window in range(len(self.config.windows))]
+        seen = [self.seen_in(window) for window in range(len(self.config.cache.windows))]
         own = list(new_blocks[:: self.groups])
-        for at, (window, group) in enumerate(zip(seq.windows, self.config.windows, strict=True)):
+        for at, (window, group) in enumerate(zip(seq.windows, self.config.cache.windows, strict=True)):
             more = new_blocks[1 + at :: self.groups]
             assert [block.owner for block in more] == [block.owner for block in own]
             assert len({*more}) == len(more)
@@ -552,7 +553,7 @@ class Engine:
 
 
 def config(**settings) -> SchedulerConfig:
-    return SchedulerConfig(**{"kvp": 2, "num_blocks": 100, "max_model_len": 1000, "block_tokens": 4} | settings)
+    return scheduler_config(**{"kvp": 2, "num_blocks": 100, "max_model_len": 1000, "block_tokens": 4} | settings)
 
 
 def run(settings: SchedulerConfig, *requests: Request, depth: int = 1) -> dict[int, Outcome]:
@@ -873,7 +874,7 @@ def workloads(draw):
         for index in range(draw(st.integers(1, 6)))
     ]
     block_tokens = draw(st.integers(1, 6))
-    settings = SchedulerConfig(
+    settings = scheduler_config(
         kvp=draw(st.integers(1, 4)),
         num_blocks=1,
         max_model_len=64,

@@ -27,6 +27,8 @@ from longhelix.serve.json_reader import DEEPEST, LONG_TEXT
 from longhelix.serve.server_log import ServerLog
 from longhelix.serve.serving import _TEXT_THREADS, Serving
 from longhelix.spec.layout import HeadShape, Layout
+from longhelix.spec.vocabulary import Vocabulary
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -39,16 +41,15 @@ class Counting:
     next step."""
 
     def __init__(self):
-        spec = types.SimpleNamespace(vocab_size=100, vision=None, num_layers=1, groups=(0,))
-        scheduler = types.SimpleNamespace(
-            windows=(), max_model_len=64, block_tokens=16, num_blocks=9, placement="auto", policy="lars"
-        )
+        spec = types.SimpleNamespace(vocabulary=Vocabulary(100), vision=None, num_layers=1, groups=(0,))
+        scheduler = scheduler_config(2, 9, 64, placement="auto", policy="lars")
         self.config = types.SimpleNamespace(
             layout=Layout(kvp=2),
             scheduler=scheduler,
             spec=spec,
             heads=HeadShape(2, 2),
-            formats=types.SimpleNamespace(kv_dtype="int8", weight_dtype="int8"),
+            formats=types.SimpleNamespace(kv_dtype="int8"),
+            weight_formats="int8",
         )
         self.tokenizer = types.SimpleNamespace(encode=list, reasoning_form=lambda parser: None)
         self.contexts_folder, self.is_saving = None, False

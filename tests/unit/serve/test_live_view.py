@@ -14,6 +14,7 @@ from longhelix.errors import EngineError
 from longhelix.serve import live
 from longhelix.serve.refusals import OverloadedError, RestartingError, ShuttingDownError
 from longhelix.spec.layout import HeadShape
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -179,10 +180,11 @@ def test_percentiles_are_of_the_last_minutes():
 def config_of(layout):
     return SimpleNamespace(
         layout=layout,
-        scheduler=SimpleNamespace(max_model_len=64, block_tokens=16, num_blocks=9, placement="auto", policy="lars"),
+        scheduler=scheduler_config(2, 9, 64, placement="auto", policy="lars"),
         spec=SimpleNamespace(num_layers=7),
         heads=HeadShape(6, 3),
-        formats=SimpleNamespace(kv_dtype="int8", weight_dtype="int8"),
+        formats=SimpleNamespace(kv_dtype="int8"),
+        weight_formats="int8",
     )
 
 

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from longhelix.engine.observation import Observation, ObservedStep, RanChunk, RankBlocks, RunningRequest
 from longhelix.engine.result import Delta, Result
 from longhelix.errors import EngineError, UserError
+from longhelix.scheduler.config import CacheConfig
 from longhelix.serve import metrics as metrics_module
 from longhelix.serve.metrics import Metrics
 from longhelix.serve.request_progress import RequestProgress
@@ -25,7 +26,7 @@ FLEETS = Path(__file__).parents[3] / "docs/guides/fleets.md"
 
 class Config:
     layout = Layout(kvp=3, tpa=2)
-    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8, windows=())
+    scheduler = SimpleNamespace(block_tokens=16, num_blocks=8, cache=CacheConfig())
 
 
 def running(id):

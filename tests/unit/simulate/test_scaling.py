@@ -7,11 +7,11 @@ import pytest
 
 from longhelix import figures
 from longhelix.perf.setting import Setting
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Observer, Server, simulate
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +22,7 @@ SETTING = Setting(load_model("llama-3-70b"), H100, "bfloat16", "bfloat16")
 
 def served(pp, *arrivals):
     """By stages of TP 8 on H100s."""
-    settings = SchedulerConfig(kvp=1, pp=pp, num_blocks=10**6, max_model_len=2 * 10**6, chunk_tokens=4096)
+    settings = scheduler_config(kvp=1, pp=pp, num_blocks=10**6, max_model_len=2 * 10**6, chunk_tokens=4096)
     return simulate(Server(SETTING, Layout(tpa=8, pp=pp), settings, hop_b=False), list(arrivals))
 
 
@@ -64,7 +64,7 @@ class Prefill(Observer):
 
 def grown(placement, tokens, new_tokens=1):
     """A prompt on four groups of four stages of TP 8; a group has half a million tokens before the next one joins."""
-    settings = SchedulerConfig(
+    settings = scheduler_config(
         kvp=4, pp=4, num_blocks=2 * 10**5, max_model_len=3 * M, chunk_tokens=500, placement=placement,
         growth_limit_tokens=M // 2,
     )  # fmt: skip

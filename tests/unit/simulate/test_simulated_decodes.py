@@ -5,12 +5,12 @@ import pytest
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.setting import Setting
 from longhelix.perf.step import decode_seconds
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Observer, Server, simulate
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -38,7 +38,7 @@ class Decodes(Observer):
 
 
 def simulated_seconds(setting, layout, placement, context):
-    scheduler = SchedulerConfig(
+    scheduler = scheduler_config(
         kvp=layout.kvp,
         num_blocks=100_000,
         max_model_len=MOST_TOKENS,

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.setting import Setting
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, StepResult
@@ -22,6 +21,7 @@ from longhelix.simulate.simulation import Server, Simulation, simulate
 from longhelix.simulate.synthetic import Synthetic, chat, parse_mix
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -61,7 +61,7 @@ class Steps:
 
 
 def config(**more):
-    return SchedulerConfig(
+    return scheduler_config(
         **{"kvp": 1, "num_blocks": 10_000, "max_model_len": 100_000, "block_tokens": 4, "chunk_tokens": 8} | more
     )
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 # Read by models although no class declares them: older spellings, and what models' own code had.
 UNDECLARED = {
     "rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim", "full_attention_interval",
-    "rope_interleave",
+    "rope_interleave", "sliding_rope_parameters", "sliding_window_pattern",
 }  # fmt: skip
 
 
@@ -41,7 +41,12 @@ def test_every_field_of_transformers_is_read_refused_or_known_to_be_harmless(arc
 def test_absent_fields_have_transformers_defaults(architecture):
     family, made = FAMILIES[architecture], config_class(architecture)
     declared = {field.name: field.default for field in fields(made)}
-    assert family.defaults["rope_theta"] == made.default_theta
+    theta = made.default_theta
+    if isinstance(theta, dict):  # layers with a window have one of their own
+        config = family.decoder({"text_config": {}, "model_type": architecture})
+        assert config["sliding_rope_parameters"]["rope_theta"] == theta["local"]
+        theta = theta["global"]
+    assert family.defaults["rope_theta"] == theta
     for name, default in family.defaults.items():
         if name == "tie_word_embeddings" and family.vision is not None:
             continue  # which the whole model's config decides

@@ -21,11 +21,14 @@ needs_native = pytest.mark.skipif(native.module is None, reason="this install ha
 ENTRIES = [CacheEntry("kv", 128, 128), CacheEntry("latent", 576, 512, shared_values=True)]
 
 
-def test_the_engines_choices_are_formats_and_those_of_four_bits_with_a_point_are_planned_with_alone():
+def test_the_engines_choices_are_formats_that_no_checkpoint_packs():
     assert " ".join(DTYPES) == "float32 bfloat16 float16"
-    assert " ".join(WEIGHT_DTYPES) == "float32 bfloat16 float16 int8 int4"
+    assert " ".join(WEIGHT_DTYPES) == "float32 bfloat16 float16 int8 int4 fp8-block int4-g128 nvfp4"
     assert " ".join(KV_DTYPES) == "float32 bfloat16 float16 fp8 int8 int4"
-    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "nvfp4", "mxfp4", "w8a8"} == set(FORMATS)
+    packed = {name for name, format in FORMATS.items() if format.codes is not None}
+    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "w8a8"} - packed == FORMATS.keys() - packed
+    for name, bits in (("mxfp8", 8.25), ("fp8-block", 8.25), ("int4-g128", 4.125), ("int4-g32-zero", 4.75)):
+        assert 8 * FORMATS[name].weight_bytes == bits
     for name, bits in (("fp4", 4), ("nvfp4", 4.5), ("mxfp4", 4.25)):
         assert 8 * FORMATS[name].weight_bytes == bits
         assert 8 * CacheEntry("kv", 128, 64).head_bytes(FORMATS[name], "cuda") == 192 * bits
@@ -40,8 +43,8 @@ def test_an_unknown_format_is_refused_with_the_known_ones():
 @needs_native
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_bytes_of_a_weight_are_those_of_its_tensor(dtype):
-    weight = make_weight(torch.zeros(48, 96), dtype)
-    assert weight.values.nbytes == 48 * 96 * FORMATS[dtype].weight_bytes
+    weight = make_weight(torch.zeros(48, 128), dtype)
+    assert weight.values.nbytes == 48 * FORMATS[dtype].weight_row_bytes(128)
 
 
 @needs_native
@@ -80,7 +83,7 @@ def test_the_scales_of_a_token():
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "int8"])
 def test_planner_and_engine_count_the_same_bytes_of_kv(model, system, device, dtype):
     spec, hardware = load_model(model), load_system(system)
-    if dtype not in hardware.flops_per_s:
+    if dtype not in hardware.arithmetic.flops_per_s:
         hardware = hardware.replaced({f"flops_per_s.{dtype}": 1e12}, "a test's")
     setting = Setting(spec, hardware, "bfloat16", dtype)
     planned = memory(setting, Layouts.of([Layout()]), 3.0, 1000.0).kv_bytes[0]

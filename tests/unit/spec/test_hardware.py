@@ -61,10 +61,10 @@ def refused(system, *words: str) -> None:
 
 def test_a_system_is_its_values_with_their_sources_beside():
     spec = HardwareSpec.from_mapping("mine", SYSTEM)
-    assert (spec.name, spec.memory_bytes_per_s, spec.memory_efficiency, spec.step_s) == ("mine", 1e12, 0.9, 0.0)
-    assert (spec.scale_up, spec.scale_out) == (Link(1e-6, 450e9, 8), Link(5e-6, 50e9, 1024))
-    assert (spec.in_switch_reduction, spec.shared) == (True, False)
-    assert spec.flops_per_s == {"float32": 2e13, "bfloat16": 4e14}
+    assert (spec.name, spec.memory.bytes_per_s, spec.memory.efficiency, spec.fixed.step_s) == ("mine", 1e12, 0.9, 0.0)
+    assert (spec.network.scale_up, spec.network.scale_out) == (Link(1e-6, 450e9, 8), Link(5e-6, 50e9, 1024))
+    assert (spec.network.in_switch_reduction, spec.shared) == (True, False)
+    assert spec.arithmetic.flops_per_s == {"float32": 2e13, "bfloat16": 4e14}
     assert (spec.sources["memory_bytes_per_s"], spec.sources["scale_up.latency_s"]) == ("measured", "guessed")
     assert len(spec.sources) == 16 + 2 + 3 + 3
 
@@ -76,7 +76,7 @@ def test_a_file_that_is_older_than_a_constant_is_read():
     spec = HardwareSpec.from_mapping("mine", {key: value for key, value in SYSTEM.items() if key not in OPTIONAL})
     assert {key: spec.constants[key] for key in OPTIONAL} == OPTIONAL
     assert {spec.sources[key] for key in OPTIONAL} == {"assumed: the system file does not set it"}
-    assert spec.usable_bytes == spec.memory_bytes == 64e9
+    assert spec.usable_bytes == spec.memory.size_bytes == 64e9
 
 
 def test_a_reserve_is_no_part_of_what_may_be_filled():
@@ -171,8 +171,11 @@ def test_constants_are_replaced_by_name_and_keep_their_sources():
     assert spec.constants["flops_per_s.float32"] == 2e13
     assert set(spec.constants) == set(spec.sources)
     changed_spec = spec.replaced({"scale_up.latency_s": 3e-6, "flops_per_s.bfloat16": 1e14, "step_s": 0.5}, "fitted")
-    assert changed_spec.scale_up == Link(3e-6, 450e9, 8)
-    assert (changed_spec.flops_per_s, changed_spec.step_s) == ({"float32": 2e13, "bfloat16": 1e14}, 0.5)
+    assert changed_spec.network.scale_up == Link(3e-6, 450e9, 8)
+    assert (changed_spec.arithmetic.flops_per_s, changed_spec.fixed.step_s) == (
+        {"float32": 2e13, "bfloat16": 1e14},
+        0.5,
+    )
     assert changed_spec.sources == {
         **spec.sources,
         **dict.fromkeys(("scale_up.latency_s", "flops_per_s.bfloat16", "step_s"), "fitted"),
@@ -183,9 +186,13 @@ def test_constants_are_replaced_by_name_and_keep_their_sources():
 def test_several_machines_have_the_rates_memory_and_cores_of_all():
     spec = HardwareSpec.from_mapping("mine", SYSTEM).replaced({"cores": 3}, "test")
     two = spec.of_machines(2)
-    assert (two.memory_bytes_per_s, two.usable_bytes) == (2 * spec.memory_bytes_per_s, 2 * spec.usable_bytes)
+    assert (two.memory.bytes_per_s, two.usable_bytes) == (2 * spec.memory.bytes_per_s, 2 * spec.usable_bytes)
     assert (two.cores, two.rate("float32")) == (6, 2 * spec.rate("float32"))
-    assert (two.scale_up, two.kernel_s, two.sources["cores"]) == (spec.scale_up, spec.kernel_s, "2 machines")
+    assert (two.network.scale_up, two.fixed.kernel_s, two.sources["cores"]) == (
+        spec.network.scale_up,
+        spec.fixed.kernel_s,
+        "2 machines",
+    )
     assert spec.of_machines(0.25).cores == 1
 
 

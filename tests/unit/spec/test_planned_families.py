@@ -23,6 +23,7 @@ from anything import VALUES
 from longhelix.errors import UserError
 from longhelix.spec import FAMILIES, Activation, Indexer, LinearAttention, ModelSpec, MoE, Routing, read_hf_config
 from longhelix.spec.missing_parts import missing_parts
+from longhelix.spec.model import CheckpointFormat
 from longhelix.spec.presets import load_model
 from longhelix.spec.weights import num_parameters
 from toy_model import attention_of, limit_of, moe_of
@@ -267,7 +268,7 @@ def test_llama_4s_whole_config_is_read_for_its_decoder():
         "vision_config": {"hidden_size": 7},
         "torch_dtype": "bfloat16",
     }
-    assert read(whole) == replace(read(text), architecture="llama4", dtype="bfloat16")
+    assert read(whole) == replace(read(text), architecture="llama4", checkpoint=CheckpointFormat("bfloat16"))
     refused({"model_type": "llama4"}, "no text_config")
 
 

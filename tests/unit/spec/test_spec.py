@@ -26,7 +26,6 @@ from longhelix.errors import UserError
 from longhelix.spec import (
     FAMILIES,
     FORMATS,
-    KV_DTYPES,
     MLA,
     ROPE_KINDS,
     WEIGHT_DTYPES,
@@ -41,6 +40,7 @@ from longhelix.spec import (
 )
 from longhelix.spec.config_fields import NEUTRAL, OPTIONAL, REQUIRED, WINDOW
 from longhelix.spec.layout import Layout
+from longhelix.spec.rope import RopeScaling
 from longhelix.spec.weights import num_parameters
 from toy_model import attention_of, kv_elements, latents_of, limit_of, moe_of, toy_model
 
@@ -137,7 +137,7 @@ def test_sizes_are_those_of_transformers(family):
         vocab_size=1000,
         max_positions=4096,
         rms_norm_eps=2e-5,
-        rope=RopeSpec(theta=10_000.0, original_max_positions=4096),
+        rope=RopeSpec(theta=10_000.0, scaling=RopeScaling(original_max_positions=4096)),
         dtype="bfloat16",
         tied_embeddings=True,
         qkv_bias=family == "qwen2",
@@ -152,7 +152,7 @@ def test_sizes_are_those_of_transformers(family):
 def test_a_default_config_is_read_and_json_makes_no_difference(family):
     config = CONFIGS[family]()
     spec = read_hf_config(config.to_dict())
-    assert (spec.architecture, spec.dtype) == (family, "float32")
+    assert (spec.architecture, spec.checkpoint.dtype) == (family, "float32")
     for use_diff in (True, False):
         assert read_hf_config(json.loads(config.to_json_string(use_diff=use_diff))) == spec
 
@@ -167,7 +167,7 @@ def test_both_forms_of_rope_settings_read_alike(family, kind):
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     older = {"type" if key == "rope_type" else key: value for key, value in SCALINGS[kind].items()}
     spec = read_hf_config(new)
-    assert (attention_of(spec).rope.kind, attention_of(spec).rope.theta) == (kind, 500_000.0)
+    assert (attention_of(spec).rope.scaling.kind, attention_of(spec).rope.theta) == (kind, 500_000.0)
     assert read(old, rope_theta=500_000.0, rope_scaling=SCALINGS[kind]) == spec
     assert read(old, rope_theta=500_000.0, rope_scaling=older) == spec
     assert read_hf_config(json.loads(json.dumps(new))) == spec
@@ -175,16 +175,16 @@ def test_both_forms_of_rope_settings_read_alike(family, kind):
 
 def test_old_style_theta_alone_is_the_default_rope():
     assert attention_of(read(MINIMAL, rope_theta=500_000, rope_scaling=None)).rope == RopeSpec(
-        theta=500_000.0, original_max_positions=4096
+        theta=500_000.0, scaling=RopeScaling(original_max_positions=4096)
     )
     assert attention_of(read(MINIMAL)).rope.theta == 10_000.0
 
 
 def test_original_positions_beside_the_rope_settings_count():
     rope = rope_of(LONGROPE, original_max_position_embeddings=512)
-    assert rope.original_max_positions == 512
-    assert rope.factor == 8.0
-    assert rope.attention_factor == math.sqrt(1 + math.log(8) / math.log(512))
+    assert rope.scaling.original_max_positions == 512
+    assert rope.scaling.factor == 8.0
+    assert rope.scaling.attention_factor == math.sqrt(1 + math.log(8) / math.log(512))
     both = rope_of(LONGROPE | {"original_max_position_embeddings": 1024}, original_max_position_embeddings=512)
     assert both == rope
 
@@ -268,8 +268,8 @@ def test_another_dtype_is_refused_with_those_that_run(dtype):
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_dtype_is_read_under_both_names(key):
-    assert read(MINIMAL, **{key: "float16"}).dtype == "float16"
-    assert read(MINIMAL, **{key: "torch.bfloat16"}).dtype == "bfloat16"
+    assert read(MINIMAL, **{key: "float16"}).checkpoint.dtype == "float16"
+    assert read(MINIMAL, **{key: "torch.bfloat16"}).checkpoint.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -356,21 +356,21 @@ def test_a_family_without_a_window_refuses_one():
 
 def test_eos_ids_of_the_generation_config_win():
     config = MINIMAL | {"eos_token_id": 2}
-    assert read_hf_config(config).eos_token_ids == (2,)
-    assert read_hf_config(config, {"eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
-    assert read_hf_config(config, {"eos_token_id": 5}).eos_token_ids == (5,)
-    assert read_hf_config(config, {"temperature": 0.6}).eos_token_ids == (2,)
-    assert read_hf_config(config, {"eos_token_id": None}).eos_token_ids == (2,)
-    assert read_hf_config(MINIMAL).eos_token_ids == (LlamaConfig().eos_token_id,)
-    assert read_hf_config(MINIMAL | {"eos_token_id": None}).eos_token_ids == ()
+    assert read_hf_config(config).vocabulary.eos_token_ids == (2,)
+    assert read_hf_config(config, {"eos_token_id": [5, 6]}).vocabulary.eos_token_ids == (5, 6)
+    assert read_hf_config(config, {"eos_token_id": 5}).vocabulary.eos_token_ids == (5,)
+    assert read_hf_config(config, {"temperature": 0.6}).vocabulary.eos_token_ids == (2,)
+    assert read_hf_config(config, {"eos_token_id": None}).vocabulary.eos_token_ids == (2,)
+    assert read_hf_config(MINIMAL).vocabulary.eos_token_ids == (LlamaConfig().eos_token_id,)
+    assert read_hf_config(MINIMAL | {"eos_token_id": None}).vocabulary.eos_token_ids == ()
 
 
 def test_a_spec_is_frozen_and_checks_itself():
     spec = read(MINIMAL)
     with pytest.raises(FrozenInstanceError):
-        spec.vocab_size = 4
+        spec.hidden_size = 4
     with pytest.raises(UserError, match="vocab_size is 0"):
-        replace(spec, vocab_size=0)
+        replace(spec, vocabulary=replace(spec.vocabulary, size=0))
 
 
 def test_gguf_metadata_gives_the_built_in_models_shape():
@@ -384,7 +384,7 @@ def test_gguf_metadata_gives_the_built_in_models_shape():
         vocab_size=49_152,
         max_positions=8192,
         rms_norm_eps=1e-5,
-        rope=RopeSpec(theta=100_000.0, original_max_positions=8192),
+        rope=RopeSpec(theta=100_000.0, scaling=RopeScaling(original_max_positions=8192)),
         dtype="bfloat16",
         tied_embeddings=True,
         eos_token_ids=(2,),
@@ -403,8 +403,8 @@ def test_gguf_defaults_are_those_of_the_format():
     assert (
         attention_of(spec).heads.num_kv_heads,
         attention_of(spec).rope.theta,
-        spec.vocab_size,
-        spec.tied_embeddings,
+        spec.vocabulary.size,
+        spec.vocabulary.tied_embeddings,
     ) == (9, 10_000.0, 3, False)
     assert attention_of(read_gguf(GGUF | {"llama.attention.key_length": 64}, tied=True)).head_size == 64
 
@@ -412,11 +412,11 @@ def test_gguf_defaults_are_those_of_the_format():
 def test_gguf_rope_scaling_is_read():
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     rope = attention_of(read_gguf(GGUF | linear, tied=True)).rope
-    assert (rope.kind, rope.factor, rope.theta) == ("linear", 4.0, 100_000.0)
+    assert (rope.scaling.kind, rope.scaling.factor, rope.theta) == ("linear", 4.0, 100_000.0)
     yarn = linear | {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 2048}
     rope = attention_of(read_gguf(GGUF | yarn, tied=True)).rope
-    assert (rope.kind, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 2048)
-    assert rope.attention_factor == 0.1 * math.log(4.0) + 1
+    assert (rope.scaling.kind, rope.scaling.factor, rope.scaling.original_max_positions) == ("yarn", 4.0, 2048)
+    assert rope.scaling.attention_factor == 0.1 * math.log(4.0) + 1
     none = read_gguf(GGUF | {"llama.rope.scaling.type": "none"}, tied=True)
     assert none == read_gguf(GGUF, tied=True)
 
@@ -426,13 +426,13 @@ def test_gguf_rope_scaling_without_a_type_is_linear(key):
     """As in llama.cpp, which reads the older key where the newer is not there."""
     metadata = {"llama.rope.scale_linear": 8.0, f"llama.{key}": 4.0}
     rope = attention_of(read_gguf(GGUF | metadata, tied=True)).rope
-    assert (rope.kind, rope.factor) == ("linear", 4.0)
+    assert (rope.scaling.kind, rope.scaling.factor) == ("linear", 4.0)
 
 
 def test_gguf_rope_divisors_are_kept_with_theta():
     divisors = [1.0] * 16 + [8.0] * 16
     rope = attention_of(read_gguf(GGUF, divisors, tied=True)).rope
-    assert rope == RopeSpec(theta=100_000.0, original_max_positions=8192, divisors=tuple(divisors))
+    assert rope == RopeSpec(theta=100_000.0, scaling=RopeScaling(original_max_positions=8192), divisors=tuple(divisors))
 
 
 @pytest.mark.parametrize(
@@ -543,7 +543,7 @@ def test_a_latent_is_one_kv_head_of_all_query_heads(architecture):
 def test_deepseeks_rope_turns_the_rotated_part_of_a_head():
     scaling = LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     config = planned("deepseek_v3").to_dict() | {"rope_parameters": None, "rope_scaling": scaling}
-    assert attention_of(read_hf_config(config)).rope.long_factor == (2.0,) * 4
+    assert attention_of(read_hf_config(config)).rope.scaling.longrope.long_factor == (2.0,) * 4
 
 
 def test_kimi_k2_is_deepseek_v3_under_its_own_name():
@@ -676,18 +676,19 @@ def test_what_no_config_can_have_is_refused_by_name(change):
 
 
 def test_minus_one_is_no_token_that_ends_a_sequence():
-    assert read(MINIMAL, eos_token_id=-1).eos_token_ids == ()
-    assert read(MINIMAL, eos_token_id=[2, -1]).eos_token_ids == (2,)
+    assert read(MINIMAL, eos_token_id=-1).vocabulary.eos_token_ids == ()
+    assert read(MINIMAL, eos_token_id=[2, -1]).vocabulary.eos_token_ids == (2,)
 
 
 def test_a_quantised_checkpoint_can_be_planned_with():
-    quantised = read(MINIMAL, quantization_config={"quant_method": "fp8"})
-    assert quantised == replace(read(MINIMAL), stored_dtype="fp8")
+    plain, quantised = read(MINIMAL), read(MINIMAL, quantization_config={"quant_method": "fp8"})
+    assert quantised.checkpoint.quantisation is not None
+    checkpoint = replace(plain.checkpoint, quantisation=quantised.checkpoint.quantisation)
+    assert quantised == replace(plain, checkpoint=checkpoint)
 
 
 def test_every_dtype_of_the_engine_has_its_bytes():
-    assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "nvfp4", "mxfp4", "w8a8"} == set(FORMATS)
-    assert [64 * FORMATS[dtype].weight_bytes for dtype in WEIGHT_DTYPES] == [256, 128, 128, 72, 40]
+    assert [64 * FORMATS[dtype].weight_bytes for dtype in WEIGHT_DTYPES] == [256, 128, 128, 72, 40, 66, 33, 36]
 
 
 @pytest.mark.parametrize("causal", [False, 0, "no"])

@@ -76,12 +76,17 @@ def with_rope(**changes):
 
 def test_a_published_config_is_read():
     spec = read_hf_config(PUBLISHED)
-    assert (spec.num_layers, spec.hidden_size, attention_of(spec).head_size, spec.dtype) == (36, 4096, 128, "bfloat16")
+    assert (spec.num_layers, spec.hidden_size, attention_of(spec).head_size, spec.checkpoint.dtype) == (
+        36,
+        4096,
+        128,
+        "bfloat16",
+    )
     assert (attention_of(spec).norms.qk, attention_of(spec).projections.qkv_bias) == (True, False)
-    assert (spec.tied_embeddings, spec.eos_token_ids) == (False, (151645,))
+    assert (spec.vocabulary.tied_embeddings, spec.vocabulary.eos_token_ids) == (False, (151645,))
     assert (attention_of(spec).rope.theta, attention_of(spec).rope.sections) == (5e6, (24, 20, 20))
     assert spec.vision == VisionSpec(151655, 151652, 151653, 3)
-    assert read_hf_config(changed(tie_word_embeddings=True)).tied_embeddings
+    assert read_hf_config(changed(tie_word_embeddings=True)).vocabulary.tied_embeddings
     assert read_hf_config(changed("text_config", rope_scaling=None)) == spec  # which are the defaults
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ModelSpec) == spec
 
@@ -92,9 +97,13 @@ def test_what_transformers_writes_is_read(config):
     tower = {"out_hidden_size": SMALL["hidden_size"], "deepstack_visual_indexes": [0, 2, 1]}
     made = config(text_config=SMALL | experts, vision_config=tower, dtype="float16")
     spec = read_hf_config(made.to_dict())
-    assert (spec.architecture, attention_of(spec).head_size, spec.dtype) == (config.model_type, 16, "float16")
+    assert (spec.architecture, attention_of(spec).head_size, spec.checkpoint.dtype) == (
+        config.model_type,
+        16,
+        "float16",
+    )
     assert moe_of(spec) == (MoE(5, 2, 40) if config is Qwen3VLMoeConfig else None)
-    assert not spec.tied_embeddings  # whatever stands with the decoder
+    assert not spec.vocabulary.tied_embeddings  # whatever stands with the decoder
 
 
 def test_axes_are_those_of_transformers():

@@ -24,7 +24,8 @@ from longhelix.compute.kernels.library import (
     triton_kernels,
 )
 from longhelix.compute.kernels.operands import check_operands, check_taken
-from longhelix.compute.kernels.weight import PANELS, PLAIN, Weight, WeightArrangement
+from longhelix.compute.kernels.packed_rows import PackedRows
+from longhelix.compute.kernels.weight import PACKED, PANELS, PLAIN, Weight, WeightArrangement
 from longhelix.spec import Activation, MoE, Routing
 
 SWIGLU = Activation()
@@ -155,7 +156,15 @@ class Experts:
     def arrangement(self) -> WeightArrangement:
         """The arrangement of all weights. Ranks without experts use native kernels, if there are any."""
         panels = all(weight.arrangement is PANELS for weight in (*self.gate_up, *self.down))
-        return PANELS if panels and native.module is not None else PLAIN
+        if panels and native.module is not None:
+            return PANELS
+        return self.down[0].arrangement if self.down else PLAIN
+
+    @property
+    def lead(self) -> int:
+        """`Weight.lead` of all down-projections with columns."""
+        leads = [weight.lead for weight in self.down if weight.depth]
+        return leads[0] if leads else 0
 
     @property
     def hidden(self) -> int | None:
@@ -251,6 +260,7 @@ def run_experts(
         *options,
         [] if numbered else experts.ids,
         [] if numbered else [weight.depth for weight in experts.down],
+        experts.lead,
         experts.hidden,
         experts.weight_dtype,
         PANELS.name if numbered else experts.arrangement.name,
@@ -260,7 +270,7 @@ def run_experts(
 library.define(
     "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor[] addresses, Tensor weights_TY, "
     "Tensor experts_TY, str function, bool gated, Tensor? norm, float norm_eps, Tensor? residual, ScalarType dtype, "
-    "Tensor? scales_TX, Tensor(a!) rows_e, int[] ids, int[] columns, int? hidden, str? weight_dtype, "
+    "Tensor? scales_TX, Tensor(a!) rows_e, int[] ids, int[] columns, int lead, int? hidden, str? weight_dtype, "
     "str arrangement) -> Tensor"
 )
 
@@ -282,6 +292,7 @@ def _run_experts(
     rows_e,
     ids,
     columns,
+    lead,
     hidden,
     weight_dtype,
     arrangement,
@@ -295,7 +306,10 @@ def _run_experts(
             Weight(w, weight_dtype, activation.projections * f, hidden, arrangement=PANELS)
             for w, f in zip(gate_up, columns, strict=True)
         )
-        downs = (Weight(w, weight_dtype, hidden, f, arrangement=PANELS) for w, f in zip(down, columns, strict=True))
+        downs = (
+            Weight(w, weight_dtype, hidden, f, arrangement=PANELS, lead=lead)
+            for w, f in zip(down, columns, strict=True)
+        )
         experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
         return _run_panels(x_TH, experts, weights_TY, experts_TY, *options)
     if scales_TX is not None or dtype != x_TH.dtype:
@@ -305,7 +319,15 @@ def _run_experts(
     residual = None if residual is None else residual.to(dtype)
     if addresses:
         routing = weights_TY, experts_TY, rows_e
-        return triton_kernels().run_experts(x_TH, *addresses, columns, *routing, activation, norm, norm_eps, residual)
+        packed = (weight_dtype, lead) if arrangement == PACKED.name else ()
+        options = activation, norm, norm_eps, residual, *packed
+        return triton_kernels().run_experts(x_TH, *addresses, columns, *routing, *options)
+    if arrangement == PACKED.name:
+        gate_up = [
+            PackedRows(w, weight_dtype, activation.projections * f, hidden)
+            for w, f in zip(gate_up, columns, strict=True)
+        ]
+        down = [PackedRows(w, weight_dtype, hidden, f, lead if f else 0) for w, f in zip(down, columns, strict=True)]
     normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
     out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids, activation)
     return out_TH if residual is None else residual + out_TH

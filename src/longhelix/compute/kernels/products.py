@@ -14,7 +14,8 @@ from longhelix.compute.kernels.library import (
     triton_kernels,
 )
 from longhelix.compute.kernels.operands import check_operands, num_blocks
-from longhelix.compute.kernels.weight import ARRANGEMENTS, PANELS, Weight
+from longhelix.compute.kernels.packed_rows import PackedRows
+from longhelix.compute.kernels.weight import ARRANGEMENTS, PACKED, PANELS, Weight
 from longhelix.spec import Activation
 
 
@@ -64,33 +65,42 @@ def linear(
 library.define(
     "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, str function, bool gated, "
     "Tensor? residual, ScalarType dtype, Tensor? scales_TX, str weight_dtype, int outputs, int depth, "
-    "str arrangement) -> Tensor"
+    "str arrangement, int lead) -> Tensor"
 )
 
 
 def _linear(x_TX, values, bias, norm, norm_eps, function, gated, residual, dtype, scales_TX, *weight):
     activation = activation_of(function, gated)
-    *shape, arrangement = weight
-    weight = Weight(values, *shape, ARRANGEMENTS[arrangement])
+    *shape, arrangement, lead = weight
+    weight = Weight(values, *shape, ARRANGEMENTS[arrangement], lead)
     if weight.arrangement is PANELS:
         return _multiply_panels(x_TX, weight, bias, norm, norm_eps, activation, residual, dtype, scales_TX)
     if scales_TX is not None:
         raise ValueError("scales apply only to int8 rows with a w8a8 weight in panels: leave them out otherwise")
     _check(x_TX, weight, bias, norm, activation, residual, dtype, scales_TX)
+    operand = PACKED.rows_of(weight) if weight.arrangement is PACKED else values
     if x_TX.is_cuda:
-        return _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, activation, residual, dtype)
-    return reference.linear(x_TX, values, bias, norm, norm_eps, activation, residual, dtype)
+        return _multiply_on_gpu(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype)
+    return reference.linear(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype)
 
 
-def _multiply_on_gpu(x_TX, values, bias, norm, norm_eps, activation, residual, dtype):
-    """Run the reference, with one launch for the norm and one for the activation."""
+def _multiply_on_gpu(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype):
+    """Run the reference, or the kernels of packed weights, with one launch for the norm and one for the activation.
+
+    operand: W as a tensor or as `PackedRows`.
+    """
     if norm is not None:
         x_TX, norm = triton_kernels().norm_rows(dense_rows(x_TX), norm, norm_eps), None
-    if activation is None:
-        return reference.linear(x_TX, values, bias, norm, norm_eps, None, residual, dtype)
-    product_dtype = torch.promote_types(x_TX.dtype, values.dtype)
-    product_TX = reference.linear(x_TX, values, bias, norm, norm_eps, None, None, product_dtype)
-    out_TO = triton_kernels().activate_rows(product_TX, activation)
+    if isinstance(operand, PackedRows):
+        product_dtype = dtype if activation is None and residual is None else x_TX.dtype
+        out_TO = triton_kernels().multiply_packed(x_TX, operand, product_dtype, bias)
+    elif activation is None:
+        return reference.linear(x_TX, operand, bias, norm, norm_eps, None, residual, dtype)
+    else:
+        product_dtype = torch.promote_types(x_TX.dtype, operand.dtype)
+        out_TO = reference.linear(x_TX, operand, bias, norm, norm_eps, None, None, product_dtype)
+    if activation is not None:
+        out_TO = triton_kernels().activate_rows(out_TO, activation)
     return (out_TO if residual is None else out_TO + residual).to(dtype)
 
 
@@ -239,5 +249,5 @@ library.impl("quantise_rows", _quantise_rows, "CompositeExplicitAutograd")
 library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
 
 
-def _weight_arguments(weight: Weight) -> tuple[str, int, int, str]:
-    return weight.dtype, weight.outputs, weight.depth, weight.arrangement.name
+def _weight_arguments(weight: Weight) -> tuple[str, int, int, str, int]:
+    return weight.dtype, weight.outputs, weight.depth, weight.arrangement.name, weight.lead

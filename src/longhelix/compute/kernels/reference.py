@@ -6,11 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from longhelix.compute.kernels.packed_rows import PackedRows
 from longhelix.spec import Activation, MoE
 
 # Rows are taken in tiles: bounds the score matrix, and skips keys that no row of a tile may see.
 _TILE_ROWS = 128
 ROW_BLOCK = 64  # inputs of a scale block of a row of bytes
+_PACKED_ELEMENTS = 2**22  # numbers of a packed weight that are unpacked at a time
 
 
 def partial_attention(
@@ -157,7 +159,7 @@ def rotate_heads(x_TQC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 def linear(
     x_TX: Tensor,
-    weight_OX: Tensor,
+    weight_OX: Tensor | PackedRows,
     bias_O: Tensor | None,
     norm_X: Tensor | None,
     norm_eps: float,
@@ -168,14 +170,25 @@ def linear(
     """See `products.linear`; every step is rounded to the dtype of x, after the norm to that of a wider weight."""
     if norm_X is not None:
         x_TX = rms_norm(x_TX, norm_X, norm_eps)
-    if weight_OX.dtype == torch.float32:
-        x_TX = x_TX.float()
-    out_TO = torch.nn.functional.linear(x_TX, weight_OX, bias_O)
+    if isinstance(weight_OX, PackedRows):
+        out_TO = _multiply_packed(x_TX.float(), weight_OX)
+        out_TO = out_TO if bias_O is None else out_TO + bias_O.float()
+        out_TO = out_TO.to(dtype if activation is None else x_TX.dtype)
+    else:
+        x_TX = x_TX.float() if weight_OX.dtype == torch.float32 else x_TX
+        out_TO = torch.nn.functional.linear(x_TX, weight_OX, bias_O)
     if activation is not None:
         out_TO = activate(out_TO, activation)
     if residual_TO is not None:
         out_TO = out_TO + residual_TO
     return out_TO.to(dtype)
+
+
+def _multiply_packed(x_TX: Tensor, rows: PackedRows) -> Tensor:
+    """The product with a packed weight in float32, a part of its outputs after the other."""
+    step = max(_PACKED_ELEMENTS // max(rows.depth, 1), 1)
+    parts = (rows.numbers(slice(first, first + step)) for first in range(0, rows.outputs, step))
+    return torch.cat([x_TX @ part_OX.T for part_OX in parts] or [x_TX.new_empty(len(x_TX), 0)], dim=1)
 
 
 def activate(x_TX: Tensor, activation: Activation) -> Tensor:
@@ -269,8 +282,8 @@ def _best(values_TX: Tensor, count: int) -> Tensor:
 
 def run_experts(
     normed_TH: Tensor,
-    gate_up: list[Tensor],
-    down: list[Tensor],
+    gate_up: list[Tensor] | list[PackedRows],
+    down: list[Tensor] | list[PackedRows],
     weights_TY: Tensor,
     experts_TY: Tensor,
     rows_e: Tensor,

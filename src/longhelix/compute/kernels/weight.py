@@ -1,6 +1,6 @@
 """Weights of matrix products, and their arrangements in memory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels import native
+from longhelix.compute.kernels.packed_rows import PackedRows, encoded
 from longhelix.errors import UserError
 from longhelix.spec import FORMATS
 
@@ -18,12 +19,16 @@ class WeightArrangement(Protocol):
 
     name: str
 
-    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
-        """Return whether `device` supports a matrix of this shape, stored in `dtype`."""
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device, lead: int = 0) -> bool:
+        """Return whether `device` supports a matrix of this shape, stored in `dtype`. lead: see `Weight`."""
         ...
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
-        """Arrange a matrix. halves: see `make_weight`."""
+        """Arrange a matrix of numbers. halves: see `make_weight`."""
+        ...
+
+    def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
+        """Arrange a packed matrix. halves: see `make_weight`."""
         ...
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
@@ -36,15 +41,39 @@ class Plain:
 
     name = "plain"
 
-    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
-        return self.name in FORMATS[dtype].weights or 0 in shape_OI
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device, lead: int = 0) -> bool:
+        return self.name in FORMATS[dtype].weights or (0 in shape_OI and FORMATS[dtype].codes is None)
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
         outputs, depth = weight_OI.shape
         return Weight(weight_OI, dtype, outputs, depth, arrangement=self)
 
+    def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
+        raise ValueError(f"plain weights have no codes, but {rows.dtype} has: choose another arrangement")
+
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         return weight.values[indices_T]
+
+
+class Packed:
+    """`PackedRows`: codes and scales as checkpoints have them, for GPUs, and for shapes that panels do not hold."""
+
+    name = "packed"
+
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device, lead: int = 0) -> bool:
+        return self.name in FORMATS[dtype].weights
+
+    def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
+        return self.of_rows(encoded(weight_OI, dtype), halves)
+
+    def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
+        return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, arrangement=self, lead=rows.lead)
+
+    def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
+        return self.rows_of(weight).selected(indices_T).numbers()
+
+    def rows_of(self, weight: "Weight") -> PackedRows:
+        return PackedRows(weight.values, weight.dtype, weight.outputs, weight.depth, weight.lead)
 
 
 class Panels:
@@ -53,48 +82,69 @@ class Panels:
     A panel is [input][output], with inputs in pairs if numbers are bfloat16 or narrower. Numbers with scales come in
     blocks of 32 inputs: the numbers, then 16 float16 scales and 16 float16 offsets, one for each output, and weight =
     scale * stored + offset (csrc/kernels.hpp). w8a8 has [four inputs][output] as signed bytes, and after all inputs of
-    a panel a float32 scale for each output.
+    a panel a float32 scale for each output. Formats with codes have them as they are in checkpoints, each scale block
+    followed by its scales.
     """
 
     name = "panels"
 
-    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device) -> bool:
+    def holds(self, shape_OI: tuple[int, int], dtype: str, device: torch.device, lead: int = 0) -> bool:
         on_cpu = native.module is not None and device.type == "cpu"
-        return on_cpu and self.name in FORMATS[dtype].weights and shape_OI[1] % _multiple(dtype) == 0
+        whole = shape_OI[1] % _multiple(dtype) == 0 and lead % native.LANES == 0
+        return on_cpu and self.name in FORMATS[dtype].weights and whole
 
     def new_weight(self, weight_OI: Tensor, dtype: str, halves: int) -> "Weight":
+        if FORMATS[dtype].codes is not None:
+            return self.of_rows(encoded(weight_OI, dtype), halves)
         weight = self.new_panels(*weight_OI.shape, dtype, halves)
         self.write(weight_OI, 0, weight, halves)
         return weight
 
-    def new_panels(self, outputs: int, depth: int, dtype: str, halves: int) -> "Weight":
+    def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
+        weight = self.new_panels(rows.outputs, rows.depth, rows.dtype, halves, rows.lead)
+        self.write_packed(rows, 0, weight, halves)
+        return weight
+
+    def new_panels(self, outputs: int, depth: int, dtype: str, halves: int, lead: int = 0) -> "Weight":
         """Return panels that `write` then fills with outputs. Padding of the last panels is zero."""
         panels = halves * -(-outputs // halves // native.LANES)
-        panel_bytes = native.LANES * FORMATS[dtype].weight_row_bytes(depth)
+        panel_bytes = native.LANES * FORMATS[dtype].weight_row_bytes(depth, lead)
         new = torch.empty if depth else torch.zeros  # without inputs there is nothing to lay out
         values = new(panels * panel_bytes, dtype=torch.uint8)
         if depth and outputs // halves % native.LANES:
             values.view(halves, -1)[:, -panel_bytes:] = 0
-        return Weight(values, dtype, outputs, depth, arrangement=self)
+        return Weight(values, dtype, outputs, depth, arrangement=self, lead=lead)
 
     def write(self, rows_OI: Tensor, first: int, weight: "Weight", halves: int) -> None:
         """Write rows of W (float32, bfloat16 or float16) as the outputs from `first` on."""
         rows_OI = rows_OI if rows_OI.stride(1) == 1 else rows_OI.contiguous()
-        width = weight.outputs // halves
-        padded_width = -(-width // native.LANES) * native.LANES
-        for half in range(halves):
-            start, stop = max(half * width, first), min((half + 1) * width, first + len(rows_OI))
-            if start < stop and weight.depth:
-                native.module.pack(
-                    rows_OI[start - first].data_ptr(),
-                    native.NUMBER_BY_DTYPE[rows_OI.dtype],
-                    rows_OI.stride(0),
-                    stop - start,
-                    half * padded_width + start - half * width,
-                    weight.values.data_ptr(),
-                    getattr(native.module.Number, weight.dtype),
-                    weight.depth,
-                )
+        for rows, place in _by_half(len(rows_OI), first, weight, halves):
+            native.module.pack(
+                rows_OI[rows.start].data_ptr(),
+                native.NUMBER_BY_DTYPE[rows_OI.dtype],
+                rows_OI.stride(0),
+                len(rows),
+                place,
+                weight.values.data_ptr(),
+                getattr(native.module.Number, weight.dtype),
+                weight.depth,
+            )
+
+    def write_packed(self, packed: PackedRows, first: int, weight: "Weight", halves: int) -> None:
+        """Write packed rows of W as the outputs from `first` on."""
+        for rows, place in _by_half(packed.outputs, first, weight, halves):
+            sections = packed.code_rows, packed.scales, packed.zeros
+            strided = [
+                (0, 0) if section is None else (section[rows.start].data_ptr(), section.stride(0) * section.itemsize)
+                for section in sections
+            ]
+            native.module.pack_codes(
+                *(argument for section in strided for argument in section),
+                0 if packed.output_scales is None else packed.output_scales[rows.start].data_ptr(),
+                len(rows),
+                place,
+                weight.handle,
+            )
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         step = 2 if weight.dtype == "bfloat16" else 1
@@ -103,17 +153,48 @@ class Panels:
 
     def handle(self, weight: "Weight"):
         """Return the weight in the form that native kernels take."""
-        number = getattr(native.module.Number, weight.dtype)
-        return native.module.Weight(weight.values.data_ptr(), number, weight.depth)
+        numbers, format = native.module.Number, FORMATS[weight.dtype]
+        if format.codes is None:
+            return native.module.Weight(weight.values.data_ptr(), getattr(numbers, weight.dtype), weight.depth)
+        return native.module.Weight(
+            weight.values.data_ptr(),
+            getattr(numbers, _CODE_NUMBERS[format.codes.element]),
+            weight.depth,
+            scale=getattr(numbers, format.codes.scale),
+            block=format.weight_scales.numbers or max(weight.depth, 1),
+            lead=weight.lead,
+            zeros=format.codes.zero_points,
+            output_scales=format.weight_scales.vector_bits > 0,
+        )
+
+
+# What native kernels call the codes of formats.
+_CODE_NUMBERS = {"e4m3": "e4m3", "e2m1": "e2m1", "int8": "code8", "uint4": "code4"}
+
+
+def _by_half(count: int, first: int, weight: "Weight", halves: int) -> Iterator[tuple[range, int]]:
+    """Yield the rows that belong to each half, and where the first of them lies among the outputs in panels.
+
+    Args:
+        count: Number of rows.
+        first: The output that is the first row.
+    """
+    width = weight.outputs // halves
+    padded_width = -(-width // native.LANES) * native.LANES
+    for half in range(halves):
+        start, stop = max(half * width, first), min((half + 1) * width, first + count)
+        if start < stop and weight.depth:
+            yield range(start - first, stop - first), half * padded_width + start - half * width
 
 
 def _multiple(dtype: str) -> int:
     """Return the number that must divide the inputs of panels."""
-    return FORMATS[dtype].weight_scales.numbers or native.LANES
+    format = FORMATS[dtype]
+    return native.LANES if format.codes is not None else format.weight_scales.numbers or native.LANES
 
 
-PLAIN, PANELS = Plain(), Panels()
-ARRANGEMENTS: dict[str, WeightArrangement] = {PANELS.name: PANELS, PLAIN.name: PLAIN}  # the faster first
+PLAIN, PACKED, PANELS = Plain(), Packed(), Panels()
+ARRANGEMENTS: dict[str, WeightArrangement] = {each.name: each for each in (PANELS, PLAIN, PACKED)}  # the faster first
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +206,7 @@ class Weight:
     outputs: int
     depth: int
     arrangement: WeightArrangement
+    lead: int = 0  # how many inputs of the first scale block belong to another rank
 
     @cached_property
     def handle(self):
@@ -149,11 +231,16 @@ def make_weight(weight_OI: Tensor, dtype: str, halves: int = 1) -> Weight:
     return choose_arrangement([tuple(weight_OI.shape)], dtype, weight_OI.device).new_weight(weight_OI, dtype, halves)
 
 
-def choose_arrangement(shapes: Iterable[tuple[int, int]], dtype: str, device: torch.device) -> WeightArrangement:
-    """Return the first arrangement for matrices of all these shapes. Raises UserError if there is none."""
+def choose_arrangement(
+    shapes: Iterable[tuple[int, int]], dtype: str, device: torch.device, lead: int = 0
+) -> WeightArrangement:
+    """Return the first arrangement for matrices of all these shapes. Raises UserError if there is none.
+
+    lead: that of all weights with more than zero, see `Weight`.
+    """
     shapes = list(shapes)
     for arrangement in ARRANGEMENTS.values():
-        if all(arrangement.holds(shape_OI, dtype, device) for shape_OI in shapes):
+        if all(arrangement.holds(shape_OI, dtype, device, lead) for shape_OI in shapes):
             return arrangement
     multiple = _multiple(dtype)
     depth = next((depth for _, depth in shapes if depth % multiple), shapes[0][1])

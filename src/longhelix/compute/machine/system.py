@@ -21,7 +21,7 @@ def machine(device: str) -> HardwareSpec:
         system = load_system("local" if measured is not None and os.path.isfile(measured) else "cpu")
     else:
         system = load_system(_preset_of(gpu_names()))
-    converted = [f"flops_per_s.{dtype}" for dtype in (*KV_DTYPES, "w8a8") if dtype not in system.flops_per_s]
+    converted = [f"flops_per_s.{dtype}" for dtype in (*KV_DTYPES, "w8a8") if dtype not in system.arithmetic.flops_per_s]
     rate = system.rate("bfloat16")
     return system.replaced(dict.fromkeys(converted, rate), "assumed: as for bfloat16, to which the kernels convert it")
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class TensorInfo:
     """A stored tensor.
 
-    `dtype` is "float32", "bfloat16" or "float16", else the file's own name of it: "I64", or "Q4_1" for
-    a quantised GGUF tensor.
+    `dtype` is torch's name of it, such as "bfloat16" or "float8_e4m3fn". If longhelix does not read it, it is the
+    file's own name, such as "F64". The same holds for quantised GGUF tensors, such as "Q4_1".
     """
 
     name: str

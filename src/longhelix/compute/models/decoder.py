@@ -52,13 +52,13 @@ class Decoder(nn.Module):
         self.spans = spans
         self.mesh = mesh
         self.eps = spec.rms_norm_eps
-        self.hidden_size, self.multipliers = spec.hidden_size, spec.multipliers
+        self.hidden_size, self.multipliers = spec.hidden_size, spec.vocabulary.multipliers
         self.layers_begun = 0  # op by op; layers of tapes and graphs do not count
-        self.vocabulary = layout.vocabulary(spec.vocab_size, rank)
+        self.vocabulary = layout.vocabulary(spec.vocabulary.size, rank)
         self.indices = layout.layers(spec.num_layers, rank)
         self.dtype = weights.dtype
-        self.embedding_factor = spec.multipliers.embedding
-        if spec.multipliers.rounded:
+        self.embedding_factor = spec.vocabulary.multipliers.embedding
+        if spec.vocabulary.multipliers.rounded:
             self.embedding_factor = torch.tensor(self.embedding_factor, dtype=self.dtype).item()
         self.layers = nn.ModuleList(Layer(spec, index, mesh, weights, spans=spans) for index in self.indices)
         self.norm = weights.find("norm")

@@ -47,16 +47,19 @@ class ExpertFFN(nn.Module):
         if moe.shared_size:
             stems[moe.num_experts] = prefix + "shared."
         num_experts = moe.num_experts + (moe.shared_size > 0)
-        self.experts = _make_experts(weights, stems, num_experts, moe.activation.projections, router_XH.device)
+        self.experts = tuple(
+            _make_experts(weights, same, num_experts, router_XH.device, moe.activation.projections)
+            for same in _by_format(weights, stems)
+        )
 
     @property
     def products(self) -> tuple[Weight, ...]:
-        return self.router, *self.experts.gate_up, *self.experts.down
+        return self.router, *(weight for each in self.experts for weight in (*each.gate_up, *each.down))
 
     @property
     def rows_per_expert(self) -> Tensor:
         """Number of rows that each of this rank's routed experts has had, (e). int64."""
-        return self.experts.rows_e[: self.num_local_experts]
+        return self.experts[0].rows_e[: self.num_local_experts]
 
     def forward(self, hidden_TH: Tensor, batch: Batch) -> Tensor:
         """Return hidden_TH with the FFN's output added. Padding rows take no expert."""
@@ -64,13 +67,11 @@ class ExpertFFN(nn.Module):
         weights_TY, experts_TY = route(logits_TX, self.bias_E, self.moe)
         if batch.padding_T is not None:
             experts_TY = experts_TY.masked_fill(batch.padding_T.unsqueeze(1), self.moe.num_experts + 1)
-        run = partial(
-            run_experts, x_TH, self.experts, weights_TY, experts_TY, activation=self.moe.activation, **options
-        )
+        run = partial(self._run, x_TH, weights_TY, experts_TY, options)
         group, sharding = self.mesh.ffn, batch.sharding
         if group.size == 1:
-            return run(residual=hidden_TH) if self.residual.is_plain else self.residual.add(hidden_TH, run())
-        part_TH = run()
+            return run(hidden_TH) if self.residual.is_plain else self.residual.add(hidden_TH, run(None))
+        part_TH = run(None)
         if sharding.pass_shards is not None:
             part_TH = sharding.pass_shards.all_rows(sharding.pass_shards.summed_rows(part_TH))
         elif sharding.token_shards is not None:
@@ -80,6 +81,21 @@ class ExpertFFN(nn.Module):
         else:
             part_TH = group.all_reduce(part_TH)
         return self.residual.add(hidden_TH, part_TH)
+
+    def _run(
+        self,
+        x_TH: Tensor,
+        weights_TY: Tensor,
+        experts_TY: Tensor,
+        options: Mapping[str, Any],
+        residual_TH: Tensor | None,
+    ) -> Tensor:
+        """Return the residual, if there is one, plus the weighted outputs of this rank's experts."""
+        options = {"activation": self.moe.activation, **options}
+        for experts in self.experts:
+            residual_TH = run_experts(x_TH, experts, weights_TY, experts_TY, **options, residual=residual_TH)
+        assert residual_TH is not None
+        return residual_TH
 
     def _rows_and_logits(self, hidden_TH: Tensor, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return all rows, the router's logits of each, and remaining arguments of `run_experts`, such as the norm.
@@ -104,8 +120,20 @@ class ExpertFFN(nn.Module):
         return shards.all_rows(rms_norm(x_LH, self.norm, self.eps) if norm else x_LH), logits_TX, {}
 
 
+def _by_format(weights: Weights, stems: Mapping[int, str]) -> list[dict[int, str]]:
+    """Group experts whose weights have the same number format and are cut at the same place of scale blocks.
+
+    There is at least one group. Routed experts come first.
+    """
+    groups: dict[tuple[str, int], dict[int, str]] = {}
+    for number, stem in stems.items():
+        key = weights.format(stem + "down"), weights.lead(stem + "down")
+        groups.setdefault(key, {})[number] = stem
+    return list(groups.values()) or [{}]
+
+
 def _make_experts(
-    weights: Weights, stems: Mapping[int, str], num_experts: int, projections: int, device: torch.device
+    weights: Weights, stems: Mapping[int, str], num_experts: int, device: torch.device, projections: int
 ) -> Experts:
     """Make experts from the weights whose names begin with `stems`, by number.
 
@@ -114,7 +142,7 @@ def _make_experts(
         projections: Number of an expert's products before its activation.
     """
     # If one weight cannot be in panels, none is.
-    arrangement = weights.arrangement(stem + name for stem in stems.values() for name in ("gate_up", "down"))
+    arrangement = weights.arrangement([stem + name for stem in stems.values() for name in ("gate_up", "down")])
     gate_up, down = [], []
     for stem in stems.values():
         gate_up.append(weights.product(stem + "gate_up", projections, arrangement))

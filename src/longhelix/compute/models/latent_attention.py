@@ -54,7 +54,7 @@ class LatentAttention(nn.Module):
         self.mla, self.rotation = mla, spec.rotation_of(index)
         self.mesh = mesh
         self.spans = spans
-        self.scale = attention.head_size**-0.5 * attention.rope.latent_factor
+        self.scale = attention.head_size**-0.5 * attention.rope.scaling.latent_factor
         self.eps = spec.rms_norm_eps
         self.head_size = attention.head_size
         self.heads_among = partial(layout.heads_among, heads, mesh.rank)
@@ -64,12 +64,12 @@ class LatentAttention(nn.Module):
         norm_after = weights.find(prefix + "attention_norm_after")
         self.residual = Residual(norm_after, self.eps, spec.layers[index].residual_scale)
         self.query_norm = weights.find(prefix + "query_norm")
-        down_XH, down_bias_X = weights.take(prefix + "latent_down"), weights.find(prefix + "latent_down_bias")
-        halves_X = _in_halves(1, len(down_XH), mla)
-        self.down = weights.lay_out(down_XH[halves_X])
+        down_bias_X = weights.find(prefix + "latent_down_bias")
+        halves_X = _in_halves(1, (mla.q_lora_rank or 0) + mla.cached_size, mla)
+        self.down = weights.product(prefix + "latent_down", order_O=halves_X)
         self.down_bias = None if down_bias_X is None else down_bias_X[halves_X]
-        query_up_XY = weights.take(prefix + "query_up")
-        self.query_up = weights.lay_out(query_up_XY[_in_halves(len(local_heads), attention.head_size, mla)])
+        halves_X = _in_halves(len(local_heads), attention.head_size, mla)
+        self.query_up = weights.product(prefix + "query_up", order_O=halves_X)
         self.latent_norm = weights.take(prefix + "latent_norm")
         self.up_qXZ = weights.take(prefix + "latent_up").unflatten(0, (len(local_heads), -1))
         self.key_up_qCZ, self.value_up_qCZ = self.up_qXZ.split((mla.nope_size, mla.value_size), dim=1)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from math import prod
 
-from longhelix.spec.weights import WeightDtype
+from longhelix.spec import FORMATS, number_format
+from longhelix.spec.quantisation import Storage
+from longhelix.spec.weights import WeightDtype, packed_format
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,12 @@ class Source:
     shape: tuple[int, ...]
     slices: tuple[range, ...]  # one range per dim
     row_unit: int = 1  # rows that are read together, such as those of a head
+    storage: Storage | None = None  # how the checkpoint packs it, None if it does not
+
+    @property
+    def module(self) -> str:
+        """The module that has the weight."""
+        return self.name.removesuffix(".weight")
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -38,3 +46,38 @@ class Parameter:
     @property
     def num_elements(self) -> int:
         return sum(prod(map(len, source.slices)) for source in self.sources)
+
+    def format(self, weight_dtype: str) -> str | None:
+        """Return the number format in which it stays packed.
+
+        None: it becomes numbers, as products with `weight_dtype` need numbers, or sources differ, or no product reads
+        it.
+
+        Args:
+            weight_dtype: Number format of the weights of products that the checkpoint does not pack.
+        """
+        if self.stored is not WeightDtype.PRODUCT:
+            return None
+        format = packed_format(source.storage for source in self.sources)
+        return weight_dtype if format is None and FORMATS[weight_dtype].codes is not None else format
+
+    def stored_bytes(self, dtype: str, weight_dtype: str) -> int:
+        """Return the bytes that it takes in memory.
+
+        Args:
+            dtype: Number format of activations.
+            weight_dtype: Number format of the weights of products that the checkpoint does not pack.
+        """
+        rows, *columns = self.local_shape
+        depth = columns[0] if columns else 1
+        format = self.format(weight_dtype)
+        if format is not None:
+            return rows * FORMATS[format].weight_row_bytes(depth, self.lead(weight_dtype))
+        names = {WeightDtype.ACTIVATION: dtype, WeightDtype.PRODUCT: weight_dtype, WeightDtype.FLOAT32: "float32"}
+        return int(self.num_elements * number_format(names[self.stored]).weight_bytes)
+
+    def lead(self, weight_dtype: str) -> int:
+        """Return how many inputs of the first scale block belong to another rank. weight_dtype: see `format`."""
+        format = self.format(weight_dtype)
+        numbers = None if format is None else FORMATS[format].weight_scales.numbers
+        return 0 if numbers is None else self.sources[0].slices[1].start % numbers

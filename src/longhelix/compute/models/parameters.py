@@ -7,21 +7,29 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
+import msgspec
+
+from longhelix.compute.models.checkpoint import TensorInfo
 from longhelix.compute.models.parameter import Parameter, Source
+from longhelix.compute.models.schemes import SCHEMES, with_stored_scales
 from longhelix.errors import UserError
 from longhelix.spec import DTYPES, ModelSpec, number_format
 from longhelix.spec.layout import Layout
+from longhelix.spec.quantisation import Quantisation, Storage
 from longhelix.spec.weights import Dim, Split, WeightDtype, WeightSpec, embedding, head, last_norm, layer_weights
 from longhelix.values import shown
 
 _UNREAD = re.compile(
     r"(?:.*\.)?rotary_emb\.(?:inv_freq|cos_cached|sin_cached)"
     r"|(?:pretrained_model\.)?(?:v_head|value_head|score|classifier|reward_head)\..*"
-    r"|(?:model\.)?(?:mtp|mtp_layers|visual|vision_tower|vision_model|multi_modal_projector)\..*",
+    r"|(?:model\.)?(?:mtp|mtp_layers|visual|vision_tower|vision_model|multi_modal_projector)\..*"
+    r"|(?:.*\.)?self_attn\.(?:\w+\.)?(?:[qkv]|kv|prob_output|output)_(?:scale|zero_point)",
     re.DOTALL,
 )
+_EXPERTS = re.compile(r"(layers\.[0-9]+\.(?:experts|shared))\..*")
 
 
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
@@ -37,16 +45,11 @@ def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_
 
     Tied embeddings are the "head". There is also an "embedding" if rows of the head's format cannot be read exactly.
     """
-    bytes_of = {
-        WeightDtype.ACTIVATION: number_format(dtype).weight_bytes,
-        WeightDtype.PRODUCT: number_format(weight_dtype).weight_bytes,
-        WeightDtype.FLOAT32: number_format("float32").weight_bytes,
-    }
     parameters = declare(spec, layout, rank)
-    sizes = {parameter.name: int(parameter.num_elements * bytes_of[parameter.stored]) for parameter in parameters}
-    if spec.tied_embeddings and layout.has_embedding(rank) and layout.has_head(rank):
-        elements = next(parameter.num_elements for parameter in parameters if parameter.name == "embedding")
-        sizes["head"] = int(elements * bytes_of[WeightDtype.PRODUCT])
+    sizes = {parameter.name: parameter.stored_bytes(dtype, weight_dtype) for parameter in parameters}
+    if spec.vocabulary.tied_embeddings and layout.has_embedding(rank) and layout.has_head(rank):
+        embedded = next(parameter for parameter in parameters if parameter.name == "embedding")
+        sizes["head"] = replace(embedded, stored=WeightDtype.PRODUCT).stored_bytes(dtype, weight_dtype)
         if not number_format(weight_dtype).weight_scales.bits:
             del sizes["embedding"]
     return sizes
@@ -56,24 +59,30 @@ def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Paramete
     def local_items(dim: Dim) -> range:
         return _items(dim, layout, rank)
 
+    stacked = partial(_stacked, local_items, spec.checkpoint.quantisation)
     if layout.has_embedding(rank):
-        yield from _stacked([embedding(spec)], local_items)
+        yield from stacked([embedding(spec)])
     for layer in layout.layers(spec.num_layers, rank):
         weights = layer_weights(spec, spec.layers[layer])
-        yield from _stacked(weights, local_items, f"layers.{layer}.", f"model.layers.{layer}.")
+        yield from stacked(weights, f"layers.{layer}.", f"model.layers.{layer}.")
     if layout.has_head(rank):
-        yield from _stacked([last_norm(spec)], local_items)
-        if not (spec.tied_embeddings and layout.has_embedding(rank)):
-            yield from _stacked([head(spec)], local_items)
+        yield from stacked([last_norm(spec)])
+        if not (spec.vocabulary.tied_embeddings and layout.has_embedding(rank)):
+            yield from stacked([head(spec)])
 
 
 def _stacked(
-    weights: Iterable[WeightSpec], local_items: Callable[[Dim], range], to: str = "", at: str = ""
+    local_items: Callable[[Dim], range],
+    quantisation: Quantisation | None,
+    weights: Iterable[WeightSpec],
+    to: str = "",
+    at: str = "",
 ) -> Iterator[Parameter]:
     """Yield the parameters made of `weights`: one for each name and each of this rank's experts.
 
     Args:
         local_items: Returns the items of a dim that this rank has.
+        quantisation: Which modules the checkpoint packs. None: it packs none.
         to: Prefix of names in the model.
         at: Prefix of names in the checkpoint.
     """
@@ -82,7 +91,20 @@ def _stacked(
             _template(list(same), local_items, to, at) for _, same in groupby(of_experts, lambda weight: weight.name)
         ]
         for expert in local_items(experts):
-            yield from (_of_expert(template, expert) for template in templates)
+            yield from (_packed(_of_expert(template, expert), quantisation) for template in templates)
+
+
+def _packed(parameter: Parameter, quantisation: Quantisation | None) -> Parameter:
+    """Return the parameter with how the checkpoint packs its sources."""
+    if quantisation is None or parameter.stored is WeightDtype.FLOAT32:
+        return parameter
+    sources = (
+        replace(source, storage=quantisation.storage_of(source.module))
+        if source.name.endswith(".weight") and len(source.shape) == 2
+        else source
+        for source in parameter.sources
+    )
+    return replace(parameter, sources=tuple(sources))
 
 
 def _template(same: Sequence[WeightSpec], local_items: Callable[[Dim], range], to: str, at: str) -> Parameter:
@@ -130,25 +152,21 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
     quantised: Whether dtypes other than floats can be read. GGUF files are dequantised, safetensors are not.
     """
     declared = set()
-    # One by one, because a config may ask for more layers or experts than fit into memory. No checkpoint has them.
-    for source in (source for parameter in _parameters(spec, Layout(), 0) for source in parameter.sources):
-        declared.add(name := source.name)
-        if name not in tensors:
-            raise UserError(
-                f"the checkpoint has no tensor {name!r}, which the model's config requires: check that all files of "
-                "the model are present and belong together",
-                "invalid_checkpoint",
-            )
-        shape, dtype = tensors[name]
+    for source in _sources(spec):
+        if source.storage is not None:
+            declared.update(_check_packed(source, source.storage, tensors))
+            continue
+        declared.add(source.name)
+        shape, dtype = _found(source.name, tensors)
         if shape != source.shape:
             raise UserError(
-                f"tensor {name!r} has shape {list(shape)}, but the model's config requires {list(source.shape)}: the "
-                "config and the weights do not belong together",
+                f"tensor {source.name!r} has shape {list(shape)}, but the model's config requires "
+                f"{list(source.shape)}: the config and the weights do not belong together",
                 "invalid_checkpoint",
             )
         if dtype not in DTYPES and not quantised:
             raise UserError(
-                f"tensor {name!r} has dtype {dtype}: longhelix reads {', '.join(DTYPES)}", "invalid_checkpoint"
+                f"tensor {source.name!r} has dtype {dtype}: longhelix reads {', '.join(DTYPES)}", "invalid_checkpoint"
             )
     unused = sorted(name for name in tensors if name not in declared and not _is_tied_head(name, spec))
     predicting = _predicting_layers(tensors, spec.num_layers)
@@ -167,9 +185,97 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
         )
 
 
+def with_stored_formats(spec: ModelSpec, tensors: Mapping[str, TensorInfo]) -> ModelSpec:
+    """Return the spec with the formats that a checkpoint's tensors have, where its config does not say them.
+
+    See `schemes.with_stored_scales`. Weights that the same rule packs have the same format.
+    """
+    quantisation = spec.checkpoint.quantisation
+    if quantisation is None:
+        return spec
+    num_storages = len({rule.storage for rule in quantisation.rules})
+    stored: dict[Storage, Storage] = {}
+    for source in _sources(spec):
+        if source.storage is not None and source.storage not in stored:
+            rows, columns = source.shape
+            stored[source.storage] = with_stored_scales(source.storage, tensors, source.module, (rows, columns))
+        if len(stored) == num_storages or not _is_stored(source, tensors):
+            break  # `check` refuses a checkpoint without a tensor
+    rules = (
+        msgspec.structs.replace(rule, storage=stored.get(rule.storage, rule.storage)) for rule in quantisation.rules
+    )
+    found = msgspec.structs.replace(quantisation, rules=tuple(rules))
+    return replace(spec, checkpoint=replace(spec.checkpoint, quantisation=found))
+
+
+def _is_stored(source: Source, tensors: Iterable[str]) -> bool:
+    """Return whether a checkpoint has the tensors of a weight."""
+    if source.storage is None:
+        return source.name in tensors
+    rows, columns = source.shape
+    forms = SCHEMES[source.storage.scheme].tensors(source.module, (rows, columns), source.storage.format)
+    return all(name in tensors for name, form in forms.items() if form.required)
+
+
+def _sources(spec: ModelSpec) -> Iterator[Source]:
+    """Yield the tensors of the model, but check that the experts of a layer have one format.
+
+    One by one, because a config may ask for more layers or experts than fit into memory. No checkpoint has them.
+    """
+    first: dict[str, Parameter] = {}
+    for parameter in _parameters(spec, Layout(), 0):
+        experts = _EXPERTS.fullmatch(parameter.name)
+        if experts is not None and parameter.stored is WeightDtype.PRODUCT:
+            _check_alike(first.setdefault(experts[1], parameter), parameter, spec.checkpoint.dtype)
+        yield from parameter.sources
+
+
+def _check_alike(first: Parameter, other: Parameter, dtype: str) -> None:
+    """Check that two weights of a layer's experts have one format. dtype: that of weights that are not packed."""
+    first_format, other_format = first.format(dtype) or dtype, other.format(dtype) or dtype
+    if first_format != other_format:
+        raise UserError(
+            f"the checkpoint stores {other.sources[0].name!r} as {other_format}, but "
+            f"{first.sources[0].name!r} as {first_format}: use a checkpoint whose experts of a layer have one "
+            "format",
+            "unsupported_model",
+        )
+
+
+def _check_packed(
+    source: Source, storage: Storage, tensors: Mapping[str, tuple[tuple[int, ...], str]]
+) -> Iterable[str]:
+    """Check the tensors of a packed weight, and return their names."""
+    rows, columns = source.shape
+    forms = SCHEMES[storage.scheme].tensors(source.module, (rows, columns), storage.format)
+    for name, form in forms.items():
+        if name not in tensors and not form.required:
+            continue
+        shape, dtype = _found(name, tensors)
+        if not form.allows(shape, dtype):
+            raise UserError(
+                f"tensor {name!r} has dtype {dtype} and shape {list(shape)}, but a weight of {rows} rows and "
+                f"{columns} columns in {storage.format} needs {form}: the config and the weights do not belong "
+                "together",
+                "invalid_checkpoint",
+            )
+    return forms
+
+
+def _found(name: str, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[tuple[int, ...], str]:
+    """Return the shape and the dtype of a tensor that the model needs."""
+    if name not in tensors:
+        raise UserError(
+            f"the checkpoint has no tensor {name!r}, which the model's config requires: check that all files of "
+            "the model are present and belong together",
+            "invalid_checkpoint",
+        )
+    return tensors[name]
+
+
 def _is_tied_head(name: str, spec: ModelSpec) -> bool:
     """Return whether this is a copy of the embedding, which is read instead."""
-    return spec.tied_embeddings and name == "lm_head.weight"
+    return spec.vocabulary.tied_embeddings and name == "lm_head.weight"
 
 
 def _predicting_layers(tensors: Iterable[str], num_layers: int) -> set[int]:
@@ -190,7 +296,8 @@ def _layer_of(name: str) -> int | None:
 def _changes_nothing(name: str) -> bool:
     """Return whether the model's answers do not depend on this tensor.
 
-    That holds for tensors derived from the config, extra heads, multi-token prediction with its own names, and the
-    vision tower of a model with the config of a text model.
+    That holds for tensors derived from the config, extra heads, multi-token prediction with its own names, the vision
+    tower of a model with the config of a text model, and scales of queries, keys and values: longhelix scales each
+    vector of its KV cache by itself.
     """
     return _UNREAD.fullmatch(name) is not None

@@ -3,6 +3,7 @@
 import math
 
 from longhelix.spec import ModelSpec, RopeSpec
+from longhelix.spec.rope import RopeScaling
 
 
 def all_frequencies(spec: ModelSpec, length: int) -> tuple[tuple[float, ...], ...]:
@@ -20,23 +21,24 @@ def inverse_frequencies(rope: RopeSpec, head_size: int, length: int) -> list[flo
     """
     if not head_size:
         return []
-    theta = rope.theta
-    if rope.kind == "dynamic" and length > rope.original_max_positions:
-        stretch = rope.factor * length / rope.original_max_positions - (rope.factor - 1)
+    theta, scaling = rope.theta, rope.scaling
+    if scaling.kind == "dynamic" and length > scaling.original_max_positions:
+        stretch = scaling.factor * length / scaling.original_max_positions - (scaling.factor - 1)
         theta *= stretch ** (head_size / (head_size - 2))
     plain = [theta ** (-channel / head_size) for channel in range(0, head_size, 2)]
     if rope.divisors:
         return [frequency / divisor for frequency, divisor in zip(plain, rope.divisors, strict=True)]
-    if rope.kind == "linear":
-        return [frequency / rope.factor for frequency in plain]
-    if rope.kind == "longrope":
-        divisors = rope.long_factor if length > rope.original_max_positions else rope.short_factor
+    if scaling.kind == "linear":
+        return [frequency / scaling.factor for frequency in plain]
+    if scaling.kind == "longrope":
+        is_long = length > scaling.original_max_positions
+        divisors = scaling.longrope.long_factor if is_long else scaling.longrope.short_factor
         return [frequency / divisor for frequency, divisor in zip(plain, divisors, strict=True)]
-    if rope.kind == "llama3":
-        return [_blend(frequency, rope.factor, _llama3_kept(rope, frequency)) for frequency in plain]
-    if rope.kind == "yarn":
+    if scaling.kind == "llama3":
+        return [_blend(frequency, scaling.factor, _llama3_kept(scaling, frequency)) for frequency in plain]
+    if scaling.kind == "yarn":
         return [
-            _blend(frequency, rope.factor, kept)
+            _blend(frequency, scaling.factor, kept)
             for frequency, kept in zip(plain, _yarn_kept(rope, head_size), strict=True)
         ]
     return plain
@@ -47,9 +49,9 @@ def _blend(frequency: float, factor: float, kept: float) -> float:
     return kept * frequency + (1 - kept) * frequency / factor
 
 
-def _llama3_kept(rope: RopeSpec, frequency: float) -> float:
-    turns = rope.original_max_positions * frequency / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+def _llama3_kept(scaling: RopeScaling, frequency: float) -> float:
+    turns, bounds = scaling.original_max_positions * frequency / (2 * math.pi), scaling.llama3
+    kept = (turns - bounds.low_freq_factor) / (bounds.high_freq_factor - bounds.low_freq_factor)
     return min(max(kept, 0.0), 1.0)
 
 
@@ -57,10 +59,12 @@ def _yarn_kept(rope: RopeSpec, head_size: int) -> list[float]:
     """Return 1 for channels that turn more than beta_fast times in the trained context, 0 below beta_slow."""
 
     def channel(turns: float) -> float:
-        return head_size * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        whole_turns = rope.scaling.original_max_positions / (turns * 2 * math.pi)
+        return head_size * math.log(whole_turns) / (2 * math.log(rope.theta))
 
-    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
-    if rope.truncate:
+    bounds = rope.scaling.yarn
+    low, high = channel(bounds.beta_fast), channel(bounds.beta_slow)
+    if bounds.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_size - 1)
     width = high - low if high != low else 0.001

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from longhelix.compute.models.checkpoint import TensorInfo, invalid_checkpoint
-from longhelix.compute.models.tensor_names import canonical
+from longhelix.spec.presets import with_quantisation_file
+from longhelix.spec.tensor_names import canonical
 from longhelix.values import shown
 
 if TYPE_CHECKING:
@@ -23,7 +24,17 @@ if TYPE_CHECKING:
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_BYTES = 2**26  # at a time
-_SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SAFETENSORS_DTYPES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U8": "uint8",
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+}
 
 
 class SafetensorsCheckpoint:
@@ -36,7 +47,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config: Mapping[str, object] = _read_json(path / "config.json")
+        self.config: Mapping[str, object] = with_quantisation_file(_read_json(path / "config.json"), path)
         generation_config = path / "generation_config.json"
         self.generation_config: Mapping[str, object] = (
             _read_json(generation_config) if generation_config.exists() else {}
@@ -102,7 +113,7 @@ class _MappedShard:
         import torch
 
         start, stop = self._place(tensor)
-        if all(part.start < part.stop for part in slices):
+        if slices and all(part.start < part.stop for part in slices):
             row_bytes, rows = (stop - start) // tensor.shape[0], slices[0]
             next_byte = start + rows.stop * row_bytes
             self._read_ahead(next_byte, min((rows.stop - rows.start) * row_bytes, stop - next_byte))
@@ -144,7 +155,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_weight_map(folder: Path) -> dict[str, str]:
     """Return the name of the file in `folder` with each tensor."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
+    if os.path.isfile(single):
         return dict.fromkeys(_read_header(single), single.name)
     if not index.exists():
         raise invalid_checkpoint(
@@ -162,7 +173,11 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 
 def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
-    for shard in sorted(set(weight_map.values())):
+    for shard, some in sorted({shard: name for name, shard in weight_map.items()}.items()):
+        if not os.path.isfile(folder / shard):
+            raise invalid_checkpoint(
+                f"{folder / shard} is missing, in which the index places {some}: download all shards of the model."
+            )
         shard_tensors = _read_header(folder / shard)
         for name in shard_tensors:
             if weight_map.get(name) != shard:
@@ -195,8 +210,6 @@ def _canonical_names(folder: Path, stored: Iterable[str]) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    if not os.path.isfile(path):
-        raise invalid_checkpoint(f"{path} is missing: download all shards of the model.")
     try:
         with safe_open(path, framework="numpy") as file:
             views = {name: file.get_slice(name) for name in file.offset_keys()}

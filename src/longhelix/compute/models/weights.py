@@ -3,16 +3,19 @@
 So a rank never has the whole model in memory, nor its own share twice.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import lcm, prod
 
 import torch
 from torch import Tensor
 
 from longhelix.compute.kernels import PANELS, Weight, native
+from longhelix.compute.kernels.packed_rows import PackedRows, encoded, joined
 from longhelix.compute.kernels.weight import WeightArrangement, choose_arrangement
 from longhelix.compute.models.checkpoint import Checkpoint
 from longhelix.compute.models.parameter import Parameter, Source
+from longhelix.compute.models.schemes import SCHEMES
+from longhelix.spec import FORMATS
 
 # Elements read at a time: few enough for smooth progress, many enough for all threads.
 _PIECE_ELEMENTS = 4 * 2**20
@@ -23,7 +26,7 @@ class Weights:
 
     Args:
         dtype: Dtype of parameters that are not weights of products.
-        weight_dtype: Number format of the weights of products.
+        weight_dtype: Number format of the weights of products that the checkpoint does not pack.
         progress: Called with the number of elements read since the last call.
     """
 
@@ -68,41 +71,121 @@ class Weights:
         """Return a parameter as a tensor, or None if the model does not have it."""
         return self.take(name) if name in self._unused else None
 
-    def arrangement(self, names: Iterable[str]) -> WeightArrangement:
-        """Return the first arrangement that can hold all these weights. Raises UserError if there is none."""
-        shapes = (self._unused[name].local_shape for name in names)
-        return choose_arrangement(shapes, self.weight_dtype, self._device)
+    def format(self, name: str) -> str:
+        """Return the number format of the weight of a product."""
+        return self._unused[name].format(self.weight_dtype) or self.weight_dtype
 
-    def product(self, name: str, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
-        """Return the weight of a product. halves: see `make_weight`. arrangement: None for the first possible one."""
-        if (arrangement or self.arrangement([name])) is not PANELS:
-            return self.lay_out(self.take(name), halves, arrangement)
+    def lead(self, name: str) -> int:
+        """Return how many inputs of the first scale block of a packed weight belong to another rank."""
+        return self._unused[name].lead(self.weight_dtype)
+
+    def arrangement(self, names: Sequence[str]) -> WeightArrangement:
+        """Return the first arrangement that can hold all these weights, which have one format.
+
+        Raises:
+            UserError: There is none.
+        """
+        parameters = [self._unused[name] for name in names]
+        shapes = (parameter.local_shape for parameter in parameters)
+        lead = max((parameter.lead(self.weight_dtype) for parameter in parameters), default=0)
+        dtype = self.format(names[0]) if names else self.weight_dtype
+        return choose_arrangement(shapes, dtype, self._device, lead)
+
+    def product(
+        self,
+        name: str,
+        halves: int = 1,
+        arrangement: WeightArrangement | None = None,
+        order_O: Tensor | None = None,
+    ) -> Weight:
+        """Return the weight of a product.
+
+        Args:
+            halves: See `make_weight`.
+            arrangement: None for the first possible one.
+            order_O: The rows of the weight, in order. None: as they are.
+        """
+        arrangement = arrangement or self.arrangement([name])
+        packed = self._unused[name].format(self.weight_dtype) is not None
+        if order_O is not None or arrangement is not PANELS:
+            if packed:
+                rows = self._packed(name)
+                return arrangement.of_rows(rows if order_O is None else rows.selected(order_O), halves)
+            weight_OI = self.take(name)
+            return self.lay_out(weight_OI if order_O is None else weight_OI[order_O], halves, arrangement)
+        shape_OI, dtype, lead = self._unused[name].local_shape, self.format(name), self.lead(name)
+        weight = PANELS.new_panels(*shape_OI, dtype, halves, lead)
         parameter = self._unused.pop(name)
-        weight = PANELS.new_panels(*parameter.local_shape, self.weight_dtype, halves)
-        for first, rows in self._pieces(parameter):
-            PANELS.write(rows, first, weight, halves)
-            self._progress(rows.numel())
+        if packed:
+            for first, rows in self._packed_pieces(parameter):
+                PANELS.write_packed(rows, first, weight, halves)
+        else:
+            for first, rows in self._pieces(parameter):
+                PANELS.write(rows, first, weight, halves)
+                self._progress(rows.numel())
         return weight
+
+    def _packed(self, name: str) -> PackedRows:
+        """Return a packed parameter as rows."""
+        parameter = self._unused.pop(name)
+        rows = joined([rows for _, rows in self._packed_pieces(parameter)])
+        return PackedRows(rows.buffer.to(self._device), rows.dtype, rows.outputs, rows.depth, rows.lead)
 
     def lay_out(self, weight_OI: Tensor, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
         """Arrange a tensor that was taken as the weight of a product."""
         shape_OI = weight_OI.shape[0], weight_OI.shape[1]
         chosen = arrangement or choose_arrangement([shape_OI], self.weight_dtype, self._device)
-        return chosen.new_weight(weight_OI, self.weight_dtype, halves)
+        if FORMATS[self.weight_dtype].codes is None:
+            return chosen.new_weight(weight_OI, self.weight_dtype, halves)
+        step = max(_PIECE_ELEMENTS // max(shape_OI[1], 1), 1)
+        return chosen.of_rows(joined([encoded(rows, self.weight_dtype) for rows in weight_OI.split(step)]), halves)
 
     def _pieces(self, parameter: Parameter) -> Iterator[tuple[int, Tensor]]:
         """Yield pieces of a parameter in the checkpoint's dtype: the index of the first row, and the rows."""
         first = 0
         for source in parameter.sources:
             for slices in _pieces_of(source):
-                yield first, self._checkpoint.read(source.name, slices)
+                yield first, self._read(source, slices)
                 first += slices[0].stop - slices[0].start
 
+    def _read(self, source: Source, slices: tuple[slice, ...]) -> Tensor:
+        """Return a part of a source as numbers."""
+        if source.storage is None:
+            return self._checkpoint.read(source.name, slices)
+        return self._packed_part(source, slices).numbers()
 
-def _pieces_of(source: Source) -> Iterator[tuple[slice, ...]]:
-    """Split a source into pieces of whole panels that do not separate rows of a unit."""
+    def _packed_pieces(self, parameter: Parameter) -> Iterator[tuple[int, PackedRows]]:
+        """Yield pieces of a packed parameter: the index of the first row, and the rows."""
+        first = 0
+        for source in parameter.sources:
+            # Whole rows are read to be quantised.
+            whole = source.shape[1] if source.storage is None else 0
+            for slices in _pieces_of(source, whole):
+                rows = self._packed_part(source, slices)
+                yield first, rows
+                self._progress(rows.outputs * rows.depth)
+                first += rows.outputs
+
+    def _packed_part(self, source: Source, slices: tuple[slice, ...]) -> PackedRows:
+        """Return a part of a source as packed rows."""
+        rows, inputs = slices
+        if source.storage is None and inputs.start == inputs.stop:
+            return PackedRows.empty(self.weight_dtype, rows.stop - rows.start, 0, 0, torch.device("cpu"))
+        if source.storage is None:
+            # Whole rows are quantised, so that the numbers do not depend on the layout.
+            whole_OI = self._checkpoint.read(source.name, (rows, slice(0, source.shape[1])))
+            return encoded(whole_OI, self.weight_dtype).cut(inputs)
+        scheme, format = SCHEMES[source.storage.scheme], source.storage.format
+        return scheme.read(self._checkpoint, source.module, (source.shape[0], source.shape[1]), format, (rows, inputs))
+
+
+def _pieces_of(source: Source, least_width: int = 0) -> Iterator[tuple[slice, ...]]:
+    """Split a source into pieces of whole panels that do not separate rows of a unit.
+
+    least_width: how many elements of a row are read at least.
+    """
     rows, *columns = source.slices
-    width = prod(map(len, columns))
+    width = max(prod(map(len, columns)), least_width)
     multiple = lcm(source.row_unit, native.LANES)
     step = max(_PIECE_ELEMENTS // max(width, 1) // multiple, 1) * multiple
     column_slices = tuple(slice(items.start, items.stop) for items in columns)

@@ -175,7 +175,7 @@ class Batches:
         """Return how far rows at these positions are rotated, for each rotation. Written to `into`, if not empty."""
         rotations = self._spec.rotations
         return tuple(
-            RowRotation(*rotation(positions_t, of_rows, spec.rope.attention_factor, memory))
+            RowRotation(*rotation(positions_t, of_rows, spec.rope.scaling.attention_factor, memory))
             for spec, of_rows, memory in zip(rotations, frequencies, into or (None,) * len(rotations), strict=True)
         )
 
@@ -197,7 +197,7 @@ class Batches:
                     self._spec.rotations, self._axes_R, of_rotations, rotations, strict=True
                 ):
                     into = cos_tR[local_rows], sin_tR[local_rows]
-                    rotation_by_axes(positions_3T, axes_R, frequencies_R, rope.attention_factor, into)
+                    rotation_by_axes(positions_3T, axes_R, frequencies_R, rope.scaling.attention_factor, into)
             start = local_rows.stop
 
     def _image_rows(self, step: Step, first: int) -> ImageRows | None:

@@ -25,7 +25,7 @@ class NumberFormats:
 
     Attributes:
         dtype: Hidden states, and all weights that are not quantised.
-        weight_dtype: Weights of matrix products.
+        weight_dtype: Weights of matrix products that the checkpoint does not pack.
         activation_dtype: int8: products round their inputs to bytes. None: inputs stay in `dtype`.
         kv_dtype: KV cache.
         attention_dtype: int8: attention rounds queries and softmax weights to bytes. None: it does not.
@@ -126,6 +126,13 @@ class EngineConfig:
         """The ranks that need rows of images."""
         return tuple(rank for rank in range(self.layout.world_size) if takes_images(self.spec, self.layout, rank))
 
+    @property
+    def weight_formats(self) -> str:
+        """The number formats of products' weights, in words: those that the checkpoint packs, and of all others."""
+        quantisation = self.spec.checkpoint.quantisation
+        others = self.formats.weight_dtype
+        return others if quantisation is None else f"{quantisation.formats} and {others}"
+
     def weight_elements(self, rank: int) -> int:
         """Return the number of elements of the weights of `rank`."""
         return sum(parameter.num_elements for parameter in declare(self.spec, self.layout, rank))
@@ -167,7 +174,7 @@ class EngineConfig:
 
     def _kv_bytes_per_token(self, rank: int, group: int) -> int:
         """Return the bytes of one token's K and V in the layers of a KV group."""
-        groups = [group] if self.scheduler.windows else None
+        groups = [group] if self.scheduler.cache.windows else None
         return kv_bytes_per_token(self.spec, self.layout, self.formats.kv_dtype, self.machines.device, rank, groups)
 
     @property

@@ -98,7 +98,7 @@ def load_model(
 def new_pool(config: EngineConfig, rank: int, num_blocks: int) -> KVPool:
     """Allocate this rank's pool of `num_blocks` KV blocks. Raises UserError if memory is no longer free."""
     spec, device = config.spec, device_of(config, rank)
-    layers, windows = config.layout.layers(spec.num_layers, rank), config.scheduler.windows
+    layers, windows = config.layout.layers(spec.num_layers, rank), config.scheduler.cache.windows
     formats = [_formats(config, rank, spec.layers[layer].attention) for layer in layers]
     groups = [spec.groups[layer] for layer in layers] if windows else ()
     window_blocks = [window.num_blocks for window in windows]
@@ -157,8 +157,8 @@ def new_runner(config: EngineConfig, mesh: Mesh, model: Decoder, pool: KVPool, s
         token_ranges=settings.token_ranges,
     )
     page_lists, scheduler = new_page_lists(config, mesh.rank, pool), config.scheduler
-    num_slots = [scheduler.swap_blocks, *(window.num_slots for window in scheduler.windows)]
-    swap_space = SwapSpace(pool, num_slots) if scheduler.swap_blocks else None
+    num_slots = [scheduler.cache.swap_blocks, *(window.num_slots for window in scheduler.cache.windows)]
+    swap_space = SwapSpace(pool, num_slots) if scheduler.cache.swap_blocks else None
     return ModelRunner(
         spec=config.spec,
         mesh=mesh,

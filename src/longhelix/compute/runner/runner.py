@@ -62,7 +62,7 @@ class ModelRunner:
             running=self.running,
             logits=model.logits,
             mesh=mesh,
-            vocab_size=spec.vocab_size,
+            vocab_size=spec.vocabulary.size,
             device=pool.device,
             spans=spans,
         )

@@ -34,7 +34,7 @@ class RunningSequences:
         self._spec, self._device, self.block_tokens = spec, pool.device, pool.block_tokens
         self._kvp_rank = mesh.layout.kvp_rank(mesh.rank)
         self._has_head = mesh.layout.has_head(mesh.rank)
-        self._vocabulary = mesh.layout.vocabulary(spec.vocab_size, mesh.rank)
+        self._vocabulary = mesh.layout.vocabulary(spec.vocabulary.size, mesh.rank)
         self.by_id: dict[int, SequenceState] = {}
         self._microbatches = [DecodeRows() for _ in range(mesh.layout.pp)]
         self.decoding = self._microbatches[0]
@@ -124,7 +124,9 @@ class RunningSequences:
         if params.guide is not None:
             assert self._matchers is not None, "the engine sets the token table first"
             matcher = self._matchers.new(params.guide)
-        adjustments = Adjustments(new, self._vocabulary, self._spec.eos_token_ids, device=self._device, matcher=matcher)
+        adjustments = Adjustments(
+            new, self._vocabulary, self._spec.vocabulary.eos_token_ids, device=self._device, matcher=matcher
+        )
         for token_id in token_ids(new.known.generated_ids).tolist():
             for record in adjustments.records:
                 record.add_one(token_id)

@@ -25,7 +25,7 @@ class SavedBlocks:
     def of(cls, config: EngineConfig, rank: int, pool: KVPool) -> Self:
         layout = config.layout
         layers = layout.layers(config.spec.num_layers, rank)
-        groups = config.spec.groups if config.scheduler.windows else (0,) * config.spec.num_layers
+        groups = config.spec.groups if config.scheduler.cache.windows else (0,) * config.spec.num_layers
         heads = [config.spec.heads_of(group) or config.heads for group in range(pool.num_groups)]
         snapshot = Snapshot(pool, [layout.kv_heads(heads_of_group, rank) for heads_of_group in heads], layers, groups)
         files = tuple(file_name(rank, group) for group in range(pool.num_groups))

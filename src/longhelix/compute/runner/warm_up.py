@@ -56,13 +56,14 @@ def warm_up_steps(
     Args:
         images: Add chunks that show a blank image.
     """
-    if config.own_clocks:
-        steps_of_one = warm_up_steps(dataclasses.replace(config, own_clocks=False, kvp=1), lengths, ranges, images)
+    if config.steps.own_clocks:
+        alone = dataclasses.replace(config, kvp=1, steps=dataclasses.replace(config.steps, own_clocks=False))
+        steps_of_one = warm_up_steps(alone, lengths, ranges, images)
         return [_of_instance(step, instance, config.kvp) for step in steps_of_one for instance in range(config.kvp)]
     steps: list[Step] = []
     ended: tuple[int, ...] = ()
     first = 0
-    for spread in _SPREADS.get(config.placement, (True, False)) if config.kvp > 1 else (True,):
+    for spread in _SPREADS.get(config.placement.name, (True, False)) if config.kvp > 1 else (True,):
         for rows, image in _batches(config, spread, ranges, images):
             for most_tokens in lengths:
                 ids = range(first, first + len(rows))
@@ -73,7 +74,7 @@ def warm_up_steps(
                     _new(config, *sequence, spread, shown if at == 0 else ()) for at, sequence in enumerate(sequences)
                 )
                 chunks = tuple(
-                    Chunk(id, bytes(TOKEN_BYTES * count), with_any(own_blocks, config.windows), sample=True)
+                    Chunk(id, bytes(TOKEN_BYTES * count), with_any(own_blocks, config.cache.windows), sample=True)
                     for id, count, own_blocks in sequences
                 )
                 work = sum((Work.chunk(count, 0) for count in rows), NO_WORK)
@@ -117,8 +118,8 @@ def _batches(
 ) -> list[tuple[tuple[int, ...], bool]]:
     """Return the rows of each sequence for every batch, and whether an image fills the rows of the first sequence."""
     room_tokens = config.num_blocks * config.block_tokens * (config.kvp if spread else 1)
-    chunk_tokens = min(config.chunk_tokens, config.max_model_len, room_tokens)
-    most_running = min(config.max_running, config.num_blocks)
+    chunk_tokens = min(config.steps.chunk_tokens, config.max_model_len, room_tokens)
+    most_running = min(config.steps.max_running, config.num_blocks)
     batches = [
         (1,) * rows for rows in sorted({min(padded(count), most_running) for count in range(1, most_running + 1)})
     ]

@@ -14,7 +14,13 @@ def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
         overlaps: whether communication overlaps computation. This requires that ranks do not share memory.
     """
     return StepCost(
-        Setting(config.spec, _system(config, overlaps), config.formats.product_dtype, config.formats.kv_dtype),
+        Setting(
+            config.spec,
+            _system(config, overlaps),
+            config.formats.product_dtype,
+            config.formats.kv_dtype,
+            packed=True,
+        ),
         config.layout,
     )
 

@@ -170,7 +170,7 @@ def _load(
     model = load_model(config, mesh, lambda elements: socket.send(Loaded(elements)), spans)
     pool = new_pool(config, rank, config.scheduler.num_blocks)
     runner = new_runner(config, mesh=mesh, model=model, pool=pool, spans=spans)
-    if config.scheduler.batch_invariant:
+    if config.scheduler.placement.batch_invariant:
         _check_batch_invariant(runner)
     heart.progress = runner.progress
     if runner.execution.compiles:

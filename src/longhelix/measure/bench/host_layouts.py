@@ -149,7 +149,9 @@ def chosen_parts(
 
 
 def _cost(config: EngineConfig, system: HardwareSpec) -> StepCost:
-    return StepCost(Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype), config.layout)
+    return StepCost(
+        Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype, packed=True), config.layout
+    )
 
 
 def predicted_seconds(
@@ -166,10 +168,10 @@ def predicted_seconds(
     stage = range(config.layout.num_ranks)
     if len(config.machines.hosts.parts(stage)) == 1:
         system = system.replaced({"kernel_s": taped_kernel_s}, "kernels on tapes")
-    setting = Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype)
+    setting = Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype, packed=True)
     shape = Layouts.of([config.layout], hop_b=row["strategy"] == HOP_B)
     requests, context = float(row["requests"]), float(row["context"])
-    if config.scheduler.placement != "local":
+    if config.scheduler.placement.name != "local":
         return float(decode_seconds(setting, shape, requests, context)[0])
     # Work counts the KV of the fullest rank, for which the others wait.
     fullest_tokens = np.ceil(requests / config.layout.kvp) * context
@@ -193,7 +195,7 @@ def _fit(job: HostLayoutsJob, rows: Sequence[Row], system: HardwareSpec, taped_k
     def predict(tried: HardwareSpec) -> Array:
         return np.array([predicted_seconds(job.configs, tried, taped_kernel_s, row) for row in rows])
 
-    started = system.replaced({"collective_s": system.scale_out.latency_s}, "guess")
+    started = system.replaced({"collective_s": system.network.scale_out.latency_s}, "guess")
     measured_s = np.array([row["step_s"] for row in rows])
     return fit(started, STEP_CONSTANTS, predict, measured_s, f"fitted: {len(rows)} steps of ranks on several hosts")
 

@@ -92,7 +92,8 @@ class _Prefill:
         self._runner = _Immediate(model.runner(*(len(prompt) + 1 for prompt in prompts)))
 
     def __call__(self) -> None:
-        config = replace(self._config, num_blocks=self._runner.num_blocks, max_running=len(self._prompts))
+        steps = replace(self._config.steps, max_running=len(self._prompts))
+        config = replace(self._config, num_blocks=self._runner.num_blocks, steps=steps)
         loop = Loop(Scheduler(config), self._runner, time.monotonic)
         for index, prompt in enumerate(self._prompts):
             loop.add(
@@ -128,9 +129,10 @@ class _Immediate:
 def strategies(ranks: int, configure: Callable[[Layout], EngineConfig]) -> dict[str, EngineConfig]:
     """Return the configurations of all strategies on `ranks` ranks, by name, with Helix first."""
     helix = configure(Layout(kvp=ranks))
+    local = replace(helix.scheduler.placement, name="local")
     return {
         "Helix": helix,
-        "local": replace(helix, scheduler=replace(helix.scheduler, placement="local")),
+        "local": replace(helix, scheduler=replace(helix.scheduler, placement=local)),
         "TP": configure(Layout(tpa=ranks)),
         "tied": configure(Layout(kvp=ranks, ffn_replicas=ranks)),
     }

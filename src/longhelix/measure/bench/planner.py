@@ -52,7 +52,7 @@ from longhelix.perf.setting import Setting
 from longhelix.plan.space import space
 from longhelix.plan.sweep import batches, sweep
 from longhelix.spec.presets import load_model, load_system
-model, system = load_model("deepseek-r1"), replace(load_system("gb200"), memory_bytes=1e18)
+model, system = load_model("deepseek-r1"), load_system("gb200").replaced({"memory_bytes": 1e18}, "assumed")
 searched = space(model, 128)
 start = time.perf_counter()
 found = sweep(Setting(model, system, "fp4", "fp4", "fp4"), searched, 1e6, batches())

@@ -47,7 +47,7 @@ def predicted(
     system: HardwareSpec, config: EngineConfig, requests: Sequence[Row], fitted: CalibrationScope
 ) -> list[Row]:
     """Return rows for the requests in the dtypes of `config`, with the predicted time, its error, and the use."""
-    setting = Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype)
+    setting = Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype, packed=True)
     dtypes = config.formats.weight_dtype, config.formats.kv_dtype
     own = [row for row in requests if (row["weight_dtype"], row["kv_dtype"]) == dtypes]
     predictions_s = request_seconds(setting, [measured_request(row) for row in own]).tolist()

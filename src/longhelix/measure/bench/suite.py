@@ -217,7 +217,9 @@ class Suite:
             configs=configs, points=tuple(points), rates_mbit=rates, parts=parts, repeats=repeats
         )
         on_point = self._on_point("layouts")
-        self._report.sections += host_layouts.sections(job, links, systems, system.kernel_s, on_point, self._hosts)
+        self._report.sections += host_layouts.sections(
+            job, links, systems, system.fixed.kernel_s, on_point, self._hosts
+        )
 
     def collectives(self, ranks: Sequence[int], sizes_bytes: Sequence[int], repeats: int) -> None:
         """Measure each collective at each size, with each number of ranks."""

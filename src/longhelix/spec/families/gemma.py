@@ -15,10 +15,10 @@ from longhelix.spec.config import count, count_or_none, positive
 from longhelix.spec.config_parts import activation, biases, dense, grouped_query, has_windows, num_layers, stack
 from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layer import LayerSpec
-from longhelix.spec.model import Multipliers
 from longhelix.spec.norms import HeadNorms, Norms
 from longhelix.spec.rope import RopeSettings
 from longhelix.spec.vision import decoder_config
+from longhelix.spec.vocabulary import Multipliers
 from longhelix.values import refused
 
 _LOCAL_ROPE = "sliding_rope_parameters"  # of layers with a window, in configs that `_with_local_rope` returns
@@ -89,7 +89,7 @@ def _settings(by_type: Mapping[str, Any], kind: str) -> dict[str, Any]:
     settings = by_type.get(kind)
     if not isinstance(settings, Mapping | None):
         raise refused(f"{kind} in rope_parameters", settings, "settings by name, or null", "invalid_model")
-    return dict(settings or {})
+    return {"rope_type": "default"} if settings is None else dict(settings)
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from longhelix.spec.config import positive, switch
 from longhelix.spec.config_parts import alike, biases, dense, grouped_query
 from longhelix.spec.family import DECODER, Family
 from longhelix.spec.layer import LayerSpec
-from longhelix.spec.model import Multipliers
 from longhelix.spec.rope import RopeSettings
+from longhelix.spec.vocabulary import Multipliers
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:

@@ -4,7 +4,7 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,15 @@ from typing import Any
 from longhelix.errors import UserError
 from longhelix.spec import HardwareSpec, ModelSpec, read_hf_config
 
-__all__ = ["load_model", "load_system", "local_system_path", "model_names", "system_names", "write_system"]
+__all__ = [
+    "load_model",
+    "load_system",
+    "local_system_path",
+    "model_names",
+    "system_names",
+    "with_quantisation_file",
+    "write_system",
+]
 
 _FOLDER = Path(__file__).parent
 _BUILTIN = "smollm2-135m"
@@ -48,12 +56,18 @@ def load_model(name_or_path: str) -> ModelSpec:
             "config.json",
             "unknown_model",
         )
-    config = _read_json(path)
-    # NVIDIA's checkpoints have their quantisation in a file of its own.
-    quantised = path.with_name("hf_quant_config.json")
-    if not config.get("quantization_config") and os.path.isfile(quantised):
-        config["quantization_config"] = {"quant_method": "modelopt"} | _quantisation(quantised)
-    return read_hf_config(config)
+    return read_hf_config(with_quantisation_file(_read_json(path), path.parent))
+
+
+def with_quantisation_file(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Return a folder's config with the quantisation that NVIDIA's checkpoints have in hf_quant_config.json.
+
+    Raises UserError if that file cannot be read.
+    """
+    path = folder / "hf_quant_config.json"
+    if config.get("quantization_config") or not os.path.isfile(path):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt"} | _quantisation(path)}
 
 
 def load_system(name_or_path: str) -> HardwareSpec:

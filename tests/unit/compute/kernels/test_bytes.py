@@ -236,7 +236,23 @@ def test_scales_that_are_not_of_these_rows_are_refused():
         (q_TX[:2], scales_TX),
         (q_TX[:, :128], scales_TX),
     ):
-        arguments = rows, weight.values, None, None, 0.0, False, None, torch.float32, scales, "w8a8", 5, 144, "panels"
+        arguments = (
+            rows,
+            weight.values,
+            None,
+            None,
+            0.0,
+            "",
+            False,
+            None,
+            torch.float32,
+            scales,
+            "w8a8",
+            5,
+            144,
+            "panels",
+            0,
+        )
         for call in (
             lambda rows=rows, scales=scales: linear(rows, weight, dtype=torch.float32, scales_TX=scales),
             lambda arguments=arguments: torch.ops.longhelix.linear(*arguments),
@@ -270,14 +286,14 @@ def test_rows_of_any_depth_are_rounded(depth):
 
 
 def test_a_norm_of_another_dtype():
-    """As the reference has it, where that is apart; native products would read it as they read the rows."""
+    """In float32 it is as the reference has it; native products would read others as they read the rows."""
     x_TX, norm = inputs(3, 64, torch.bfloat16, 1), torch.randn(64, generator=seeded(2))
     wanted = reference.quantise_rows(reference.rms_norm(x_TX, norm, 1e-3))
     for found, each in zip(quantise_rows(x_TX, norm=norm, norm_eps=1e-3), wanted, strict=True):
         assert torch.equal(found, each)
     for dtype in ("w8a8", "float32", "int8"):
-        with pytest.raises(ValueError, match=r"rows of torch.bfloat16 have a norm of torch.float32"):
-            linear(x_TX, make_weight(matrix(5, 64, 3), dtype), norm=norm)
+        with pytest.raises(ValueError, match=r"rows of torch.bfloat16 have a norm of torch.float16"):
+            linear(x_TX, make_weight(matrix(5, 64, 3), dtype), norm=norm.half())
 
 
 def test_a_weight_that_cannot_be_packed_is_refused_in_words(monkeypatch):
@@ -297,7 +313,7 @@ def test_ops_are_whole_in_graphs():
     norm = torch.ones(144)
     opcheck(torch.ops.longhelix.quantise_rows.default, (x_TX, norm, 1e-3))
     q_TX, scales_TX = quantise_rows(x_TX)
-    arguments = weight.values, None, None, 0.0, False, None, torch.float32
-    shape = "w8a8", 20, 144, "panels"
+    arguments = weight.values, None, None, 0.0, "", False, None, torch.float32
+    shape = "w8a8", 20, 144, "panels", 0
     opcheck(torch.ops.longhelix.linear.default, (q_TX, *arguments, scales_TX, *shape))
     opcheck(torch.ops.longhelix.linear.default, (x_TX, *arguments, None, *shape))

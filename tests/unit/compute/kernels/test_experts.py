@@ -25,7 +25,8 @@ from longhelix.compute.kernels import (
     route,
     run_experts,
 )
-from longhelix.compute.kernels.experts import _routing
+from longhelix.compute.kernels.experts import SWIGLU, _routing
+from longhelix.compute.kernels.library import activation_arguments
 from longhelix.compute.models.batch import RowSharding
 from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.experts import _make_experts
@@ -131,7 +132,9 @@ def test_rows_without_a_number_take_experts_that_exist():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def make_experts(columns: dict[int, int], hidden: int, dtype: torch.dtype, weight_dtype: str, seed: int) -> Experts:
+def make_experts(
+    columns: dict[int, int], hidden: int, dtype: torch.dtype, weight_dtype: str, seed: int, sides: int = 2
+) -> Experts:
     """An expert of each number, with so many columns; `weight_dtype` "plain" keeps rows of `dtype`."""
 
     def make(outputs: int, depth: int, seed: int, halves: int) -> Weight:
@@ -140,7 +143,7 @@ def make_experts(columns: dict[int, int], hidden: int, dtype: torch.dtype, weigh
             return Weight(weight_OI.to(dtype), name(dtype), outputs, depth, PLAIN)
         return make_weight(weight_OI, weight_dtype, halves)
 
-    gate_up = [make(2 * width, hidden, seed + id, 2) for id, width in columns.items()]
+    gate_up = [make(sides * width, hidden, seed + id, sides) for id, width in columns.items()]
     down = [make(hidden, width, seed + 100 + id, 1) for id, width in columns.items()]
     return Experts(tuple(columns), tuple(gate_up), tuple(down), torch.zeros(len(columns), dtype=torch.int64))
 
@@ -156,13 +159,15 @@ def norm_of(hidden: int, dtype: torch.dtype) -> Tensor:
     return (1 + torch.randn(hidden, generator=seeded(1)) / 3).to(dtype)
 
 
-def parts_one_by_one(x_TH: Tensor, experts: Experts, experts_TY: Tensor, norm: Tensor) -> Tensor:
+def parts_one_by_one(
+    x_TH: Tensor, experts: Experts, experts_TY: Tensor, norm: Tensor, activation: Activation = SWIGLU
+) -> Tensor:
     """What each expert makes of the rows that take it, by the op of one product: (T, Y, H), float32."""
     parts_TYH = torch.zeros(*experts_TY.shape, x_TH.shape[1])
     for id, gate_up, down in zip(experts.ids, experts.gate_up, experts.down, strict=True):
         rows, choices = (experts_TY == id).nonzero(as_tuple=True)
         if down.depth and len(rows):
-            inner = linear(x_TH[rows], gate_up, norm=norm, norm_eps=NORM_EPS, activation=Activation())
+            inner = linear(x_TH[rows], gate_up, norm=norm, norm_eps=NORM_EPS, activation=activation)
             parts_TYH[rows, choices] = linear(inner, down, dtype=torch.float32)
     return parts_TYH
 
@@ -205,6 +210,21 @@ def test_experts_equal_products_one_by_one(rows, hidden, dtype, weight_dtype, pe
     assert experts.rows_e.tolist() == [counts_E[id] for id in experts.ids]
     run_experts(x_TH, experts, weights_TY, experts_TY, norm=norm, norm_eps=NORM_EPS)
     assert experts.rows_e.tolist() == [2 * counts_E[id] for id in experts.ids]
+
+
+@pytest.mark.parametrize("weight_dtype", ["plain", *(pytest.param(each, marks=needs_native) for each in FLOATS)])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "relu_squared", "clamped_swiglu"])
+def test_experts_have_any_activation(function, gated, weight_dtype):
+    activation = Activation(function, gated)
+    experts = make_experts(COLUMNS, 96, torch.float32, weight_dtype, 51, activation.projections)
+    x_TH, norm, (weights_TY, experts_TY) = inputs(30, 96, torch.float32, 52), None, some_taken(30, 10, 3, 53)
+    found_TH = run_experts(x_TH, experts, weights_TY, experts_TY, activation=activation)
+    parts_TYH = parts_one_by_one(x_TH, experts, experts_TY, norm, activation)
+    wanted_TH = (parts_TYH * weights_TY[..., None]).sum(1)
+    torch.testing.assert_close(found_TH, wanted_TH, rtol=1e-5, atol=1e-5 * wanted_TH.abs().max().item())
+    others_TH = run_experts(x_TH, experts, weights_TY, experts_TY, activation=Activation("silu", gated))
+    assert not torch.allclose(found_TH, others_TH, rtol=1e-2)
 
 
 @needs_native
@@ -269,7 +289,10 @@ ROWS_32, TAKEN_5 = torch.ones(5, 32), (torch.ones(5, 2), torch.zeros(5, 2, dtype
     ("words", "changed"),
     [
         ("rows of torch.float32 have a norm of torch.bfloat16", {"norm": torch.ones(32).bfloat16()}),
-        ("rows of torch.bfloat16 have a norm of torch.float32", {"x": ROWS_32.bfloat16(), "norm": torch.ones(32)}),
+        (
+            "rows of torch.bfloat16 have a norm of torch.float16",
+            {"x": ROWS_32.bfloat16(), "norm": torch.ones(32).half()},
+        ),
         ("rows of 32 inputs have a norm of shape", {"norm": torch.ones(16)}),
         ("has a residual of shape", {"residual": torch.ones(3, 32)}),
         ("has a residual of shape", {"residual": torch.ones(5, 16)}),
@@ -427,7 +450,7 @@ def test_no_rows_no_experts_and_no_columns():
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_without_columns_nothing_is_written_beside_rows_that_cannot_be_packed(rows):
     tensors = {"a.gate_up": torch.zeros(0, 136), "a.down": torch.zeros(136, 0)}
-    empty = _make_experts(weights_of(tensors, "float32"), {0: "a."}, 1, CPU)
+    empty = _make_experts(weights_of(tensors, "float32"), {0: "a."}, 1, CPU, 2)
     assert empty.arrangement is PLAIN
     x_TH, taken = inputs(rows, 136, torch.float32, 12), some_taken(rows, 1, 1, 13)
     out_TH = run_experts(x_TH, empty, *taken, norm=norm_of(136, torch.float32), norm_eps=NORM_EPS)
@@ -442,15 +465,15 @@ def test_experts_of_which_one_cannot_be_packed_are_all_kept_as_rows():
     stems = {0: "a.", 1: "b."}
     mixed = weights(32) | {name: weight for name, weight in weights(24).items() if name.startswith("b.")}
     given = weights_of(mixed, "float32")
-    kept = _make_experts(given, stems, 2, CPU)
+    kept = _make_experts(given, stems, 2, CPU, 2)
     assert not given.unused
     assert kept.arrangement is PLAIN
     assert all(weight.arrangement is PLAIN for weight in (*kept.gate_up, *kept.down))
-    assert _make_experts(weights_of(weights(0), "float32"), stems, 2, CPU).rows_e.tolist() == [0, 0]
+    assert _make_experts(weights_of(weights(0), "float32"), stems, 2, CPU, 2).rows_e.tolist() == [0, 0]
     with pytest.raises(UserError, match=r"weight_dtype int8 needs .* but a weight has 24"):
-        _make_experts(weights_of(weights(24), "int8"), stems, 2, CPU)
+        _make_experts(weights_of(weights(24), "int8"), stems, 2, CPU, 2)
     if native.module is not None:
-        assert _make_experts(weights_of(weights(32), "int8"), stems, 2, CPU).arrangement is PANELS
+        assert _make_experts(weights_of(weights(32), "int8"), stems, 2, CPU, 2).arrangement is PANELS
 
 
 def test_a_decoder_counts_rows_by_layer_and_forgets_them():
@@ -503,10 +526,11 @@ def test_torch_accepts_experts_and_their_fake(rows, weight_dtype):
         [w.values for w in experts.down],
         [],
         *taken,
+        *activation_arguments(SWIGLU),
         norm_of(32, x_TH.dtype),
     )
     for residual in (None, x_TH.clone()):
-        counts = NORM_EPS, residual, x_TH.dtype, None, experts.rows_e, experts.ids, list(COLUMNS.values())
+        counts = NORM_EPS, residual, x_TH.dtype, None, experts.rows_e, experts.ids, list(COLUMNS.values()), 0
         arguments = *call, *counts, experts.hidden, experts.weight_dtype, experts.arrangement.name
         results = opcheck(torch.ops.longhelix.run_experts.default, arguments)
         assert set(results.values()) == {"SUCCESS"}

@@ -1057,7 +1057,7 @@ def test_torch_accepts_the_ops_on_packed_pools_and_their_fakes(kv_dtype):
     rotation = make_rotation(5, 6, 2, 32, (True, False), torch.float32, 22)
     table, tables = (case.blocks_X, case.extents_B2), (rotation.angles_TR.cos(), rotation.angles_TR.sin())
     calls = [
-        (ops.partial_attention, (case.q_TqC, *pool, *table, *case.rows(), case.scale, 2, 600, None, *format)),
+        (ops.partial_attention, (case.q_TqC, *pool, *table, *case.rows(), case.scale, 2, 600, None, None, *format)),
         (ops.write_kv, (k_TkC, v_TkC[:, :2], *pool, torch.tensor([3, -1, 0, 40, 9]), *format)),
         (
             ops.rotate_and_write,

@@ -101,7 +101,7 @@ def arguments(sequences: list[Sequence], shape: Shape, seed: int = 0, scale: flo
     return q_TqC, *page(sequences, shape, seed), row_starts_B, limits_T, scale
 
 
-def softmax_attention(sequences: list[Sequence], scale: float) -> tuple[Tensor, Tensor]:
+def softmax_attention(sequences: list[Sequence], scale: float, cap: float = math.inf) -> tuple[Tensor, Tensor]:
     """Float64, row by row and head by head: out_TqC and lse_Tq."""
     outs, lses = [], []
     for sequence in sequences:
@@ -113,6 +113,7 @@ def softmax_attention(sequences: list[Sequence], scale: float) -> tuple[Tensor, 
                     lses.append(torch.tensor(-math.inf, dtype=torch.float64))
                     continue
                 scores_S = sequence.k_SkC[:limit, head // group].double() @ q_C * scale
+                scores_S = scores_S if cap == math.inf else cap * (scores_S / cap).tanh()
                 weights_S = torch.exp(scores_S - scores_S.max())
                 outs.append(weights_S @ sequence.v_SkC[:limit, head // group].double() / weights_S.sum())
                 lses.append(scores_S.max() + weights_S.sum().log())
@@ -123,10 +124,10 @@ def softmax_attention(sequences: list[Sequence], scale: float) -> tuple[Tensor, 
 
 
 def assert_equals_softmax(
-    result: tuple[Tensor, Tensor], sequences: list[Sequence], scale: float, tolerance=1e-5
+    result: tuple[Tensor, Tensor], sequences: list[Sequence], scale: float, tolerance=1e-5, cap: float = math.inf
 ) -> None:
     out_TqC, lse_Tq = result
-    expected_TqC, expected_lse_Tq = softmax_attention(sequences, scale)
+    expected_TqC, expected_lse_Tq = softmax_attention(sequences, scale, cap)
     assert lse_Tq.dtype == torch.float32
     torch.testing.assert_close(out_TqC.double(), expected_TqC, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse_Tq.double(), expected_lse_Tq, rtol=1e-6, atol=1e-5)
@@ -244,6 +245,14 @@ def test_the_scale_is_the_one_given():
     sequence = make_sequence(shape, [11, 12], seeded(11))
     assert_equals_softmax(partial_attention(*arguments([sequence], shape, scale=0.7)), [sequence], 0.7)
     assert_equals_softmax(partial_attention(*arguments([sequence], shape, scale=0.0)), [sequence], 0.0)
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0, 50.0])
+def test_scores_are_capped(cap):
+    shape = Shape()
+    sequences = [make_sequence(shape, limits, seeded(13)) for limits in ([11, 12], [0, 30])]
+    found = partial_attention(*arguments(sequences, shape, scale=0.7), cap=cap)
+    assert_equals_softmax(found, sequences, 0.7, cap=cap)
 
 
 @pytest.mark.parametrize("size", [1e3, 1e6, 1e15])
@@ -402,7 +411,8 @@ def test_torch_accepts_the_op_and_its_fake(q_dtype, kv_dtype):
     for view_TqC in (q_TqC.to(q_dtype), fused_TXC[:, 3:9], turned_TqC, q_TqC.to(q_dtype)[:0]):
         starts_B = row_starts_B if len(view_TqC) else torch.zeros(4, dtype=torch.int64)
         rows = *table, starts_B, limits_T[: len(view_TqC)]
-        for most in ((None, None, None), (2, 9, None), (2, 9, torch.ones_like(limits_T)[: len(view_TqC)])):
+        firsts_T = torch.ones_like(limits_T)[: len(view_TqC)]
+        for most in ((None, None, None, None), (2, 9, None, 5.0), (2, 9, firsts_T, None)):
             call = (view_TqC, *pool, *rows, scale, *most, *format)
             assert set(opcheck(torch.ops.longhelix.partial_attention.default, call).values()) == {"SUCCESS"}
 

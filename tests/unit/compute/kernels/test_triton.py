@@ -89,6 +89,7 @@ class Call(NamedTuple):
     max_rows: int
     most_tokens: int
     firsts_T: Tensor | None = None
+    cap: float | None = None
 
     def blocks(self, sequence: int) -> Tensor:
         begin, end = self.extents_B2[sequence]
@@ -303,6 +304,17 @@ def test_attention_equals_the_reference(dtype, pool_dtype, device):
     # The reference is off by as little, and rounds its output too.
     assert_within(out_TqC, expected_TqV.double(), truth.out_error_TqV + ROUNDING[dtype] * truth.out_TqC.abs())
     assert_within(lse_Tq, expected_lse_Tq.double(), 2 * truth.lse_error_Tq)
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0])
+def test_scores_are_capped_as_those_of_the_reference(cap, device):
+    case = Case([[*range(60, 80)], [33], [], [0, 7, 8]], 3, 3)
+    call = case.call()
+    out_TqC, lse_Tq = call.run(device, cap=cap)
+    k_PDkC, v_PDkC = call.kv_PADkC.unbind(1)
+    expected = reference.partial_attention(call.q_TqC, k_PDkC, v_PDkC, *call[3:8], cap=cap)
+    torch.testing.assert_close((out_TqC, lse_Tq), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(out_TqC, call.run(device)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("length", few([8193, 4095, 4096, 4097]))

@@ -14,15 +14,18 @@ from triton.compiler import ASTSource, CompiledKernel  # noqa: E402
 from triton.runtime.jit import JITFunction, mangle_type  # noqa: E402
 
 from longhelix.compute.kernels import PLAIN, Weight  # noqa: E402
-from longhelix.compute.kernels.experts import addresses  # noqa: E402
+from longhelix.compute.kernels.experts import SWIGLU, addresses  # noqa: E402
+from longhelix.compute.kernels.packed_rows import PackedRows  # noqa: E402
 from longhelix.compute.kernels.triton import (  # noqa: E402
+    activate_rows,
     attention,
     expert_rows,
     experts,
-    gate_rows,
     merge,
     merge_states,
+    multiply_packed,
     norm_rows,
+    packed_products,
     partial_attention,
     rotate,
     rows,
@@ -82,8 +85,10 @@ def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
     record(merge, "_merge_splits")
     record(merge, "_merge_states")
     record(write, "_write_kv")
-    for name in ("_norm_rows", "_gate_rows", "_rotate"):
+    for name in ("_norm_rows", "_activate_rows", "_rotate"):
         record(rows, name)
+    for name in ("_multiply", "_sum_splits"):
+        record(packed_products, name)
     for name in ("_count", "_place"):
         record(expert_rows, name)
     for name in ("_norm", "_gate_up", "_down", "_sum_parts"):
@@ -158,7 +163,7 @@ def test_merge_and_write_compile_for_hopper(compiled):
 def test_rows_compile_for_hopper(compiled):
     x_TX, cos_TR = torch.empty(5, 4096, dtype=BF16), torch.empty(5, 64)
     norm_rows(x_TX, x_TX[0], 1e-5)
-    gate_rows(x_TX)
+    activate_rows(x_TX, SWIGLU)
     rotate(x_TX, 4, 128, None, None, 0.0, cos_TR, cos_TR)
     rotate(x_TX, 4, 128, x_TX[0, :128], x_TX[0, :128], 1e-5, cos_TR, cos_TR)
     assert len(compiled) == 4
@@ -194,6 +199,7 @@ def test_experts_compile_for_hopper(dtype, rows, hidden, columns, compiled):
         [columns] * len(ids),
         *taken,
         counts,
+        SWIGLU,
         x_TH[0],
         1e-6,
         torch.empty_like(x_TH),
@@ -211,3 +217,63 @@ def test_experts_compile_for_hopper(dtype, rows, hidden, columns, compiled):
             "0x10"
         }
         assert ("wgmma" if rows > 500 else "mma.sync") in by_name[name].asm["ptx"]
+
+
+# Format, dtype of rows, and how many rows there are.
+PACKED = [
+    ("nvfp4", BF16, 1),
+    ("fp8-block", BF16, 512),
+    ("int4-g32-zero", BF16, 1),
+    ("int4-g128", BF16, 64),
+    ("mxfp4", BF16, 512),
+    ("mxfp8", torch.float16, 1),
+    ("int8-channel", BF16, 512),
+    ("fp8-channel", torch.float16, 64),
+    ("int4-g64-float16-zero", torch.float16, 512),
+    ("nvfp4", torch.float32, 1),
+    ("int4-g128", torch.float32, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "rows"), few(PACKED, 2), ids=str)
+def test_products_with_packed_weights_compile_for_hopper(name, dtype, rows, compiled):
+    weight = PackedRows.empty(name, 4096, 7168, 0, torch.device("cpu"))
+    multiply_packed(torch.empty(rows, 7168, dtype=dtype), weight, dtype, torch.empty(4096, dtype=dtype))
+    by_name = {kernel.metadata.name: kernel for kernel in compiled}
+    product = by_name["_multiply"]
+    assert product.metadata.shared <= SHARED_MEMORY_BYTES
+    assert "ftz" not in product.asm["ptx"]  # numbers are subnormal on their way
+    if dtype != torch.float32:
+        _assert_loads_ahead(product, 2)
+        assert ("wgmma" if rows > 16 else "mma.sync") in product.asm["ptx"]
+
+
+def test_packed_weights_that_begin_anywhere_compile_for_hopper(compiled):
+    for name, lead in (("int4-g32", 3), ("nvfp4", 2), ("fp8-block", 5)):
+        weight = PackedRows.empty(name, 33, 75, lead, torch.device("cpu"))
+        multiply_packed(torch.empty(3, 75, dtype=BF16), weight, BF16)
+    assert len(compiled) == 3
+
+
+@pytest.mark.parametrize(("name", "dtype", "rows"), few(PACKED), ids=str)
+def test_packed_experts_compile_for_hopper(name, dtype, rows, compiled):
+    hidden, columns, held = 7168, 256, 4
+    table = torch.zeros(held, 3, dtype=torch.int64)
+    index_E, counts = torch.empty(16, dtype=torch.int32), torch.empty(held, dtype=torch.int64)
+    x_TH = torch.empty(rows, hidden, dtype=dtype)
+    taken = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int64)
+    options = counts, SWIGLU, x_TH[0], 1e-6, None, name, 128
+    run_experts(x_TH, index_E, table, [columns] * held, *taken, *options)
+    by_name = {kernel.metadata.name: kernel for kernel in compiled}
+    for kernel, factors in (("_gate_up", 3), ("_down", 2)):
+        assert by_name[kernel].metadata.shared <= SHARED_MEMORY_BYTES
+        if dtype != torch.float32:
+            _assert_loads_ahead(by_name[kernel], factors)
+
+
+def _assert_loads_ahead(kernel: CompiledKernel, factors: int) -> None:
+    """Rows and codes are loaded ahead of the products, with wide loads."""
+    allocated = re.findall(r"local_alloc : \(\) -> !ttg.memdesc<[2-9]x", kernel.asm["ttgir"])
+    assert len(allocated) == factors
+    widths = set(re.findall(r"cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", kernel.asm["ptx"]))
+    assert widths <= {"0x10", "0x8"}

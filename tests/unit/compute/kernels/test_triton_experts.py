@@ -19,15 +19,15 @@ from test_native_linear import DTYPES, name
 from test_triton import CUDA, ROUNDING, on_cuda_alone
 
 from launches import Launches
-from longhelix.compute.kernels import PLAIN, Experts, Weight, native, route, run_experts
-from longhelix.compute.kernels.experts import addresses
+from longhelix.compute.kernels import PLAIN, Experts, Weight, native, reference, route, run_experts
+from longhelix.compute.kernels.experts import SWIGLU, addresses
 from longhelix.compute.kernels.triton import expert_rows, experts
 from longhelix.compute.kernels.triton.expert_rows import most_places_and_tiles, sort_rows
 from longhelix.compute.models.batch import RowSharding
 from longhelix.compute.models.experts import ExpertFFN
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
-from longhelix.spec import LayerSpec, MoE, Routing
+from longhelix.spec import Activation, LayerSpec, MoE, Routing
 from tensors import weights_of
 from tiers import few
 from triton_interpreter import interpret
@@ -51,31 +51,46 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=seeded(seed))
 
 
-def make(columns: dict[int, int], hidden: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Experts:
+def make(
+    columns: dict[int, int], hidden: int, dtype: torch.dtype, device: torch.device, seed: int = 0, sides: int = 2
+) -> Experts:
     """Experts of these numbers with so many columns, in rows, that the kernels of GPUs find."""
 
     def weights(sizes: list[tuple[int, int]], seed: int) -> tuple[Weight, ...]:
         made = [normal(*size, seed=seed + at) / max(size[1], 1) ** 0.5 for at, size in enumerate(sizes)]
         return tuple(Weight(w.to(dtype).to(device), name(dtype), *w.shape, PLAIN) for w in made)
 
-    gate_up = weights([(2 * width, hidden) for width in columns.values()], seed)
+    gate_up = weights([(sides * width, hidden) for width in columns.values()], seed)
     down = weights([(hidden, width) for width in columns.values()], seed + 100)
     rows_e = torch.zeros(len(columns), dtype=torch.int64, device=device)
     found = addresses(tuple(columns), gate_up, down, NUM_EXPERTS)
     return Experts(tuple(columns), gate_up, down, rows_e, found)
 
 
-def run(x_TH: Tensor, held: Experts, taken: tuple[Tensor, Tensor], residual: Tensor | None = None) -> Tensor:
+def run(
+    x_TH: Tensor,
+    held: Experts,
+    taken: tuple[Tensor, Tensor],
+    residual: Tensor | None = None,
+    activation: Activation = SWIGLU,
+) -> Tensor:
     device = held.rows_e.device
     norm = norm_of(x_TH.shape[1], x_TH.dtype).to(device)
     taken = [part.to(device) for part in taken]
     residual = None if residual is None else residual.to(device)
-    out_TH = run_experts(x_TH.to(device), held, *taken, norm=norm, norm_eps=NORM_EPS, residual=residual)
+    around = {"norm": norm, "norm_eps": NORM_EPS, "residual": residual, "activation": activation}
+    out_TH = run_experts(x_TH.to(device), held, *taken, **around)
     assert out_TH.dtype == x_TH.dtype
     return out_TH.cpu()
 
 
-def in_float64(x_TH: Tensor, held: Experts, taken: tuple[Tensor, Tensor], residual: Tensor | None) -> Tensor:
+def in_float64(
+    x_TH: Tensor,
+    held: Experts,
+    taken: tuple[Tensor, Tensor],
+    residual: Tensor | None,
+    activation: Activation = SWIGLU,
+) -> Tensor:
     """The same by definition, row by row."""
     x_TH, norm = x_TH.double(), norm_of(x_TH.shape[1], x_TH.dtype).double()
     normed_TH = x_TH * torch.rsqrt(x_TH.square().mean(1, keepdim=True) + NORM_EPS) * norm
@@ -85,8 +100,8 @@ def in_float64(x_TH: Tensor, held: Experts, taken: tuple[Tensor, Tensor], residu
             if number not in held.ids:
                 continue
             at = held.ids.index(number)
-            gate, up = (held.gate_up[at].values.cpu().double() @ normed_TH[row]).chunk(2)
-            inner = torch.nn.functional.silu(gate) * up
+            product = held.gate_up[at].values.cpu().double() @ normed_TH[row]
+            inner = reference.activate(product.unsqueeze(0), activation)[0]
             out_TH[row] += weight * (held.down[at].values.cpu().double() @ inner)
     return out_TH
 
@@ -261,6 +276,16 @@ def test_what_experts_would_read_as_something_else_is_refused(device):
     assert torch.equal(run(x_TH, held, taken, narrow), run(x_TH, held, taken, narrow.float()))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("function", ["gelu", "gelu_tanh", "relu_squared", "clamped_swiglu"])
+def test_experts_have_any_activation(function, gated, device):
+    activation = Activation(function, gated)
+    held = make(COLUMNS, 32, torch.float32, device, sides=activation.projections)
+    x_TH, taken = normal(20, 32, seed=6), some_taken(20, NUM_EXPERTS, 4, 8)
+    wanted_TH = in_float64(x_TH, held, taken, None, activation)
+    torch.testing.assert_close(run(x_TH, held, taken, None, activation).double(), wanted_TH, rtol=1e-5, atol=1e-5)
+
+
 def test_a_row_without_a_number_reaches_no_other(device):
     held, x_TH = make(COLUMNS, 32, torch.bfloat16, device), normal(20, 32, seed=6).bfloat16()
     taken = some_taken(20, NUM_EXPERTS, 4, 8)
@@ -278,8 +303,9 @@ def test_torch_accepts_the_op_and_its_fake(rows, device):
     taken = [part.to(device) for part in some_taken(rows, NUM_EXPERTS, 2, 18)]
     for residual in (None, x_TH.clone()):
         around = norm_of(32, x_TH.dtype).to(device), NORM_EPS, residual, x_TH.dtype, None, held.rows_e
-        arguments = x_TH, [], [], list(held.addresses), *taken, *around, held.ids, list(COLUMNS.values()), 32, "float32"
-        results = opcheck(torch.ops.longhelix.run_experts.default, (*arguments, "plain"))
+        arguments = x_TH, [], [], list(held.addresses), *taken, "silu", True, *around, held.ids
+        weights = list(COLUMNS.values()), 0, 32, "float32", "plain"
+        results = opcheck(torch.ops.longhelix.run_experts.default, (*arguments, *weights))
         assert set(results.values()) == {"SUCCESS"}
 
 
@@ -333,8 +359,9 @@ def test_nothing_of_a_layer_with_experts_waits_for_the_device(moe, rows, device,
     for held in ([0, 1, 2, 3], [7], [*range(12)]):
         ffn = layer(moe, held, 64, device)
         if device.type == "cpu":  # where weights have no addresses by themselves
-            found = addresses(ffn.experts.ids, ffn.experts.gate_up, ffn.experts.down, moe.num_experts + 1)
-            listed, ffn.experts = ffn.experts, replace(ffn.experts, addresses=found)
+            (own,) = ffn.experts
+            found = addresses(own.ids, own.gate_up, own.down, moe.num_experts + 1)
+            listed, ffn.experts = ffn.experts, (replace(own, addresses=found),)
         with monkeypatch.context() as patch, Launches(patch) as counted:
             out_TH = ffn(x_TH, batch)
         assert not counted.waits
@@ -388,7 +415,7 @@ def test_programs_are_of_columns_so_that_few_rows_are_many(
     found = torch.empty(num_experts, dtype=torch.int32), torch.empty(held, 3, dtype=torch.int64)
     taken = torch.empty(rows, per_row), torch.empty(rows, per_row, dtype=torch.int64)
     rows_e = torch.empty(held, dtype=torch.int64)
-    experts.run_experts(x_TH, *found, [columns] * held, *taken, rows_e, x_TH[0], 1e-6, None)
+    experts.run_experts(x_TH, *found, [columns] * held, *taken, rows_e, SWIGLU, x_TH[0], 1e-6, None)
     assert (grids["_gate_up"], grids["_down"]) == (gate_up, down)
 
 

@@ -15,13 +15,13 @@ from longhelix.engine import places
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.errors import UserError
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv import splits
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, Step, StepResult
 from longhelix.spec.layout import Layout
+from scheduler_settings import scheduler_config
 
 GIB = 2**30
 
@@ -110,7 +110,7 @@ def test_what_cannot_run_is_said(monkeypatch, gpus, options, words):
 def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, num_blocks, kvp, placement):
     lengths = [4096, 16384, 65536]
     steps = warm_up_steps(
-        SchedulerConfig(kvp, num_blocks, 65536, chunk_tokens=chunk_tokens, placement=placement), lengths
+        scheduler_config(kvp, num_blocks, 65536, chunk_tokens=chunk_tokens, placement=placement), lengths
     )
     opened = [new.id for step in steps for new in step.changes.new]
     assert sorted(opened) == sorted(set(opened)) == sorted(id for step in steps for id in step.changes.ended)
@@ -130,8 +130,8 @@ def test_warm_up_stays_inside_the_pool_and_leaves_nothing_behind(chunk_tokens, n
 
 
 def test_each_instance_with_a_clock_of_its_own_warms_up_with_the_steps_of_one_rank():
-    alone = SchedulerConfig(1, 40, 600, chunk_tokens=64, max_running=4, placement="local")
-    instances = dataclasses.replace(alone, kvp=3, own_clocks=True)
+    alone = scheduler_config(1, 40, 600, chunk_tokens=64, max_running=4, placement="local")
+    instances = dataclasses.replace(alone, kvp=3, steps=dataclasses.replace(alone.steps, own_clocks=True))
     expected, steps = warm_up_steps(alone, [4096]), warm_up_steps(instances, [4096])
     assert len(steps) == 3 * len(expected) > 0
     for at, step in enumerate(steps):
@@ -155,7 +155,7 @@ def bucket(step, decodes=0):
 
 @pytest.mark.parametrize("max_running", [64, 5])
 def test_a_plain_run_of_several_requests_finds_all_its_buckets_warm(max_running):
-    config = SchedulerConfig(1, 4000, 65536, max_running=max_running)
+    config = scheduler_config(1, 4000, 65536, max_running=max_running)
     steps = warm_up_steps(config, splits.length_buckets(config.longest_local_tokens))
     warm = {bucket(step) for step in steps if step.chunks}
     # One prompt after the other comes beside the decodes of those before it.

@@ -23,7 +23,7 @@ def data_home(monkeypatch, tmp_path):
 def test_cpus_are_the_calibrated_system_where_there_is_one():
     assert machine("cpu") == load_system("cpu")
     write_system(load_system("cpu").replaced({"step_s": 0.5}, "measured"), local_system_path())
-    assert (machine("cpu").name, machine("cpu").step_s) == ("local", 0.5)
+    assert (machine("cpu").name, machine("cpu").fixed.step_s) == ("local", 0.5)
 
 
 def test_a_broken_calibration_is_refused_with_its_file():
@@ -50,7 +50,7 @@ def test_a_broken_calibration_is_refused_with_its_file():
 def test_gpus_are_the_preset_in_their_name(monkeypatch, names, system):
     monkeypatch.setattr(machine_module, "gpu_names", lambda: names)
     found = machine("cuda")
-    assert (found.name, found.memory_bytes_per_s) == (system, load_system(system).memory_bytes_per_s)
+    assert (found.name, found.memory.bytes_per_s) == (system, load_system(system).memory.bytes_per_s)
     assert all(found.rate(dtype) > 0 for dtype in KV_DTYPES)
 
 

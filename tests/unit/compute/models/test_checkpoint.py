@@ -4,16 +4,20 @@ import struct
 import subprocess
 import sys
 from array import array
+from math import prod
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from anything import VALUES
 from asserts import fails_an_assert
 from builtin import builtin_config
 from longhelix.compute.models import safetensors_checkpoint
@@ -37,6 +41,10 @@ SHARDS = {"embed": "a.safetensors", "q_proj": "b.safetensors", "norm": "b.safete
 
 def whole(shape):
     return tuple(slice(0, size) for size in shape)
+
+
+def bytes_of(tensor):
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def write_single(folder: Path) -> Path:
@@ -75,15 +83,61 @@ def test_safetensors_slices(write, tmp_path):
         "embed": TensorInfo("embed", (8, 6), "float32"),
         "q_proj": TensorInfo("q_proj", (8, 6), "bfloat16"),
         "norm": TensorInfo("norm", (6,), "float16"),
-        "ids": TensorInfo("ids", (5,), "I64"),
+        "ids": TensorInfo("ids", (5,), "int64"),
     }
     for name, tensor in TENSORS.items():
-        for rows in (slice(0, len(tensor)), slice(1, 4), slice(2, 2)) if name != "ids" else ():  # no weight's numbers
+        for rows in (slice(0, len(tensor)), slice(1, 4), slice(2, 2)):
             slices = (rows, *whole(tensor.shape[1:]))
             torch.testing.assert_close(checkpoint.read(name, slices), tensor[slices], rtol=0, atol=0)
     for name in ("embed", "q_proj"):
         slices = (slice(2, 7), slice(1, 5))
         torch.testing.assert_close(checkpoint.read(name, slices), TENSORS[name][slices], rtol=0, atol=0)
+
+
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu", "uint8", "int8", "int32", "int64")
+
+
+@given(dtype=st.sampled_from(DTYPES), shape=st.lists(st.integers(0, 5), max_size=3), data=st.data())
+def test_slices_of_all_dtypes_and_dims(tmp_path_factory, dtype, shape, data):
+    folder = tmp_path_factory.mktemp("model")
+    content = data.draw(st.binary(min_size=8 * prod(shape), max_size=8 * prod(shape)))
+    numbers = torch.frombuffer(bytearray(content or b"x"), dtype=torch.uint8)[: len(content)]
+    tensor = numbers.view(getattr(torch, dtype))[: prod(shape)].view(shape)
+    (folder / "config.json").write_text("{}")
+    save_file({"other": torch.ones(3, dtype=torch.uint8), "tensor": tensor}, folder / "model.safetensors")
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.tensors["tensor"] == TensorInfo("tensor", tuple(shape), dtype)
+    starts = [data.draw(st.integers(0, size)) for size in shape]
+    slices = tuple(slice(start, data.draw(st.integers(start, size))) for start, size in zip(starts, shape, strict=True))
+    read = checkpoint.read("tensor", slices)
+    assert read.dtype == tensor.dtype
+    assert torch.equal(bytes_of(read), bytes_of(tensor[slices]))
+
+
+@given(
+    dtype=st.sampled_from(["F32", "F8_E4M3", "F8_E8M0", "F4", "U8", "I32", "BOOL", "X", ""]) | VALUES,
+    shape=st.lists(st.integers(-1, 9), max_size=3) | VALUES,
+    offsets=st.tuples(st.integers(-1, 80), st.integers(-1, 80)) | VALUES,
+)
+def test_any_header_is_read_or_refused(tmp_path_factory, dtype, shape, offsets):
+    folder = tmp_path_factory.mktemp("model")
+    header = {"tensor": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+    try:
+        content = safetensors_bytes(header, bytes(72))
+    except (TypeError, ValueError, RuntimeError):  # no JSON
+        return
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(content)
+    code = None
+    try:
+        checkpoint = open_checkpoint(str(folder))
+    except UserError as error:
+        code = error.code
+    if code is not None:
+        assert code == "invalid_checkpoint"
+    elif hasattr(torch, checkpoint.tensors["tensor"].dtype):
+        shape = checkpoint.tensors["tensor"].shape
+        assert checkpoint.read("tensor", whole(shape)).shape == shape
 
 
 def test_generation_config(tmp_path):

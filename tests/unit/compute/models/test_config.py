@@ -41,8 +41,8 @@ def refused(folder, config, code: str, *words: str) -> None:
         assert word in str(caught.value)
 
 
-def test_a_quantised_checkpoint_can_be_planned_for(tmp_path):
-    refused(tmp_path, MIXTRAL | {"quantization_config": {"quant_method": "fp8"}}, "invalid_model", "quantised")
+def test_a_checkpoint_that_is_not_read_can_be_planned_for(tmp_path):
+    refused(tmp_path, MIXTRAL | {"quantization_config": {"quant_method": "fp8"}}, "invalid_checkpoint", "no tensor")
     assert load_model(str(tmp_path)).moes
 
 
@@ -52,7 +52,7 @@ def test_biases_beside_experts_are_refused(tmp_path):
     refused(tmp_path, config, "invalid_argument", "mlp_bias")
 
 
-def test_a_quantised_checkpoint_is_refused(tmp_path):
-    quantised = LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    refused(tmp_path, quantised, "invalid_model", "quantised", "bfloat16")
+def test_a_quantised_checkpoint_that_is_not_read_is_refused(tmp_path):
+    quantised = LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    refused(tmp_path, quantised, "invalid_model", "quantised with quant_method 'bitsandbytes'", "compressed-tensors")
     refused(tmp_path, LLAMA, "invalid_checkpoint", "no tensor")

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import tracemalloc
 from collections import Counter
 from itertools import product
@@ -69,6 +71,11 @@ def refused(spec: ModelSpec, tensors, *words: str, quantised: bool = False) -> N
     for word in words:
         assert word in str(caught.value)
     assert "config.json" not in str(caught.value)  # GGUF files have none
+
+
+def test_the_engines_front_checks_tensors_without_torch():
+    code = "import sys, longhelix.engine.resolution as front; front.check; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def layout_id(layout: Layout) -> str:

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 from itertools import pairwise
 
 import mpmath
@@ -87,13 +86,13 @@ def frequencies_of(rope: RopeSpec, head_size: int, length: int = 1) -> torch.Ten
 @pytest.mark.parametrize("name", SETTINGS)
 def test_frequencies_and_attention_factor_are_those_of_transformers(name, theta, length):
     config, spec = configured(SETTINGS[name], theta)
-    if attention_of(spec).rope.kind == "default":
+    if attention_of(spec).rope.scaling.kind == "default":
         expected, attention_factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
-        expected, attention_factor = ROPE_INIT_FUNCTIONS[attention_of(spec).rope.kind](config, seq_len=length)
+        expected, attention_factor = ROPE_INIT_FUNCTIONS[attention_of(spec).rope.scaling.kind](config, seq_len=length)
     found = frequencies_of(attention_of(spec).rope, attention_of(spec).head_size, length)
     torch.testing.assert_close(found, expected.double(), rtol=FLOAT32_ROUNDINGS, atol=0.0)
-    assert attention_of(spec).rope.attention_factor == attention_factor
+    assert attention_of(spec).rope.scaling.attention_factor == attention_factor
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -103,7 +102,7 @@ def test_rotation_is_that_of_transformers_where_float32_is_enough(name, length):
     positions_T = torch.arange(length - 50, length)
     cos_1TC, sin_1TC = LlamaRotaryEmbedding(config)(torch.zeros(1), positions_T[None])
     frequencies_TR = frequencies_of(attention_of(spec).rope, 64, length).expand(50, -1)
-    cos_TR, sin_TR = rotation(positions_T, frequencies_TR, attention_of(spec).rope.attention_factor)
+    cos_TR, sin_TR = rotation(positions_T, frequencies_TR, attention_of(spec).rope.scaling.attention_factor)
     # Their float32 angle is off by a few roundings of the largest angle itself.
     tolerance = 4 * length * 2.0**-24
     torch.testing.assert_close(torch.cat([cos_TR, cos_TR], -1), cos_1TC[0], rtol=0.0, atol=tolerance)
@@ -134,9 +133,9 @@ def test_divisors_divide_the_plain_frequencies():
 
 def test_llama3_in_gguf_form_is_llama3():
     rope = attention_of(configured(LLAMA3, 500_000.0)[1]).rope
-    plain, scaled = frequencies_of(replace(rope, kind="default"), 64), frequencies_of(rope, 64)
+    plain, scaled = frequencies_of(RopeSpec(theta=rope.theta), 64), frequencies_of(rope, 64)
     divisors = tuple((plain / scaled).tolist())
-    gguf = RopeSpec(kind="default", theta=500_000.0, divisors=divisors)
+    gguf = RopeSpec(theta=500_000.0, divisors=divisors)
     torch.testing.assert_close(frequencies_of(gguf, 64), scaled, rtol=1e-15, atol=0.0)
 
 

@@ -60,7 +60,7 @@ def test_stages_declare_each_tensor_once_and_tied_embeddings_at_both_ends(name, 
         whole = declare(spec, one_stage, place)
         found = Counter(source for parameter in parameters for source in parameter.sources)
         expected = Counter(source for parameter in whole for source in parameter.sources)
-        if spec.tied_embeddings:
+        if spec.vocabulary.tied_embeddings:
             expected.update(source for source in expected if source.name == "model.embed_tokens.weight")
         assert found == expected
         names = [parameter.name for parameter in parameters]
@@ -118,7 +118,7 @@ def prompt(spec):
     ints = torch.arange(ROWS)
     angles_tR = torch.linspace(0, 3, ROWS * attention_of(spec).rotated_size // 2).view(ROWS, -1)
     return Batch(
-        token_ids_T=ints * 7 % spec.vocab_size,
+        token_ids_T=ints * 7 % spec.vocabulary.size,
         shape=StepShape(num_sequences=1, most_tokens=ROWS),
         attention=AttentionRows(
             row_starts_b=torch.tensor([0, ROWS]),
@@ -161,7 +161,7 @@ def test_a_stages_products_are_those_of_its_layers_and_of_the_head():
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["llama", "tied"])
 def test_tied_instances_have_the_whole_vocabulary_each_and_do_not_meet_for_it(name, rank):
-    spec, token_ids_T = SPECS[name], torch.arange(SPECS[name].vocab_size)
+    spec, token_ids_T = SPECS[name], torch.arange(SPECS[name].vocabulary.size)
     together = SimpleNamespace(size=2, ranks=(0, 1), index=rank)  # knows no collective
     mesh = Mesh(Layout(kvp=2, ffn_replicas=2), rank, together, together, RankGroup((rank,), rank, None))
     instance, (whole, _) = make_decoder(spec, mesh), make_stage(spec, Layout(), 0)

@@ -50,9 +50,11 @@ def tensors(value):
             yield value.values
         case Experts():
             yield from (weight.values for weight in (*value.gate_up, *value.down))
+        case tuple():
+            yield from (tensor for each in value if isinstance(each, Experts) for tensor in tensors(each))
 
 
-@pytest.mark.parametrize("weight_dtype", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("weight_dtype", ["bfloat16", "int8", "int4", "fp8-block", "int4-g128", "nvfp4"])
 @pytest.mark.parametrize("name", SPECS)
 def test_weights_take_the_bytes_that_the_table_says(name, weight_dtype):
     spec, layout = SPECS[name], Layout()

@@ -99,7 +99,7 @@ def test_one_rank_declares_as_many_parameters_as_the_model_has(spec):
 @given(specs())
 def test_a_token_meets_all_but_the_embedding_and_the_experts_that_it_does_not_take(spec):
     parameters = declare(spec, Layout(), 0)
-    unmet = sum(p.num_elements for p in parameters if p.name == "embedding" and not spec.tied_embeddings)
+    unmet = sum(p.num_elements for p in parameters if p.name == "embedding" and not spec.vocabulary.tied_embeddings)
     if moe_of(spec) is not None:
         taken = range(moe_of(spec).experts_per_token)
         unmet += sum(
@@ -114,26 +114,33 @@ def test_the_cost_models_fullest_rank_is_the_one_that_declares_most(drawn):
     how, layouts = Setting(spec, H100, "bfloat16", "bfloat16"), Layouts.of([layout])
     last, attention = spec.num_layers - 1, spec.layers[0].attention
 
-    def assert_fullest(found, layer, *names):
-        assert found[0] == fullest(spec, layout, layer, *names), names
+    stored = how.stored.layers
+    (mixer,), (ffn,) = stored[0].mixers, stored[last].ffns
 
-    assert_fullest(perf_weights.qkv(how, layouts, attention), 0, "qkv", "latent_down", "query_up")
-    assert_fullest(perf_weights.output_projection(how, layouts, attention), 0, "output")
+    def assert_fullest(amounts, layer, *names):
+        assert sum(amount.numbers[0] for amount in amounts) == fullest(spec, layout, layer, *names), names
+
+    assert_fullest(perf_weights.qkv(how, layouts, mixer.weights), 0, "qkv", "latent_down", "query_up")
+    assert_fullest(perf_weights.output_projection(how, layouts, mixer.weights), 0, "output")
     if isinstance(attention, MultiHeadLatentAttention):
-        up = perf_weights.key_absorption(how, layouts, attention)
-        up = up + perf_weights.value_projection(attention, layouts.query_heads(attention.heads))
+        num_heads = layouts.query_heads(attention.heads)
+        up = perf_weights.key_absorption(how, layouts, attention, mixer.weights)
+        up += perf_weights.value_projection(attention, mixer.weights, num_heads)
         assert_fullest(up, 0, "latent_up")
-    dense, moe = spec.layers[0].dense, spec.layers[last].moe
-    if dense is not None:
-        assert_fullest(perf_weights.dense_ffn(how, layouts, dense), 0, "gate_up", "down")
+    if spec.layers[0].dense is not None:
+        assert_fullest(perf_weights.dense_ffn(how, layouts, stored[0].ffns[0].weights), 0, "gate_up", "down")
+    moe = spec.layers[last].moe
     if moe is not None:
         names = [f"experts.{i}.{name}" for i in range(moe.num_experts) for name in ("gate_up", "down")]
-        held = perf_weights.num_experts(how, layouts, moe) * perf_weights.expert(how, layouts, moe)
+        num_experts = perf_weights.num_experts(how, layouts, moe)
+        held = [each.times(num_experts) for each in perf_weights.expert(how, layouts, moe, ffn.weights)]
         assert_fullest(held, last, *names)
-        assert_fullest(perf_weights.shared_experts(how, layouts, moe), last, "shared.gate_up", "shared.down")
-        assert_fullest(perf_weights.router(how, layouts, moe), last, "router")
-    shares = [len(layout.vocabulary(spec.vocab_size, rank)) for rank in range(layout.num_ranks)]
-    assert perf_weights.vocabulary(how, layouts)[0] == max(shares) * spec.hidden_size
+        shared = perf_weights.shared_experts(how, layouts, ffn.weights)
+        assert_fullest(shared, last, "shared.gate_up", "shared.down")
+        assert_fullest(perf_weights.router(how, layouts, ffn.weights), last, "router")
+    shares = [len(layout.vocabulary(spec.vocabulary.size, rank)) for rank in range(layout.num_ranks)]
+    (logits,) = perf_weights.all_of(how, layouts, how.stored.head)
+    assert logits.numbers[0] == max(shares) * spec.hidden_size
 
 
 @given(placed())
@@ -155,7 +162,7 @@ def test_ranks_together_have_what_is_shared_once_and_the_rest_each(drawn):
     spec, layout = drawn
     layout = Layout(1, min(layout.tpa, attention_of(spec).heads.num_kv_heads), ep=1)
     tables = {index: layer_weights(spec, layer) for index, layer in enumerate(spec.layers)}
-    ends = [embedding(spec), last_norm(spec), *([] if spec.tied_embeddings else [head(spec)])]
+    ends = [embedding(spec), last_norm(spec), *([] if spec.vocabulary.tied_embeddings else [head(spec)])]
     total = 0
     for weight in [*ends, *(weight for table in tables.values() for weight in table)]:
         is_shared = any(dim.split is not Split.WHOLE for dim in (*weight.dims, weight.experts))

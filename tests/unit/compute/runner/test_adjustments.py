@@ -16,12 +16,12 @@ from longhelix.compute.runner import matchers
 from longhelix.compute.runner.adjustments import Adjustments, TokenCounts
 from longhelix.compute.runner.matchers import Matchers
 from longhelix.scheduler import guide as guide_module
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.guide import Guide, TokenTable
 from longhelix.scheduler.request import SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import InitialKV, NewSequence, SequenceChanges, Step
 from longhelix.spec.layout import Layout
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -108,7 +108,7 @@ def expected_tokens(runner, request):
 def run_all(runner, requests, drafter=None, **settings):
     """Every request's tokens, its log-probabilities and what it took, and the sequences that ranks heard of."""
     config = {"kvp": 1, "num_blocks": 64, "max_model_len": 512, "chunk_tokens": 7} | settings
-    scheduler = Scheduler(SchedulerConfig(**config), drafter=drafter)
+    scheduler = Scheduler(scheduler_config(**config), drafter=drafter)
     for request in requests:
         scheduler.add(request)
     tokens, logprobs, usages, new = ({request.id: [] for request in requests} for _ in range(4))
@@ -359,7 +359,7 @@ def test_a_guide_that_cannot_go_on_ends_its_request_alone(monkeypatch):
         make_request(2, 3, 30),
     ]
     ends, errors = {}, {}
-    scheduler = Scheduler(SchedulerConfig(kvp=1, num_blocks=64, max_model_len=512, chunk_tokens=7))
+    scheduler = Scheduler(scheduler_config(kvp=1, num_blocks=64, max_model_len=512, chunk_tokens=7))
     for request in requests:
         scheduler.add(request)
     while (step := scheduler.schedule(0.0)) is not None:

@@ -12,6 +12,7 @@ from longhelix.compute.runner.token_ranges import ONE_RANGE
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import _check_runs_together, _layers_run
 from longhelix.errors import UserError
+from longhelix.scheduler.config import CacheConfig
 from longhelix.spec.attention import GroupedQueryAttention, Scores
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.presets import load_model
@@ -114,7 +115,7 @@ def test_flashinfer_attends_to_whole_batches(monkeypatch):
     monkeypatch.setattr(rank, "ModelRunner", lambda *, execution, **more: execution)
 
     def parts(attention):
-        scheduler = SimpleNamespace(swap_blocks=0, windows=())
+        scheduler = SimpleNamespace(cache=CacheConfig())
         execution = ExecutionConfig(
             compile=False, replay=True, token_ranges=ONE_RANGE, attention=attention, hop_b=None, trace=False
         )

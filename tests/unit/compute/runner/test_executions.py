@@ -23,12 +23,12 @@ from longhelix.compute.runner.rank import rank_capabilities
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.compute.runner.tracer import Tracer
 from longhelix.errors import UserError
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.request import Request, SamplingParams
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.spans import UNTRACED
 from longhelix.spec import MoE, Routing
 from longhelix.spec.layout import Layout
+from scheduler_settings import scheduler_config
 from tensors import Tensors
 from toy_model import toy_model
 
@@ -78,7 +78,7 @@ def run_again(call):
 
 def tokens_of(runner):
     """Of two requests, one of which decodes beside the other's chunks; and how many steps had rows."""
-    scheduler = Scheduler(SchedulerConfig(kvp=1, num_blocks=16, max_model_len=128, chunk_tokens=8))
+    scheduler = Scheduler(scheduler_config(kvp=1, num_blocks=16, max_model_len=128, chunk_tokens=8))
     tokens = {0: [], 1: []}
     for id, length in enumerate((5, 20)):
         prompt = array("i", [(7 * id + 3 * index) % VOCAB for index in range(length)])

@@ -13,11 +13,11 @@ from longhelix.compute.runner.pool_size import (
     split_state_bytes,
 )
 from longhelix.errors import UserError
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv.splits import most_state_bytes
 from longhelix.spec import RopeSpec
 from longhelix.spec.attention import Visibility
 from longhelix.spec.layout import Layout
+from scheduler_settings import scheduler_config
 from toy_model import toy_model
 
 pytestmark = pytest.mark.unit
@@ -44,7 +44,7 @@ def weights_bytes(layout, ranks):
 
 
 def affordable(layout, memory_bytes, ranks, block_tokens=16):
-    scheduler = SchedulerConfig(layout.kvp, 1, 4096, block_tokens=block_tokens)
+    scheduler = scheduler_config(layout.kvp, 1, 4096, block_tokens=block_tokens)
     return affordable_blocks(
         SPEC, layout, "bfloat16", "bfloat16", "bfloat16", "cpu", scheduler, (), memory_bytes, ranks
     )
@@ -132,7 +132,7 @@ def windowed(limits):
 def test_pools_and_those_of_windows_share_the_memory(limits, with_ends, blocks):
     """As many KV blocks as fit beside what their number gives windows, and not one more."""
     spec, layout = windowed(limits), Layout(kvp=2)
-    scheduler = SchedulerConfig(2, 1, 4096, max_running=4, chunk_tokens=64, prefix_cache=True)
+    scheduler = scheduler_config(2, 1, 4096, max_running=4, chunk_tokens=64, prefix_cache=True)
     block_bytes = [
         16 * kv_bytes_per_token(spec, layout, "bfloat16", "cpu", 0, [group]) for group in range(1 + len(spec.views))
     ]

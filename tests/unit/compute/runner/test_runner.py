@@ -22,7 +22,6 @@ from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.graphed_layers import Bucket
 from longhelix.compute.runner.runner import ModelRunner
 from longhelix.compute.runner.warm_up import warm_up_steps
-from longhelix.scheduler.config import SchedulerConfig
 from longhelix.scheduler.kv import splits
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.prefix import NO_PREFIX, Prefix
@@ -31,7 +30,9 @@ from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import BlockTransfers, SequenceChanges, Step
 from longhelix.spec import RopeSpec, VisionSpec
 from longhelix.spec.layout import Layout
-from longhelix.spec.rope import Rotation
+from longhelix.spec.rope import RopeScaling, Rotation
+from longhelix.spec.vocabulary import Vocabulary
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -39,7 +40,7 @@ VOCAB, EOS, CPU = 11, (4,), torch.device("cpu")
 CAPABILITIES = RankCapabilities("cpu", native=False, overlaps=False, sums_in_rank_order=True, packed=False)
 OP_BY_OP = Execution.resolve(compile=False, replay=False, whole_batches=False, capabilities=CAPABILITIES)
 SPEC = SimpleNamespace(
-    rotations=(Rotation(RopeSpec(theta=10_000.0), 8),), views=(), vocab_size=VOCAB, vision=None, eos_token_ids=EOS
+    rotations=(Rotation(RopeSpec(theta=10_000.0), 8),), views=(), vocabulary=Vocabulary(VOCAB, EOS), vision=None
 )
 
 
@@ -100,7 +101,7 @@ def run_all(scheduler, runner, requests):
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
 def test_rows_are_the_tokens_of_prompts_and_answers_and_the_penalty_sees_all(penalty):
     runner = make_runner()
-    scheduler = Scheduler(SchedulerConfig(kvp=1, num_blocks=64, max_model_len=512, chunk_tokens=7))
+    scheduler = Scheduler(scheduler_config(kvp=1, num_blocks=64, max_model_len=512, chunk_tokens=7))
     requests = [make_request(0, 20, repetition_penalty=penalty), make_request(1, 3, temperature=0.9, top_p=0.8)]
     found = run_all(scheduler, runner, requests)
     for request in requests:
@@ -120,7 +121,7 @@ def test_a_step_and_a_worker_carry_no_more_of_a_long_request():
     for prompt_tokens in (10_000, 1_000_000):
         num_blocks = prompt_tokens // 16 + 8
         runner = make_runner(num_blocks=num_blocks)
-        scheduler = Scheduler(SchedulerConfig(1, num_blocks, prompt_tokens + 8, chunk_tokens=512))
+        scheduler = Scheduler(scheduler_config(1, num_blocks, prompt_tokens + 8, chunk_tokens=512))
         scheduler.add(make_request(0, prompt_tokens))
         steps = [scheduler.schedule(0.0) for _ in range(8)]
         tracemalloc.start()
@@ -138,7 +139,7 @@ def test_a_step_and_a_worker_carry_no_more_of_a_long_request():
 
 def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
     runner = make_runner()
-    scheduler = Scheduler(SchedulerConfig(1, 64, 64))
+    scheduler = Scheduler(scheduler_config(1, 64, 64))
     for id in range(3):
         scheduler.add(make_request(id, 5, 4, logprobs=2))
     runner.model.broken = {1}
@@ -172,7 +173,7 @@ def test_what_goes_wrong_with_one_row_is_that_rows_alone(monkeypatch):
 def test_only_the_first_rank_returns_tokens_and_all_know_them():
     for rank in range(2):
         runner = make_runner(kvp=2, rank=rank)
-        scheduler = Scheduler(SchedulerConfig(2, 64, 64))
+        scheduler = Scheduler(scheduler_config(2, 64, 64))
         scheduler.add(make_request(0, 5))
         result = runner.execute(scheduler.schedule(0.0))
         assert len(result.sampled) == (rank == 0)
@@ -181,7 +182,7 @@ def test_only_the_first_rank_returns_tokens_and_all_know_them():
 
 def test_what_kernels_take_of_steps_with_chunks_begins_at_multiples_of_16_bytes():
     """Whatever the lengths: Triton compiles a kernel once more for pointers that do not."""
-    scheduler, runner = Scheduler(SchedulerConfig(1, 64, 128, chunk_tokens=9)), make_runner()
+    scheduler, runner = Scheduler(scheduler_config(1, 64, 128, chunk_tokens=9)), make_runner()
     for id, length in enumerate((5, 7, 30, 1)):
         scheduler.add(make_request(id, length))
     mixed = 0
@@ -202,7 +203,7 @@ def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
     """A history of requests of many lengths, whichever ranks have their rows."""
     monkeypatch.setattr(splits, "SPLIT_TOKENS", 16)
     chance = np.random.default_rng(5)
-    config = SchedulerConfig(3, 400, 2000, chunk_tokens=64, max_running=8, placement=placement, growth_limit_tokens=64)
+    config = scheduler_config(3, 400, 2000, chunk_tokens=64, max_running=8, placement=placement, growth_limit_tokens=64)
     scheduler, runners = Scheduler(config), [make_runner(kvp=3, rank=rank, num_blocks=400) for rank in range(3)]
     for id in range(60):
         scheduler.add(make_request(id, int(chance.integers(1, 700)), int(chance.integers(1, 40))))
@@ -231,7 +232,7 @@ def test_all_ranks_come_to_the_same_graphs(placement, monkeypatch):
 
 @pytest.mark.parametrize("placement", ["striped", "growing", "local", "auto"])
 def test_what_runs_before_the_first_request_captures_decodes_and_chunks_of_evenly_used_ranks(placement):
-    config = SchedulerConfig(3, 40, 600, chunk_tokens=64, max_running=8, placement=placement, kvp_threshold_tokens=200)
+    config = scheduler_config(3, 40, 600, chunk_tokens=64, max_running=8, placement=placement, kvp_threshold_tokens=200)
     runners = [make_runner(kvp=3, rank=rank, num_blocks=40) for rank in range(3)]
     warm = set()
     for step in warm_up_steps(config, [4096, 16384]):
@@ -275,7 +276,7 @@ def lines_of(call):
 def test_ending_a_long_request_takes_no_more_steps_of_python(placement):
     lines = []
     for prompt_tokens in (1_000, 100_000):
-        config = SchedulerConfig(2, 7000, 100_100, chunk_tokens=200_000, placement=placement, growth_limit_tokens=16)
+        config = scheduler_config(2, 7000, 100_100, chunk_tokens=200_000, placement=placement, growth_limit_tokens=16)
         scheduler = Scheduler(config)
         scheduler.add(make_request(0, prompt_tokens))
         scheduler.schedule(0.0)
@@ -290,7 +291,7 @@ def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
     lines = set()
     for tokens in (1_000, 50_005):
         runner = make_runner(num_blocks=4000)
-        scheduler = Scheduler(SchedulerConfig(1, 4000, 60_000, chunk_tokens=60_000))
+        scheduler = Scheduler(scheduler_config(1, 4000, 60_000, chunk_tokens=60_000))
         for id, prompt_tokens in enumerate([tokens, 5, 5, 5, 5, *[5] * idle]):
             scheduler.add(make_request(id, prompt_tokens))
         runner.execute(scheduler.schedule(0.0))
@@ -303,10 +304,10 @@ def test_a_step_takes_no_more_python_beside_long_or_idle_requests(idle):
 def test_a_rank_has_no_rows_of_sequences_that_turn_differently():
     """Two requests on ranks 0 and 1, of lengths between which dynamic RoPE begins to stretch: rank 2 has none of them
     and takes part in every step."""
-    rope = RopeSpec(kind="dynamic", factor=2.0, original_max_positions=32)
+    rope = RopeSpec(scaling=RopeScaling("dynamic", 2.0, original_max_positions=32))
     spec = SimpleNamespace(**vars(SPEC) | {"rotations": (Rotation(rope, 8),)})
     runners = [make_runner(kvp=3, rank=rank, spec=spec) for rank in range(3)]
-    scheduler = Scheduler(SchedulerConfig(3, 64, 512, placement="local"))
+    scheduler = Scheduler(scheduler_config(3, 64, 512, placement="local"))
     for id, prompt_tokens in enumerate((5, 60)):
         scheduler.add(make_request(id, prompt_tokens))
     while (step := scheduler.schedule(0.0)) is not None:
@@ -333,7 +334,7 @@ def run_forked(kvp, num_tokens, donor, fork, placement="striped"):
     """The runners of all ranks, in the middle of both requests, and the steps that they ran."""
     runners = [make_runner(kvp=kvp, rank=rank) for rank in range(kvp)]
     beginning = Beginning(runners[0], num_tokens)
-    config = SchedulerConfig(kvp, 64, 512, chunk_tokens=512, placement=placement, growth_limit_tokens=32)
+    config = scheduler_config(kvp, 64, 512, chunk_tokens=512, placement=placement, growth_limit_tokens=32)
     scheduler, steps = Scheduler(config, prefixes=beginning), []
     for request in (donor, fork):
         scheduler.add(request)
@@ -389,7 +390,7 @@ def test_copies_come_before_the_layers_and_are_no_part_of_the_exchange(monkeypat
 
     monkeypatch.setattr(runner_module, "copy_blocks", copy)
     monkeypatch.setattr(runner, "layers", lambda *inputs: order.append("layers") or layers(*inputs))
-    scheduler = Scheduler(SchedulerConfig(1, 64, 512))
+    scheduler = Scheduler(scheduler_config(1, 64, 512))
     scheduler.add(make_request(0, 20))
     copies = ((Block(0, 7), Block(0, 9)),)
     result = runner.execute(msgspec.structs.replace(scheduler.schedule(0.0), transfers=BlockTransfers(copies=copies)))

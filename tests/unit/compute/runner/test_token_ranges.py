@@ -4,7 +4,7 @@ import pytest
 
 from longhelix.compute.runner.token_ranges import ONE_RANGE, TokenRanges
 from longhelix.compute.runner.warm_up import BLANK, warm_up_steps
-from longhelix.scheduler.config import SchedulerConfig
+from scheduler_settings import scheduler_config
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +31,7 @@ def test_a_step_is_sequence_parallel_where_its_range_is():
 def test_every_range_has_chunks_before_the_first_request(images):
     """Of one prompt and of two, and of a range that no chunk reaches one beside decodes; if models read images, also
     with one in each."""
-    config = SchedulerConfig(2, 1000, 10_000, chunk_tokens=64, max_running=8)
+    config = scheduler_config(2, 1000, 10_000, chunk_tokens=64, max_running=8)
     ranges = TokenRanges((1, 9, 30, 70, 10**9), 30)
     steps = [step for step in warm_up_steps(config, [4096], ranges, images) if step.chunks]
     for shown in (False, True):

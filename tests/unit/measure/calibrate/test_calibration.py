@@ -84,11 +84,12 @@ def test_what_is_measured_is_written_and_read_as_the_system_local(measured, tmp_
     assert {row["constant"]: row["source"] for row in rows} == local.sources
     assert all(abs(row["error"]) < 0.1 for row in told["predictions"]["rows"])
     assert all(source.startswith(("measured: ", "fitted: ", "assumed: ")) for source in local.sources.values())
-    assert (local.memory_bytes_per_s, local.kernel_s, local.step_s, local.shared) == (35e9, 1e-6, 1e-3, True)
+    assert (local.memory.bytes_per_s, local.shared) == (35e9, True)
+    assert (local.fixed.kernel_s, local.fixed.step_s) == (1e-6, 1e-3)
     assert [local.rate(dtype) for dtype in ("int8", "int4", "w8a8")] == pytest.approx([3e11, 2e11, 6e11])
     assert [row["flops_per_s"] for row in told["products"]["rows"]] == [row["flops_per_s"] for row in PRODUCTS]
-    assert 0.7 < local.memory_efficiency < 0.95
-    assert local.scale_up.latency_s + local.collective_s == pytest.approx(7e-6, rel=0.3)
+    assert 0.7 < local.memory.efficiency < 0.95
+    assert local.network.scale_up.latency_s + local.fixed.collective_s == pytest.approx(7e-6, rel=0.3)
 
 
 def test_tables_show_the_constants_and_how_well_they_fit(measured, tmp_path, capsys):
@@ -143,5 +144,5 @@ def test_a_short_calibration_of_this_machine(tmp_path, capfd):
     capfd.readouterr()
     system = load_system(str(path))
     assert system.shared
-    assert 0 < system.memory_efficiency <= 1
-    assert system.collective_s + system.scale_up.latency_s < 1e-2
+    assert 0 < system.memory.efficiency <= 1
+    assert system.fixed.collective_s + system.network.scale_up.latency_s < 1e-2

@@ -93,7 +93,7 @@ def test_parameters_are_the_published_ones_to_two_hundredths(model):
     if active is None:
         return
     # The head is as large as the embedding.
-    more = {None: 0, "head": -1, "embedding": 1}[counting] * spec.vocab_size * spec.hidden_size
+    more = {None: 0, "head": -1, "embedding": 1}[counting] * spec.vocabulary.size * spec.hidden_size
     assert num_active_parameters(spec) + more == pytest.approx(active, rel=0.02)
 
 
@@ -114,7 +114,7 @@ def test_the_papers_first_figure_has_its_sizes():
         attention_of(spec).heads.num_kv_heads,
         attention_of(spec).head_size,
     ) == (128, 8, 128)
-    assert (spec.hidden_size, spec.layers[0].dense.num_columns, spec.num_layers, spec.vocab_size) == (
+    assert (spec.hidden_size, spec.layers[0].dense.num_columns, spec.num_layers, spec.vocabulary.size) == (
         16_384,
         65_536,
         126,
@@ -204,10 +204,10 @@ def test_the_systems_are_those_of_the_tables_and_a_machine_of_cpus():
 @pytest.mark.parametrize("name", TABLES)
 def test_systems_hold_the_vendors_figures(name):
     system = load_system(name)
-    rates = tuple(system.flops_per_s.get(dtype) for dtype in ("bfloat16", "fp8", "fp4"))
+    rates = tuple(system.arithmetic.flops_per_s.get(dtype) for dtype in ("bfloat16", "fp8", "fp4"))
     assert (
-        system.memory_bytes_per_s, system.memory_bytes, *rates, system.scale_up.bytes_per_s,
-        system.scale_out.bytes_per_s, system.node_ranks, system.scale_up.ranks,
+        system.memory.bytes_per_s, system.memory.size_bytes, *rates, system.network.scale_up.bytes_per_s,
+        system.network.scale_out.bytes_per_s, system.network.node_ranks, system.network.scale_up.ranks,
     ) == TABLES[name]  # fmt: skip
     assert system.rate("int4") == system.rate("bfloat16")
     assert system.computes_in("float16") == (name != "tpu-v5p")
@@ -217,11 +217,11 @@ def test_systems_hold_the_vendors_figures(name):
 @pytest.mark.parametrize("name", TABLES)
 def test_a_tenth_of_a_gpus_memory_is_not_the_models(name):
     system = load_system(name)
-    assert system.usable_bytes == pytest.approx(0.9 * system.memory_bytes, rel=1e-4)
+    assert system.usable_bytes == pytest.approx(0.9 * system.memory.size_bytes, rel=1e-4)
 
 
 def test_switches_add_up_from_nvlink_4_on():
-    assert [name for name in TABLES if load_system(name).in_switch_reduction] == [
+    assert [name for name in TABLES if load_system(name).network.in_switch_reduction] == [
         "b200",
         "gb200",
         "gb300",
@@ -263,13 +263,13 @@ def test_no_preset_is_fitted_to_a_paper(name):
 def test_every_constant_of_a_system_has_its_source(name):
     system = load_system(name)
     assert system.name == name
-    assert {f"flops_per_s.{dtype}" for dtype in system.flops_per_s} < set(system.sources)
+    assert {f"flops_per_s.{dtype}" for dtype in system.arithmetic.flops_per_s} < set(system.sources)
 
 
 def test_the_system_of_cpus_runs_what_the_engine_does_and_says_that_it_is_another_machines():
     system = load_system("cpu")
     assert system.shared
-    assert set(KV_DTYPES) <= set(system.flops_per_s)
+    assert set(KV_DTYPES) <= set(system.arithmetic.flops_per_s)
     measured = [source for source in system.sources.values() if not source.startswith("assumed: ")]
     assert measured
     assert all("2 cores of a cloud machine" in source for source in measured)
@@ -292,7 +292,7 @@ def test_local_is_the_calibrated_machine(tmp_path, monkeypatch):
     refused(load_system, "local", "unknown_system", "longhelix calibrate")
     path.parent.mkdir()
     path.write_text(toml_of("h100"))
-    assert load_system("local").memory_bytes == load_system("h100").memory_bytes
+    assert load_system("local").memory.size_bytes == load_system("h100").memory.size_bytes
     monkeypatch.delenv("XDG_DATA_HOME")
     monkeypatch.setenv("HOME", "/home/someone")
     assert str(local_system_path()) == "/home/someone/.local/share/longhelix/local.toml"

@@ -7,6 +7,7 @@ the keys (MLA, absorbed). A pool of 8 bits has `scales_PADk`, float32: value = s
 from longhelix.compute.kernels.triton.attention import partial_attention
 from longhelix.compute.kernels.triton.experts import run_experts
 from longhelix.compute.kernels.triton.merge import merge_states
+from longhelix.compute.kernels.triton.packed_products import multiply_packed
 from longhelix.compute.kernels.triton.rows import activate_rows, norm_rows, rotate
 from longhelix.compute.kernels.triton.write import write_kv
 
@@ -17,6 +18,7 @@ __all__ = [
     "FORMATS",
     "activate_rows",
     "merge_states",
+    "multiply_packed",
     "norm_rows",
     "partial_attention",
     "rotate",

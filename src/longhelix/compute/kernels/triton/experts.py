@@ -6,7 +6,6 @@ names them, and its bits depend on no other row's routing.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -15,34 +14,33 @@ from torch import Tensor
 
 from longhelix.compute.kernels.triton.activation import activated, gated_input
 from longhelix.compute.kernels.triton.expert_rows import SortedRows, most_places_and_tiles, sort_rows
+from longhelix.compute.kernels.triton.weight_tiles import (
+    ALIGNED_BYTES,
+    FLOAT32_TILE,
+    PACKED_TILES,
+    ProductTile,
+    add_products,
+    packing,
+    plain,
+    scale_outputs,
+)
 from longhelix.spec import Activation
 
-_ALIGNED_BYTES = 16  # where weights, and their rows too, begin at multiples of it, loads are wide
 _PARTS_BYTES = 256 * 2**20  # for what experts make of their rows, in float32: more hidden channels take turns
-
-
-class ExpertTile(NamedTuple):
-    """What a program holds: rows and columns of its result, inputs per turn; its warps and stages of loads."""
-
-    rows: int
-    columns: int
-    inputs: int
-    warps: int
-    stages: int
 
 
 # By the mean number of rows of an expert, up to which they serve. Where an expert has few rows, its weights are what is
 # read, by many programs of few columns each. Shared memory (227 KB) takes all stages of rows and weights (two: gate and
 # up), registers two float32 sums for every row and column.
 _TILES = {
-    16: ExpertTile(rows=16, columns=32, inputs=128, warps=4, stages=4),
-    64: ExpertTile(rows=64, columns=64, inputs=64, warps=4, stages=4),
-    2**30: ExpertTile(rows=128, columns=128, inputs=64, warps=8, stages=3),
+    16: ProductTile(rows=16, columns=32, inputs=128, warps=4, stages=4),
+    64: ProductTile(rows=64, columns=64, inputs=64, warps=4, stages=4),
+    2**30: ProductTile(rows=128, columns=128, inputs=64, warps=8, stages=3),
 }
-# For so few rows that what they take would be fewer programs than two for each multiprocessor of a large GPU.
-_NARROW, _PROGRAMS = ExpertTile(rows=16, columns=16, inputs=256, warps=4, stages=4), 264
-# Full float32 products do not run on tensor cores, and keep their operands in registers.
-_FLOAT32 = ExpertTile(rows=16, columns=16, inputs=32, warps=4, stages=3)
+# For so few rows that what they take would be fewer programs than a large GPU needs.
+_NARROW = ProductTile(rows=16, columns=16, inputs=256, warps=4, stages=4)
+_PACKED_NARROW = ProductTile(rows=16, columns=16, inputs=128, warps=4, stages=4)
+_PROGRAMS = 264  # two for each multiprocessor
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -59,9 +57,16 @@ def run_experts(
     norm: Tensor | None,
     norm_eps: float,
     residual: Tensor | None,
+    weight_dtype: str | None = None,
+    lead: int = 0,
 ) -> Tensor:
-    """`kernels.experts.run_experts` of weights in rows, all in the dtype of x (float32, bfloat16, float16), found by
-    `experts.addresses`. columns: of each of this rank's experts.
+    """`kernels.experts.run_experts` of weights in rows, found by `experts.addresses`.
+
+    Args:
+        x_TH: float32, bfloat16 or float16.
+        columns: Columns of each of this rank's experts.
+        weight_dtype: The format of packed weights (`PackedRows`). None: weights are plain, in the dtype of x.
+        lead: `PackedRows.lead` of the down-projections of all experts with columns. Other weights have none.
 
     Sums are float32; between the two products an expert's activations are rounded to the dtype of x. An expert's
     outputs take memory meanwhile: 4 bytes for each hidden channel of each pair that this rank can have, and
@@ -72,27 +77,35 @@ def run_experts(
     if rows == 0 or num_experts == 0:
         return torch.zeros_like(x_TH) if residual is None else residual.clone()
     most_columns = max(columns)
-    aligned = all(size * x_TH.itemsize % _ALIGNED_BYTES == 0 for size in (hidden, *columns))
+    if weight_dtype is None:
+        aligned = all(size * x_TH.itemsize % ALIGNED_BYTES == 0 for size in (hidden, *columns))
+        multiple, constants, tiles, narrow = ALIGNED_BYTES // x_TH.itemsize, plain(aligned), _TILES, _NARROW
+    else:
+        multiple, constants = ALIGNED_BYTES, packing(weight_dtype, [(hidden, 0), *((width, lead) for width in columns)])
+        tiles, narrow = PACKED_TILES, _PACKED_NARROW
     mean_rows = experts_TY.numel() / len(index_E)
-    tile = _FLOAT32 if x_TH.dtype == torch.float32 else _tile(mean_rows, num_experts, most_columns)
+    tile = FLOAT32_TILE
+    if x_TH.dtype != torch.float32:
+        tile = _tile(mean_rows, num_experts, most_columns, tiles, narrow)
     taken = sort_rows(experts_TY, index_E, rows_e, tile.rows)
     out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     if most_columns == 0:
         return out_TH.zero_() if residual is None else out_TH.copy_(residual)
-    places, tiles = most_places_and_tiles(*experts_TY.shape, num_experts, tile.rows)
+    places, row_tiles = most_places_and_tiles(*experts_TY.shape, num_experts, tile.rows)
     inner_Xf = x_TH.new_empty(places, most_columns)
     shared = {
         "H": hidden,
         "F": most_columns,
-        "ALIGNED": _ALIGNED_BYTES // x_TH.itemsize if aligned else 1,
+        "MULTIPLE": multiple if constants["ALIGNED"] == ALIGNED_BYTES else 1,
         "M": tile.rows,
         "N": tile.columns,
         "C": tile.inputs,
         "DTYPE": _DOT_DTYPES[x_TH.dtype],
+        **constants,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    _gate_up[tiles, triton.cdiv(most_columns, tile.columns)](
+    _gate_up[row_tiles, triton.cdiv(most_columns, tile.columns)](
         x_TH.contiguous() if norm is None else _normed(x_TH, norm, norm_eps),
         weights_e3,
         *taken[1:],
@@ -106,19 +119,21 @@ def run_experts(
     parts_XH = x_TH.new_empty(places, width, dtype=torch.float32)
     for first in range(0, hidden, width):
         channels = min(width, hidden - first)
-        _down[tiles, triton.cdiv(channels, tile.columns)](
-            inner_Xf, weights_e3, *taken[2:], parts_XH, first, width, **shared
+        _down[row_tiles, triton.cdiv(channels, tile.columns)](
+            inner_Xf, weights_e3, *taken[2:], parts_XH, first, width, lead, **shared
         )
         _sum(parts_XH, taken, weights_TY, residual, out_TH, first, channels)
     return out_TH
 
 
-def _tile(mean_rows: float, num_experts: int, columns: int) -> ExpertTile:
+def _tile(
+    mean_rows: float, num_experts: int, columns: int, tiles: dict[int, ProductTile], narrow: ProductTile
+) -> ProductTile:
     """For experts that have so many rows each, were they taken evenly."""
-    tile = next(tile for most, tile in _TILES.items() if mean_rows <= most)
+    tile = next(tile for most, tile in tiles.items() if mean_rows <= most)
     expected_tiles = num_experts * min(mean_rows, 1.0)
     few = mean_rows <= 1 and expected_tiles * triton.cdiv(columns, tile.columns) < _PROGRAMS
-    return _NARROW if few else tile
+    return narrow if few else tile
 
 
 def _channels_at_once(places: int, hidden: int) -> int:
@@ -175,12 +190,12 @@ def _norm(x_ptr, norm_ptr, normed_ptr, stride_T, eps, H: tl.constexpr, PADDED: t
 
 
 @triton.jit
-def _weight(weights_ptr, expert, side, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where an expert's gate and up (side 0) or down (1) begin, and its columns; told to be as aligned as they are."""
-    weight_ptr = tl.load(weights_ptr + 3 * expert + side).to(tl.pointer_type(DTYPE))
+def _weight(weights_ptr, expert, side, MULTIPLE: tl.constexpr):
+    """Where an expert's gate and up (side 0) or down (1) begin, and its columns, which MULTIPLE divides."""
+    weight_ptr = tl.load(weights_ptr + 3 * expert + side).to(tl.pointer_type(tl.uint8))
     columns = tl.load(weights_ptr + 3 * expert + 2).to(tl.int32)
-    if ALIGNED > 1:
-        weight_ptr, columns = tl.multiple_of(weight_ptr, 16), tl.multiple_of(columns, ALIGNED)
+    if MULTIPLE > 1:
+        weight_ptr, columns = tl.multiple_of(weight_ptr, 16), tl.multiple_of(columns, MULTIPLE)
     return weight_ptr, columns
 
 
@@ -197,11 +212,17 @@ def _gate_up(
     GATED: tl.constexpr,
     H: tl.constexpr,
     F: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
     DTYPE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_POINTS: tl.constexpr,
+    OUTPUT_SCALES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """What experts make of M rows between their products: N columns. Without a gate, `gate` is the up-projection."""
     tile, n_N = tl.program_id(0), tl.program_id(1) * N + tl.arange(0, N)
@@ -209,12 +230,15 @@ def _gate_up(
         return
     expert, begin = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1)
     count = tl.load(tiles_ptr + 3 * tile + 2)
-    gate_ptr, columns = _weight(weights_ptr, expert, 0, DTYPE, ALIGNED)
+    weight_ptr, columns = _weight(weights_ptr, expert, 0, MULTIPLE)
     if tl.program_id(1) * N >= columns:
         return
+    outputs = columns
+    if GATED:
+        outputs = 2 * columns
     m_M = tl.arange(0, M)
     row_M = tl.load(pair_ptr + begin + m_M, mask=m_M < count, other=0) // Y
-    up_ptr = gate_ptr + columns.to(tl.int64) * H
+    real_N = n_N < columns
     gate_MN = tl.zeros([M, N], tl.float32)
     up_MN = tl.zeros([M, N], tl.float32)
     for start in range(0, H, C):
@@ -224,18 +248,75 @@ def _gate_up(
             mask=(m_M < count)[:, None] & (h_C < H)[None, :],
             other=0.0,
         )
-        offset_NC = n_N.to(tl.int64)[:, None] * H + h_C[None, :]
-        real_NC = (n_N < columns)[:, None] & (h_C < H)[None, :]
-        gate_NC = tl.load(gate_ptr + offset_NC, mask=real_NC, other=0.0)
-        gate_MN = tl.dot(x_MC, tl.trans(gate_NC), gate_MN, input_precision="ieee")
+        gate_MN = add_products(
+            gate_MN,
+            x_MC,
+            weight_ptr,
+            outputs,
+            H,
+            0,
+            n_N,
+            real_N,
+            start,
+            ELEMENT,
+            SCALE,
+            BLOCK,
+            ZERO_POINTS,
+            ALIGNED,
+        )
         if GATED:
-            up_NC = tl.load(up_ptr + offset_NC, mask=real_NC, other=0.0)
-            up_MN = tl.dot(x_MC, tl.trans(up_NC), up_MN, input_precision="ieee")
+            up_MN = add_products(
+                up_MN,
+                x_MC,
+                weight_ptr,
+                outputs,
+                H,
+                0,
+                columns + n_N,
+                real_N,
+                start,
+                ELEMENT,
+                SCALE,
+                BLOCK,
+                ZERO_POINTS,
+                ALIGNED,
+            )
+    gate_MN = scale_outputs(
+        gate_MN,
+        weight_ptr,
+        outputs,
+        H,
+        0,
+        n_N,
+        real_N,
+        ELEMENT,
+        SCALE,
+        BLOCK,
+        ZERO_POINTS,
+        OUTPUT_SCALES,
+        ALIGNED,
+    )
+    if GATED:
+        up_MN = scale_outputs(
+            up_MN,
+            weight_ptr,
+            outputs,
+            H,
+            0,
+            columns + n_N,
+            real_N,
+            ELEMENT,
+            SCALE,
+            BLOCK,
+            ZERO_POINTS,
+            OUTPUT_SCALES,
+            ALIGNED,
+        )
     inner_MN = activated(gate_MN, FUNCTION)
     if GATED:
         inner_MN *= gated_input(up_MN, FUNCTION)
     offset_MN = (begin + m_M).to(tl.int64)[:, None] * F + n_N[None, :]
-    tl.store(inner_ptr + offset_MN, inner_MN.to(DTYPE), mask=(m_M < count)[:, None] & (n_N < columns)[None, :])
+    tl.store(inner_ptr + offset_MN, inner_MN.to(DTYPE), mask=(m_M < count)[:, None] & real_N[None, :])
 
 
 @triton.jit
@@ -247,13 +328,20 @@ def _down(
     parts_ptr,
     first,
     width,
+    lead,
     H: tl.constexpr,
     F: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     C: tl.constexpr,
     DTYPE: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_POINTS: tl.constexpr,
+    OUTPUT_SCALES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """What an expert makes of M rows: N hidden channels of those from `first` on."""
     tile, n_N = tl.program_id(0), tl.program_id(1) * N + tl.arange(0, N)
@@ -261,26 +349,53 @@ def _down(
         return
     expert, begin = tl.load(tiles_ptr + 3 * tile), tl.load(tiles_ptr + 3 * tile + 1)
     count = tl.load(tiles_ptr + 3 * tile + 2)
-    down_ptr, columns = _weight(weights_ptr, expert, 1, DTYPE, ALIGNED)
+    weight_ptr, columns = _weight(weights_ptr, expert, 1, MULTIPLE)
+    lead = tl.where(columns > 0, lead, 0)
     m_M = tl.arange(0, M)
     h_N = first + n_N
+    real_N = h_N < H
     part_MN = tl.zeros([M, N], tl.float32)
-    for start in range(0, columns, C):
-        f_C = start + tl.arange(0, C)
+    for start in range(0, lead + columns, C):
+        f_C = start - lead + tl.arange(0, C)
         inner_MC = tl.load(
             inner_ptr + (begin + m_M).to(tl.int64)[:, None] * F + f_C[None, :],
-            mask=(m_M < count)[:, None] & (f_C < columns)[None, :],
+            mask=(m_M < count)[:, None] & ((f_C >= 0) & (f_C < columns))[None, :],
             other=0.0,
         )
-        down_NC = tl.load(
-            down_ptr + h_N.to(tl.int64)[:, None] * columns + f_C[None, :],
-            mask=(h_N < H)[:, None] & (f_C < columns)[None, :],
-            other=0.0,
+        part_MN = add_products(
+            part_MN,
+            inner_MC,
+            weight_ptr,
+            H,
+            columns,
+            lead,
+            h_N,
+            real_N,
+            start,
+            ELEMENT,
+            SCALE,
+            BLOCK,
+            ZERO_POINTS,
+            ALIGNED,
         )
-        part_MN = tl.dot(inner_MC, tl.trans(down_NC), part_MN, input_precision="ieee")
+    part_MN = scale_outputs(
+        part_MN,
+        weight_ptr,
+        H,
+        columns,
+        lead,
+        h_N,
+        real_N,
+        ELEMENT,
+        SCALE,
+        BLOCK,
+        ZERO_POINTS,
+        OUTPUT_SCALES,
+        ALIGNED,
+    )
     offset_MN = (begin + m_M).to(tl.int64)[:, None] * width + n_N[None, :]
-    real_N = (n_N < width) & (h_N < H)
-    tl.store(parts_ptr + offset_MN, part_MN, mask=(m_M < count)[:, None] & real_N[None, :])
+    real_MN = (m_M < count)[:, None] & (real_N & (n_N < width))[None, :]
+    tl.store(parts_ptr + offset_MN, part_MN, mask=real_MN)
 
 
 @triton.jit

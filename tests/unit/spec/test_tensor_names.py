@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from longhelix.compute.models.model_files import open_checkpoint
-from longhelix.compute.models.tensor_names import canonical
 from longhelix.errors import UserError
+from longhelix.spec.tensor_names import canonical
 
 NAMES = ("layers.0.self_attn.q_proj.weight", "layers.61.embed_tokens.weight", "norm.weight", "embed_tokens.weight")
 

@@ -1,0 +1,305 @@
+"""Tiles of weights for products: plain numbers, or numbers of packed rows (`kernels.packed_rows`).
+
+A program multiplies C inputs per turn. Turns begin at multiples of C, counted from the start of a row's first scale
+block. So a tile has whole scale blocks, or is inside one.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from longhelix.spec import FORMATS
+
+ALIGNED_BYTES = 16  # Loads are wide if weights and their rows begin at multiples of it.
+
+_SCALES = {  # as kernels load them
+    "float32": tl.float32,
+    "bfloat16": tl.bfloat16,
+    "float16": tl.float16,
+    "e4m3": tl.float8e4nv,
+    "e8m0": tl.uint8,
+}
+
+
+class ProductTile(NamedTuple):
+    """What a program computes at a time.
+
+    Attributes:
+        rows: M, rows of its result.
+        columns: N, columns of its result.
+        inputs: C, inputs per turn.
+        warps: Its warps.
+        stages: Turns whose loads are in flight.
+    """
+
+    rows: int
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+
+
+# Tiles for packed weights, by the largest number of rows that uses them. They have fewer columns than tiles for plain
+# weights, because unpacking needs registers. A turn has at most 128 inputs, so scales of blocks of 128 multiply sums.
+PACKED_TILES = {
+    16: ProductTile(rows=16, columns=32, inputs=128, warps=4, stages=4),
+    64: ProductTile(rows=64, columns=64, inputs=64, warps=4, stages=4),
+    2**30: ProductTile(rows=128, columns=64, inputs=64, warps=8, stages=3),
+}
+# Full float32 products do not run on tensor cores, and keep their operands in registers.
+FLOAT32_TILE = ProductTile(rows=16, columns=16, inputs=32, warps=4, stages=3)
+
+
+def packing(dtype: str, inputs: Iterable[tuple[int, int]]) -> dict[str, object]:
+    """Return the compile-time constants of kernels that read packed weights.
+
+    Args:
+        dtype: Name of a number format with codes.
+        inputs: Depth and lead (`PackedRows`) of each weight in a launch.
+
+    Returns:
+        ELEMENT: `Codes.element`.
+        SCALE: The dtype in which kernels load scales.
+        BLOCK: Inputs of a scale block. 0: each output has one scale.
+        ZERO_POINTS: Whether scale blocks have zero points.
+        OUTPUT_SCALES: Whether outputs have a scale besides those of their blocks.
+        ALIGNED: Rows and tiles begin at multiples of this number of bytes. 0: a tile may begin in the middle of a byte.
+    """
+    format, inputs = FORMATS[dtype], tuple(inputs)
+    assert format.codes is not None
+    if all(size * format.bits % (8 * ALIGNED_BYTES) == 0 for pair in inputs for size in pair):
+        aligned = ALIGNED_BYTES
+    else:
+        aligned = int(all(lead * format.bits % 8 == 0 for _, lead in inputs))
+    return {
+        "ELEMENT": format.codes.element,
+        "SCALE": _SCALES[format.codes.scale],
+        "BLOCK": format.weight_scales.numbers or 0,
+        "ZERO_POINTS": format.codes.zero_points,
+        "OUTPUT_SCALES": format.weight_scales.vector_bits > 0,
+        "ALIGNED": aligned,
+    }
+
+
+def plain(aligned: bool) -> dict[str, object]:
+    """Return the constants of `packing` for plain weights in the dtype of x. aligned: see `ALIGNED_BYTES`."""
+    return {
+        "ELEMENT": None,
+        "SCALE": None,
+        "BLOCK": 0,
+        "ZERO_POINTS": False,
+        "OUTPUT_SCALES": False,
+        "ALIGNED": ALIGNED_BYTES if aligned else 1,
+    }
+
+
+@triton.jit
+def add_products(
+    sum_MN,
+    x_MC,
+    weight_ptr,
+    outputs,
+    depth,
+    lead,
+    n_N,
+    real_N,
+    start,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_POINTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Add x W^T for outputs n_N and for C inputs from start - lead on. `scale_outputs` completes the sums.
+
+    The scale of a block with at least C inputs multiplies sums. The scale of a smaller block multiplies numbers, and
+    the result is rounded to the dtype of x. In bfloat16, this is exact for scales in e8m0 and e4m3.
+    """
+    C: tl.constexpr = x_MC.shape[1]
+    N: tl.constexpr = sum_MN.shape[1]
+    if ELEMENT is None:
+        number_NC = _plain(weight_ptr, x_MC.dtype, depth, n_N, real_N, start, C, ALIGNED)
+    else:
+        number_NC = _numbers(_codes(weight_ptr, depth, lead, n_N, real_N, start, C, ELEMENT, ALIGNED), ELEMENT)
+        if BLOCK > 0:
+            # Scale blocks of a tile.
+            G: tl.constexpr = C // BLOCK if BLOCK < C else 1
+            scales_ptr, zeros_ptr, _ = _sections(
+                weight_ptr, outputs, depth, lead, ELEMENT, SCALE, BLOCK, ZERO_POINTS, ALIGNED
+            )
+            g_G = start // BLOCK + tl.arange(0, G)
+            num_blocks = _num_blocks(depth, lead, BLOCK)
+            real_NG = real_N[:, None] & (g_G < num_blocks)[None, :]
+            offset_NG = n_N.to(tl.int64)[:, None] * num_blocks + g_G[None, :]
+            scale_NG = _scale(tl.load(scales_ptr + offset_NG, mask=real_NG, other=0.0))
+            number_NGB = tl.reshape(number_NC, [N, G, C // G])
+            if ELEMENT == "uint4":
+                zero_NG = tl.full([N, G], 8.0, tl.float32)
+                if ZERO_POINTS:
+                    zero_NG = tl.load(zeros_ptr + offset_NG, mask=real_NG, other=0).to(tl.float32)
+                number_NGB -= zero_NG[:, :, None]
+            if BLOCK < C:
+                number_NGB *= scale_NG[:, :, None]
+            number_NC = tl.reshape(number_NGB, [N, C])
+    factor_CN = tl.trans(number_NC.to(x_MC.dtype))
+    if BLOCK >= C:
+        product_MN = tl.dot(x_MC, factor_CN, input_precision="ieee")
+        sum_MN += product_MN * tl.reshape(scale_NG, [1, N])
+    else:
+        sum_MN = tl.dot(x_MC, factor_CN, sum_MN, input_precision="ieee")
+    return sum_MN
+
+
+@triton.jit
+def scale_outputs(
+    sum_MN,
+    weight_ptr,
+    outputs,
+    depth,
+    lead,
+    n_N,
+    real_N,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_POINTS: tl.constexpr,
+    OUTPUT_SCALES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Multiply sums by the scales of whole outputs, if there are any."""
+    if ELEMENT is not None:
+        scales_ptr, _, output_scales_ptr = _sections(
+            weight_ptr, outputs, depth, lead, ELEMENT, SCALE, BLOCK, ZERO_POINTS, ALIGNED
+        )
+        if BLOCK == 0:
+            sum_MN *= tl.load(scales_ptr + n_N, mask=real_N, other=0.0)[None, :]
+        if OUTPUT_SCALES:
+            sum_MN *= tl.load(output_scales_ptr + n_N, mask=real_N, other=0.0)[None, :]
+    return sum_MN
+
+
+@triton.jit
+def _plain(weight_ptr, DTYPE: tl.constexpr, depth, n_N, real_N, start, C: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return numbers (N, C) of a plain weight."""
+    numbers_ptr = weight_ptr.to(tl.pointer_type(DTYPE))
+    i_C = start + tl.arange(0, C)
+    row_N = n_N.to(tl.int64) * depth
+    if ALIGNED > 1:
+        NUMBERS: tl.constexpr = ALIGNED * 8 // numbers_ptr.dtype.element_ty.primitive_bitwidth
+        numbers_ptr, row_N = tl.multiple_of(numbers_ptr, ALIGNED), tl.multiple_of(row_N, NUMBERS)
+    real_NC = real_N[:, None] & (i_C < depth)[None, :]
+    return tl.load(numbers_ptr + row_N[:, None] + i_C[None, :], mask=real_NC, other=0.0)
+
+
+@triton.jit
+def _codes(
+    weight_ptr,
+    depth,
+    lead,
+    n_N,
+    real_N,
+    start,
+    C: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Return codes (N, C) in uint8. Codes of inputs outside the row are arbitrary."""
+    N: tl.constexpr = n_N.shape[0]
+    HALVES: tl.constexpr = ELEMENT == "uint4" or ELEMENT == "e2m1"
+    row_bytes = _row_bytes(depth, ELEMENT, ALIGNED)
+    row_N = n_N.to(tl.int64) * row_bytes
+    if HALVES and ALIGNED == 0:
+        # A byte may have the last code of one tile and the first of the next, so each code loads its byte.
+        i_C = start - lead + tl.arange(0, C)
+        real_NC = real_N[:, None] & ((i_C >= 0) & (i_C < depth))[None, :]
+        byte_NC = tl.load(weight_ptr + row_N[:, None] + (i_C >> 1)[None, :], mask=real_NC, other=0)
+        code_NC = (byte_NC >> ((i_C & 1) * 4).to(tl.uint8)[None, :]) & 15
+    else:
+        PER_BYTE: tl.constexpr = 2 if HALVES else 1
+        byte_X = (start - lead) // PER_BYTE + tl.arange(0, C // PER_BYTE)
+        if ALIGNED > 1:
+            row_N = tl.multiple_of(row_N, ALIGNED)
+            byte_X = tl.multiple_of(byte_X, ALIGNED)
+        real_NX = real_N[:, None] & ((byte_X >= 0) & (byte_X < row_bytes))[None, :]
+        byte_NX = tl.load(weight_ptr + row_N[:, None] + byte_X[None, :], mask=real_NX, other=0)
+        code_NC = byte_NX
+        if HALVES:
+            code_NC = tl.reshape(tl.join(byte_NX & 15, byte_NX >> 4), [N, C])
+    return code_NC
+
+
+@triton.jit
+def _numbers(code_NC, ELEMENT: tl.constexpr):
+    """Return the values of codes in float32."""
+    if ELEMENT == "e4m3":
+        number_NC = code_NC.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif ELEMENT == "int8":
+        number_NC = code_NC.to(tl.int8, bitcast=True).to(tl.float32)
+    elif ELEMENT == "uint4":
+        number_NC = code_NC.to(tl.float32)
+    else:
+        # Move the bits of e2m1 to their places in a float32. Its exponents have a bias of 127 instead of 1.
+        tl.static_assert(ELEMENT == "e2m1")
+        bits_NC = ((code_NC & 7).to(tl.int32) << 22) | ((code_NC & 8).to(tl.int32) << 28)
+        number_NC = bits_NC.to(tl.float32, bitcast=True) * 2.0**126
+    return number_NC
+
+
+@triton.jit
+def _scale(scale):
+    """Return scales in float32. Bytes are e8m0, of which 0 is 2^-127, a subnormal float32."""
+    if scale.dtype == tl.uint8:
+        bits = scale.to(tl.int32)
+        scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def _row_bytes(depth, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return the bytes of a row's codes."""
+    row_bytes = tl.cast(depth, tl.int32)
+    if ELEMENT == "uint4" or ELEMENT == "e2m1":
+        row_bytes = (row_bytes + 1) // 2
+        if ALIGNED > 1:
+            row_bytes = tl.multiple_of(row_bytes, ALIGNED)
+    return row_bytes
+
+
+@triton.jit
+def _num_blocks(depth, lead, BLOCK: tl.constexpr):
+    """Return the number of scale blocks of a row."""
+    num_blocks = 1
+    if BLOCK > 0:
+        num_blocks = (lead + depth + BLOCK - 1) // BLOCK
+    return num_blocks
+
+
+@triton.jit
+def _sections(
+    weight_ptr,
+    outputs,
+    depth,
+    lead,
+    ELEMENT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_POINTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Return the addresses of scales, zero points and scales of outputs (`PackedRows`)."""
+    rows = tl.cast(outputs, tl.int64)
+    blocks = rows * _num_blocks(depth, lead, BLOCK)
+    scales_ptr = (weight_ptr + _aligned(rows * _row_bytes(depth, ELEMENT, ALIGNED))).to(tl.pointer_type(SCALE))
+    SCALE_BYTES: tl.constexpr = scales_ptr.dtype.element_ty.primitive_bitwidth // 8
+    zeros_ptr = scales_ptr.to(tl.pointer_type(tl.uint8)) + _aligned(blocks * SCALE_BYTES)
+    output_scales_ptr = zeros_ptr
+    if ZERO_POINTS:
+        output_scales_ptr += _aligned(blocks)
+    return scales_ptr, zeros_ptr, output_scales_ptr.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _aligned(num_bytes):
+    return (num_bytes + 255) // 256 * 256

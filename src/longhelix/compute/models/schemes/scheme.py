@@ -1,0 +1,103 @@
+"""What a scheme is: the tensors in which checkpoints store a quantised weight, and how they become packed rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from longhelix.compute.models.checkpoint import Checkpoint
+from longhelix.compute.models.schemes.part import Part
+from longhelix.spec import FORMATS
+
+if TYPE_CHECKING:
+    from longhelix.compute.kernels.packed_rows import PackedRows
+
+FLOATS = ("float32", "bfloat16", "float16")
+SCALAR = ((), (1,))  # shapes of one number
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """How checkpoints may store a tensor.
+
+    Attributes:
+        dtypes: Possible dtypes, by torch's names.
+        shapes: Possible shapes. None in a shape: any size.
+        required: Whether every checkpoint has the tensor.
+    """
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int | None, ...], ...]
+    required: bool = True
+
+    def __str__(self) -> str:
+        shapes = (f"[{', '.join('any' if size is None else str(size) for size in shape)}]" for shape in self.shapes)
+        return f"{_either(self.dtypes)} of shape {_either(tuple(shapes))}"
+
+    def allows(self, shape: tuple[int, ...], dtype: str) -> bool:
+        """Return whether a tensor of this shape and dtype has this form."""
+        return dtype in self.dtypes and any(
+            len(shape) == len(known) and all(size in (None, given) for size, given in zip(known, shape, strict=True))
+            for known in self.shapes
+        )
+
+
+class Scheme(ABC):
+    """A published way to store quantised weights."""
+
+    @abstractmethod
+    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+        """Return the forms of a weight's tensors, by their names in checkpoints.
+
+        Args:
+            module: Canonical name of the module.
+            shape: (O, I) of the weight.
+            format: Name of the number format.
+        """
+
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        module: str,
+        shape: tuple[int, int],
+        format: str,
+        slices: tuple[slice, slice],
+    ) -> PackedRows:
+        """Return some rows and inputs of a weight. Both may begin and end anywhere, also inside a scale block or byte.
+
+        Args:
+            checkpoint: It has tensors of the forms that `tensors` returns.
+            module: Canonical name of the module.
+            shape: (O, I) of the whole weight.
+            format: Name of the number format.
+            slices: Rows and inputs, each as `slice(start, stop)` inside the shape.
+
+        Raises:
+            UserError: A scale is not a number, or is zero or negative where that makes no sense.
+        """
+        import torch
+
+        from longhelix.compute.kernels.packed_rows import PackedRows
+
+        outputs, depth = (part.stop - part.start for part in slices)
+        lead = slices[1].start % (FORMATS[format].weight_scales.numbers or 1)
+        rows = PackedRows.empty(format, outputs, depth, lead if depth else 0, torch.device("cpu"))
+        if outputs and depth:
+            self._fill(Part(checkpoint, f"{module}.", shape, *slices, rows))
+        return rows
+
+    @abstractmethod
+    def _fill(self, part: Part) -> None:
+        """Fill the rows of a part that is not empty."""
+
+
+def _either(words: tuple[str, ...]) -> str:
+    """Return words such as "a, b or c"."""
+    return " or ".join((", ".join(words[:-1]), words[-1])) if len(words) > 1 else words[0]
+
+
+def blocks(size: int, numbers: int) -> int:
+    """Return how many blocks of `numbers` have `size` numbers."""
+    return -(-size // numbers)

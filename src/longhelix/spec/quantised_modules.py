@@ -1,0 +1,145 @@
+"""Which modules of a checkpoint are quantised, and how each is stored."""
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+import msgspec
+
+from longhelix.spec.tensor_names import canonical
+
+# Modules with matrices that no method quantises: embeddings, routers, and what decides or weighs like a router.
+_PLAIN = re.compile(
+    r".*(?:embed_tokens|norm|conv1d\w*|(?:mlp|block_sparse_moe|feed_forward)\.(?:gate|router)|shared_expert_gate"
+    r"|indexer\.weights_proj)",
+    re.DOTALL,
+)
+# Where a decoder is published, beside its canonical place.
+_PLACES = ("", "model.language_model.", "language_model.model.", "language_model.")
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+    "q_a_proj": "fused_qkv_a_proj",
+    "kv_a_proj_with_mqa": "fused_qkv_a_proj",
+}
+
+
+class Storage(msgspec.Struct, frozen=True):
+    """How a checkpoint stores the weight of one module.
+
+    Attributes:
+        scheme: Which tensors there are: a key of `compute.models.schemes.SCHEMES`.
+        format: A number format of `longhelix.spec.formats` with codes.
+    """
+
+    scheme: str
+    format: str
+
+
+class Modules(msgspec.Struct, frozen=True):
+    """Modules that settings name, under the names of any publisher.
+
+    A projection also has the name of the fused module that some engines make of it, such as qkv_proj.
+
+    Attributes:
+        names: Canonical names. Modules inside a named one belong to it.
+        endings: Ends of names, or of the name of the module that has all experts of a layer.
+        patterns: Regular expressions, which match from the beginning of a name.
+    """
+
+    names: frozenset[str] = frozenset()
+    endings: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+
+    def include(self, module: str) -> bool:
+        """Return whether a module of a canonical name is one of them."""
+        names = (module, *_fused(module))
+        return (
+            any(each in self.names for name in names for each in _enclosing(name))
+            or any(name.endswith(self.endings) for name in (*names, *_all_experts(module)))
+            or any(pattern.match(name) for name in _published(names) for pattern in _compiled(self.patterns))
+        )
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """How some modules are stored.
+
+    Attributes:
+        storage: How they are stored.
+        modules: Which modules. None: all with a matrix.
+    """
+
+    storage: Storage
+    modules: Modules | None = None
+
+
+class Quantisation(msgspec.Struct, frozen=True):
+    """Which modules of a checkpoint are quantised, and how.
+
+    Attributes:
+        rules: The first rule that a module meets applies to it.
+        plain: Modules that stay in the model's dtype, whatever the rules say.
+    """
+
+    rules: tuple[Rule, ...]
+    plain: Modules = Modules()
+
+    @property
+    def formats(self) -> str:
+        """The number formats of quantised modules, in words."""
+        return " and ".join(dict.fromkeys(rule.storage.format for rule in self.rules))
+
+    def storage_of(self, module: str) -> Storage | None:
+        """Return how a module's weight is stored. None: in the model's dtype.
+
+        Args:
+            module: Its canonical name, such as "model.layers.3.mlp.experts.7.down_proj" or "lm_head".
+        """
+        if _PLAIN.fullmatch(module) or self.plain.include(module):
+            return None
+        meets = (rule for rule in self.rules if rule.modules is None or rule.modules.include(module))
+        rule = next(meets, None)
+        return None if rule is None else rule.storage
+
+
+def canonical_module(name: str) -> str:
+    """Return the canonical name of a module, or part of a name as it is."""
+    return canonical(f"{name}.weight").removesuffix(".weight")
+
+
+def _fused(module: str) -> Iterator[str]:
+    """Yield the name of the module that has this one's weight beside others, if there may be one."""
+    place, _, last = module.rpartition(".")
+    if last in _FUSED:
+        yield f"{place}.{_FUSED[last]}"
+
+
+def _all_experts(module: str) -> Iterator[str]:
+    """Yield the name of the module with all experts of a layer, if this is an expert's."""
+    place, found, _ = module.partition(".experts.")
+    if found:
+        yield f"{place}.experts"
+
+
+def _enclosing(name: str) -> Iterator[str]:
+    """Yield a name, and the names of all modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def _published(names: Iterable[str]) -> Iterator[str]:
+    """Yield canonical names, and the other names under which the modules are published."""
+    for name in names:
+        yield name
+        inside = name.removeprefix("model.")
+        for place in _PLACES:
+            yield place + inside
+
+
+@lru_cache(maxsize=64)
+def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(pattern, re.DOTALL) for pattern in patterns)

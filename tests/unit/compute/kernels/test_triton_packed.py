@@ -1,0 +1,210 @@
+"""Products with packed weights in Triton: in Triton's interpreter, and on a CUDA device where there is one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed; it comes with torch for CUDA")
+
+from test_experts import NORM_EPS, norm_of, some_taken
+from test_native_attention import bits, seeded
+from test_triton import CUDA, ROUNDING
+
+from longhelix.compute.kernels import Experts, reference, run_experts
+from longhelix.compute.kernels.experts import SWIGLU, addresses
+from longhelix.compute.kernels.packed_rows import PackedRows
+from longhelix.compute.kernels.triton import experts, multiply_packed, packed_products
+from longhelix.compute.kernels.weight import PACKED, Weight
+from longhelix.spec import FORMATS, Activation
+from random_weights import random_rows
+from tiers import few
+from triton_interpreter import interpret
+
+pytestmark = pytest.mark.unit
+
+NAMES = [
+    "fp8-block", "nvfp4", "int4-g32-zero", "mxfp4", "mxfp8", "fp8-channel", "int8-channel", "int4-g64-float16",
+    "int4-g128-float16-zero", "int4-g32", "int4-g64", "int4-g128", "int4-g32-float16", "int4-g64-zero",
+    "int4-g128-zero", "int4-g32-float16-zero", "int4-g64-float16-zero", "int4-g128-float16",
+]  # fmt: skip
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+NUM_EXPERTS = 10
+
+
+@pytest.fixture(scope="module", params=["cpu", CUDA])
+def device(request):
+    """Where the kernels run: on the CPU in the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "cpu":
+            interpret(patch)
+        yield torch.device(request.param)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=seeded(seed)).to(dtype)
+
+
+def numbers(rows: PackedRows) -> Tensor:
+    return PackedRows(rows.buffer.cpu(), rows.dtype, rows.outputs, rows.depth, rows.lead).numbers().double()
+
+
+def number_error(name: str, dtype: torch.dtype) -> float:
+    """How far a weight's number may be from what it is in a product with rows of `dtype`: groups of integers that are
+    smaller than a tile are rounded."""
+    rounded = name.startswith(("int4-g32", "int4-g64")) and dtype != torch.float32
+    return ROUNDING[dtype] if rounded else 0.0
+
+
+def test_every_packed_format_is_tested():
+    assert sorted(NAMES) == sorted(name for name, format in FORMATS.items() if format.codes is not None)
+
+
+@pytest.mark.parametrize("dtype", few(DTYPES, 2), ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "depth", "lead", "rows"),
+    few(
+        [
+            (33, 75, 5, 3),  # an odd lead: tiles begin in the middle of bytes
+            (40, 96, 32, 17),
+            (20, 1100, 0, 1),  # inputs in splits, the last of them short
+            (70, 333, 34, 65),  # past the edges of tiles, and of blocks
+            (32, 160, 96, 1),  # loads of 16 bytes
+            (5, 7, 120, 2),  # one block's end alone
+        ],
+        2,
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("name", few(NAMES, 7))
+def test_products_equal_their_definition(name, outputs, depth, lead, rows, dtype, device):
+    weight = random_rows(name, outputs, depth, lead, device=device)
+    x_TX, bias = normal(rows, depth, seed=1, dtype=dtype), normal(outputs, seed=2, dtype=dtype)
+    out_TO = multiply_packed(x_TX.to(device), weight, torch.float32, bias.to(device)).cpu().double()
+    x_TX, weight_OI = x_TX.double(), numbers(weight)
+    magnitudes_TO = x_TX.abs() @ weight_OI.abs().T
+    error_TO = (number_error(name, dtype) + 2**-20) * magnitudes_TO + 2**-22
+    assert ((out_TO - x_TX @ weight_OI.T - bias.double()).abs() <= error_TO).all()
+
+
+@pytest.mark.parametrize(("outputs", "depth", "splits"), [(20, 1100, True), (20, 200, False)])
+def test_results_are_rounded_once(outputs, depth, splits, device):
+    weight = random_rows("nvfp4", outputs, depth, device=device)
+    x_TX = normal(4, depth, seed=1, dtype=torch.bfloat16).to(device)
+    bias = normal(outputs, seed=2).to(device)
+    whole = multiply_packed(x_TX, weight, torch.float32, bias)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(bits(multiply_packed(x_TX, weight, dtype, bias).cpu()), bits(whole.to(dtype).cpu()))
+    assert (packed_products._splits(depth, 1, packed_products.PACKED_TILES[16])[0] > 1) == splits
+
+
+def test_rows_of_a_wider_tensor_are_read_where_they_are(device):
+    weight, wide_TX = random_rows("fp8-block", 24, 64, device=device), normal(5, 100, seed=3).to(device)
+    out_TO = multiply_packed(wide_TX[:, 20:84], weight, torch.float32)
+    assert torch.equal(out_TO, multiply_packed(wide_TX[:, 20:84].clone(), weight, torch.float32))
+    assert out_TO.abs().sum() > 0
+
+
+def test_no_rows_no_outputs_and_no_inputs(device):
+    bias = normal(8, seed=2).to(device)
+    for name in ("fp8-channel", "int4-g32-zero", "nvfp4"):
+        for outputs, depth, rows in ((8, 32, 0), (0, 32, 3), (8, 0, 3)):
+            weight = random_rows(name, outputs, depth, device=device)
+            x_TX = normal(rows, depth, seed=1).to(device)
+            out_TO = multiply_packed(x_TX, weight, torch.float32, bias[:outputs])
+            assert torch.equal(out_TO, bias[:outputs].expand(rows, outputs))
+
+
+def test_splits_are_whole_turns_that_have_all_inputs():
+    tile = packed_products.PACKED_TILES[16]
+    for inputs, tiles in ((0, 1), (1, 1), (1100, 1), (7168, 128), (16384, 40), (7168, 1000)):
+        splits, split_inputs = packed_products._splits(inputs, tiles, tile)
+        assert split_inputs % tile.inputs == 0
+        assert splits * split_inputs >= inputs > (splits - 1) * split_inputs or (inputs, splits) == (0, 1)
+        assert splits == 1 or splits * tiles <= packed_products._PROGRAMS
+
+
+# Experts
+
+
+def weight_of(rows: PackedRows) -> Weight:
+    return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, PACKED, rows.lead)
+
+
+def in_float64(x_TH, gate_up, down, ids, taken, activation, residual, dtype) -> Tensor:
+    norm = norm_of(x_TH.shape[1], dtype).double()
+    x_TH = x_TH.double()
+    normed_TH = x_TH * torch.rsqrt(x_TH.square().mean(1, keepdim=True) + NORM_EPS) * norm
+    out_TH = residual.double().clone()
+    for row, (weights_Y, experts_Y) in enumerate(zip(*taken, strict=True)):
+        for weight, number in zip(weights_Y.double(), experts_Y.tolist(), strict=True):
+            if number in ids:
+                at = ids.index(number)
+                inner = reference.activate(numbers(gate_up[at]) @ normed_TH[row], activation)
+                out_TH[row] += weight * (numbers(down[at]) @ inner)
+    return out_TH
+
+
+@pytest.mark.parametrize("dtype", few(DTYPES, 2), ids=str)
+@pytest.mark.parametrize(
+    ("columns", "lead", "hidden", "rows", "per_row", "activation"),
+    few(
+        [
+            ({2: 40, 7: 25, 9: 0}, 3, 75, 9, 4, SWIGLU),  # columns that begin in the middle of bytes
+            ({0: 32, 3: 64}, 96, 160, 5, 3, SWIGLU),  # loads of 16 bytes
+            ({3: 64, 4: 32, 5: 0, 6: 96, 9: 140}, 16, 96, 37, 4, Activation("relu_squared", gated=False)),
+            (dict.fromkeys(range(10), 32), 0, 32, 140, 9, Activation("clamped_swiglu")),
+        ]
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("name", few(NAMES, 5))
+def test_experts_equal_their_definition(name, columns, lead, hidden, rows, per_row, activation, dtype, device):
+    ids, sizes = list(columns), list(columns.values())
+    gate_up = [
+        random_rows(name, activation.projections * size, hidden, seed=at, device=device)
+        for at, size in enumerate(sizes)
+    ]
+    down = [
+        random_rows(name, hidden, size, lead if size else 0, seed=50 + at, device=device)
+        for at, size in enumerate(sizes)
+    ]
+    found = addresses(ids, *([weight_of(rows) for rows in side] for side in (gate_up, down)), NUM_EXPERTS)
+    x_TH, residual = normal(rows, hidden, seed=6, dtype=dtype), normal(rows, hidden, seed=7, dtype=dtype)
+    taken = some_taken(rows, NUM_EXPERTS, per_row, 8)
+    rows_e = torch.zeros(len(ids), dtype=torch.int64, device=device)
+    out_TH = experts.run_experts(
+        x_TH.to(device),
+        *found,
+        sizes,
+        *(part.to(device) for part in taken),
+        rows_e,
+        activation,
+        norm_of(hidden, dtype).to(device),
+        NORM_EPS,
+        residual.to(device),
+        name,
+        lead,
+    )
+    expected_TH = in_float64(x_TH, gate_up, down, ids, taken, activation, residual, dtype)
+    # Roundings of the norm, the activations and the sum, and of small groups; of products in float32 a few more.
+    tolerance = 4 * ROUNDING[dtype] + 2 * number_error(name, dtype) + 2**-18
+    error_TH = (out_TH.cpu().double() - expected_TH).abs()
+    assert (error_TH <= tolerance * expected_TH.abs().amax(1, keepdim=True).clamp(min=1)).all()
+    counts_E = torch.bincount(taken[1].flatten(), minlength=NUM_EXPERTS)
+    assert rows_e.tolist() == [counts_E[number] for number in ids]
+
+
+@pytest.mark.parametrize("columns", [{2: 0, 3: 32, 8: 64}, {3: 33}], ids=str)
+def test_the_op_runs_packed_experts(columns, device):
+    """With addresses as on GPUs, and without, where the reference reads the numbers."""
+    ids = tuple(columns)
+    gate_up = [weight_of(random_rows("nvfp4", 2 * size, 64, device=device)) for size in columns.values()]
+    down = [weight_of(random_rows("nvfp4", 64, size, 8 if size else 0, device=device)) for size in columns.values()]
+    rows_e = torch.zeros(len(ids), dtype=torch.int64, device=device)
+    listed = Experts(ids, tuple(gate_up), tuple(down), rows_e)
+    found = Experts(ids, tuple(gate_up), tuple(down), rows_e.clone(), addresses(ids, gate_up, down, NUM_EXPERTS))
+    x_TH, taken = normal(7, 64, seed=6).to(device), [part.to(device) for part in some_taken(7, NUM_EXPERTS, 4, 8)]
+    expected_TH = run_experts(x_TH, listed, *taken)
+    assert expected_TH.abs().max() > 0.01
+    torch.testing.assert_close(run_experts(x_TH, found, *taken), expected_TH)
+    assert torch.equal(found.rows_e, listed.rows_e)
