@@ -18,6 +18,7 @@ from longhelix.spec import FORMATS, read_hf_config
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
 from packed_checkpoints import FORMS
+from tiers import few
 
 pytestmark = pytest.mark.unit
 
@@ -143,7 +144,7 @@ def test_every_packed_format_is_tried():
 
 
 @pytest.mark.parametrize("format", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, 2))
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_each_weight_takes_the_engines_bytes_on_the_fullest_rank(family, format, layout):
     spec = model_of(family, format)
@@ -155,7 +156,7 @@ def test_each_weight_takes_the_engines_bytes_on_the_fullest_rank(family, format,
 
 
 @pytest.mark.parametrize("format", SETTINGS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few(FAMILIES, 2))
 def test_memory_is_the_engines_where_one_rank_has_most_of_all(family, format):
     spec = model_of(family, format)
     for layout in (Layout(), Layout(tpa=2), Layout(tpa=2, kvp=2, tpf=4), Layout(kvp=2, ffn_replicas=2)):
