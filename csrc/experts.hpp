@@ -24,7 +24,7 @@ struct RunExperts {
     const ExpertSet& set;
     int num_experts;      // in the set
     std::int64_t widest;  // columns of an expert
-    std::int64_t x_width, inner_width;  // the most that stands beside a row of the first and of the second product
+    std::int64_t x_width, inner_width;  // the most sides of a row of the first and of the second product
 
     // Of the rows that are worked on.
     std::int64_t first_row, num_rows;

@@ -64,7 +64,7 @@ struct Inputs {
     }
 };
 
-// How the codes of a packed weight and what stands beside them lie in a panel.
+// The places of codes, scales and zero points in a panel of a packed weight.
 template <typename E>
 struct PackedPanel {
     std::int64_t depth, block, lead, num_blocks;
@@ -95,7 +95,7 @@ struct PackedPanel {
     std::size_t offset(std::int64_t number) const { return start(number) * kInputBytes + number * side_bytes; }
 };
 
-// What stands beside codes of checkpoints; for other numbers, nothing.
+// The panel of a packed weight. Weights of other numbers have none.
 template <typename E, bool = is_packed<E>>
 struct PanelOf {
     explicit PanelOf(const Weight&) {}

@@ -94,7 +94,7 @@ struct PackCodes {
         }
     }
 
-    // Units whose low half is one unit row of E and whose high half is the next.
+    // Each unit as E stores it: one unit row in the low half, the next one in the high half.
     INLINE Four stored_units(Four units) {
         if constexpr (E::kPackedBits == 8) {
             return E::stored_bytes(units);
@@ -119,7 +119,7 @@ struct PackCodes {
         }
     }
 
-    // The scales and zero points of `count` rows from `row` on, whose first lane is `lane`.
+    // The scales and zero points of `count` rows, from `row` on. `lane` is the lane of the first row.
     template <int kBytes>
     void pack_sides(std::int64_t row, int lane, int count, u8* panel) const {
         for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {

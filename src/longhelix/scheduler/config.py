@@ -106,7 +106,7 @@ class ServiceConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What the KV cache has besides the pools of layers whose rows see everything.
+    """Settings of the KV cache, except for the pools of layers that attend to all tokens.
 
     Attributes:
         prefix_cache: Requests share KV blocks with earlier ones.
@@ -140,7 +140,7 @@ class SchedulerConfig:
         steps: What steps may hold, and which ranks run one at the same time.
         placement: Which KVP ranks hold the KV of a request.
         service: Which requests go first, and how fast they should be.
-        cache: What the KV cache has besides these pools.
+        cache: Other settings of the KV cache.
     """
 
     kvp: int

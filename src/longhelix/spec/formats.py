@@ -120,7 +120,10 @@ _KV_ROW, _KV_TILE = Scales(scale_bits=32), Scales(scale_bits=16)
 def _packed(
     name: str, bits: int, codes: Codes, numbers: int | None, arithmetic: str = "", vector_bits: int = 0
 ) -> NumberFormat:
-    """Return a format of checkpoints, whose weights stay packed. numbers: of a scale block, None for a whole output."""
+    """Return a format in which checkpoints store weights, and in which weights stay packed.
+
+    numbers: How many numbers share a scale. None: all weights of an output.
+    """
     scales = Scales(_SCALE_BITS[codes.scale], 8 if codes.zero_points else 0, numbers, vector_bits)
     return NumberFormat(
         name,
@@ -165,12 +168,12 @@ _KNOWN = (
     NumberFormat("w8a8", 8, weights=("panels",), weight_scales=Scales(scale_bits=32), rounds_inputs=True),
     # Without scales, as papers count it.
     NumberFormat("fp4", 4),
-    # nvfp4 has a scale in fp8 for 16 numbers and a float32 for a tensor (NVIDIA), of which each output keeps a copy.
+    # A scale in fp8 for 16 numbers and a float32 scale for the tensor (NVIDIA). Each output keeps a copy of the latter.
     _packed("nvfp4", 4, Codes("e2m1", "e4m3"), 16, arithmetic="fp4", vector_bits=32),
     # An exponent for 32 numbers (OCP Microscaling Formats, 1.0).
     _packed("mxfp4", 4, Codes("e2m1", "e8m0"), 32, arithmetic="fp4"),
     _packed("mxfp8", 8, Codes("e4m3", "e8m0"), 32, arithmetic="fp8"),
-    # Scale blocks of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), of which each output keeps a copy.
+    # Scale blocks of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Each output keeps a copy of its scales.
     _packed("fp8-block", 8, Codes("e4m3", "float32"), 128, arithmetic="fp8"),
     _packed("fp8-channel", 8, Codes("e4m3", "float32"), None, arithmetic="fp8"),
     _packed("int8-channel", 8, Codes("int8", "float32"), None, arithmetic="int8"),

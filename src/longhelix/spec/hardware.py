@@ -83,7 +83,7 @@ class FixedCosts:
         kernel_s: Of every kernel.
         collective_s: Of every collective, without the latency of its link.
         step_s: Of every step in each pipeline stage (scheduling and sampling on its host).
-        part_s: Of a part's attention besides its kernels (HOP-B): to cut, pack, start and merge it.
+        part_s: Overhead of each part of a batch (HOP-B): cutting, packing, starting and merging it.
         part_share: Share of an exchange's fixed cost that each of its parts pays again. 0: the parts divide it, as in
             Figure 3 of arXiv 2507.07120. 1: each part is a collective of its own.
     """

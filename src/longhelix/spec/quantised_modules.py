@@ -14,7 +14,7 @@ _PLAIN = re.compile(
     r"|indexer\.weights_proj)",
     re.DOTALL,
 )
-# Where a decoder is published, beside its canonical place.
+# Prefixes under which decoders are published. The canonical one is "model.".
 _PLACES = ("", "model.language_model.", "language_model.model.", "language_model.")
 _FUSED = {
     "q_proj": "qkv_proj",
@@ -111,7 +111,7 @@ def canonical_module(name: str) -> str:
 
 
 def _fused(module: str) -> Iterator[str]:
-    """Yield the name of the module that has this one's weight beside others, if there may be one."""
+    """Yield the name of the fused module that may contain this module's weight."""
     place, _, last = module.rpartition(".")
     if last in _FUSED:
         yield f"{place}.{_FUSED[last]}"

@@ -50,7 +50,7 @@ class PackedRows:
 
     @classmethod
     def empty(cls, dtype: str, outputs: int, depth: int, lead: int, device: torch.device) -> "PackedRows":
-        """Return rows whose contents are undefined."""
+        """Return new rows. Their contents are undefined."""
         rows = cls(torch.empty(0, dtype=torch.uint8), dtype, outputs, depth, lead)
         size = sum(_aligned(outputs * row_bytes) for row_bytes in rows.row_bytes)
         return cls(torch.empty(size, dtype=torch.uint8, device=device), dtype, outputs, depth, lead)

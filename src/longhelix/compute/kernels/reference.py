@@ -185,7 +185,7 @@ def linear(
 
 
 def _multiply_packed(x_TX: Tensor, rows: PackedRows) -> Tensor:
-    """The product with a packed weight in float32, a part of its outputs after the other."""
+    """Return the product with a packed weight in float32. Unpacks some outputs at a time, to save memory."""
     step = max(_PACKED_ELEMENTS // max(rows.depth, 1), 1)
     parts = (rows.numbers(slice(first, first + step)) for first in range(0, rows.outputs, step))
     return torch.cat([x_TX @ part_OX.T for part_OX in parts] or [x_TX.new_empty(len(x_TX), 0)], dim=1)

@@ -37,7 +37,7 @@ _TILES = {
     64: ProductTile(rows=64, columns=64, inputs=64, warps=4, stages=4),
     2**30: ProductTile(rows=128, columns=128, inputs=64, warps=8, stages=3),
 }
-# For so few rows that what they take would be fewer programs than a large GPU needs.
+# For few rows, where larger tiles would make too few programs for a large GPU.
 _NARROW = ProductTile(rows=16, columns=16, inputs=256, warps=4, stages=4)
 _PACKED_NARROW = ProductTile(rows=16, columns=16, inputs=128, warps=4, stages=4)
 _PROGRAMS = 264  # two for each multiprocessor

@@ -249,7 +249,7 @@ def _numbers(code_NC, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _scale(scale):
-    """Return scales in float32. Bytes are e8m0, of which 0 is 2^-127, a subnormal float32."""
+    """Return scales in float32. Bytes are e8m0. Code 0 is 2^-127, which is subnormal in float32."""
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.int32)
         scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)

@@ -36,6 +36,6 @@ class NvFp4(Scheme):
 
     def _fill(self, part: Part) -> None:
         part.fill_halves(part.read(self.codes, part.rows, part.spanned(part.inputs, 2)), part.inputs.start % 2)
-        # A block that is small beside its tensor may have the scale 0.
+        # A block has the scale 0 if its numbers are tiny compared with the others of the tensor.
         part.fill_scales("weight_scale", part.read("weight_scale", part.rows, part.blocks), zero=True)
         part.fill_output_scale(self.tensor_scale, divides=self.divides)
