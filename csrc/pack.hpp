@@ -99,6 +99,18 @@ struct Quantised {
     }
 };
 
+// f(panel) for each panel that has one of `num_rows` outputs from `first` on. Every thread takes panels that follow each
+// other: so two of them seldom ask for one new page of memory.
+template <typename F>
+void each_panel(std::int64_t first, std::int64_t num_rows, F f) {
+    if (num_rows == 0) return;
+    std::int64_t begin = first / kLanes, count = (first + num_rows + kLanes - 1) / kLanes - begin;
+    on_all_threads([&](int thread) {
+        std::int64_t stop = begin + count * (thread + 1) / threads();
+        for (std::int64_t panel = begin + count * thread / threads(); panel < stop; ++panel) f(panel);
+    });
+}
+
 template <typename E>
 struct PackRows {
     static constexpr int kInputs = 32;  // of a row that are read at a time
@@ -118,14 +130,8 @@ struct PackRows {
                                                                  : 0)),
           row_bytes(packing.rows.stride * (packing.rows.number == Number::float32 ? 4 : 2)) {}
 
-    // Every thread takes panels that follow each other: so two of them seldom ask for one new page of memory.
     void run() const {
-        if (call.num_rows == 0) return;
-        std::int64_t first = call.first / kLanes, count = (call.first + call.num_rows + kLanes - 1) / kLanes - first;
-        on_all_threads([&](int thread) {
-            std::int64_t stop = first + count * (thread + 1) / threads();
-            for (std::int64_t panel = first + count * thread / threads(); panel < stop; ++panel) pack(panel);
-        });
+        each_panel(call.first, call.num_rows, [&](std::int64_t panel) { pack(panel); });
     }
 
   private:

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "linear.hpp"
+#include "pack.hpp"
 
 namespace longhelix::ISA {
 
@@ -15,14 +15,8 @@ struct PackCodes {
 
     explicit PackCodes(const CodePacking& packing) : call(packing), panel_of(packing.weight) {}
 
-    // Every thread takes panels that follow each other: so two of them seldom ask for one new page of memory.
     void run() const {
-        if (call.num_rows == 0) return;
-        std::int64_t first = call.first / kLanes, count = (call.first + call.num_rows + kLanes - 1) / kLanes - first;
-        on_all_threads([&](int thread) {
-            std::int64_t stop = first + count * (thread + 1) / threads();
-            for (std::int64_t panel = first + count * thread / threads(); panel < stop; ++panel) pack(panel);
-        });
+        each_panel(call.first, call.num_rows, [&](std::int64_t panel) { pack(panel); });
     }
 
   private:
