@@ -112,15 +112,23 @@ def _awq(weight_OI):
     return {".qweight": _words(codes.T[:, order]), ".qzeros": zero_points, ".scales": scales.T.contiguous()}, numbers
 
 
-def _gptq(weight_OI):
-    groups, scales, zeros = _int4(weight_OI, 32, zero_points=False)
+def _gptq(weight_OI, ordered=False):
+    """With act-order, inputs are quantised in an order of their own, and stored as they are."""
+    columns = weight_OI.shape[1]
+    # The same for all weights with the same inputs, as calibration sorts them.
+    order = (
+        torch.randperm(columns, generator=torch.Generator().manual_seed(columns)) if ordered else torch.arange(columns)
+    )
+    groups, scales, zeros = _int4(weight_OI[:, order], 32, zero_points=False)
     scales = scales.half()
     codes, numbers = _int4_numbers(weight_OI, groups, scales, zeros)
+    places = order.argsort()
+    codes, numbers = codes[:, places], numbers[:, places]
     return {
         ".qweight": _words(codes).T.contiguous(),
         ".qzeros": _words((zeros.numpy().astype(int).T - 1) % 16),
         ".scales": scales.T.contiguous(),
-        ".g_idx": torch.arange(weight_OI.shape[1], dtype=torch.int32) // 32,
+        ".g_idx": places.int() // 32,
     }, numbers
 
 
@@ -220,6 +228,10 @@ FORMS = {
     ),
     "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, _awq),
     "gptq": Form({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}, _gptq),
+    "gptq-ordered": Form(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": True},
+        partial(_gptq, ordered=True),
+    ),
     "nvfp4": Form(
         _compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
         partial(_nvfp4, divides=True),

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 from longhelix.spec import FORMATS, ModelSpec
 from longhelix.spec.layer import FFN, Mixer
 from longhelix.spec.norms import Norms
-from longhelix.spec.quantisation import Quantisation
-from longhelix.spec.weights import WeightDtype, WeightSpec, embedding, head, last_norm, packed_format, part_weights
+from longhelix.spec.quantisation import Quantisation, Storage
+from longhelix.spec.weights import WeightDtype, WeightSpec, embedding, head, last_norm, packed_storage, part_weights
 
 Part = TypeVar("Part", bound=Mixer | FFN)
 
@@ -23,11 +23,15 @@ class StoredWeight:
         spec: The weight.
         dtype: Its number format.
         packed: The checkpoint packs it: each output has its own scale blocks, which ranks repeat where they split one.
+        ordered: The inputs of a scale block do not lie side by side, so ranks keep them in an order.
+        has_order: The order of its inputs is kept with it, and not with another weight that has the same.
     """
 
     spec: WeightSpec
     dtype: str
     packed: bool = False
+    ordered: bool = False
+    has_order: bool = False
 
 
 StoredWeights = tuple[StoredWeight, ...]
@@ -113,10 +117,11 @@ def as_packed(quantisation: Quantisation, dtypes: dict[WeightDtype, str], expert
         expert_dtype: The dtype of experts. None: as the checkpoint has them.
     """
 
-    def stored(weight: WeightSpec, packed: str | None) -> StoredWeight:
+    def stored(weight: WeightSpec, packed: Storage | None, is_first: bool) -> StoredWeight:
         own = expert_dtype if weight.is_expert and weight.stored is WeightDtype.PRODUCT else None
-        dtype = own or packed or dtypes[weight.stored]
-        return StoredWeight(weight, dtype, packed=FORMATS[dtype].codes is not None)
+        ordered = packed is not None and packed.ordered
+        dtype = own or (dtypes[weight.stored] if packed is None else packed.format)
+        return StoredWeight(weight, dtype, FORMATS[dtype].codes is not None, ordered, ordered and is_first)
 
     def formats(weights: Sequence[WeightSpec], prefix: str) -> StoredWeights:
         found = list[StoredWeight]()
@@ -125,8 +130,8 @@ def as_packed(quantisation: Quantisation, dtypes: dict[WeightDtype, str], expert
             modules = ((prefix + weight.tensor).format(0).removesuffix(".weight") for weight in same)
             packed = None
             if same[0].stored is WeightDtype.PRODUCT:
-                packed = packed_format(quantisation.storage_of(module) for module in modules)
-            found += (stored(weight, packed) for weight in same)
+                packed = packed_storage(map(quantisation.storage_of, modules), same[0].in_experts)
+            found += (stored(weight, packed, weight is same[0]) for weight in same)
         return tuple(found)
 
     return formats

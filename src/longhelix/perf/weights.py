@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.row_bytes import row_bytes
+from longhelix.perf.row_bytes import order_bytes, row_bytes
 from longhelix.perf.setting import Setting
 from longhelix.perf.stored_layers import StoredWeight, StoredWeights
 from longhelix.spec import number_format
@@ -141,10 +141,8 @@ def _amount(setting: Setting, layouts: Layouts, weights: Sequence[StoredWeight])
         experts, rows, columns = (_numbers(dim, setting, layouts) for dim in weight.spec.all_dims)
         numbers = numbers + experts * rows * columns
         if weight.packed:
-            assert weight.spec.columns is not None
-            packed_bytes = packed_bytes + experts * rows * row_bytes(
-                setting, layouts, weight.spec.columns, weight.dtype
-            )
+            packed_bytes = packed_bytes + experts * rows * row_bytes(setting, layouts, weight)
+            packed_bytes = packed_bytes + order_bytes(setting, layouts, weight)
     return Amount(weights[0].dtype, numbers, packed_bytes if weights[0].packed else None)
 
 

@@ -81,12 +81,11 @@ def _gptq(settings: Settings, float16: bool) -> Quantisation:
     if _flag(settings, "is_marlin_format", False):
         raise unread("gptq and is_marlin_format True")
     symmetric = _flag(settings, "sym", True)
-    _flag(settings, "desc_act", False)  # says how groups were chosen: their order is in the tensors
     # AutoGPTQ writes scales in float16, whatever the model's dtype is.
     number_format = _grouped(
         "gptq", settings.get("bits", 4), settings.get("group_size", 128), float16=True, symmetric=symmetric
     )
-    storage = Storage(form, number_format)
+    storage = Storage(form, number_format, ordered=_flag(settings, "desc_act", False))
     plain = _as_transformers(_names(settings, "modules_to_not_convert"))
     if not _flag(settings, "lm_head", False):
         plain = _both(plain, _HEAD)
@@ -207,7 +206,9 @@ def _group_storage(weights: Settings, form: object, float16: bool) -> Storage:
     whole_outputs, grouped = _word(strategy) in ("tensor", "channel"), _word(strategy) in ("group", "tensor_group")
     blocks = _word(strategy) == "block" and _block(weights.get("block_structure"))
     order, dynamic = weights.get("actorder"), weights.get("dynamic")
-    if order is not None and order is not False and _word(order) not in ("weight", "static"):
+    ordered = order is True or _word(order) in ("group", "dynamic")
+    unordered = order is None or order is False or _word(order) in ("weight", "static")
+    if not (unordered or (ordered and _word(form) == "pack-quantized" and grouped)):
         raise unread(f"compressed-tensors and actorder {shown(order)}")
     if dynamic is not None and dynamic is not False:
         raise unread(f"compressed-tensors and dynamic weights {shown(dynamic)}")
@@ -221,7 +222,7 @@ def _group_storage(weights: Settings, form: object, float16: bool) -> Storage:
         case "pack-quantized", "int", 8 if symmetric and whole_outputs:
             return Storage("pack_quantized", "int8-channel")
         case "pack-quantized", "int", 4 if grouped:
-            return Storage("pack_quantized", _grouped("compressed-tensors", bits, size, float16, symmetric))
+            return Storage("pack_quantized", _grouped("compressed-tensors", bits, size, float16, symmetric), ordered)
         case "nvfp4-pack-quantized", "float", 4 if symmetric and grouped and _equals(size, 16):
             return Storage("nvfp4_pack_quantized", "nvfp4")
         case "mxfp4-pack-quantized", "float", 4 if symmetric and grouped and _equals(size, 32):

@@ -33,10 +33,12 @@ class Storage(msgspec.Struct, frozen=True):
     Attributes:
         scheme: Which tensors there are: a key of `compute.models.schemes.SCHEMES`.
         format: A number format of `longhelix.spec.formats` with codes.
+        ordered: The inputs of a scale block do not lie side by side (act-order): a tensor says the block of each.
     """
 
     scheme: str
     format: str
+    ordered: bool = False
 
 
 class Modules(msgspec.Struct, frozen=True):

@@ -116,6 +116,11 @@ class WeightSpec:
         return self.experts.split is Split.EXPERTS
 
     @property
+    def in_experts(self) -> bool:
+        """Whether it belongs to routed or shared experts."""
+        return self.is_expert or self.name.startswith("shared.")
+
+    @property
     def num_elements(self) -> int:
         """Numbers of the weight, or of one expert's weight."""
         return prod(dim.size for dim in self.dims)
@@ -137,13 +142,17 @@ def head(spec: ModelSpec) -> WeightSpec:
     return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocabulary.size), _hidden(spec))
 
 
-def packed_format(storages: Iterable[Storage | None]) -> str | None:
-    """Return the number format in which a product's weight stays packed, from how a checkpoint stores its tensors.
+def packed_storage(storages: Iterable[Storage | None], in_experts: bool) -> Storage | None:
+    """Return how a product's weight stays packed, from how a checkpoint stores its tensors.
 
-    None: it becomes numbers, because the checkpoint has numbers, or its tensors differ.
+    None: it becomes numbers, because the checkpoint has numbers, or its tensors differ, or it is an expert's and its
+    inputs are ordered: the rows of all experts lie in one order.
     """
-    formats = {None if storage is None else storage.format for storage in storages}
-    return formats.pop() if len(formats) == 1 else None
+    first, *others = storages
+    if first is None or (first.ordered and in_experts):
+        return None
+    form = first.format, first.ordered
+    return first if all(each is not None and (each.format, each.ordered) == form for each in others) else None
 
 
 def layer_weights(spec: ModelSpec, layer: LayerSpec) -> tuple[WeightSpec, ...]:

@@ -24,6 +24,7 @@ SCALE_DTYPES = {
     "e8m0": torch.float8_e8m0fnu,
 }
 _ALIGNMENT = 256
+_CPU = torch.device("cpu")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0, section 5.3.3; bit 3 is the sign
 _SYMMETRIC_ZERO = 8  # of uint4
 # The largest magnitude of each element and scale. uint4 is symmetric up to 7.
@@ -40,6 +41,7 @@ class PackedRows:
         outputs: O, the number of rows.
         depth: I, the number of inputs.
         lead: How many inputs of the first scale block belong to another rank.
+        order_I: The input of each place (int32), or -1 where the weights are zero. None: inputs lie as they are.
     """
 
     buffer: Tensor
@@ -47,13 +49,22 @@ class PackedRows:
     outputs: int
     depth: int
     lead: int = 0
+    order_I: Tensor | None = None
 
     @classmethod
-    def empty(cls, dtype: str, outputs: int, depth: int, lead: int, device: torch.device) -> "PackedRows":
+    def empty(
+        cls,
+        dtype: str,
+        outputs: int,
+        depth: int,
+        lead: int = 0,
+        device: torch.device = _CPU,
+        order_I: Tensor | None = None,
+    ) -> "PackedRows":
         """Return new rows. Their contents are undefined."""
         rows = cls(torch.empty(0, dtype=torch.uint8), dtype, outputs, depth, lead)
         size = sum(_aligned(outputs * row_bytes) for row_bytes in rows.row_bytes)
-        return cls(torch.empty(size, dtype=torch.uint8, device=device), dtype, outputs, depth, lead)
+        return cls(torch.empty(size, dtype=torch.uint8, device=device), dtype, outputs, depth, lead, order_I)
 
     @property
     def format(self) -> NumberFormat:
@@ -112,13 +123,14 @@ class PackedRows:
 
     def selected(self, indices_T: Tensor) -> "PackedRows":
         """Return rows in this order."""
-        chosen = PackedRows.empty(self.dtype, len(indices_T), self.depth, self.lead, self.buffer.device)
+        chosen = PackedRows.empty(self.dtype, len(indices_T), self.depth, self.lead, self.buffer.device, self.order_I)
         for to, section in zip(chosen.sections, self.sections, strict=True):
             to.copy_(section[indices_T])
         return chosen
 
     def cut(self, inputs: slice) -> "PackedRows":
-        """Return some inputs of all rows."""
+        """Return some inputs of all rows, which lie as they are."""
+        assert self.order_I is None
         numbers, depth = self.format.weight_scales.numbers, inputs.stop - inputs.start
         start = self.lead + inputs.start
         lead = 0 if numbers is None or not depth else start % numbers
@@ -141,7 +153,7 @@ class PackedRows:
         return part
 
     def numbers(self, rows: slice = slice(None)) -> Tensor:
-        """Return the numbers of some rows (rows, I) in float32."""
+        """Return the numbers of some rows in float32, with the inputs as they are in x."""
         values_OI = _values(self.code_rows[rows], self.codes.element)[:, : self.depth]
         scales_OG = self.scales[rows].float()
         if self.codes.element == "uint4":
@@ -149,7 +161,11 @@ class PackedRows:
             values_OI = values_OI - (_SYMMETRIC_ZERO if zeros_OG is None else self._spread(zeros_OG[rows].float()))
         if self.output_scales is not None:
             scales_OG = scales_OG * self.output_scales[rows].unsqueeze(1)
-        return values_OI * self._spread(scales_OG)
+        numbers_OI = values_OI * self._spread(scales_OG)
+        if self.order_I is None:
+            return numbers_OI
+        filled = self.order_I >= 0
+        return numbers_OI[:, filled][:, self.order_I[filled].argsort()]
 
     def _spread(self, x_OG: Tensor) -> Tensor:
         """Return what each block has, for each input of it."""
@@ -160,19 +176,51 @@ class PackedRows:
 
 
 def joined(parts: Sequence[PackedRows]) -> PackedRows:
-    """Return the rows of all parts, which have equal formats and inputs."""
-    first = parts[0]
-    rows = PackedRows.empty(
-        first.dtype, sum(part.outputs for part in parts), first.depth, first.lead, first.buffer.device
-    )
+    """Return the rows of all parts, which have equal formats, inputs and orders."""
+    first, outputs = parts[0], sum(part.outputs for part in parts)
+    rows = PackedRows.empty(first.dtype, outputs, first.depth, first.lead, first.buffer.device, first.order_I)
     for to, *sections in zip(rows.sections, *(part.sections for part in parts), strict=True):
         torch.cat(sections, out=to)
     return rows
 
 
+def ordered(rows: PackedRows, group_I: Tensor, inputs: slice, dtype: str, depth: int) -> PackedRows:
+    """Return some inputs, in the order of the scale blocks that they belong to.
+
+    Args:
+        rows: The weights with all inputs as they are, and scales of all blocks.
+        group_I: The scale block of each input (int64).
+        inputs: Which inputs.
+        dtype: A number format that differs from that of the rows at most in its scale blocks. Those of an input's block
+            are padded to whole blocks of this format.
+        depth: Number of places for inputs and padding, enough for all of them.
+    """
+    numbers = FORMATS[dtype].weight_scales.numbers
+    assert numbers is not None
+    group_L, by_group_L = group_I[inputs].sort(stable=True)
+    counts_G = group_L.bincount(minlength=rows.num_blocks)
+    blocks_G = (counts_G + numbers - 1) // numbers
+    first_place_G, first_input_G = ((x_G.cumsum(0) - x_G) for x_G in (blocks_G * numbers, counts_G))
+    place_L = torch.arange(len(group_L)) - first_input_G[group_L] + first_place_G[group_L]
+    order_I = torch.full((depth,), -1, dtype=torch.int32)
+    order_I[place_L] = by_group_L.int()
+    result = PackedRows.empty(dtype, rows.outputs, depth, order_I=order_I)
+    zero_G = torch.zeros(result.num_blocks, dtype=torch.int64)
+    block_of = torch.arange(rows.num_blocks).repeat_interleave(blocks_G)
+    zero_G[: len(block_of)] = block_of  # blocks without inputs have the scale of any
+    result.scales.copy_(rows.scales[:, zero_G])
+    zero_codes_OI = _SYMMETRIC_ZERO
+    if rows.zeros is not None:
+        result.zeros.copy_(rows.zeros[:, zero_G])
+        zero_codes_OI = result.zeros.repeat_interleave(numbers, dim=1)[:, :depth]
+    codes_OI = torch.where(order_I < 0, zero_codes_OI, unpacked(rows.code_rows)[:, inputs][:, order_I.clamp(min=0)])
+    result.code_rows.copy_(packed(codes_OI))
+    return result
+
+
 def encoded(weight_OI: Tensor, dtype: str) -> PackedRows:
     """Quantise a matrix. Each output has scales of its own, so its numbers do not depend on other outputs."""
-    rows = PackedRows.empty(dtype, *weight_OI.shape, 0, weight_OI.device)
+    rows = PackedRows.empty(dtype, *weight_OI.shape, device=weight_OI.device)
     codes, numbers = rows.codes, rows.format.weight_scales.numbers or max(weight_OI.shape[1], 1)
     x_OGB = pad(weight_OI.float(), (0, -weight_OI.shape[1] % numbers)).unflatten(1, (-1, numbers))
     largest_OG = x_OGB.abs().amax(-1)

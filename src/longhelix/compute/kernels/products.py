@@ -46,6 +46,10 @@ def linear(
         ValueError: An operand has the wrong shape or dtype.
     """
     dtype = dtype or x_TX.dtype
+    if weight.order_I is not None:
+        if norm is not None:
+            x_TX, norm = reference.rms_norm(x_TX, norm, norm_eps), None
+        x_TX = x_TX.index_select(1, weight.order_I)
     if weight.arrangement is PANELS and not is_compiling():
         return _multiply_panels(x_TX, weight, bias, norm, norm_eps, activation, residual, dtype, scales_TX)
     return torch.ops.longhelix.linear(

@@ -67,7 +67,8 @@ class Packed:
         return self.of_rows(encoded(weight_OI, dtype), halves)
 
     def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
-        return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, arrangement=self, lead=rows.lead)
+        order_I = _gathered(rows.order_I)
+        return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, self, rows.lead, order_I)
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         return self.rows_of(weight).selected(indices_T).numbers()
@@ -101,11 +102,19 @@ class Panels:
         return weight
 
     def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
-        weight = self.new_panels(rows.outputs, rows.depth, rows.dtype, halves, rows.lead)
+        weight = self.new_panels(rows.outputs, rows.depth, rows.dtype, halves, rows.lead, _gathered(rows.order_I))
         self.write_packed(rows, 0, weight, halves)
         return weight
 
-    def new_panels(self, outputs: int, depth: int, dtype: str, halves: int, lead: int = 0) -> "Weight":
+    def new_panels(
+        self,
+        outputs: int,
+        depth: int,
+        dtype: str,
+        halves: int,
+        lead: int = 0,
+        order_I: Tensor | None = None,
+    ) -> "Weight":
         """Return panels that `write` then fills with outputs. Padding of the last panels is zero."""
         panels = halves * -(-outputs // halves // native.LANES)
         panel_bytes = native.LANES * FORMATS[dtype].weight_row_bytes(depth, lead)
@@ -113,7 +122,7 @@ class Panels:
         values = new(panels * panel_bytes, dtype=torch.uint8)
         if depth and outputs // halves % native.LANES:
             values.view(halves, -1)[:, -panel_bytes:] = 0
-        return Weight(values, dtype, outputs, depth, arrangement=self, lead=lead)
+        return Weight(values, dtype, outputs, depth, self, lead, order_I)
 
     def write(self, rows_OI: Tensor, first: int, weight: "Weight", halves: int) -> None:
         """Write rows of W (float32, bfloat16 or float16) as the outputs from `first` on."""
@@ -172,6 +181,11 @@ class Panels:
 _CODE_NUMBERS = {"e4m3": "e4m3", "e2m1": "e2m1", "int8": "code8", "uint4": "code4"}
 
 
+def _gathered(order_I: Tensor | None) -> Tensor | None:
+    """Return `PackedRows.order_I` for rows of x: places with weights of zero take any input."""
+    return None if order_I is None else order_I.clamp(min=0)
+
+
 def _by_half(count: int, first: int, weight: "Weight", halves: int) -> Iterator[tuple[range, int]]:
     """Yield the rows that belong to each half, and where the first of them lies among the outputs in panels.
 
@@ -207,6 +221,7 @@ class Weight:
     depth: int
     arrangement: WeightArrangement
     lead: int = 0  # how many inputs of the first scale block belong to another rank
+    order_I: Tensor | None = None  # (depth) int32: which input of x each input of W takes. None: x as it is
 
     @cached_property
     def handle(self):

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from math import prod
 
 from longhelix.spec import FORMATS, number_format
+from longhelix.spec.packed_share import PackedShare, packed_share
 from longhelix.spec.quantisation import Storage
-from longhelix.spec.weights import WeightDtype, packed_format
+from longhelix.spec.weights import WeightDtype, packed_storage
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Parameter:
     exact: bool = False  # loaded in the dtype of the checkpoint
     stored: WeightDtype = WeightDtype.ACTIVATION  # dtype in memory
     plus_one: bool = False  # the sources have the weight minus one
+    in_experts: bool = False  # belongs to routed or shared experts
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -48,7 +50,12 @@ class Parameter:
         return sum(prod(map(len, source.slices)) for source in self.sources)
 
     def format(self, weight_dtype: str) -> str | None:
-        """Return the number format in which it stays packed.
+        """Return the number format in which it stays packed, None if it does not. weight_dtype: see `share`."""
+        share = self.share(weight_dtype)
+        return None if share is None else share.format
+
+    def share(self, weight_dtype: str) -> PackedShare | None:
+        """Return how the rank's inputs stay packed.
 
         None: it becomes numbers, as products with `weight_dtype` need numbers, or sources differ, or no product reads
         it.
@@ -58,8 +65,17 @@ class Parameter:
         """
         if self.stored is not WeightDtype.PRODUCT:
             return None
-        format = packed_format(source.storage for source in self.sources)
-        return weight_dtype if format is None and FORMATS[weight_dtype].codes is not None else format
+        storage = packed_storage((source.storage for source in self.sources), self.in_experts)
+        if storage is None and FORMATS[weight_dtype].codes is None:
+            return None
+        format, ordered = (weight_dtype, False) if storage is None else (storage.format, storage.ordered)
+        return packed_share(format, ordered, self.sources[0].shape[1], self.sources[0].slices[1])
+
+    def product_shape(self, weight_dtype: str) -> tuple[int, int]:
+        """Return rows and inputs of the weight of a product, as it lies in memory. weight_dtype: see `share`."""
+        share = self.share(weight_dtype)
+        rows, columns = self.local_shape
+        return rows, columns if share is None else share.depth
 
     def stored_bytes(self, dtype: str, weight_dtype: str) -> int:
         """Return the bytes that it takes in memory.
@@ -68,16 +84,13 @@ class Parameter:
             dtype: Number format of activations.
             weight_dtype: Number format of the weights of products that the checkpoint does not pack.
         """
-        rows, *columns = self.local_shape
-        depth = columns[0] if columns else 1
-        format = self.format(weight_dtype)
-        if format is not None:
-            return rows * FORMATS[format].weight_row_bytes(depth, self.lead(weight_dtype))
+        share = self.share(weight_dtype)
+        if share is not None:
+            return self.local_shape[0] * share.row_bytes + share.order_bytes
         names = {WeightDtype.ACTIVATION: dtype, WeightDtype.PRODUCT: weight_dtype, WeightDtype.FLOAT32: "float32"}
         return int(self.num_elements * number_format(names[self.stored]).weight_bytes)
 
     def lead(self, weight_dtype: str) -> int:
         """Return how many inputs of the first scale block belong to another rank. weight_dtype: see `format`."""
-        format = self.format(weight_dtype)
-        numbers = None if format is None else FORMATS[format].weight_scales.numbers
-        return 0 if numbers is None else self.sources[0].slices[1].start % numbers
+        share = self.share(weight_dtype)
+        return 0 if share is None else share.lead

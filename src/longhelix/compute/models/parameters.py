@@ -111,7 +111,7 @@ def _template(same: Sequence[WeightSpec], local_items: Callable[[Dim], range], t
     """Return the parameter of weights with one name, in which "{}" stands for the number of an expert."""
     sources = tuple(_source(weight, local_items, at) for weight in same)
     first = same[0]
-    return Parameter(to + first.name, sources, first.exact, first.stored, first.plus_one)
+    return Parameter(to + first.name, sources, first.exact, first.stored, first.plus_one, first.in_experts)
 
 
 def _source(weight: WeightSpec, local_items: Callable[[Dim], range], at: str) -> Source:
@@ -213,7 +213,7 @@ def _is_stored(source: Source, tensors: Iterable[str]) -> bool:
     if source.storage is None:
         return source.name in tensors
     rows, columns = source.shape
-    forms = SCHEMES[source.storage.scheme].tensors(source.module, (rows, columns), source.storage.format)
+    forms = SCHEMES[source.storage.scheme].tensors(source.module, (rows, columns), source.storage)
     return all(name in tensors for name, form in forms.items() if form.required)
 
 
@@ -247,7 +247,7 @@ def _check_packed(
 ) -> Iterable[str]:
     """Check the tensors of a packed weight, and return their names."""
     rows, columns = source.shape
-    forms = SCHEMES[storage.scheme].tensors(source.module, (rows, columns), storage.format)
+    forms = SCHEMES[storage.scheme].tensors(source.module, (rows, columns), storage)
     for name, form in forms.items():
         if name not in tensors and not form.required:
             continue

@@ -12,7 +12,7 @@ from torch import Tensor
 from longhelix.compute.kernels import PANELS, Weight, native
 from longhelix.compute.kernels.packed_rows import PackedRows, encoded, joined
 from longhelix.compute.kernels.weight import WeightArrangement, choose_arrangement
-from longhelix.compute.models.checkpoint import Checkpoint
+from longhelix.compute.models.checkpoint import Checkpoint, invalid_checkpoint
 from longhelix.compute.models.parameter import Parameter, Source
 from longhelix.compute.models.schemes import SCHEMES
 from longhelix.spec import FORMATS
@@ -86,7 +86,7 @@ class Weights:
             UserError: There is none.
         """
         parameters = [self._unused[name] for name in names]
-        shapes = (parameter.local_shape for parameter in parameters)
+        shapes = (parameter.product_shape(self.weight_dtype) for parameter in parameters)
         lead = max((parameter.lead(self.weight_dtype) for parameter in parameters), default=0)
         dtype = self.format(names[0]) if names else self.weight_dtype
         return choose_arrangement(shapes, dtype, self._device, lead)
@@ -106,9 +106,9 @@ class Weights:
             order_O: The rows of the weight, in order. None: as they are.
         """
         arrangement = arrangement or self.arrangement([name])
-        packed = self._unused[name].format(self.weight_dtype) is not None
-        if order_O is not None or arrangement is not PANELS:
-            if packed:
+        share = self._unused[name].share(self.weight_dtype)
+        if order_O is not None or arrangement is not PANELS or (share is not None and share.ordered):
+            if share is not None:
                 rows = self._packed(name)
                 return arrangement.of_rows(rows if order_O is None else rows.selected(order_O), halves)
             weight_OI = self.take(name)
@@ -116,7 +116,7 @@ class Weights:
         shape_OI, dtype, lead = self._unused[name].local_shape, self.format(name), self.lead(name)
         weight = PANELS.new_panels(*shape_OI, dtype, halves, lead)
         parameter = self._unused.pop(name)
-        if packed:
+        if share is not None:
             for first, rows in self._packed_pieces(parameter):
                 PANELS.write_packed(rows, first, weight, halves)
         else:
@@ -128,8 +128,12 @@ class Weights:
     def _packed(self, name: str) -> PackedRows:
         """Return a packed parameter as rows."""
         parameter = self._unused.pop(name)
-        rows = joined([rows for _, rows in self._packed_pieces(parameter)])
-        return PackedRows(rows.buffer.to(self._device), rows.dtype, rows.outputs, rows.depth, rows.lead)
+        pieces = [rows for _, rows in self._packed_pieces(parameter)]
+        pieces = [rows for rows in pieces if rows.outputs] or pieces[:1]  # a source without rows has no order
+        _check_orders(parameter, pieces)
+        rows = joined(pieces)
+        order_I = None if rows.order_I is None else rows.order_I.to(self._device)
+        return PackedRows(rows.buffer.to(self._device), rows.dtype, rows.outputs, rows.depth, rows.lead, order_I)
 
     def lay_out(self, weight_OI: Tensor, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
         """Arrange a tensor that was taken as the weight of a product."""
@@ -158,8 +162,8 @@ class Weights:
         """Yield pieces of a packed parameter: the index of the first row, and the rows."""
         first = 0
         for source in parameter.sources:
-            # Whole rows are read to be quantised.
-            whole = source.shape[1] if source.storage is None else 0
+            # Whole rows are read to be quantised, or to be ordered.
+            whole = source.shape[1] if source.storage is None or source.storage.ordered else 0
             for slices in _pieces_of(source, whole):
                 rows = self._packed_part(source, slices)
                 yield first, rows
@@ -170,13 +174,25 @@ class Weights:
         """Return a part of a source as packed rows."""
         rows, inputs = slices
         if source.storage is None and inputs.start == inputs.stop:
-            return PackedRows.empty(self.weight_dtype, rows.stop - rows.start, 0, 0, torch.device("cpu"))
+            return PackedRows.empty(self.weight_dtype, rows.stop - rows.start, depth=0)
         if source.storage is None:
             # Whole rows are quantised, so that the numbers do not depend on the layout.
             whole_OI = self._checkpoint.read(source.name, (rows, slice(0, source.shape[1])))
             return encoded(whole_OI, self.weight_dtype).cut(inputs)
-        scheme, format = SCHEMES[source.storage.scheme], source.storage.format
-        return scheme.read(self._checkpoint, source.module, (source.shape[0], source.shape[1]), format, (rows, inputs))
+        scheme, shape = SCHEMES[source.storage.scheme], (source.shape[0], source.shape[1])
+        return scheme.read(self._checkpoint, source.module, shape, source.storage, (rows, inputs))
+
+
+def _check_orders(parameter: Parameter, pieces: Sequence[PackedRows]) -> None:
+    """Raise UserError if the sources of a parameter have their inputs in different orders."""
+    first, *others = (piece.order_I for piece in pieces)
+    if first is None or all(other is not None and torch.equal(first, other) for other in others):
+        return
+    names = " and ".join(repr(source.module) for source in parameter.sources)
+    raise invalid_checkpoint(
+        f"{names} have the same inputs, but order them differently: use a checkpoint that quantises them together, or "
+        "one without act-order"
+    )
 
 
 def _pieces_of(source: Source, least_width: int = 0) -> Iterator[tuple[slice, ...]]:

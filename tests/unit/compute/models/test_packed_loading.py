@@ -37,13 +37,13 @@ def resident_bytes(value) -> int:
         case Weight() if value.arrangement is PACKED:
             row_bytes = sum(PACKED.rows_of(value).row_bytes)
             assert 0 <= value.values.nbytes - value.outputs * row_bytes < 4 * 256
-            return value.outputs * row_bytes
+            return value.outputs * row_bytes + resident_bytes(value.order_I)
         case Weight() if value.arrangement is PANELS:
             row_bytes = FORMATS[value.dtype].weight_row_bytes(value.depth, value.lead)
             panels, rest = divmod(value.values.nbytes, 16 * row_bytes) if row_bytes else (0, 0)
             assert rest == 0
             assert panels <= -(-value.outputs // 16) + 1
-            return value.outputs * row_bytes
+            return value.outputs * row_bytes + resident_bytes(value.order_I)
         case Weight():
             return value.values.nbytes
         case Experts():

@@ -66,6 +66,14 @@ SETTINGS = {
     "int4-g128-float16-zero": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
 
+# With act-order, where experts become numbers.
+ORDERED = {
+    f"int4-g{size}-float16{'' if symmetric else '-zero'}, ordered": {
+        "quant_method": "gptq", "bits": 4, "group_size": size, "sym": symmetric, "desc_act": True,
+    }
+    for size, symmetric in ((32, True), (64, False), (128, True))
+}  # fmt: skip
+
 COMMON = {
     "hidden_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16", "vocab_size": 101, "rope_theta": 1e4,
@@ -106,7 +114,7 @@ LAYOUTS = {
 
 
 def model_of(family, format, **changes):
-    return read_hf_config(FAMILIES[family] | {"quantization_config": SETTINGS[format]} | changes)
+    return read_hf_config(FAMILIES[family] | {"quantization_config": (SETTINGS | ORDERED)[format]} | changes)
 
 
 def setting_of(spec):
@@ -143,7 +151,7 @@ def test_every_packed_format_is_tried():
     assert set(SETTINGS) == {name for name, format in FORMATS.items() if format.codes is not None}
 
 
-@pytest.mark.parametrize("format", SETTINGS)
+@pytest.mark.parametrize("format", SETTINGS | ORDERED)
 @pytest.mark.parametrize("family", few(FAMILIES, 2))
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_each_weight_takes_the_engines_bytes_on_the_fullest_rank(family, format, layout):
@@ -155,7 +163,7 @@ def test_each_weight_takes_the_engines_bytes_on_the_fullest_rank(family, format,
     assert any(weight.packed for layer in setting_of(spec).stored.layers for weight in layer.weights)
 
 
-@pytest.mark.parametrize("format", SETTINGS)
+@pytest.mark.parametrize("format", SETTINGS | ORDERED)
 @pytest.mark.parametrize("family", few(FAMILIES, 2))
 def test_memory_is_the_engines_where_one_rank_has_most_of_all(family, format):
     spec = model_of(family, format)

@@ -51,8 +51,9 @@ def with_stored_scales(
     zero = storage.format.removeprefix(name)
     other = (name.removesuffix("-float16") if name.endswith("-float16") else f"{name}-float16") + zero
     for format in (storage.format, other):
-        forms = SCHEMES[storage.scheme].tensors(module, shape, format) if format in FORMATS else {}
+        as_format = msgspec.structs.replace(storage, format=format)
+        forms = SCHEMES[storage.scheme].tensors(module, shape, as_format) if format in FORMATS else {}
         stored = ((form, tensors[name]) for name, form in forms.items() if name in tensors)
         if forms and all(form.allows(tensor.shape, tensor.dtype) for form, tensor in stored):
-            return msgspec.structs.replace(storage, format=format)
+            return as_format
     return storage

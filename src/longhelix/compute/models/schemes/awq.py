@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from longhelix.compute.models.schemes.part import Part
 from longhelix.compute.models.schemes.scheme import Scheme, TensorForm, blocks
 from longhelix.spec import FORMATS
+from longhelix.spec.quantisation import Storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,9 +21,9 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class Awq(Scheme):
     """AutoAWQ's form. Groups are along inputs."""
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         outputs, depth = shape
-        group, codes = FORMATS[format].weight_scales.numbers, FORMATS[format].codes
+        group, codes = FORMATS[storage.format].weight_scales.numbers, FORMATS[storage.format].codes
         assert group is not None
         assert codes is not None
         words, groups = blocks(outputs, _IN_WORD), blocks(depth, group)

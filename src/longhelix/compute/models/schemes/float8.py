@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from longhelix.compute.models.schemes.part import Part
 from longhelix.compute.models.schemes.scheme import FLOATS, SCALAR, Scheme, TensorForm, blocks
 from longhelix.spec import FORMATS
+from longhelix.spec.quantisation import Storage
 
 _CODES = ("float8_e4m3fn",)
 _BLOCK_ROWS = 128
@@ -23,7 +24,7 @@ class Float8(Scheme):
     scale: str
     input_scale: str
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         outputs, _ = shape
         return {
             f"{module}.weight": TensorForm(_CODES, (shape,)),
@@ -43,8 +44,9 @@ class Float8Blocks(Scheme):
     scale: str
     input_scale: str
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
-        rows, columns = blocks(shape[0], _BLOCK_ROWS), blocks(shape[1], FORMATS[format].weight_scales.numbers or 1)
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
+        numbers = FORMATS[storage.format].weight_scales.numbers or 1
+        rows, columns = blocks(shape[0], _BLOCK_ROWS), blocks(shape[1], numbers)
         # Bytes are exponents, and modelopt writes four dims.
         scales = TensorForm((*FLOATS, "float8_e8m0fnu", "uint8"), ((rows, columns), (rows, 1, columns, 1)))
         return {

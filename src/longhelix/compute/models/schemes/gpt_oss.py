@@ -10,6 +10,7 @@ from longhelix.compute.models.schemes.microscaling import EXPONENTS
 from longhelix.compute.models.schemes.part import Part
 from longhelix.compute.models.schemes.scheme import Scheme, TensorForm, blocks
 from longhelix.spec import FORMATS
+from longhelix.spec.quantisation import Storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,10 +21,10 @@ _PLACE_OF = {"gate_proj": 0, "up_proj": 1}  # among the rows of gate_up_proj
 class GptOssExperts(Scheme):
     """Blocks of 16 bytes with 32 codes, the first in the low half of the first byte, and an exponent for each block."""
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         fused, _, projection = _fused(module)
         rows = shape[0] * (2 if projection in _PLACE_OF else 1)
-        numbers = FORMATS[format].weight_scales.numbers or 1
+        numbers = FORMATS[storage.format].weight_scales.numbers or 1
         scales = (None, rows, blocks(shape[1], numbers))  # the number of experts is not known here
         return {
             f"{fused}_blocks": TensorForm(("uint8",), ((*scales, numbers // 2),)),

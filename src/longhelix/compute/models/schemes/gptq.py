@@ -10,6 +10,7 @@ from longhelix.compute.models.checkpoint import invalid_checkpoint
 from longhelix.compute.models.schemes.part import Part, column_bytes
 from longhelix.compute.models.schemes.scheme import Scheme, TensorForm, blocks
 from longhelix.spec import FORMATS
+from longhelix.spec.quantisation import Storage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,7 @@ _SYMMETRIC_ZERO = 8
 
 @dataclass(frozen=True)
 class Gptq(Scheme):
-    """GPTQ without act-order.
+    """GPTQ, with act-order or without.
 
     Attributes:
         zero_offset: What is added to stored zero points, modulo 16.
@@ -29,9 +30,9 @@ class Gptq(Scheme):
 
     zero_offset: int
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         outputs, depth = shape
-        group, codes = FORMATS[format].weight_scales.numbers, FORMATS[format].codes
+        group, codes = FORMATS[storage.format].weight_scales.numbers, FORMATS[storage.format].codes
         assert group is not None
         assert codes is not None
         groups = blocks(depth, group)
@@ -39,11 +40,15 @@ class Gptq(Scheme):
             f"{module}.qweight": TensorForm(("int32",), ((blocks(depth, _IN_WORD), outputs),)),
             f"{module}.qzeros": TensorForm(("int32",), ((groups, blocks(outputs, _IN_WORD)),)),
             f"{module}.scales": TensorForm((codes.scale,), ((groups, outputs),)),
-            f"{module}.g_idx": TensorForm(("int32",), ((depth,),), required=False),
+            f"{module}.{self.order}": TensorForm(("int32",), ((depth,),), required=storage.ordered),
         }
 
+    @property
+    def order(self) -> str:
+        return "g_idx"
+
     def _fill(self, part: Part) -> None:
-        _check_order(part)
+        _check_order(part, self.order)
         words_WO = part.read("qweight", part.spanned(part.inputs, _IN_WORD), part.rows)
         part.fill_halves(column_bytes(words_WO), part.inputs.start % _IN_WORD)
         # AutoRound chooses negative scales where the largest number of a group is negative.
@@ -66,16 +71,16 @@ class Gptq(Scheme):
         return (zeros_GO + self.zero_offset) & _LARGEST
 
 
-def _check_order(part: Part) -> None:
-    """Raise UserError if inputs are not in the order of their groups."""
+def _check_order(part: Part, order: str) -> None:
+    """Raise UserError if inputs are ordered, although the config says that they are not."""
     import torch
 
-    if not part.has("g_idx"):
+    if part.ordered or not part.has(order):
         return
     group = part.packed.format.weight_scales.numbers or 1
     expected_I = torch.arange(part.inputs.start, part.inputs.stop, dtype=torch.int32) // group
-    if not torch.equal(part.read("g_idx", part.inputs), expected_I):
+    if not torch.equal(part.read(order, part.inputs), expected_I):
         raise invalid_checkpoint(
-            f"tensor {part.prefix + 'g_idx'!r} orders inputs by their activations (act-order), which longhelix does "
-            "not read: use a GPTQ checkpoint with desc_act false"
+            f"tensor {part.prefix + order!r} orders inputs by their activations, but desc_act is false in the model's "
+            "config: set it to true"
         )

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 
 from longhelix.compute.models.schemes.part import Part
 from longhelix.compute.models.schemes.scheme import FLOATS, SCALAR, Scheme, TensorForm
+from longhelix.spec.quantisation import Storage
 
 
 class Integer8(Scheme):
     """compressed-tensors' int-quantized."""
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         outputs, _ = shape
         return {
             f"{module}.weight": TensorForm(("int8",), (shape,)),

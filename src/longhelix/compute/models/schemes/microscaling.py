@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from longhelix.compute.models.schemes.part import Part
 from longhelix.compute.models.schemes.scheme import Scheme, TensorForm, blocks
 from longhelix.spec import FORMATS
+from longhelix.spec.quantisation import Storage
 
 EXPONENTS = ("uint8", "float8_e8m0fnu")
 
@@ -12,9 +13,9 @@ EXPONENTS = ("uint8", "float8_e8m0fnu")
 class MxFp4(Scheme):
     """Two codes in a byte, the first in the low half."""
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         codes = TensorForm(("uint8",), ((shape[0], blocks(shape[1], 2)),))
-        return {f"{module}.weight_packed": codes, f"{module}.weight_scale": _scales(shape, format)}
+        return {f"{module}.weight_packed": codes, f"{module}.weight_scale": _scales(shape, storage.format)}
 
     def _fill(self, part: Part) -> None:
         part.fill_halves(part.read("weight_packed", part.rows, part.spanned(part.inputs, 2)), part.inputs.start % 2)
@@ -24,9 +25,9 @@ class MxFp4(Scheme):
 class MxFp8(Scheme):
     """A code in a byte."""
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         codes = TensorForm(("float8_e4m3fn",), (shape,))
-        return {f"{module}.weight": codes, f"{module}.weight_scale": _scales(shape, format)}
+        return {f"{module}.weight": codes, f"{module}.weight_scale": _scales(shape, storage.format)}
 
     def _fill(self, part: Part) -> None:
         part.fill_codes(part.read("weight", part.rows, part.inputs))

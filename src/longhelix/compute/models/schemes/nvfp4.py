@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from longhelix.compute.models.schemes.part import Part
 from longhelix.compute.models.schemes.scheme import SCALAR, Scheme, TensorForm, blocks
 from longhelix.spec import FORMATS
+from longhelix.spec.quantisation import Storage
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class NvFp4(Scheme):
     input_scale: str
     divides: bool
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         outputs, depth = shape
-        scales = (outputs, blocks(depth, FORMATS[format].weight_scales.numbers or 1))
+        scales = (outputs, blocks(depth, FORMATS[storage.format].weight_scales.numbers or 1))
         return {
             f"{module}.{self.codes}": TensorForm(("uint8",), ((outputs, blocks(depth, 2)),)),
             f"{module}.weight_scale": TensorForm(("float8_e4m3fn",), (scales,)),

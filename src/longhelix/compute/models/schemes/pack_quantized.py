@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from longhelix.compute.models.schemes.part import Part, column_bytes
 from longhelix.compute.models.schemes.scheme import FLOATS, SCALAR, Scheme, TensorForm, blocks
 from longhelix.spec import FORMATS
+from longhelix.spec.quantisation import Storage
 
 _WORD_BITS = 32
 _SIGN = 128  # of bytes: half their range
@@ -13,9 +14,9 @@ _SIGN = 128  # of bytes: half their range
 class PackQuantized(Scheme):
     """Integers of four bits in groups, or of eight bits with a scale for the tensor or for each output."""
 
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         outputs, depth = shape
-        numbers = FORMATS[format]
+        numbers = FORMATS[storage.format]
         group, codes = numbers.weight_scales.numbers, numbers.codes
         assert codes is not None
         if group is None:
@@ -30,7 +31,13 @@ class PackQuantized(Scheme):
         if codes.zero_points:
             packed = (blocks(outputs * numbers.bits, _WORD_BITS), scales.shapes[0][1])
             forms[f"{module}.weight_zero_point"] = TensorForm(("int32",), (packed,))
+        if storage.ordered:
+            forms[f"{module}.{self.order}"] = TensorForm(("int32",), ((depth,),))
         return forms
+
+    @property
+    def order(self) -> str:
+        return "weight_g_idx"
 
     def _fill(self, part: Part) -> None:
         import torch

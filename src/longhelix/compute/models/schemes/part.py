@@ -25,6 +25,7 @@ class Part:
         rows: Which rows.
         inputs: Which inputs.
         packed: Their codes and scales, to be filled.
+        ordered: The inputs of a scale block do not lie side by side.
     """
 
     checkpoint: Checkpoint
@@ -33,6 +34,7 @@ class Part:
     rows: slice
     inputs: slice
     packed: PackedRows
+    ordered: bool = False
 
     @property
     def blocks(self) -> slice:
@@ -63,6 +65,20 @@ class Part:
         if prod(shape) == 1:
             return self.read(name, *inside).reshape(1).expand(self.packed.outputs)
         return self.read(name, self.rows, *inside[1:]).flatten()
+
+    def groups(self, name: str) -> Tensor:
+        """Return the scale block of each input of the whole weight (I), int64.
+
+        Raises:
+            UserError: A block does not have the inputs that it must have.
+        """
+        import torch
+
+        numbers, depth = self.packed.format.weight_scales.numbers or 1, self.shape[1]
+        group_I = self.read(name, slice(0, depth)).long()
+        if not torch.equal(group_I.sort().values, torch.arange(depth) // numbers):
+            self.refuse(name, f"does not have {numbers} inputs for each group of scales")
+        return group_I
 
     def fill_codes(self, codes_OI: Tensor) -> None:
         """Fill codes of a byte each.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from longhelix.compute.models.checkpoint import Checkpoint
 from longhelix.compute.models.schemes.part import Part
-from longhelix.spec import FORMATS
+from longhelix.spec.packed_share import packed_share
+from longhelix.spec.quantisation import Storage
 
 if TYPE_CHECKING:
     from longhelix.compute.kernels.packed_rows import PackedRows
@@ -48,45 +49,57 @@ class Scheme(ABC):
     """A published way to store quantised weights."""
 
     @abstractmethod
-    def tensors(self, module: str, shape: tuple[int, int], format: str) -> Mapping[str, TensorForm]:
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         """Return the forms of a weight's tensors, by their names in checkpoints.
 
         Args:
             module: Canonical name of the module.
             shape: (O, I) of the weight.
-            format: Name of the number format.
+            storage: How the checkpoint stores it.
         """
+
+    @property
+    def order(self) -> str:
+        """Name of the tensor with the scale block of each input, if inputs can be ordered."""
+        return ""
 
     def read(
         self,
         checkpoint: Checkpoint,
         module: str,
         shape: tuple[int, int],
-        format: str,
+        storage: Storage,
         slices: tuple[slice, slice],
     ) -> PackedRows:
         """Return some rows and inputs of a weight. Both may begin and end anywhere, also inside a scale block or byte.
+
+        Whole rows are read if inputs are ordered.
 
         Args:
             checkpoint: It has tensors of the forms that `tensors` returns.
             module: Canonical name of the module.
             shape: (O, I) of the whole weight.
-            format: Name of the number format.
+            storage: How the checkpoint stores it.
             slices: Rows and inputs, each as `slice(start, stop)` inside the shape.
 
         Raises:
-            UserError: A scale is not a number, or is zero or negative where that makes no sense.
+            UserError: A scale is not a number, or is zero or negative where that makes no sense. The scale blocks of
+                ordered inputs do not have the inputs that they must have.
         """
-        import torch
+        from longhelix.compute.kernels.packed_rows import PackedRows, ordered
 
-        from longhelix.compute.kernels.packed_rows import PackedRows
-
-        outputs, depth = (part.stop - part.start for part in slices)
-        lead = slices[1].start % (FORMATS[format].weight_scales.numbers or 1)
-        rows = PackedRows.empty(format, outputs, depth, lead if depth else 0, torch.device("cpu"))
-        if outputs and depth:
-            self._fill(Part(checkpoint, f"{module}.", shape, *slices, rows))
-        return rows
+        rows, inputs = slices
+        outputs = rows.stop - rows.start
+        share = packed_share(storage.format, storage.ordered, shape[1], range(inputs.start, inputs.stop))
+        read = slice(0, shape[1]) if share.ordered else inputs
+        if not (outputs and share.depth):
+            return PackedRows.empty(share.format, outputs, share.depth, share.lead)
+        packed = PackedRows.empty(storage.format, outputs, read.stop - read.start, share.lead)
+        part = Part(checkpoint, f"{module}.", shape, rows, read, packed, share.ordered)
+        self._fill(part)
+        if not share.ordered:
+            return packed
+        return ordered(packed, part.groups(self.order), inputs, share.format, share.depth)
 
     @abstractmethod
     def _fill(self, part: Part) -> None:

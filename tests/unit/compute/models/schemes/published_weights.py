@@ -1,6 +1,6 @@
 """Weights as each publisher writes them, from the public definitions of the formats, with plain arithmetic.
 
-Nothing here uses the package. What numbers are is computed one by one, in float32 at the end.
+Nothing here uses the package's readers. What numbers are is computed one by one, in float32 at the end.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from longhelix.spec.quantisation import Storage
 
 MODULE = "model.layers.0.mlp.down_proj"
 _SCALES = (".weight_scale_inv", ".weight_scale", ".scales", "_scales")
@@ -24,6 +26,11 @@ class Published:
     numbers: np.ndarray
     module: str = MODULE
     optional: tuple[str, ...] = ()
+    ordered: bool = False  # a tensor says the group of each input
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(self.scheme, self.format, self.ordered)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,6 +77,11 @@ class Writer:
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
+
+    def groups(self, inputs: int, size: int, ordered: bool) -> np.ndarray:
+        """Return the group of each input. Ordered inputs were quantised in a random order."""
+        groups = np.arange(inputs, dtype=np.int32) // size
+        return self.random.permutation(groups) if ordered else groups
 
     def codes(self, shape: tuple[int, int], count: int = 16) -> np.ndarray:
         return self.random.integers(0, count, shape)
@@ -144,18 +156,27 @@ def int_quantized(seed: int = 2, form: str = "column", shape: tuple[int, int] = 
 
 
 def pack_quantized(
-    seed: int = 3, group: int = 32, zero_points: bool = False, half: bool = False, shape: tuple[int, int] = (21, 173)
+    seed: int = 3,
+    group: int = 32,
+    zero_points: bool = False,
+    half: bool = False,
+    ordered: bool = False,
+    shape: tuple[int, int] = (21, 173),
 ) -> Published:
     writer = Writer(seed)
     codes, groups = writer.codes(shape), -(-shape[1] // group)
+    group_of = writer.groups(shape[1], group, ordered)
     scales, numbers = writer.scales((shape[0], groups), torch.float16 if half else torch.bfloat16)
     zeros = writer.codes((shape[0], groups)) if zero_points else np.full((shape[0], groups), 8)
     stored = {"weight_packed": words(codes), "weight_scale": scales, "weight_shape": torch.tensor(shape)}
     if zero_points:
         stored["weight_zero_point"] = words(zeros.T).T
-    expected = float32((codes - spread(zeros, 1, group, shape)) * spread(numbers, 1, group, shape))
+    if ordered:
+        stored["weight_g_idx"] = torch.from_numpy(group_of)
+    expected = float32((codes - zeros[:, group_of]) * numbers[:, group_of])
     format = f"int4-g{group}" + ("-float16" if half else "") + ("-zero" if zero_points else "")
-    return Published("pack_quantized", format, named(stored), expected, optional=(f"{MODULE}.weight_shape",))
+    optional = (f"{MODULE}.weight_shape",)
+    return Published("pack_quantized", format, named(stored), expected, optional=optional, ordered=ordered)
 
 
 def pack_quantized_bytes(seed: int = 4, shape: tuple[int, int] = (21, 39)) -> Published:
@@ -244,6 +265,7 @@ def gptq(
     scheme: str = "gptq",
     zero_points: bool = False,
     half: bool = True,
+    ordered: bool = False,
     shape: tuple[int, int] = (24, 88),
 ) -> Published:
     """AutoGPTQ stores zero points minus one, modulo 16. GPTQModel's second version stores them as they are."""
@@ -251,15 +273,17 @@ def gptq(
     codes, groups = writer.codes(shape), -(-shape[1] // group)
     scales, numbers = writer.scales((groups, shape[0]), torch.float16 if half else torch.bfloat16)
     zeros = writer.codes((groups, shape[0])) if zero_points else np.full((groups, shape[0]), 8)
+    group_of = writer.groups(shape[1], group, ordered)
     stored = {
         "qweight": words(codes).T,
         "qzeros": words((zeros - 1) % 16 if scheme == "gptq" else zeros),
         "scales": scales,
-        "g_idx": torch.arange(shape[1], dtype=torch.int32) // group,
+        "g_idx": torch.from_numpy(group_of),
     }
-    expected = float32((codes - spread(zeros.T, 1, group, shape)) * spread(numbers.T, 1, group, shape))
+    expected = float32((codes - zeros.T[:, group_of]) * numbers.T[:, group_of])
     format = f"int4-g{group}" + ("-float16" if half else "") + ("-zero" if zero_points else "")
-    return Published(scheme, format, named(stored), expected, optional=(f"{MODULE}.g_idx",))
+    optional = () if ordered else (f"{MODULE}.g_idx",)
+    return Published(scheme, format, named(stored), expected, optional=optional, ordered=ordered)
 
 
 PUBLISHED: dict[str, Callable[[], Published]] = {
@@ -280,6 +304,7 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
     "int4": pack_quantized,
     "int4, zero points": lambda: pack_quantized(group=64, zero_points=True),
     "int4, float16": lambda: pack_quantized(group=128, zero_points=True, half=True),
+    "int4, ordered": lambda: pack_quantized(group=64, zero_points=True, ordered=True),
     "nvfp4": nvfp4,
     "nvfp4 of modelopt": lambda: nvfp4(scheme="modelopt_nvfp4"),
     "mxfp4": mxfp4,
@@ -293,5 +318,7 @@ PUBLISHED: dict[str, Callable[[], Published]] = {
     "gptq": gptq,
     "gptq, zero points": lambda: gptq(zero_points=True, group=64),
     "gptq, version 2": lambda: gptq(scheme="gptq_v2", half=False),
+    "gptq, ordered": lambda: gptq(ordered=True, shape=(24, 200)),
+    "gptq, ordered, zero points": lambda: gptq(zero_points=True, group=128, ordered=True, shape=(24, 300)),
     "gptq, version 2, zero points": lambda: gptq(scheme="gptq_v2", zero_points=True),
 }

@@ -95,7 +95,7 @@ def test_written_weights_are_read_as_their_publisher_reads_them(name, tmp_path):
 
     storage = read_quantisation(checkpoint.config).storage_of(MODULE)
     assert storage.format == number_format
-    forms = SCHEMES[storage.scheme].tensors(MODULE, SHAPE, storage.format)
+    forms = SCHEMES[storage.scheme].tensors(MODULE, SHAPE, storage)
     assert {each for each, its in forms.items() if its.required} <= set(checkpoint.tensors) <= set(forms)
     for tensor in checkpoint.tensors.values():
         assert forms[tensor.name].allows(tensor.shape, tensor.dtype)
@@ -103,7 +103,7 @@ def test_written_weights_are_read_as_their_publisher_reads_them(name, tmp_path):
     theirs = compressor.decompress(stored, scheme)["weight"]
     for first, last, begin, end in CUTS:
         cut = slice(first, last), slice(begin, end)
-        ours = SCHEMES[storage.scheme].read(checkpoint, MODULE, SHAPE, storage.format, cut).numbers()
+        ours = SCHEMES[storage.scheme].read(checkpoint, MODULE, SHAPE, storage, cut).numbers()
         assert torch.equal(ours.to(theirs.dtype), theirs[cut])
 
 

@@ -1,6 +1,7 @@
 """Published forms of quantised weights: every cut equals the numbers that the publisher wrote, bit for bit."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -15,6 +16,7 @@ from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoin
 from longhelix.compute.models.schemes import SCHEMES, with_stored_scales
 from longhelix.errors import UserError
 from longhelix.spec import FORMATS
+from longhelix.spec.packed_share import packed_share
 from longhelix.spec.quantisation import Storage
 
 pytestmark = pytest.mark.unit
@@ -42,7 +44,7 @@ def checkpoints(tmp_path_factory):
 
 def read(published: Published, checkpoint: SafetensorsCheckpoint, rows: slice, inputs: slice):
     scheme = SCHEMES[published.scheme]
-    return scheme.read(checkpoint, published.module, published.shape, published.format, (rows, inputs))
+    return scheme.read(checkpoint, published.module, published.shape, published.storage, (rows, inputs))
 
 
 def whole(published: Published) -> tuple[slice, slice]:
@@ -70,10 +72,14 @@ def test_cuts_equal_what_was_written(form, checkpoints, data):
         cut.append(slice(start, data.draw(st.integers(start + 1, size))))
     rows = read(published, checkpoint, *cut)
     assert torch.equal(rows.numbers(), torch.from_numpy(published.numbers[tuple(cut)]))
+    inputs = range(cut[1].start, cut[1].stop)
+    share = packed_share(published.format, published.ordered, published.shape[1], inputs)
+    assert (rows.dtype, rows.depth, rows.lead) == (share.format, share.depth, share.lead)
+    assert sum(rows.row_bytes) == share.row_bytes
     numbers = FORMATS[published.format].weight_scales.numbers
-    assert rows.lead == (cut[1].start % numbers if numbers else 0)
-    depth = cut[1].stop - cut[1].start
-    assert sum(rows.row_bytes) == FORMATS[published.format].weight_row_bytes(depth, rows.lead)
+    if not published.ordered:
+        assert rows.depth == len(inputs)
+        assert rows.lead == (inputs.start % numbers if numbers else 0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -82,13 +88,15 @@ def test_nothing_is_read_of_an_empty_cut(form, checkpoints, monkeypatch):
     monkeypatch.setattr(checkpoint, "read", None)
     for cut in ((slice(3, 3), slice(5, 9)), (slice(3, 8), slice(5, 5))):
         rows = read(published, checkpoint, *cut)
-        assert (rows.outputs, rows.depth) == tuple(part.stop - part.start for part in cut)
+        inputs = range(cut[1].start, cut[1].stop)
+        share = packed_share(published.format, published.ordered, published.shape[1], inputs)
+        assert (rows.outputs, rows.depth) == (cut[0].stop - cut[0].start, share.depth)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_tensors_are_those_of_the_checkpoint_alone(form, checkpoints):
     published, checkpoint = checkpoints(form)
-    forms = SCHEMES[published.scheme].tensors(published.module, published.shape, published.format)
+    forms = SCHEMES[published.scheme].tensors(published.module, published.shape, published.storage)
     assert {name for name, each in forms.items() if each.required} == set(published.tensors) - set(published.optional)
     assert set(published.tensors) <= set(forms)
     for name, info in checkpoint.tensors.items():
@@ -174,16 +182,42 @@ def test_negative_scales_of_groups_are_numbers(tmp_path):
     assert torch.equal(rows.numbers(), -torch.from_numpy(published.numbers))
 
 
-def test_act_order_is_refused(tmp_path):
+def test_an_order_that_the_config_denies_is_refused(tmp_path):
     published = gptq()
     order = published.tensors[f"{MODULE}.g_idx"]
     order[[2, 40]] = order[[40, 2]]
     checkpoint = written(published, tmp_path)
-    with pytest.raises(UserError, match=r"g_idx' orders inputs by their activations \(act-order\)") as caught:
+    with pytest.raises(UserError, match=r"g_idx' orders inputs by their activations, but desc_act is false") as caught:
         read(published, checkpoint, *whole(published))
     assert caught.value.code == "invalid_checkpoint"
     cut = slice(0, 24), slice(41, 88)
     assert torch.equal(read(published, checkpoint, *cut).numbers(), torch.from_numpy(published.numbers[cut]))
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, 7, 2**31 - 1])
+def test_groups_of_other_sizes_are_refused(wrong, tmp_path):
+    published = gptq(ordered=True, shape=(24, 200))
+    order = published.tensors[f"{MODULE}.g_idx"]
+    order[int((order != 0).nonzero()[0])] = wrong
+    with pytest.raises(UserError, match=r"g_idx' does not have 32 inputs for each group of scales"):
+        read(published, written(published, tmp_path), slice(0, 3), slice(5, 9))
+
+
+@given(st.data())
+def test_ordered_inputs_have_room_in_every_share(data):
+    """The room depends on sizes alone, whatever the order is."""
+    size, group = data.draw(st.integers(1, 400)), data.draw(st.sampled_from((32, 64, 128)))
+    first = data.draw(st.integers(0, size - 1))
+    inputs = range(first, data.draw(st.integers(first + 1, size)))
+    order = data.draw(st.randoms(use_true_random=False))
+    groups = [number // group for number in range(size)]
+    order.shuffle(groups)
+    share = packed_share(f"int4-g{group}", True, size, inputs)
+    if len(inputs) == size:
+        assert share.depth == size
+        return
+    blocks = sum(-(-count // 32) for count in Counter(groups[number] for number in inputs).values())
+    assert 32 * blocks <= share.depth <= -(-size // 32) * 32
 
 
 @pytest.mark.parametrize("scheme", ["gptq", "gptq_v2"])
