@@ -21,6 +21,7 @@ from oracle import (
     make_oracle,
     save_tokenizer_files,
 )
+from packed_checkpoints import FORMS, make_packed_oracle
 from tiers import few
 
 pytestmark = pytest.mark.dist
@@ -137,6 +138,7 @@ def test_attention_may_round_queries_and_weights_to_bytes(worlds, tmp_path):
 
 WIDER_LATENTS = copy.deepcopy(NATIVE_LATENTS)  # whose experts have sixteens of columns on two ranks
 WIDER_LATENTS.moe_intermediate_size = 64
+INT8 = {"activation_dtype": "int8"}
 IN_BYTES = {"dense": NATIVE_SIZES, "experts": NATIVE_EXPERTS["native-mixtral"], "latent": WIDER_LATENTS}
 
 
@@ -160,6 +162,27 @@ def test_products_may_round_their_inputs_to_bytes(worlds, tmp_path, kind):
     np.testing.assert_array_equal(gathered["logits_3"][:prompt], rounded["logits_3"][:prompt])
     if kind != "latent":  # of which torch makes queries
         np.testing.assert_array_equal(rounded["logits_3"], in_small_chunks["logits_3"])
+
+
+@pytest.mark.parametrize("kind", IN_BYTES)
+def test_int8_checkpoints_may_round_the_inputs_of_their_products(worlds, tmp_path, kind):
+    """W8A8: weights and scales stay what they are, and modules that the checkpoint does not quantise as well."""
+    if native.module is None:
+        pytest.skip("this install has no native kernels, which multiply bytes")
+    configs = IN_BYTES | {"experts": NATIVE_EXPERTS["native-qwen3_moe"]}
+    oracle = make_packed_oracle(configs[kind], FORMS["int8"], tmp_path)
+    prompt = len(oracle.prompts[3])
+    exact, rounded, again = (
+        worlds(kvp).run(make_case(oracle, kvp, 1, chunk, "striped", dtype="float32", block_tokens=16, **options))[0]
+        for kvp, chunk, options in ((2, 16, {}), (2, 16, INT8), (1, 5, INT8))
+    )
+    wanted = exact["logits_3"][:prompt]
+    for run in (rounded, again):
+        errors = np.linalg.norm(run["logits_3"][:prompt] - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+        assert 0 < np.median(errors) < 0.15
+    gathered = INT8 | {"flash_comm_v1": True, "sp_min_token_num": 5}
+    case = make_case(oracle, 2, 1, 13, "striped", dtype="float32", block_tokens=16, **gathered)
+    np.testing.assert_array_equal(worlds(2).run(case)[0]["logits_3"][:prompt], rounded["logits_3"][:prompt])
 
 
 def write_gguf(path, model, config):

@@ -71,6 +71,8 @@ def resolve(
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
     spec = _spec(checkpoint, options.rope_scaling)
     dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
+    if options.activation_dtype is not None:
+        spec = _rounding_inputs(spec)
     max_model_len = _max_model_len(spec, options.max_model_len)
     if options.attention == "flashinfer":  # which takes no limits
         spec = spec.within(max_model_len)
@@ -153,20 +155,33 @@ def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
     dtype = options.dtype or one_of("dtype", spec.checkpoint.dtype, DTYPES)
     quantised = [name for name in WEIGHT_DTYPES if name not in DTYPES]
     if spec.checkpoint.quantisation is not None:
-        for name, given in (("weight_dtype", options.weight_dtype), ("activation_dtype", options.activation_dtype)):
-            if given in quantised:
-                raise UserError(
-                    f"the checkpoint's weights are already quantised ({spec.checkpoint.quantisation.formats}): leave "
-                    f"out {name}"
-                )
+        if options.weight_dtype in quantised:
+            raise UserError(
+                f"the checkpoint's weights are already quantised ({spec.checkpoint.quantisation.formats}): leave "
+                "out weight_dtype"
+            )
         quantised = []
-    default = dtype if options.activation_dtype is None else "int8"
+    default = dtype if options.activation_dtype is None or not quantised else "int8"
     weight_dtype = one_of("weight_dtype", options.weight_dtype or default, (dtype, *quantised))
-    if options.activation_dtype is not None and weight_dtype != "int8":
+    if options.activation_dtype is not None and quantised and weight_dtype != "int8":
         raise UserError(
             f"activation_dtype int8 needs int8 weights, but weight_dtype is {weight_dtype}: leave one of them out"
         )
     return dtype, weight_dtype, options.kv_dtype or dtype
+
+
+def _rounding_inputs(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a model whose products round their inputs to bytes, as weights of the checkpoint are."""
+    quantisation = spec.checkpoint.quantisation
+    if quantisation is None:
+        return spec
+    rounding = quantisation.rounding_inputs()
+    if rounding is None:
+        raise UserError(
+            f"activation_dtype int8 needs int8 weights, but those of the checkpoint are quantised otherwise "
+            f"({quantisation.formats}): leave out activation_dtype"
+        )
+    return replace(spec, checkpoint=replace(spec.checkpoint, quantisation=rounding))
 
 
 def _attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str | None:
@@ -373,7 +388,7 @@ def _device(options: EngineOptions, places: Places, weight_dtype: str, kv_dtype:
             f"the layout has {ranks} ranks{where} and each needs a GPU, but torch finds {found} "
             f"{'there' if where else 'here'}: set device to cpu, or choose a smaller layout"
         )
-    plain_weights = bool({"plain", "packed"} & set(FORMATS[weight_dtype].weights))
+    plain_weights = options.activation_dtype is None and bool({"plain", "packed"} & set(FORMATS[weight_dtype].weights))
     if not plain_weights or "rows" not in FORMATS[kv_dtype].kv:
         weights = f"weight_dtype {weight_dtype}" if options.activation_dtype is None else "activation_dtype int8"
         narrow = f"kv_dtype {kv_dtype}" if plain_weights else weights

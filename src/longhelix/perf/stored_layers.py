@@ -120,8 +120,9 @@ def as_packed(quantisation: Quantisation, dtypes: dict[WeightDtype, str], expert
     def stored(weight: WeightSpec, packed: Storage | None, is_first: bool) -> StoredWeight:
         own = expert_dtype if weight.is_expert and weight.stored is WeightDtype.PRODUCT else None
         ordered = packed is not None and packed.ordered
-        dtype = own or (dtypes[weight.stored] if packed is None else packed.format)
-        return StoredWeight(weight, dtype, FORMATS[dtype].codes is not None, ordered, ordered and is_first)
+        dtype = own or (dtypes[weight.stored] if packed is None else packed.kept)
+        keeps_scales = FORMATS[dtype].codes is not None or (own is None and packed is not None)
+        return StoredWeight(weight, dtype, keeps_scales, ordered, ordered and is_first)
 
     def formats(weights: Sequence[WeightSpec], prefix: str) -> StoredWeights:
         found = list[StoredWeight]()

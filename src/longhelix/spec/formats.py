@@ -192,13 +192,13 @@ KV_DTYPES = tuple(format.name for format in _KNOWN if format.kv)
 
 
 def product_dtype(weight_dtype: str, activation_dtype: str | None) -> str:
-    """Return the format in which products keep weights.
+    """Return the format in which products keep weights that the checkpoint does not pack.
 
     Args:
-        weight_dtype: The format of the weights.
+        weight_dtype: The format of these weights.
         activation_dtype: int8 if products round their inputs to it, otherwise None.
     """
-    return weight_dtype if activation_dtype is None else "w8a8"
+    return weight_dtype if activation_dtype is None or weight_dtype != "int8" else "w8a8"
 
 
 def number_format(name: str, what: str = "the number format") -> NumberFormat:

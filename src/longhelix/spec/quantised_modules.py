@@ -34,11 +34,18 @@ class Storage(msgspec.Struct, frozen=True):
         scheme: Which tensors there are: a key of `compute.models.schemes.SCHEMES`.
         format: A number format of `longhelix.spec.formats` with codes.
         ordered: The inputs of a scale block do not lie side by side (act-order): a tensor says the block of each.
+        rounds_inputs: Products round their inputs to bytes as well. Weights are bytes with a scale for each output.
     """
 
     scheme: str
     format: str
     ordered: bool = False
+    rounds_inputs: bool = False
+
+    @property
+    def kept(self) -> str:
+        """The number format in memory."""
+        return "w8a8" if self.rounds_inputs else self.format
 
 
 class Modules(msgspec.Struct, frozen=True):
@@ -93,6 +100,16 @@ class Quantisation(msgspec.Struct, frozen=True):
     def formats(self) -> str:
         """The number formats of quantised modules, in words."""
         return " and ".join(dict.fromkeys(rule.storage.format for rule in self.rules))
+
+    def rounding_inputs(self) -> "Quantisation | None":
+        """Return the same with products that round their inputs to bytes. None: the weights are not such bytes."""
+        if any(rule.storage.format != "int8-channel" for rule in self.rules):
+            return None
+        rules = (
+            msgspec.structs.replace(rule, storage=msgspec.structs.replace(rule.storage, rounds_inputs=True))
+            for rule in self.rules
+        )
+        return msgspec.structs.replace(self, rules=tuple(rules))
 
     def storage_of(self, module: str) -> Storage | None:
         """Return how a module's weight is stored. None: in the model's dtype.

@@ -151,8 +151,27 @@ def packed_storage(storages: Iterable[Storage | None], in_experts: bool) -> Stor
     first, *others = storages
     if first is None or (first.ordered and in_experts):
         return None
-    form = first.format, first.ordered
-    return first if all(each is not None and (each.format, each.ordered) == form for each in others) else None
+    form = first.kept, first.ordered
+    return first if all(each is not None and (each.kept, each.ordered) == form for each in others) else None
+
+
+def expert_formats(spec: ModelSpec, layer: int, weight_dtype: str) -> set[str]:
+    """Return the number formats in which the weights of a layer's experts are kept, on all ranks.
+
+    weight_dtype: that of weights of products which the checkpoint does not pack.
+    """
+    quantisation = spec.checkpoint.quantisation
+    if quantisation is None:
+        return {weight_dtype}
+    weights = (weight for weight in layer_weights(spec, spec.layers[layer]) if weight.in_experts)
+    # The checkpoint has one format for all routed experts of a layer.
+    modules = {
+        f"model.layers.{layer}.{weight.tensor.format(0)}".removesuffix(".weight")
+        for weight in weights
+        if weight.stored is WeightDtype.PRODUCT
+    }
+    packed = (packed_storage([quantisation.storage_of(module)], in_experts=True) for module in modules)
+    return {weight_dtype if storage is None else storage.kept for storage in packed}
 
 
 def layer_weights(spec: ModelSpec, layer: LayerSpec) -> tuple[WeightSpec, ...]:

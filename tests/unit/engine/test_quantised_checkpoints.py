@@ -318,13 +318,37 @@ def test_a_packed_embedding_is_refused(tmp_path):
     [
         ({"weight_dtype": "int8"}, "weight_dtype"),
         ({"weight_dtype": "int4"}, "weight_dtype"),
-        ({"activation_dtype": "int8"}, "activation_dtype"),
     ],
 )
 def test_quantised_weights_are_not_quantised_again(options, name, tmp_path):
     saved(tmp_path, FP8_BLOCK, tensors_of(LLAMA, always(fp8_block)))
     message = refused(tmp_path, "invalid_argument", **options)
     assert message == f"the checkpoint's weights are already quantised (fp8-block): leave out {name}"
+
+
+def int8_channel(shape, scale):
+    return {"weight": torch.zeros(shape, dtype=torch.int8), "weight_scale": torch.ones(shape[0], 1)}
+
+
+INT8_LINEAR = {"targets": ["Linear"], "weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}
+INT8 = {
+    "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"all": INT8_LINEAR},
+    "ignore": ["lm_head"],
+}  # fmt: skip
+
+
+def test_inputs_of_products_are_rounded_only_with_int8_weights(tmp_path):
+    plain = resolved(saved(tmp_path, INT8, tensors_of(LLAMA, always(int8_channel))))
+    rounding = resolved(tmp_path, activation_dtype="int8", device="cpu")
+    packed = [config.spec.checkpoint.quantisation.storage_of(DOWN) for config in (plain, rounding)]
+    assert [storage.kept for storage in packed] == ["int8-channel", "w8a8"]
+    # The head is not quantised by the checkpoint, and stays so.
+    assert rounding.formats.product_dtype == plain.formats.product_dtype == "bfloat16"
+    saved(tmp_path, FP8_BLOCK, tensors_of(LLAMA, always(fp8_block)))
+    assert refused(tmp_path, "invalid_argument", activation_dtype="int8") == (
+        "activation_dtype int8 needs int8 weights, but those of the checkpoint are quantised otherwise (fp8-block): "
+        "leave out activation_dtype"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longhelix.compute.kernels import native
 from longhelix.compute.kernels.packed_rows import PackedRows, encoded
@@ -104,6 +105,21 @@ class Panels:
     def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
         weight = self.new_panels(rows.outputs, rows.depth, rows.dtype, halves, rows.lead, _gathered(rows.order_I))
         self.write_packed(rows, 0, weight, halves)
+        return weight
+
+    def of_bytes(self, rows: PackedRows, halves: int) -> "Weight":
+        """Arrange bytes with a scale for each output as w8a8, which has the same bytes and scales."""
+        weight = self.new_panels(rows.outputs, rows.depth, "w8a8", halves)
+        if not rows.depth or not rows.outputs:
+            return weight
+        padding = 0, 0, 0, -(rows.outputs // halves) % native.LANES
+        codes_HOI, scales_HO1 = (
+            pad(section.unflatten(0, (halves, -1)), padding) for section in (rows.code_rows, rows.scales)
+        )
+        panels_PX = weight.values.view(-1, native.LANES * (rows.depth + 4))
+        fours = codes_HOI.reshape(-1, native.LANES, rows.depth // 4, 4).transpose(1, 2)
+        panels_PX[:, : native.LANES * rows.depth] = fours.flatten(1)
+        panels_PX[:, native.LANES * rows.depth :] = scales_HO1.reshape(-1, native.LANES).view(torch.uint8)
         return weight
 
     def new_panels(

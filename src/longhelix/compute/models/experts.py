@@ -13,6 +13,7 @@ from longhelix.compute.models.projection import Residual
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.spec import FORMATS, ModelSpec
+from longhelix.spec.weights import expert_formats
 
 
 class ExpertFFN(nn.Module):
@@ -33,7 +34,9 @@ class ExpertFFN(nn.Module):
         self.norm = weights.find(prefix + "ffn_norm")
         norm_after = weights.find(prefix + "ffn_norm_after")
         self.residual = Residual(norm_after, self.eps, spec.layers[index].residual_scale)
-        self.rounds_inputs = FORMATS[weights.weight_dtype].rounds_inputs
+        # Decided for all ranks, because it decides what they gather.
+        formats = expert_formats(spec, index, weights.weight_dtype)
+        self.rounds_inputs = all(FORMATS[format].rounds_inputs for format in formats)
         router_XH = weights.take(prefix + "router")
         if moe.routing.shared_gate:
             router_XH = torch.cat((router_XH, weights.take(prefix + "shared_gate")))

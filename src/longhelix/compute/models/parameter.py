@@ -68,7 +68,7 @@ class Parameter:
         storage = packed_storage((source.storage for source in self.sources), self.in_experts)
         if storage is None and FORMATS[weight_dtype].codes is None:
             return None
-        format, ordered = (weight_dtype, False) if storage is None else (storage.format, storage.ordered)
+        format, ordered = (weight_dtype, False) if storage is None else (storage.kept, storage.ordered)
         return packed_share(format, ordered, self.sources[0].shape[1], self.sources[0].slices[1])
 
     def product_shape(self, weight_dtype: str) -> tuple[int, int]:

@@ -107,10 +107,13 @@ class Weights:
         """
         arrangement = arrangement or self.arrangement([name])
         share = self._unused[name].share(self.weight_dtype)
-        if order_O is not None or arrangement is not PANELS or (share is not None and share.ordered):
+        in_pieces = order_O is None and arrangement is PANELS
+        if not in_pieces or (share is not None and (share.ordered or FORMATS[share.format].codes is None)):
             if share is not None:
                 rows = self._packed(name)
-                return arrangement.of_rows(rows if order_O is None else rows.selected(order_O), halves)
+                rows = rows if order_O is None else rows.selected(order_O)
+                arrange = arrangement.of_rows if rows.dtype == share.format else PANELS.of_bytes
+                return arrange(rows, halves)
             weight_OI = self.take(name)
             return self.lay_out(weight_OI if order_O is None else weight_OI[order_O], halves, arrangement)
         shape_OI, dtype, lead = self._unused[name].local_shape, self.format(name), self.lead(name)

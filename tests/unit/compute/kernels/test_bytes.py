@@ -25,6 +25,7 @@ from longhelix.compute.kernels import (
     reference,
     run_experts,
 )
+from longhelix.compute.kernels.packed_rows import PackedRows
 from longhelix.errors import UserError
 from longhelix.spec import Activation
 
@@ -77,6 +78,26 @@ def test_weights_are_bytes_with_a_scale_for_each_output(width, depth, halves, so
     PANELS.write(weight_OI[cut:], cut, in_pieces, halves)
     PANELS.write(weight_OI[:cut], 0, in_pieces, halves)
     assert torch.equal(in_pieces.values, weight.values)
+
+
+@given(width=st.integers(0, 40), depth=depths, halves=st.sampled_from([1, 2]), count=st.integers(1, 20), seed=seeds)
+def test_bytes_of_checkpoints_are_taken_as_they_are(width, depth, halves, count, seed):
+    """Also -128, which rounding never makes."""
+    rows = PackedRows.empty("int8-channel", halves * width, depth)
+    generator = torch.Generator().manual_seed(seed)
+    codes_OI = torch.randint(-128, 128, (halves * width, depth), generator=generator, dtype=torch.int8)
+    codes_OI[:, ::3] = -128
+    rows.code_rows.copy_(codes_OI.view(torch.uint8))
+    rows.scales.copy_(torch.rand(halves * width, 1, generator=generator) + 0.01)
+    weight = PANELS.of_bytes(rows, halves)
+    if width:
+        found_OI, scales_O = unpacked(weight, halves)
+        assert torch.equal(found_OI, codes_OI)
+        assert torch.equal(scales_O, rows.scales.squeeze(1))
+    x_TX = torch.randn(count, depth, generator=generator)
+    wanted_TO = reference.multiply_bytes(*quantise_rows(x_TX), codes_OI, rows.scales.squeeze(1))
+    if halves == 1:
+        assert torch.equal(linear(x_TX, weight), wanted_TO)
 
 
 @given(rows=row_counts, depth=depths, dtype=st.sampled_from(DTYPES), seed=seeds)
