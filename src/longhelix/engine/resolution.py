@@ -13,7 +13,7 @@ from longhelix.compute.machine import host
 from longhelix.compute.machine.devices import has_native_kernels, multiplies_integers
 from longhelix.compute.machine.system import machine
 from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
-from longhelix.compute.models.parameters import check, with_stored_formats
+from longhelix.compute.models.parameters import check, mixed_weight, slow_weight, with_stored_formats
 from longhelix.compute.models.rope import inverse_frequencies
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCheckpoint
@@ -88,6 +88,7 @@ def resolve(
     system = machine(device)
     setting = Setting(spec, system, stored_dtype, kv_dtype, packed=True)
     layout = balanced(setting, layout)
+    _warn_of_weights(spec, layout, device, stored_dtype)
     scheduler = scheduler_config(options, layout, max_model_len, setting)
     longest_tokens = scheduler.longest_local_tokens
     image_bytes = _image_bytes(spec)
@@ -217,6 +218,28 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
         warnings.warn(
             "the native CPU kernels are missing because there was no C++ compiler when longhelix was installed, so the "
             "engine runs many times slower: install GCC 12 or later and then longhelix again, or install a wheel",
+            stacklevel=4,
+        )
+
+
+def _warn_of_weights(spec: ModelSpec, layout: Layout, device: str, weight_dtype: str) -> None:
+    """Warn if packed weights take more memory or time than their format makes users expect."""
+    mixed = mixed_weight(spec)
+    if mixed is not None:
+        names = " and ".join(source.module for source in mixed.sources)
+        warnings.warn(
+            f"the checkpoint stores {names} in different formats. longhelix multiplies them together, so these weights "
+            f"become {weight_dtype} in memory: use a checkpoint with one format for them to save memory",
+            stacklevel=4,
+        )
+    slow = slow_weight(spec, layout, weight_dtype) if device == "cpu" and has_native_kernels() else None
+    if slow is not None:
+        rank, parameter = slow
+        inputs = parameter.sources[0].slices[1]
+        warnings.warn(
+            f"rank {rank} has the inputs {inputs.start} to {inputs.stop - 1} of {parameter.sources[0].module}, but the "
+            "native CPU kernels read packed weights only in sixteens of inputs. Products with this weight run many "
+            "times slower: choose a layout that splits it elsewhere",
             stacklevel=4,
         )
 

@@ -6,6 +6,7 @@ from longhelix.spec.formats import FORMATS
 
 _ORDERED_BLOCK = 32  # inputs of a scale block, where ranks share ordered inputs
 _INDEX_BYTES = 4
+_PANEL_INPUTS = 16
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class PackedShare:
     def row_bytes(self) -> int:
         """Bytes of the weights of one output."""
         return FORMATS[self.format].weight_row_bytes(self.depth, self.lead)
+
+    @property
+    def fits_panels(self) -> bool:
+        """Whether the native CPU kernels read it, in panels of sixteen inputs."""
+        return self.depth % _PANEL_INPUTS == 0 and self.lead % _PANEL_INPUTS == 0
 
     @property
     def order_bytes(self) -> int:

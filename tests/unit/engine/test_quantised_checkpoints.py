@@ -1,6 +1,7 @@
 """Quantised checkpoints as the engine opens them: formats, options, and a sentence for each tensor that is wrong."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -147,9 +148,9 @@ def saved(folder: Path, settings, tensors, config=LLAMA):
     return folder
 
 
-def resolved(folder, **options):
+def resolved(folder, kvp=2, **options):
     options = EngineOptions.of({"kv_cache_tokens": 1024, "device": "cpu"} | options)
-    return resolve(open_checkpoint(str(folder)), Layout(kvp=2), options)
+    return resolve(open_checkpoint(str(folder)), Layout(kvp=kvp), options)
 
 
 def refused(folder, code="invalid_checkpoint", **options):
@@ -324,6 +325,27 @@ def test_quantised_weights_are_not_quantised_again(options, name, tmp_path):
     saved(tmp_path, FP8_BLOCK, tensors_of(LLAMA, always(fp8_block)))
     message = refused(tmp_path, "invalid_argument", **options)
     assert message == f"the checkpoint's weights are already quantised (fp8-block): leave out {name}"
+
+
+def test_projections_in_different_formats_are_named(tmp_path):
+    """They become numbers together."""
+    settings = compressed(integers(["Linear"], 32)) | {"ignore": ["lm_head", "re:.*k_proj"]}
+
+    def storing(name):
+        return plain if name.endswith("k_proj") else pack_quantized
+
+    with pytest.warns(UserWarning, match="self_attn.q_proj and .* in different formats.* become bfloat16 in memory"):
+        resolved(saved(tmp_path, settings, tensors_of(LLAMA, storing)))
+
+
+def test_inputs_that_kernels_do_not_read_are_named(tmp_path):
+    """Four ranks have 24 of 96 columns each."""
+    saved(tmp_path, FP8_CHANNEL | {"ignore": ["lm_head"]}, tensors_of(LLAMA, always(fp8_channel)))
+    with pytest.warns(UserWarning, match=r"rank 0 has the inputs 0 to 23 of model\.layers\.0\.mlp\.down_proj"):
+        resolved(tmp_path, kvp=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolved(tmp_path, kvp=2)
 
 
 def int8_channel(shape, scale):

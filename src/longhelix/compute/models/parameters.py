@@ -5,7 +5,7 @@ The loader reads by this table. The engine checks a checkpoint against it before
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -19,7 +19,17 @@ from longhelix.errors import UserError
 from longhelix.spec import DTYPES, ModelSpec, number_format
 from longhelix.spec.layout import Layout
 from longhelix.spec.quantisation import Quantisation, Storage
-from longhelix.spec.weights import Dim, Split, WeightDtype, WeightSpec, embedding, head, last_norm, layer_weights
+from longhelix.spec.weights import (
+    Dim,
+    Split,
+    WeightDtype,
+    WeightSpec,
+    embedding,
+    head,
+    last_norm,
+    layer_weights,
+    packed_storage,
+)
 from longhelix.values import shown
 
 _UNREAD = re.compile(
@@ -55,7 +65,45 @@ def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_
     return sizes
 
 
-def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Parameter]:
+def mixed_weight(spec: ModelSpec) -> Parameter | None:
+    """Return a weight that becomes numbers because the checkpoint stores its tensors in different formats."""
+    for parameter in _parameters(spec, Layout(), 0, _different_layers(spec)):
+        storages = {source.storage for source in parameter.sources}
+        if len(storages) > 1 and packed_storage(storages, parameter.in_experts) is None:
+            return parameter
+    return None
+
+
+def slow_weight(spec: ModelSpec, layout: Layout, weight_dtype: str) -> tuple[int, Parameter] | None:
+    """Return a rank, and a packed weight whose inputs there do not fit the native CPU kernels. None: all weights fit.
+
+    weight_dtype: number format of the weights of products that the checkpoint does not pack.
+    """
+    layers = _different_layers(spec)
+    for rank in range(layout.world_size):
+        for parameter in _parameters(spec, layout, rank, layers):
+            share = parameter.share(weight_dtype)
+            if share is not None and not share.fits_panels:
+                return rank, parameter
+    return None
+
+
+def _different_layers(spec: ModelSpec) -> Collection[int]:
+    """Return one layer of each kind, and of each set of formats that the checkpoint has."""
+    quantisation = spec.checkpoint.quantisation
+    kinds: dict[object, int] = {}
+    for index, layer in enumerate(spec.layers):
+        storages = None
+        if quantisation is not None:
+            names = (weight.tensor.format(0).removesuffix(".weight") for weight in layer_weights(spec, layer))
+            storages = tuple(quantisation.storage_of(f"model.layers.{index}.{name}") for name in names)
+        kinds.setdefault((layer, storages), index)
+    return kinds.values()
+
+
+def _parameters(spec: ModelSpec, layout: Layout, rank: int, only: Collection[int] | None = None) -> Iterator[Parameter]:
+    """Yield the parameters of a rank. only: the layers that count. None: all."""
+
     def local_items(dim: Dim) -> range:
         return _items(dim, layout, rank)
 
@@ -63,6 +111,8 @@ def _parameters(spec: ModelSpec, layout: Layout, rank: int) -> Iterator[Paramete
     if layout.has_embedding(rank):
         yield from stacked([embedding(spec)])
     for layer in layout.layers(spec.num_layers, rank):
+        if only is not None and layer not in only:
+            continue
         weights = layer_weights(spec, spec.layers[layer])
         yield from stacked(weights, f"layers.{layer}.", f"model.layers.{layer}.")
     if layout.has_head(rank):
