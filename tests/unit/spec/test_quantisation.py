@@ -121,12 +121,31 @@ READ = {
     "AWQ, symmetric": (settings_of("awq", zero_point=False), "awq", "int4-g128-float16"),
     "GPTQ": (settings_of("gptq", bits=4, group_size=128, sym=True, desc_act=False), "gptq", "int4-g128-float16"),
     "GPTQ, asymmetric": (
-        settings_of("gptq", bits=4, group_size=32, sym=False, desc_act=True), "gptq", "int4-g32-float16-zero"
+        settings_of("gptq", bits=4, group_size=32, sym=False), "gptq", "int4-g32-float16-zero"
     ),
     "GPTQ, second version": (
         settings_of("gptq", bits=4, group_size=64, checkpoint_format="gptq_v2"), "gptq_v2", "int4-g64-float16"
     ),
 }  # fmt: skip
+
+
+ORDERED = {
+    "GPTQ": (settings_of("gptq", bits=4, group_size=32, desc_act=True), Storage("gptq", "int4-g32-float16", True)),
+    **{
+        f"compressed-tensors, {order}": (
+            compressed(integers(actorder=order), "pack-quantized"), Storage("pack_quantized", "int4-g128", True)
+        )
+        for order in ("group", "dynamic", True)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_settings_say_that_inputs_are_ordered(name):
+    """Experts then become numbers."""
+    settings, storage = ORDERED[name]
+    assert read(settings).storage_of(QUERY) == storage
+    assert formats({"quantization_config": settings, "dtype": "bfloat16"}) == (storage.format, "bfloat16")
 
 
 def formats(config):
@@ -346,7 +365,9 @@ REFUSED = [
     (compressed(integers(8), "pack-quantized"), "'int', 8 bits, strategy 'group', group_size 128"),
     (compressed(integers(8, symmetric=False, strategy="channel", group_size=None), "int-quantized"),
      "asymmetric weights of type 'int', 8 bits"),
-    (compressed(integers(actorder="group"), "pack-quantized"), "actorder 'group'"),
+    (compressed(integers(actorder="other"), "pack-quantized"), "actorder 'other'"),
+    (compressed(integers(8, strategy="channel", group_size=-1, actorder="group"), "pack-quantized"),
+     "actorder 'group'"),
     (compressed(integers(dynamic=True), "pack-quantized"), "dynamic weights True"),
     (compressed(floats(4, "group", group_size=16), "mxfp4-pack-quantized"), "4 bits, strategy 'group', group_size 16"),
     (compressed(floats(4, "group", group_size=32), "nvfp4-pack-quantized"), "4 bits, strategy 'group', group_size 32"),
