@@ -180,6 +180,19 @@ def test_memory_is_the_engines_where_one_rank_has_most_of_all(family, format):
         assert held == max(ranks) if fullest else held > max(ranks)
 
 
+@pytest.mark.parametrize("family", few(FAMILIES, 2))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_int8_weights_of_products_that_round_their_inputs_take_the_engines_bytes(family, layout):
+    spec = model_of(family, "int8-channel")
+    rounding = replace(spec.checkpoint, quantisation=spec.checkpoint.quantisation.rounding_inputs())
+    setting = setting_of(replace(spec, checkpoint=rounding))
+    found, declared = planned(setting, layout), by_weight(setting.model, layout)
+    if spec.vocabulary.tied_embeddings and layout.pp == 1:
+        del found["head"]
+    assert found == declared
+    assert "w8a8" in {weight.dtype for layer in setting.stored.layers for weight in layer.weights}
+
+
 @pytest.mark.parametrize("format", SETTINGS)
 def test_shapes_that_split_blocks_repeat_their_scales(format):
     """Two ranks of 88 columns: the second begins inside of a block, unless the scales are those of a whole output."""
