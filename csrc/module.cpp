@@ -364,6 +364,28 @@ void bind_kernels(nb::module_& module) {
             });
         },
         unlocked);
+    module.def(
+        "take_columns",
+        [](Address from, std::int64_t stride, Number number, Address columns, std::int64_t num_columns, std::int64_t num_rows,
+           Address to) {
+            rows_at(from, number, stride);
+            perform(Kind::other, [=] {
+                auto take = [&](auto one) {
+                    using Item = decltype(one);
+                    auto* taken = at<Item>(to);
+                    for (std::int64_t row = 0; row < num_rows; ++row) {
+                        auto* items = at<const Item>(from) + row * stride;
+                        for (std::int64_t i = 0; i < num_columns; ++i) *taken++ = items[at<const std::int32_t>(columns)[i]];
+                    }
+                };
+                if (number == Number::float32) {
+                    take(std::uint32_t{});
+                } else {
+                    take(std::uint16_t{});
+                }
+            });
+        },
+        unlocked);
     module.def("work", [] {
         return nb::make_tuple(longhelix::done.multiplied.load(), longhelix::done.attended.load());
     });

@@ -227,19 +227,29 @@ def _warn_of_weights(spec: ModelSpec, layout: Layout, device: str, weight_dtype:
     mixed = mixed_weight(spec)
     if mixed is not None:
         names = " and ".join(source.module for source in mixed.sources)
+        if mixed.in_experts:
+            reason = "experts with act-order. Their rows would need an order for each expert"
+        else:
+            reason = "in different formats. longhelix multiplies them together"
         warnings.warn(
-            f"the checkpoint stores {names} in different formats. longhelix multiplies them together, so these weights "
-            f"become {weight_dtype} in memory: use a checkpoint with one format for them to save memory",
+            f"the checkpoint stores {names} {reason}, so weights such as these become {weight_dtype} in memory: use "
+            "another checkpoint to save memory",
             stacklevel=4,
         )
     slow = slow_weight(spec, layout, weight_dtype) if device == "cpu" and has_native_kernels() else None
     if slow is not None:
         rank, parameter = slow
         inputs = parameter.sources[0].slices[1]
+        if parameter.format(weight_dtype) == "w8a8":
+            raise UserError(
+                "activation_dtype int8 needs weights with a multiple of 16 inputs on each rank, but rank "
+                f"{rank} has {len(inputs)} of {parameter.sources[0].module}: choose another layout, or leave "
+                "activation_dtype out"
+            )
         warnings.warn(
             f"rank {rank} has the inputs {inputs.start} to {inputs.stop - 1} of {parameter.sources[0].module}, but the "
             "native CPU kernels read packed weights only in sixteens of inputs. Products with this weight run many "
-            "times slower: choose a layout that splits it elsewhere",
+            "times slower: choose a layout that splits it elsewhere, if there is one",
             stacklevel=4,
         )
 

@@ -24,7 +24,8 @@ class StoredWeight:
         dtype: Its number format.
         packed: The checkpoint packs it: each output has its own scale blocks, which ranks repeat where they split one.
         ordered: The inputs of a scale block do not lie side by side, so ranks keep them in an order.
-        has_order: The order of its inputs is kept with it, and not with another weight that has the same.
+        has_order: It counts the bytes of the order. Weights that are joined in one product share an order, which the
+            first of them counts.
     """
 
     spec: WeightSpec

@@ -44,8 +44,8 @@ class PackedShare:
 def packed_share(format: str, ordered: bool, size: int, inputs: range) -> PackedShare:
     """Return how a rank keeps some inputs of a weight.
 
-    Ordered inputs of a rank lie anywhere in their scale blocks. So each part of a block that it has is padded to blocks
-    of 32 inputs, and there is room for the most blocks that this can take. That depends on sizes alone.
+    If inputs are ordered, a rank may have any inputs of a scale block. Its inputs of each scale block are padded to
+    blocks of 32 inputs. The depth is enough for any order, so that it depends on sizes alone.
 
     Args:
         format: The number format of the whole weight.

@@ -338,6 +338,21 @@ def test_projections_in_different_formats_are_named(tmp_path):
         resolved(saved(tmp_path, settings, tensors_of(LLAMA, storing)))
 
 
+def test_experts_with_act_order_are_named(tmp_path):
+    """They become numbers."""
+    settings = INTEGERS["gptq"][0] | {"desc_act": True}
+    with pytest.warns(UserWarning, match="experts with act-order.* become bfloat16 in memory"):
+        resolved(saved(tmp_path, settings, tensors_of(MOE, always(gptq), torch.float16), MOE))
+
+
+def test_bytes_need_sixteens_of_inputs(tmp_path):
+    saved(tmp_path, INT8, tensors_of(LLAMA, always(int8_channel)))
+    assert refused(tmp_path, "invalid_argument", kvp=4, activation_dtype="int8") == (
+        "activation_dtype int8 needs weights with a multiple of 16 inputs on each rank, but rank 0 has 24 of "
+        "model.layers.0.mlp.down_proj: choose another layout, or leave activation_dtype out"
+    )
+
+
 def test_inputs_that_kernels_do_not_read_are_named(tmp_path):
     """Four ranks have 24 of 96 columns each."""
     saved(tmp_path, FP8_CHANNEL | {"ignore": ["lm_head"]}, tensors_of(LLAMA, always(fp8_channel)))

@@ -191,8 +191,8 @@ def ordered(rows: PackedRows, group_I: Tensor, inputs: slice, dtype: str, depth:
         rows: The weights with all inputs as they are, and scales of all blocks.
         group_I: The scale block of each input (int64).
         inputs: Which inputs.
-        dtype: A number format that differs from that of the rows at most in its scale blocks. Those of an input's block
-            are padded to whole blocks of this format.
+        dtype: The number format of the result. It differs from that of the rows at most in the size of scale blocks.
+            The inputs of each scale block of the rows are padded to whole scale blocks of the result.
         depth: Number of places for inputs and padding, enough for all of them.
     """
     numbers = FORMATS[dtype].weight_scales.numbers

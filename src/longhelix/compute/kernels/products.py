@@ -46,10 +46,8 @@ def linear(
         ValueError: An operand has the wrong shape or dtype.
     """
     dtype = dtype or x_TX.dtype
-    if weight.order_I is not None:
-        if norm is not None:
-            x_TX, norm = reference.rms_norm(x_TX, norm, norm_eps), None
-        x_TX = x_TX.index_select(1, weight.order_I)
+    if weight.order is not None:
+        x_TX, norm = _in_order(x_TX, norm, weight.order)
     if weight.arrangement is PANELS and not is_compiling():
         return _multiply_panels(x_TX, weight, bias, norm, norm_eps, activation, residual, dtype, scales_TX)
     return torch.ops.longhelix.linear(
@@ -64,6 +62,17 @@ def linear(
         scales_TX,
         *_weight_arguments(weight),
     )
+
+
+def _in_order(x_TX, norm, order):
+    """Return x and the norm's weight with their columns in order.
+
+    A norm divides all numbers of a row by one number, so they may be in any order. Only whole rows are normed.
+    """
+    if x_TX.shape[1] != order.num_columns or (norm is not None and norm.shape != x_TX.shape[1:]):
+        raise ValueError(f"a weight takes rows and norms of {order.num_columns} numbers, but rows have {x_TX.shape[1]}")
+    x_TI = take_columns(x_TX, order.columns_I)
+    return x_TI, None if norm is None else take_columns(norm.unsqueeze(0), order.columns_I).squeeze(0)
 
 
 library.define(
@@ -248,9 +257,44 @@ def _(x_TX, rows_t):
     return x_TX.new_empty(rows_t.shape[0], x_TX.shape[1])
 
 
+def take_columns(x_TX: Tensor, columns_I: Tensor) -> Tensor:
+    """Return the columns `columns_I` (int32) of x_TX (floats), in that order: x_TI."""
+    if native.module is not None and not x_TX.is_cuda and not is_compiling():
+        return _copy_columns(x_TX, columns_I)
+    return torch.ops.longhelix.take_columns(x_TX, columns_I)
+
+
+library.define("take_columns(Tensor x_TX, Tensor columns_I) -> Tensor")
+
+
+def _take_columns(x_TX, columns_I):
+    return x_TX.index_select(1, columns_I)
+
+
+def _copy_columns(x_TX, columns_I):
+    x_TX = dense_rows(x_TX)
+    x_TI = x_TX.new_empty(len(x_TX), len(columns_I))
+    native.module.take_columns(
+        x_TX.data_ptr(),
+        x_TX.stride(0),
+        native.NUMBER_BY_DTYPE[x_TX.dtype],
+        columns_I.data_ptr(),
+        len(columns_I),
+        len(x_TX),
+        x_TI.data_ptr(),
+    )
+    return x_TI
+
+
+@torch.library.register_fake("longhelix::take_columns", lib=library)
+def _(x_TX, columns_I):
+    return x_TX.new_empty(x_TX.shape[0], columns_I.shape[0])
+
+
 library.impl("linear", _linear, "CompositeExplicitAutograd")
 library.impl("quantise_rows", _quantise_rows, "CompositeExplicitAutograd")
 library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
+library.impl("take_columns", _take_columns, "CompositeExplicitAutograd")
 
 
 def _weight_arguments(weight: Weight) -> tuple[str, int, int, str, int]:

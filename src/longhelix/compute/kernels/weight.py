@@ -68,8 +68,7 @@ class Packed:
         return self.of_rows(encoded(weight_OI, dtype), halves)
 
     def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
-        order_I = _gathered(rows.order_I)
-        return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, self, rows.lead, order_I)
+        return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, self, rows.lead, Order.of(rows))
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         return self.rows_of(weight).selected(indices_T).numbers()
@@ -103,7 +102,7 @@ class Panels:
         return weight
 
     def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
-        weight = self.new_panels(rows.outputs, rows.depth, rows.dtype, halves, rows.lead, _gathered(rows.order_I))
+        weight = self.new_panels(rows.outputs, rows.depth, rows.dtype, halves, rows.lead, Order.of(rows))
         self.write_packed(rows, 0, weight, halves)
         return weight
 
@@ -117,8 +116,8 @@ class Panels:
             pad(section.unflatten(0, (halves, -1)), padding) for section in (rows.code_rows, rows.scales)
         )
         panels_PX = weight.values.view(-1, native.LANES * (rows.depth + 4))
-        fours = codes_HOI.reshape(-1, native.LANES, rows.depth // 4, 4).transpose(1, 2)
-        panels_PX[:, : native.LANES * rows.depth] = fours.flatten(1)
+        fours = codes_HOI.view(torch.int32).reshape(-1, native.LANES, rows.depth // 4).transpose(1, 2)
+        panels_PX[:, : native.LANES * rows.depth].view(torch.int32).view(fours.shape).copy_(fours)
         panels_PX[:, native.LANES * rows.depth :] = scales_HO1.reshape(-1, native.LANES).view(torch.uint8)
         return weight
 
@@ -129,7 +128,7 @@ class Panels:
         dtype: str,
         halves: int,
         lead: int = 0,
-        order_I: Tensor | None = None,
+        order: "Order | None" = None,
     ) -> "Weight":
         """Return panels that `write` then fills with outputs. Padding of the last panels is zero."""
         panels = halves * -(-outputs // halves // native.LANES)
@@ -138,7 +137,7 @@ class Panels:
         values = new(panels * panel_bytes, dtype=torch.uint8)
         if depth and outputs // halves % native.LANES:
             values.view(halves, -1)[:, -panel_bytes:] = 0
-        return Weight(values, dtype, outputs, depth, self, lead, order_I)
+        return Weight(values, dtype, outputs, depth, self, lead, order)
 
     def write(self, rows_OI: Tensor, first: int, weight: "Weight", halves: int) -> None:
         """Write rows of W (float32, bfloat16 or float16) as the outputs from `first` on."""
@@ -197,11 +196,6 @@ class Panels:
 _CODE_NUMBERS = {"e4m3": "e4m3", "e2m1": "e2m1", "int8": "code8", "uint4": "code4"}
 
 
-def _gathered(order_I: Tensor | None) -> Tensor | None:
-    """Return `PackedRows.order_I` for rows of x: places with weights of zero take any input."""
-    return None if order_I is None else order_I.clamp(min=0)
-
-
 def _by_half(count: int, first: int, weight: "Weight", halves: int) -> Iterator[tuple[range, int]]:
     """Yield the rows that belong to each half, and where the first of them lies among the outputs in panels.
 
@@ -228,6 +222,24 @@ ARRANGEMENTS: dict[str, WeightArrangement] = {each.name: each for each in (PANEL
 
 
 @dataclass(frozen=True, eq=False)
+class Order:
+    """The order in which a weight takes its inputs from the columns of x.
+
+    Attributes:
+        columns_I: The column that each input takes (int32). Inputs with weights of zero take any.
+        num_columns: Number of columns of x.
+    """
+
+    columns_I: Tensor
+    num_columns: int
+
+    @classmethod
+    def of(cls, rows: PackedRows) -> "Order | None":
+        """Return the order of the inputs of these rows. None: they lie as they are."""
+        return None if rows.order_I is None else cls(rows.order_I.clamp(min=0), int(rows.order_I.max()) + 1)
+
+
+@dataclass(frozen=True, eq=False)
 class Weight:
     """The weight W of a product y = x W^T."""
 
@@ -237,7 +249,7 @@ class Weight:
     depth: int
     arrangement: WeightArrangement
     lead: int = 0  # how many inputs of the first scale block belong to another rank
-    order_I: Tensor | None = None  # (depth) int32: which input of x each input of W takes. None: x as it is
+    order: "Order | None" = None  # in which W takes its inputs from x. None: as they are
 
     @cached_property
     def handle(self):

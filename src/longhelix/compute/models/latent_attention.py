@@ -24,7 +24,7 @@ from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.exchange import gather_heads
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.spans import UNTRACED, Spans
-from longhelix.spec import MLA, ModelSpec
+from longhelix.spec import FORMATS, MLA, ModelSpec
 from longhelix.spec.attention import MultiHeadLatentAttention
 
 _LATENT_EPS = 1e-6  # of the latents' norms in all models
@@ -118,7 +118,10 @@ class LatentAttention(nn.Module):
             q_tqC: Queries. Their last channels are already rotated.
         """
         if self.mla.q_lora_rank is None:
-            x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, self.down.dtype)
+            # Both products have the same rows: they are rounded before only if both round them.
+            dtypes = self.down.dtype, self.query_up.dtype
+            dtype = next((dtype for dtype in dtypes if not FORMATS[dtype].rounds_inputs), self.down.dtype)
+            x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, dtype)
             latent_tX = linear(x_tH, self.down, bias=self.down_bias, **options)
             q_tX = linear(x_tH, self.query_up, **options)
         else:

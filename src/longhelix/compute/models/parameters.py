@@ -66,10 +66,14 @@ def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_
 
 
 def mixed_weight(spec: ModelSpec) -> Parameter | None:
-    """Return a weight that becomes numbers because the checkpoint stores its tensors in different formats."""
+    """Return a weight that becomes numbers although the checkpoint packs it.
+
+    It stores the weight's tensors in different formats, or orders the inputs of experts.
+    """
     for parameter in _parameters(spec, Layout(), 0, _different_layers(spec)):
         storages = {source.storage for source in parameter.sources}
-        if len(storages) > 1 and packed_storage(storages, parameter.in_experts) is None:
+        is_product = parameter.stored is WeightDtype.PRODUCT
+        if is_product and storages != {None} and packed_storage(storages, parameter.in_experts) is None:
             return parameter
     return None
 
@@ -83,7 +87,7 @@ def slow_weight(spec: ModelSpec, layout: Layout, weight_dtype: str) -> tuple[int
     for rank in range(layout.world_size):
         for parameter in _parameters(spec, layout, rank, layers):
             share = parameter.share(weight_dtype)
-            if share is not None and not share.fits_panels:
+            if share is not None and not share.fits_panels and parameter.local_shape[0]:
                 return rank, parameter
     return None
 

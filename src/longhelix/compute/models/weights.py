@@ -170,7 +170,7 @@ class Weights:
             for slices in _pieces_of(source, whole):
                 rows = self._packed_part(source, slices)
                 yield first, rows
-                self._progress(rows.outputs * rows.depth)
+                self._progress(prod(part.stop - part.start for part in slices))
                 first += rows.outputs
 
     def _packed_part(self, source: Source, slices: tuple[slice, ...]) -> PackedRows:

@@ -6,9 +6,10 @@ from torch.nn.functional import linear as multiply
 from torch.nn.functional import silu
 
 from longhelix.compute.kernels import PANELS, Experts, linear, native, run_experts
-from longhelix.compute.kernels.packed_rows import PackedRows, encoded, joined
+from longhelix.compute.kernels.packed_rows import PackedRows, encoded, joined, ordered, unpacked
 from longhelix.compute.kernels.weight import PACKED
 from longhelix.spec import FORMATS, Activation
+from longhelix.spec.packed_share import packed_share
 
 pytestmark = pytest.mark.unit
 
@@ -43,6 +44,34 @@ def arranged(arrangement, rows: PackedRows, halves: int = 1):
 def assert_near(found, wanted, size):
     assert found.shape == wanted.shape
     assert ((found.double() - wanted).abs() <= TOLERANCE * size).all()
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda each: each.name)
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g64-zero", "int4-g128-float16-zero"])
+def test_ordered_inputs_are_taken_from_where_they_are(arrangement, name):
+    """Also a part of them, which is padded, and columns of a wider tensor."""
+    numbers, generator = FORMATS[name].weight_scales.numbers, torch.Generator().manual_seed(1)
+    rows = random_rows(name, 21, 304)
+    group_I = (torch.arange(304) // numbers)[torch.randperm(304, generator=generator)]
+    for inputs in (range(304), range(40, 171), range(3), range(303, 304)):
+        share = packed_share(name, True, 304, inputs)
+        cut = slice(inputs.start, inputs.stop)
+        part = ordered(rows, group_I, cut, share.format, share.depth)
+        wanted_OI = _numbers(rows, group_I)[:, cut].double()
+        assert torch.equal(part.numbers().double(), wanted_OI)
+        weight = arranged(arrangement, part)
+        for count in (0, 1, 3, 40):
+            x_TX = torch.randn(count, 400, generator=generator)[:, : len(inputs)]
+            size = multiply(x_TX.double().abs(), wanted_OI.abs())
+            assert_near(linear(x_TX, weight), multiply(x_TX.double(), wanted_OI), size)
+        with pytest.raises(ValueError, match=f"takes rows and norms of {len(inputs)} numbers"):
+            linear(torch.zeros(1, len(inputs) + 1), weight)
+
+
+def _numbers(rows: PackedRows, group_I: torch.Tensor) -> torch.Tensor:
+    """What codes stand for, if each input has a group of its own choice."""
+    zeros = 8 if rows.zeros is None else rows.zeros[:, group_I].float()
+    return (unpacked(rows.code_rows)[:, : rows.depth].float() - zeros) * rows.scales.float()[:, group_I]
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda each: each.name)

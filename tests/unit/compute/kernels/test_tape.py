@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from asserts import fails_an_assert
-from longhelix.compute.kernels import linear, make_weight, native
+from longhelix.compute.kernels import PANELS, linear, make_weight, native
+from longhelix.compute.kernels.packed_rows import encoded, ordered
 from longhelix.compute.kernels.tape import Tape
 
 pytestmark = [
@@ -47,6 +48,19 @@ def test_a_tape_reads_what_its_memory_has_when_it_runs(weight):
     tape.run()
     assert torch.equal(twice_TX, expected)
     assert not torch.equal(twice_TX, first)
+
+
+def test_a_tape_holds_products_that_take_their_inputs_in_an_order():
+    rows = encoded(torch.randn(SIZE, 64), "int4-g32")
+    weight = PANELS.of_rows(ordered(rows, torch.arange(64) % 2, slice(0, 64), "int4-g32", 64), 1)
+    x_TX, norm = torch.randn(3, 64), torch.rand(64)
+    tape, result = recorded(lambda: linear(x_TX, weight, norm=norm, norm_eps=1e-6))
+    assert tape.complete
+    wanted = torch.nn.functional.linear(torch.nn.functional.rms_norm(x_TX, (64,), norm, 1e-6), rows.numbers())
+    torch.testing.assert_close(result, wanted)
+    result.zero_()
+    tape.run()
+    torch.testing.assert_close(result, wanted)
 
 
 def test_memory_between_its_calls_lives_as_long_as_the_tape(weight):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import oracle
 from longhelix.compute.kernels import PANELS, Experts, Weight
-from longhelix.compute.kernels.weight import PACKED
+from longhelix.compute.kernels.weight import PACKED, Order
 from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.parameters import declare, stored_bytes
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
@@ -34,16 +34,18 @@ def resident_bytes(value) -> int:
     match value:
         case Tensor():
             return value.nbytes
+        case Order():
+            return resident_bytes(value.columns_I)
         case Weight() if value.arrangement is PACKED:
             row_bytes = sum(PACKED.rows_of(value).row_bytes)
             assert 0 <= value.values.nbytes - value.outputs * row_bytes < 4 * 256
-            return value.outputs * row_bytes + resident_bytes(value.order_I)
+            return value.outputs * row_bytes + resident_bytes(value.order)
         case Weight() if value.arrangement is PANELS:
             row_bytes = FORMATS[value.dtype].weight_row_bytes(value.depth, value.lead)
             panels, rest = divmod(value.values.nbytes, 16 * row_bytes) if row_bytes else (0, 0)
             assert rest == 0
             assert panels <= -(-value.outputs // 16) + 1
-            return value.outputs * row_bytes + resident_bytes(value.order_I)
+            return value.outputs * row_bytes + resident_bytes(value.order)
         case Weight():
             return value.values.nbytes
         case Experts():
@@ -75,11 +77,13 @@ def test_weights_take_the_bytes_of_the_formula(family, form, tmp_path):
             continue
         for rank in range(layout.world_size):
             parameters = declare(spec, layout, rank)
-            weights = Weights(checkpoint, parameters, torch.bfloat16, "bfloat16", torch.device("cpu"))
+            read = []
+            weights = Weights(checkpoint, parameters, torch.bfloat16, "bfloat16", torch.device("cpu"), read.append)
             decoder = Decoder(spec, mesh_of(layout, rank), weights)
             modules = [module for module in decoder.modules() if module is not decoder.layers]
             views = {"key_up_qCZ", "value_up_qCZ"}  # of up_qXZ
             found = sum(
                 resident_bytes(value) for module in modules for name, value in vars(module).items() if name not in views
             )
+            assert sum(read) == sum(parameter.num_elements for parameter in parameters)
             assert found == sum(stored_bytes(spec, layout, rank, "bfloat16", "bfloat16").values()), (layout, rank)

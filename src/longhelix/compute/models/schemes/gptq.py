@@ -40,7 +40,7 @@ class Gptq(Scheme):
             f"{module}.qweight": TensorForm(("int32",), ((blocks(depth, _IN_WORD), outputs),)),
             f"{module}.qzeros": TensorForm(("int32",), ((groups, blocks(outputs, _IN_WORD)),)),
             f"{module}.scales": TensorForm((codes.scale,), ((groups, outputs),)),
-            f"{module}.{self.order}": TensorForm(("int32",), ((depth,),), required=storage.ordered),
+            f"{module}.{self.order}": TensorForm(("int32",), ((depth,),), required=False),
         }
 
     @property

@@ -32,7 +32,7 @@ class PackQuantized(Scheme):
             packed = (blocks(outputs * numbers.bits, _WORD_BITS), scales.shapes[0][1])
             forms[f"{module}.weight_zero_point"] = TensorForm(("int32",), (packed,))
         if storage.ordered:
-            forms[f"{module}.{self.order}"] = TensorForm(("int32",), ((depth,),))
+            forms[f"{module}.{self.order}"] = TensorForm(("int32",), ((depth,),), required=False)
         return forms
 
     @property

@@ -67,7 +67,7 @@ class Part:
         return self.read(name, self.rows, *inside[1:]).flatten()
 
     def groups(self, name: str) -> Tensor:
-        """Return the scale block of each input of the whole weight (I), int64.
+        """Return the scale block of each input of the whole weight (I), int64. Without the tensor, they lie in order.
 
         Raises:
             UserError: A block does not have the inputs that it must have.
@@ -75,8 +75,11 @@ class Part:
         import torch
 
         numbers, depth = self.packed.format.weight_scales.numbers or 1, self.shape[1]
+        sorted_I = torch.arange(depth) // numbers
+        if not self.has(name):
+            return sorted_I
         group_I = self.read(name, slice(0, depth)).long()
-        if not torch.equal(group_I.sort().values, torch.arange(depth) // numbers):
+        if not torch.equal(group_I.sort().values, sorted_I):
             self.refuse(name, f"does not have {numbers} inputs for each group of scales")
         return group_I
 

@@ -175,7 +175,7 @@ def pack_quantized(
         stored["weight_g_idx"] = torch.from_numpy(group_of)
     expected = float32((codes - zeros[:, group_of]) * numbers[:, group_of])
     format = f"int4-g{group}" + ("-float16" if half else "") + ("-zero" if zero_points else "")
-    optional = (f"{MODULE}.weight_shape",)
+    optional = (f"{MODULE}.weight_shape", f"{MODULE}.weight_g_idx")
     return Published("pack_quantized", format, named(stored), expected, optional=optional, ordered=ordered)
 
 
@@ -282,8 +282,7 @@ def gptq(
     }
     expected = float32((codes - zeros.T[:, group_of]) * numbers.T[:, group_of])
     format = f"int4-g{group}" + ("-float16" if half else "") + ("-zero" if zero_points else "")
-    optional = () if ordered else (f"{MODULE}.g_idx",)
-    return Published(scheme, format, named(stored), expected, optional=optional, ordered=ordered)
+    return Published(scheme, format, named(stored), expected, optional=(f"{MODULE}.g_idx",), ordered=ordered)
 
 
 PUBLISHED: dict[str, Callable[[], Published]] = {

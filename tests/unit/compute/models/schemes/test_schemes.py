@@ -194,6 +194,16 @@ def test_an_order_that_the_config_denies_is_refused(tmp_path):
     assert torch.equal(read(published, checkpoint, *cut).numbers(), torch.from_numpy(published.numbers[cut]))
 
 
+@pytest.mark.parametrize("publish", [pack_quantized, gptq])
+def test_weights_without_an_order_lie_in_order(publish, tmp_path):
+    """compressed-tensors leaves the tensor out if a module was not ordered."""
+    published = replace(publish(shape=(24, 88)), ordered=True)
+    published.tensors.pop(f"{MODULE}.g_idx", None)
+    for cut in (whole(published), (slice(3, 9), slice(5, 71))):
+        rows = read(published, written(published, tmp_path), *cut)
+        assert torch.equal(rows.numbers(), torch.from_numpy(published.numbers[cut]))
+
+
 @pytest.mark.parametrize("wrong", [-1, 0, 7, 2**31 - 1])
 def test_groups_of_other_sizes_are_refused(wrong, tmp_path):
     published = gptq(ordered=True, shape=(24, 200))
