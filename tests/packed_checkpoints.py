@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
+from longhelix.compute.models.parameters import declare
+from longhelix.spec.hf_config import read_hf_config
+from longhelix.spec.layout import Layout
 from oracle import NEW_TOKENS, PROMPT_LENGTHS, VOCAB, Oracle, greedy, make_oracle
 
 
@@ -256,16 +259,28 @@ def save_packed(config, form, folder, seed=0):
     for name, tensor in tensors.items():
         if _is_packed(name, tensor, form):
             parts, numbers = form.write(tensor)
-            stored |= {name.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+            stored |= _named(parts, name)
             tensors[name] = numbers.contiguous()
         else:
             stored[name] = tensor
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    packed.mkdir()
-    save_file(stored, packed / "model.safetensors", {"format": "pt"})
-    settings = json.loads((plain / "config.json").read_text())
-    quantised = {"quantization_config": form.settings} if form.settings else {}
-    (packed / "config.json").write_text(json.dumps(settings | quantised))
+    _save(stored, json.loads((plain / "config.json").read_text()), form, packed)
+
+
+def save_large(config, form, folder):
+    """Save random weights in a form. It is fast, because weights of one shape are the same."""
+    shapes = {
+        source.name: source.shape
+        for parameter in declare(read_hf_config(config.to_dict()), Layout(), 0)
+        for source in parameter.sources
+    }
+    weights = {shape: 0.1 * torch.randn(shape) for shape in dict.fromkeys(shapes.values())}
+    written = cache(lambda shape: form.write(weights[shape])[0])
+    stored = {}
+    for name, shape in shapes.items():
+        packs = _is_packed(name, weights[shape], form)
+        stored |= _named(written(shape), name) if packs else {name: weights[shape]}
+    _save({name: part.clone() for name, part in stored.items()}, config.to_dict(), form, Path(folder))
 
 
 def make_packed_oracle(config, form, folder, prompt_lengths=PROMPT_LENGTHS, new_tokens=NEW_TOKENS, seed=0):
@@ -278,6 +293,18 @@ def make_packed_oracle(config, form, folder, prompt_lengths=PROMPT_LENGTHS, new_
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in prompt_lengths]
     tokens, logits = zip(*(greedy(model, prompt, new_tokens) for prompt in prompts), strict=True)
     return Oracle(folder / "packed", prompts, list(tokens), list(logits))
+
+
+def _named(parts, name):
+    """Return the parts of a weight by their names in the checkpoint."""
+    return {name.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+
+
+def _save(tensors, settings, form, folder):
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    quantised = {"quantization_config": form.settings} if form.settings else {}
+    (folder / "config.json").write_text(json.dumps(settings | quantised))
 
 
 def _is_packed(name, tensor, form):
