@@ -375,7 +375,10 @@ void bind_kernels(nb::module_& module) {
                     auto* taken = at<Item>(to);
                     for (std::int64_t row = 0; row < num_rows; ++row) {
                         auto* items = at<const Item>(from) + row * stride;
-                        for (std::int64_t i = 0; i < num_columns; ++i) *taken++ = items[at<const std::int32_t>(columns)[i]];
+                        for (std::int64_t i = 0; i < num_columns; ++i) {
+                            std::int32_t column = at<const std::int32_t>(columns)[i];
+                            *taken++ = column < 0 ? Item{} : items[column];
+                        }
                     }
                 };
                 if (number == Number::float32) {

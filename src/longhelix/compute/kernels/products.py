@@ -258,7 +258,7 @@ def _(x_TX, rows_t):
 
 
 def take_columns(x_TX: Tensor, columns_I: Tensor) -> Tensor:
-    """Return the columns `columns_I` (int32) of x_TX (floats), in that order: x_TI."""
+    """Return the columns `columns_I` (int32) of x_TX (floats), in that order: x_TI. Column -1 is zero."""
     if native.module is not None and not x_TX.is_cuda and not is_compiling():
         return _copy_columns(x_TX, columns_I)
     return torch.ops.longhelix.take_columns(x_TX, columns_I)
@@ -268,7 +268,7 @@ library.define("take_columns(Tensor x_TX, Tensor columns_I) -> Tensor")
 
 
 def _take_columns(x_TX, columns_I):
-    return x_TX.index_select(1, columns_I)
+    return x_TX.index_select(1, columns_I.clamp(min=0)).masked_fill(columns_I < 0, 0.0)
 
 
 def _copy_columns(x_TX, columns_I):

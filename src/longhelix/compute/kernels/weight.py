@@ -226,7 +226,7 @@ class Order:
     """The order in which a weight takes its inputs from the columns of x.
 
     Attributes:
-        columns_I: The column that each input takes (int32). Inputs with weights of zero take any.
+        columns_I: The column that each input takes (int32). -1: none, and the input is zero.
         num_columns: Number of columns of x.
     """
 
@@ -236,7 +236,7 @@ class Order:
     @classmethod
     def of(cls, rows: PackedRows) -> "Order | None":
         """Return the order of the inputs of these rows. None: they lie as they are."""
-        return None if rows.order_I is None else cls(rows.order_I.clamp(min=0), int(rows.order_I.max()) + 1)
+        return None if rows.order_I is None else cls(rows.order_I, int(rows.order_I.max()) + 1)
 
 
 @dataclass(frozen=True, eq=False)

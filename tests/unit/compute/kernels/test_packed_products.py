@@ -57,21 +57,24 @@ def test_ordered_inputs_are_taken_from_where_they_are(arrangement, name):
         share = packed_share(name, True, 304, inputs)
         cut = slice(inputs.start, inputs.stop)
         part = ordered(rows, group_I, cut, share.format, share.depth)
-        wanted_OI = _numbers(rows, group_I)[:, cut].double()
+        codes_OI, zeros_OI, scales_OI = (each[:, cut].double() for each in _apart(rows, group_I))
+        wanted_OI = (codes_OI - zeros_OI) * scales_OI
         assert torch.equal(part.numbers().double(), wanted_OI)
         weight = arranged(arrangement, part)
         for count in (0, 1, 3, 40):
             x_TX = torch.randn(count, 400, generator=generator)[:, : len(inputs)]
-            size = multiply(x_TX.double().abs(), wanted_OI.abs())
+            # Kernels sum codes and zero points apart.
+            size = multiply(x_TX.double().abs(), (codes_OI + zeros_OI) * scales_OI)
             assert_near(linear(x_TX, weight), multiply(x_TX.double(), wanted_OI), size)
         with pytest.raises(ValueError, match=f"takes rows and norms of {len(inputs)} numbers"):
             linear(torch.zeros(1, len(inputs) + 1), weight)
 
 
-def _numbers(rows: PackedRows, group_I: torch.Tensor) -> torch.Tensor:
-    """What codes stand for, if each input has a group of its own choice."""
-    zeros = 8 if rows.zeros is None else rows.zeros[:, group_I].float()
-    return (unpacked(rows.code_rows)[:, : rows.depth].float() - zeros) * rows.scales.float()[:, group_I]
+def _apart(rows: PackedRows, group_I: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, zero points and scales of all inputs, whose groups are `group_I`."""
+    codes_OI = unpacked(rows.code_rows)[:, : rows.depth]
+    zeros_OI = torch.full_like(codes_OI, 8) if rows.zeros is None else rows.zeros[:, group_I]
+    return codes_OI, zeros_OI, rows.scales[:, group_I]
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda each: each.name)

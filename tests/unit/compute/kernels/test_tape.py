@@ -51,8 +51,8 @@ def test_a_tape_reads_what_its_memory_has_when_it_runs(weight):
 
 
 def test_a_tape_holds_products_that_take_their_inputs_in_an_order():
-    rows = encoded(torch.randn(SIZE, 64), "int4-g32")
-    weight = PANELS.of_rows(ordered(rows, torch.arange(64) % 2, slice(0, 64), "int4-g32", 64), 1)
+    rows = ordered(encoded(torch.randn(SIZE, 64), "int4-g32"), torch.arange(64) % 2, slice(0, 64), "int4-g32", 64)
+    weight = PANELS.of_rows(rows, 1)
     x_TX, norm = torch.randn(3, 64), torch.rand(64)
     tape, result = recorded(lambda: linear(x_TX, weight, norm=norm, norm_eps=1e-6))
     assert tape.complete
