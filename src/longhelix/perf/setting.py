@@ -144,7 +144,7 @@ class Setting:
         dtypes = self.dtypes
         if dtypes.attention is not None:
             return dtypes.attention
-        if number_format(dtypes.kv).arithmetic or dtypes.kv == "fp4":
+        if number_format(dtypes.kv).arithmetic.format or dtypes.kv == "fp4":
             return "fp8" if "fp8" in self.system.arithmetic.flops_per_s else "bfloat16"
         return dtypes.kv
 
