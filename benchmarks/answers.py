@@ -18,7 +18,7 @@ from pathlib import Path
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import scheduler_config
 from longhelix.measure.bench.environment import environment
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.plan.answer import answer
 from longhelix.plan.candidate import in_words
 from longhelix.plan.choice import Choice
@@ -83,7 +83,7 @@ def row(model: str, system: str, lengths: tuple[int, int, float, float], request
     hardware = load_system(system)
     dtype = "fp4" if "fp4" in hardware.arithmetic.flops_per_s else "fp8"
     demand = Demand.of([(prompt, output)], None, 0.0)
-    setting = Setting(load_model(model), hardware, dtype, dtype)
+    setting = Setting(load_model(model), hardware, Dtypes(dtype, dtype))
     question = Question(setting, demand.longest, MAX_GPUS, ttl_s, ttft_s, demand=demand)
     best = answer(question).best
     asked = f"| {model} | {system} | {prompt:,} | {1e3 * ttl_s:g} | {ttft_s:g} "

@@ -16,7 +16,7 @@ import torch
 from longhelix import LLM, SamplingParams
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def predicted(llm: LLM, given: argparse.Namespace, context: int, batch: int) -> tuple[float, float]:
-    setting = Setting(llm.config.spec, load_system(given.system), "bfloat16", "bfloat16")
+    setting = Setting(llm.config.spec, load_system(given.system), Dtypes("bfloat16", "bfloat16"))
     layouts = Layouts.of([Layout()])
     prefill_s = prefill_seconds(setting, layouts, float(context), float(min(given.chunk, context)))
     return float(prefill_s[0]), float(decode_seconds(setting, layouts, float(batch), float(context))[0])

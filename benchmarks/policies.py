@@ -16,7 +16,7 @@ import msgspec
 from matplotlib.figure import Figure
 
 from longhelix.measure.bench.environment import environment
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.scheduler.config import SchedulerConfig, StepConfig
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.prefill_times import PrefillTimes
@@ -65,7 +65,7 @@ class Study:
 
     def __init__(self, requests: int, seed: int) -> None:
         self._drawn = Synthetic(requests, 1.0, parse_mix(MIX), seed=seed)
-        setting = Setting(load_model(MODEL), load_system(SYSTEM), "bfloat16", "bfloat16")
+        setting = Setting(load_model(MODEL), load_system(SYSTEM), Dtypes("bfloat16", "bfloat16"))
         config = SchedulerConfig(
             kvp=LAYOUT.kvp,
             num_blocks=1,

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import msgspec
 
 from longhelix.measure.bench.environment import environment
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.chunk_rule import AdaptiveChunks
 from longhelix.scheduler.config import CacheConfig, PlacementConfig, SchedulerConfig, ServiceConfig, StepConfig
@@ -45,7 +45,7 @@ def planned(decodes: int) -> tuple[list[float], list[float], list[int]]:
 
 def busy(decodes: int, cached_tokens: int) -> tuple[list[float], list[float], list[int]]:
     """The same with lars, adaptive chunks of a long prompt beside, and a prefix cache that holds `cached_tokens`."""
-    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
     cost = StepCost(setting, Layout(kvp=4, tpa=2))
     blocks = cached_tokens // 16
     long_tokens = 4_000_000
@@ -214,7 +214,7 @@ def _run(scheduler: Scheduler, decodes: int, warm_up: int = WARM_UP) -> tuple[li
 
 def chunk_us(prompts: int) -> float:
     """Microseconds of the choice of chunks for so many prompts."""
-    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
     rule = AdaptiveChunks(StepCost(setting, Layout(kvp=4, tpa=2)), 2048)
     waiting = [
         SimpleNamespace(prompt_left=300 if index else 10**6, length=100_000, kv=EVEN, is_scored=False)
@@ -237,7 +237,7 @@ def _decoding(length: int) -> Load:
 
 def price_us(model: str) -> float:
     """Microseconds of one price of a mixed step."""
-    setting = Setting(load_model(model), load_system("h100"), "bfloat16", "bfloat16")
+    setting = Setting(load_model(model), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
     cost = StepCost(setting, Layout(kvp=4, tpa=2))
     # None is asked for twice, which would take less.
     works = [Work.decode(64, 100_000) + Work.chunk(512, prefix) for prefix in range(PRICES)]

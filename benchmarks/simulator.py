@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import psutil
 
 from longhelix.measure.bench.environment import environment
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.scheduler.config import CacheConfig, SchedulerConfig, ServiceConfig, StepConfig
 from longhelix.scheduler.request import MOST_TOKENS, ServiceLevel
 from longhelix.simulate.arrival import Arrival
@@ -40,7 +40,7 @@ def simulation(
         service=ServiceConfig("lars" if adaptive else "fcfs"),
         cache=CacheConfig(prefix_cache),
     )
-    setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4", "fp4")
+    setting = Setting(load_model("llama-3.1-405b"), load_system("gb200"), Dtypes("fp4", "fp4", "fp4"))
     server = Server(setting, LAYOUT, config)
     return Simulation(server.make_scheduler(), server.make_runner(), arrivals)
 

@@ -32,7 +32,7 @@ from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.scheduler.kv.blocks import Block
 from longhelix.scheduler.request import SamplingParams
 from longhelix.scheduler.step import Chunk, InitialKV, NewSequence, SequenceChanges, Step
@@ -152,7 +152,7 @@ def test_the_engine_runs_it_and_everyone_counts_its_bytes(shifted, dtype, bytes_
     _, expected_H = run(plain)
     assert 0 < (hidden_H - expected_H).norm() < error * expected_H.norm()
     system = config.machines.system.replaced({f"flops_per_s.{dtype}": 1e12}, "assumed")
-    setting = Setting(TINY, system, config.formats.weight_dtype, dtype)
+    setting = Setting(TINY, system, Dtypes(config.formats.weight_dtype, dtype))
     assert runner.pool.num_bytes == 64 * config.kv_bytes_per_token(0) == 64 * 2 * 2 * bytes_per_vector
     assert memory(setting, Layouts.of([Layout()]), 1.0, 64.0).kv_bytes[0] == runner.pool.num_bytes
 

@@ -19,7 +19,7 @@ from longhelix.compute.models.parameters import check, declare
 from longhelix.spec import FAMILIES, HeadNorms, Projections, Visibility, read_hf_config
 from longhelix.spec.config import count
 from longhelix.spec.config_parts import alike, all_but_each, dense, grouped_query, limited, num_layers, stack
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layout import Layout
 from longhelix.spec.missing_parts import missing_parts
 from longhelix.spec.weights import num_parameters
@@ -46,7 +46,7 @@ def madeup_layers(config, rope):
 def madeup_family():
     return Family(
         madeup_layers,
-        defaults={**DECODER, "head_dim": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+        ConfigFields(defaults={**DECODER, "head_dim": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}),
         tensors={"input_layernorm.weight": "ln_1.weight", "mlp.up_proj.weight": "mlp.w_in.weight"},
     )
 
@@ -60,7 +60,8 @@ def windowed_layers(config, rope):
 
 def windowed_family():
     family = madeup_family()
-    return replace(family, layers=windowed_layers, defaults={**family.defaults, "sliding_window": 40})
+    fields = replace(family.fields, defaults={**family.fields.defaults, "sliding_window": 40})
+    return replace(family, layers=windowed_layers, fields=fields)
 
 
 def with_own_names(tensors, layers):

@@ -12,7 +12,7 @@ from longhelix.cli.values import Flag
 from longhelix.errors import UserError
 from longhelix.figures import drawings, report
 from longhelix.figures.claims import Reproduction
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.spec import HardwareSpec
 from longhelix.spec.presets import load_model, load_system
 
@@ -61,10 +61,10 @@ def _helix() -> Reproduction:
 
     system = _system("gb200")
     r1, dense = (
-        Setting(model=load_model(name), system=system, weight_dtype="fp4", kv_dtype="fp4", attention_dtype="fp4")
+        Setting(model=load_model(name), system=system, dtypes=Dtypes(weights="fp4", kv="fp4", attention="fp4"))
         for name in ("deepseek-r1", "llama-3.1-405b")
     )
-    preset = Setting(r1.model, load_system("gb300"), "nvfp4", "nvfp4")
+    preset = Setting(r1.model, load_system("gb300"), Dtypes("nvfp4", "nvfp4"))
     return helix(r1, dense, load_model("helix-figure-1"), preset)
 
 
@@ -72,7 +72,8 @@ def _medha() -> Reproduction:
     from longhelix.figures.medha import medha
 
     system = _system("h100")
-    small, large = (Setting(load_model(name), system, "bfloat16", "bfloat16") for name in ("llama-3-8b", "llama-3-70b"))
+    bfloat16 = Dtypes("bfloat16", "bfloat16")
+    small, large = (Setting(load_model(name), system, bfloat16) for name in ("llama-3-8b", "llama-3-70b"))
     return medha(small, large)
 
 

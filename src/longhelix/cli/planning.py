@@ -12,7 +12,7 @@ from rich.console import Console
 from longhelix.cli.values import tied_layout
 from longhelix.engine import hub
 from longhelix.errors import UserError
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.plan.question import MOST_GPUS
 from longhelix.spec import number_format
 from longhelix.spec.layout import Layout
@@ -53,11 +53,13 @@ class PlannedModel:
         return Setting(
             model=model,
             system=system,
-            weight_dtype=_known("weight-dtype", weights),
-            kv_dtype=_known("kv-dtype", self.kv_dtype or model.checkpoint.dtype),
-            attention_dtype=None if self.attention_dtype is None else _known("attention-dtype", self.attention_dtype),
-            expert_dtype=None if experts is None else _known("expert-dtype", experts),
-            packed=self.weight_dtype is None,
+            dtypes=Dtypes(
+                weights=_known("weight-dtype", weights),
+                kv=_known("kv-dtype", self.kv_dtype or model.checkpoint.dtype),
+                attention=None if self.attention_dtype is None else _known("attention-dtype", self.attention_dtype),
+                experts=None if experts is None else _known("expert-dtype", experts),
+                packed=self.weight_dtype is None,
+            ),
         )
 
 
@@ -80,7 +82,7 @@ class DraftOptions:
                 f"you measured for your model and text, from 1 to {1 + self.draft_tokens}"
             )
         accepted = 1.0 if self.accepted_tokens is None else self.accepted_tokens
-        return replace(setting, draft_tokens=self.draft_tokens, accepted_tokens=accepted)
+        return replace(setting, drafts=Drafts(self.draft_tokens, accepted))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from longhelix.engine.options import MOST_CHUNK_TOKENS, EngineOptions
 from longhelix.engine.places import Places
 from longhelix.engine.sequence_parallelism import token_ranges
 from longhelix.errors import UserError
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.threshold import local_threshold_tokens
 from longhelix.scheduler.config import CacheConfig, PlacementConfig, SchedulerConfig, ServiceConfig, StepConfig
@@ -86,7 +86,7 @@ def resolve(
     if device == "cpu":
         _check_cores(places)
     system = machine(device)
-    setting = Setting(spec, system, stored_dtype, kv_dtype, packed=True)
+    setting = Setting(spec, system, Dtypes(stored_dtype, kv_dtype, packed=True))
     layout = balanced(setting, layout)
     _warn_of_weights(spec, layout, device, stored_dtype)
     scheduler = scheduler_config(options, layout, max_model_len, setting)

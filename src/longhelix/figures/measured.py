@@ -93,7 +93,7 @@ def _cases(preset: Setting, fitted: HardwareSpec) -> Iterator[_Case]:
         ("attention in bfloat16", "nvfp4", "bfloat16"),
         ("KV in FP8", "fp8", None),
     ):
-        changed = replace(preset, kv_dtype=kv_dtype, attention_dtype=attention_dtype)
+        changed = replace(preset, dtypes=replace(preset.dtypes, kv=kv_dtype, attention=attention_dtype))
         yield replace(plain, assumption=words, setting=changed)
     systems = {
         "no memory reserved": {"reserve_bytes": 0.0},

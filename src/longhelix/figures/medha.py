@@ -29,7 +29,7 @@ def medha(small: Setting, large: Setting) -> Reproduction:
         system=small.system,
         conditions=_CONDITIONS,
         claims=tuple(claims),
-        constants=constants(small.system, small.weight_dtype),
+        constants=constants(small.system, small.dtypes.weights),
         tables=(strategies(small), _scaling(small, large), _batching(small), _sensitivity(small, large)),
         drawings=charts(small, large),
         left_out=_LEFT_OUT,

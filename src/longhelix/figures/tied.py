@@ -93,7 +93,7 @@ class TiedDeployment:
 
     def mfu(self, tokens: float, chunk: float, *, causal: bool = False) -> float:
         """Return the model FLOPs utilisation of a prefill. If `causal` is False, it ignores the causal mask."""
-        peak = self.setting.system.rate(self.setting.weight_dtype) * self.gpus
+        peak = self.setting.system.rate(self.setting.dtypes.weights) * self.gpus
         return model_flops(self.setting.model, tokens, tokens, causal=causal) / self.prefill_s(tokens, chunk) / peak
 
     def mbu(self, context: float) -> float:
@@ -140,13 +140,13 @@ def tokens_for(setting: Setting, seconds: float, gpus: int) -> float:
     """Return the longest prompt, in tokens, that GPUs prefill in `seconds` at peak FLOP/s without the causal mask."""
     fixed = model_flops(setting.model, 1.0, 0.0)
     square = model_flops(setting.model, 1.0, 1.0) - fixed
-    work = seconds * gpus * setting.system.rate(setting.weight_dtype)
+    work = seconds * gpus * setting.system.rate(setting.dtypes.weights)
     return float((np.sqrt(fixed**2 + 4 * square * work) - fixed) / (2 * square))
 
 
 def gpus_for(setting: Setting, tokens: float, seconds: float) -> float:
     """Return the number of GPUs that prefill a prompt in `seconds` at peak FLOP/s, without the causal mask."""
-    return model_flops(setting.model, tokens, tokens) / seconds / setting.system.rate(setting.weight_dtype)
+    return model_flops(setting.model, tokens, tokens) / seconds / setting.system.rate(setting.dtypes.weights)
 
 
 def _number(values: Array) -> float:

@@ -1,8 +1,9 @@
 """Layouts as arrays with one entry per layout, and the shares of the fullest rank of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,25 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
 
+class Stages(NamedTuple):
+    """Pipeline stages of n layouts, and how many layers they have.
+
+    Attributes:
+        pp: Stages of each layout.
+        most_layers: Layers of the largest stage. 0: stages are even.
+        last_layers: Layers of the last stage. 0: stages are even.
+    """
+
+    pp: Array
+    most_layers: Array
+    last_layers: Array
+
+    @classmethod
+    def even(cls, pp: Array) -> "Stages":
+        """Return stages with equal numbers of layers. The first stages have one more if layers do not divide evenly."""
+        return cls(pp, np.zeros_like(pp), np.zeros_like(pp))
+
+
 @dataclass(frozen=True)
 class Layouts:
     """Degrees of parallelism of n layouts.
@@ -25,10 +45,12 @@ class Layouts:
         dp: Groups of KVP x TPA ranks with their own requests, which share the FFN. If kvp is 1, this is data-parallel
             attention.
         kvp: Ranks that share a request's KV.
-        tpa: See `Layout`, as for `tpf`, `ep`, `pp` and `ffn_replicas`.
-        most_layers: Layers of the largest stage. 0: stages are even.
-        last_layers: Layers of the last stage. 0: stages are even.
-        hop_b: The exchange overlaps attention.
+        tpa: Ranks that share attention's heads.
+        tpf: Ranks that share the columns of each FFN or expert.
+        ep: Groups of ranks that share the experts.
+        ffn_replicas: Copies of the FFN and of the vocabulary.
+        stages: Pipeline stages, and how many layers they have.
+        hop_b: Whether the exchange overlaps attention.
     """
 
     dp: Array
@@ -36,10 +58,8 @@ class Layouts:
     tpa: Array
     tpf: Array
     ep: Array
-    pp: Array
     ffn_replicas: Array
-    most_layers: Array
-    last_layers: Array
+    stages: Stages
     hop_b: Mask
 
     @classmethod
@@ -54,8 +74,8 @@ class Layouts:
 
         kvp, tpa, tpf, ep, pp, ffn_replicas = map(degrees, ("kvp", "tpa", "tpf", "ep", "pp", "ffn_replicas"))
         groups = kvp if local else np.full(len(layouts), float(dp))
-        stages = [layout.stage_layers or (0,) for layout in layouts]
-        most, last = (np.array(list(map(chosen, stages)), dtype=np.float64) for chosen in (max, itemgetter(-1)))
+        layers = [layout.stage_layers or (0,) for layout in layouts]
+        most, last = (np.array(list(map(chosen, layers)), dtype=np.float64) for chosen in (max, itemgetter(-1)))
         overlapping = np.full(len(layouts), hop_b)
         return cls(
             dp=groups,
@@ -63,10 +83,8 @@ class Layouts:
             tpa=tpa,
             tpf=tpf,
             ep=ep,
-            pp=pp,
             ffn_replicas=ffn_replicas,
-            most_layers=most,
-            last_layers=last,
+            stages=Stages(pp, most, last),
             hop_b=overlapping,
         )
 
@@ -75,11 +93,22 @@ class Layouts:
 
     def take(self, index: NDArray[np.intp] | Mask | slice) -> "Layouts":
         """Return the entries that `index` selects."""
-        return Layouts(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+        return self._with_each(lambda array: array[index])
 
     def as_column(self) -> "Layouts":
         """Return the layouts with the shape (n, 1) instead of (n,)."""
-        return Layouts(**{field.name: getattr(self, field.name)[:, None] for field in fields(self)})
+        return self._with_each(lambda array: array[:, None])
+
+    def _with_each(self, change: Callable[[Array], Array]) -> "Layouts":
+        """Return the layouts with each of their arrays changed."""
+        own = (field.name for field in fields(self) if field.name != "stages")
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in own}
+        return Layouts(stages=Stages(*map(change, self.stages)), **changed)
+
+    @property
+    def pp(self) -> Array:
+        """Pipeline stages."""
+        return self.stages.pp
 
     @property
     def zeros(self) -> Array:
@@ -140,11 +169,11 @@ class Layouts:
 
     def stage_layers(self, num_layers: int) -> Array:
         """Layers of the fullest stage (`Layout.layers`)."""
-        return np.maximum(self.most_layers, np.ceil(num_layers / self.pp))
+        return np.maximum(self.stages.most_layers, np.ceil(num_layers / self.pp))
 
     def last_stage_layers(self, num_layers: int) -> Array:
         """Layers of the last stage; even shares put the larger ones first (`Layout.layers`)."""
-        return np.where(self.last_layers > 0, self.last_layers, np.floor(num_layers / self.pp))
+        return np.where(self.stages.last_layers > 0, self.stages.last_layers, np.floor(num_layers / self.pp))
 
     def kv_heads(self, heads: HeadShape) -> Array:
         """KV heads of the fullest rank (`Layout.kv_heads`)."""

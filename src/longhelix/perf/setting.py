@@ -1,7 +1,7 @@
 """The setting of a cost estimate: a model in some dtypes on a system."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -36,53 +36,82 @@ CANDIDATES_SUM_BYTES = 8.0  # the sum of the weights of all tokens of a row
 
 
 @dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of weights and KV, and of attention's arithmetic. Activations are bfloat16.
+
+    Attributes:
+        weights: Dtype of the weights. If `packed`, of those that the checkpoint does not pack.
+        kv: Dtype of keys and values.
+        attention: Dtype of attention's arithmetic. None: `kv`, but fp8 or bfloat16 for four-bit KV, because no kernel
+            is known that attends in four bits.
+        experts: Dtype of experts' weights. None: as other weights, or if `packed`, as the checkpoint has them.
+        packed: Weights that a quantised checkpoint packs stay in its formats, and are counted as the engine keeps them.
+            Otherwise, all are in `weights` and `experts`, whatever the checkpoint has.
+    """
+
+    weights: str
+    kv: str
+    attention: str | None = None
+    experts: str | None = None
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Speculative decoding: a step verifies draft tokens of each decoding request, each in its own row.
+
+    Attributes:
+        tokens: Draft tokens of a request in a step.
+        accepted: Average number of tokens that such a step gives a request, including its own one.
+
+    Raises:
+        UserError: A number is out of range.
+    """
+
+    tokens: int = 0
+    accepted: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tokens <= MOST_DRAFTS:
+            raise UserError(f"draft-tokens is {self.tokens}: set it to a number from 0 to {MOST_DRAFTS}")
+        most = 1 + self.tokens
+        if not 1 <= self.accepted <= most:
+            raise UserError(
+                f"accepted-tokens is {self.accepted:g}, and a step with {self.tokens} draft tokens gives 1 to {most}: "
+                "set accepted-tokens to one of these, or draft-tokens to more"
+            )
+
+
+@dataclass(frozen=True)
 class Setting:
-    """A model, the dtypes of its weights and KV, and the system that runs it. Activations are bfloat16.
+    """A model, its dtypes, and the system that runs it.
 
     Attributes:
         model: The model.
         system: The system.
-        weight_dtype: Dtype of the weights. If `packed`, of those that the checkpoint does not pack.
-        kv_dtype: Dtype of keys and values.
-        attention_dtype: Dtype of attention's arithmetic. None: `kv_dtype`, but fp8 or bfloat16 for four-bit KV, because
-            no kernel is known that attends in four bits.
-        expert_dtype: Dtype of experts' weights. None: as other weights, or if `packed`, as the checkpoint has them.
-        draft_tokens: Draft tokens of a decoding request that a step verifies, each in its own row (speculative
-            decoding).
-        accepted_tokens: Average number of tokens that such a step gives a request, including its own one.
-        packed: Weights that a quantised checkpoint packs stay in its formats, and are counted as the engine keeps them.
-            Otherwise, all are in `weight_dtype` and `expert_dtype`, whatever the checkpoint has.
+        dtypes: Dtypes of the weights, the KV and attention's arithmetic.
+        drafts: The draft tokens of a step, and how many of them are accepted.
         evenly_chosen: The tokens that an indexer chooses are spread evenly over KVP ranks. Otherwise, one rank may have
             all of them.
 
     Raises:
-        UserError: The system has no arithmetic in one of the dtypes, or a number is out of range.
+        UserError: The system has no arithmetic in one of the dtypes.
     """
 
     model: ModelSpec
     system: HardwareSpec
-    weight_dtype: str
-    kv_dtype: str
-    attention_dtype: str | None = None
-    expert_dtype: str | None = None
-    draft_tokens: int = 0
-    accepted_tokens: float = 1.0
+    dtypes: Dtypes
+    _: KW_ONLY
+    drafts: Drafts = Drafts()
     evenly_chosen: bool = True
-    packed: bool = False
 
     def __post_init__(self) -> None:
-        self._check(self.weight_dtype, "weights are", "--weight-dtype")
-        if self.expert_dtype is not None:
-            self._check(self.expert_dtype, "experts are", "--expert-dtype")
-        attends = "--kv-dtype" if self.attention_dtype is None else "--attention-dtype"
+        dtypes = self.dtypes
+        self._check(dtypes.weights, "weights are", "--weight-dtype")
+        if dtypes.experts is not None:
+            self._check(dtypes.experts, "experts are", "--expert-dtype")
+        attends = "--kv-dtype" if dtypes.attention is None else "--attention-dtype"
         self._check(self.attends_in, "attention computes", attends)
-        if not 0 <= self.draft_tokens <= MOST_DRAFTS:
-            raise UserError(f"draft-tokens is {self.draft_tokens}: set it to a number from 0 to {MOST_DRAFTS}")
-        if not 1 <= self.accepted_tokens <= self.request_rows:
-            raise UserError(
-                f"accepted-tokens is {self.accepted_tokens:g}, and a step with {self.draft_tokens} draft tokens gives "
-                f"1 to {self.request_rows}: set accepted-tokens to one of these, or draft-tokens to more"
-            )
 
     def _check(self, dtype: str, used: str, option: str) -> None:
         if not self.system.computes_in(dtype):
@@ -107,16 +136,17 @@ class Setting:
     @property
     def request_rows(self) -> int:
         """Rows of a decoding request in a step: one for its last token, and one for each draft token."""
-        return 1 + self.draft_tokens
+        return 1 + self.drafts.tokens
 
     @cached_property
     def attends_in(self) -> str:
         """The dtype of attention's arithmetic."""
-        if self.attention_dtype is not None:
-            return self.attention_dtype
-        if number_format(self.kv_dtype).arithmetic or self.kv_dtype == "fp4":
+        dtypes = self.dtypes
+        if dtypes.attention is not None:
+            return dtypes.attention
+        if number_format(dtypes.kv).arithmetic.format or dtypes.kv == "fp4":
             return "fp8" if "fp8" in self.system.arithmetic.flops_per_s else "bfloat16"
-        return self.kv_dtype
+        return dtypes.kv
 
     @property
     def indexes_in(self) -> str:
@@ -132,20 +162,20 @@ class Setting:
     @property
     def keeps_packed(self) -> bool:
         """Whether weights stay in the formats in which a quantised checkpoint packs them."""
-        return self.packed and self.model.checkpoint.quantisation is not None
+        return self.dtypes.packed and self.model.checkpoint.quantisation is not None
 
     @cached_property
     def stored(self) -> StoredModel:
         """The weights of the model in their formats."""
-        quantisation = self.model.checkpoint.quantisation
+        quantisation, weights, experts = self.model.checkpoint.quantisation, self.dtypes.weights, self.dtypes.experts
         if not self.keeps_packed or quantisation is None:
-            return stored_model(self.model, in_dtypes(self.weight_dtype, self.expert_dtype or self.weight_dtype))
-        dtypes = {
+            return stored_model(self.model, in_dtypes(weights, experts or weights))
+        unpacked = {
             WeightDtype.ACTIVATION: ACTIVATION_DTYPE,
-            WeightDtype.PRODUCT: self.weight_dtype,
+            WeightDtype.PRODUCT: weights,
             WeightDtype.FLOAT32: "float32",
         }
-        return stored_model(self.model, as_packed(quantisation, dtypes, self.expert_dtype))
+        return stored_model(self.model, as_packed(quantisation, unpacked, experts))
 
     @cached_property
     def norms_per_layer(self) -> float:
@@ -204,11 +234,11 @@ class Setting:
     @property
     def weight_bytes(self) -> float:
         """Bytes of one number of a weight."""
-        return number_format(self.weight_dtype).weight_bytes
+        return number_format(self.dtypes.weights).weight_bytes
 
     def kv_head_bytes(self, attention: Attention) -> float:
         """Return bytes that one layer keeps for one token and KV head, for attention."""
-        number, device = number_format(self.kv_dtype), "cpu" if self.system.shared else "cuda"
+        number, device = number_format(self.dtypes.kv), "cpu" if self.system.shared else "cuda"
         return attention.cache_entry.head_bytes(number, device)
 
     @property

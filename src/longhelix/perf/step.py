@@ -32,8 +32,8 @@ def step_items(setting: Setting, layouts: Layouts, work: Work) -> list[CostItem]
     neither requests nor the FFN, each group steps alone, with its share of the requests.
     """
     layouts, work = _alone(layouts, work)
-    if setting.draft_tokens:
-        drafts = work.decode_rows * setting.draft_tokens
+    if setting.drafts.tokens:
+        drafts = work.decode_rows * setting.drafts.tokens
         work = work._replace(decode_rows=work.decode_rows + drafts, sampled_rows=work.sampled_rows + drafts)
     num_layers = layouts.stage_layers(setting.model.num_layers) * layouts.pp
     layers = [_norms(setting, layouts, work).times(num_layers)]
@@ -131,7 +131,7 @@ def decode_seconds(setting: Setting, layouts: Layouts, batch: float | Array, con
 
 def token_seconds(setting: Setting, layouts: Layouts, batch: float | Array, context: float | Array) -> Array:
     """Return the average time per token of a request. A step gives `accepted_tokens` tokens."""
-    return decode_seconds(setting, layouts, batch, context) / setting.accepted_tokens
+    return decode_seconds(setting, layouts, batch, context) / setting.drafts.accepted
 
 
 def _mixer_items(setting: Setting, layouts: Layouts, mixer: LayerPart[Mixer], work: Work) -> list[CostItem]:

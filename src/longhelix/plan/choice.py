@@ -335,8 +335,8 @@ class Chooser:
                 if gpu_hour is not None and tokens_per_s_per_gpu
                 else None
             ),
-            draft_tokens=self._use.setting.draft_tokens,
-            accepted_tokens=self._use.setting.accepted_tokens,
+            draft_tokens=self._use.setting.drafts.tokens,
+            accepted_tokens=self._use.setting.drafts.accepted,
             violates=tuple(
                 f"{name} {digits(has[0])}{unit} instead of {digits(most)}{unit}"
                 for name, unit, has, most in self._limits(found)

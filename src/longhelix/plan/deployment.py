@@ -275,7 +275,7 @@ def _weight_settings(deployment: Deployment, weights: NumberFormat) -> dict[str,
     if weights.rounds_inputs:
         return {"weight_dtype": "int8", "activation_dtype": "int8"}
     # If activations can have this format, they use it too. Otherwise they keep the checkpoint's dtype.
-    own: dict[str, int | str | bool] = {"dtype": weights.name} if weights.activation else {}
+    own: dict[str, int | str | bool] = {"dtype": weights.name} if weights.arithmetic.activation else {}
     return own | {"weight_dtype": weights.name}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import WAIT, decode_items
 from longhelix.plan.answer import Plan
 from longhelix.plan.candidate import degrees, in_words
@@ -110,7 +110,7 @@ def page_data(plan: Plan, model_name: str, answer: dict[str, Any]) -> PageData:
         "asked": _initial(question, questions),
         "answer": answer,
         "looked_at": sum(table.selection.configurations for table in tables),
-        "accepted_tokens": question.setting.accepted_tokens,
+        "accepted_tokens": question.setting.drafts.accepted,
         "output_tokens": None if question.demand is None else question.demand.output_tokens,
         "strategies": [vars(strategy) for strategy in STRATEGIES],
         "layouts": [_layout(searched, int(index)) for index in used],
@@ -153,7 +153,7 @@ def _choices(settings: list[Setting], questions: list[Question]) -> dict[str, An
     """Return the lengths, dtypes and numbers of GPUs that the page offers."""
     return {
         "lengths": [each.context for each in questions],
-        "dtypes": [[setting.weights_in, setting.kv_dtype] for setting in settings],
+        "dtypes": [[setting.weights_in, setting.dtypes.kv] for setting in settings],
         "expert_dtypes": [setting.experts_in for setting in settings],
         "gpu_caps": gpu_caps(questions[0].max_gpus),
         "least_chunk": LEAST_CHUNK,
@@ -203,7 +203,7 @@ def _tables(plan: Plan, settings: list[Setting], questions: list[Question]) -> l
 
 def _settings(setting: Setting) -> list[Setting]:
     """Return the plan's setting, and the same setting with other dtypes that the system can compute in."""
-    pairs = [pair for pair in DTYPES if pair != (setting.weights_in, setting.kv_dtype)]
+    pairs = [pair for pair in DTYPES if pair != (setting.weights_in, setting.dtypes.kv)]
     known = [pair for pair in pairs if all(dtype in setting.system.arithmetic.flops_per_s for dtype in pair)]
     return [setting, *(_in_dtypes(setting, weights, kv) for weights, kv in known[:_MORE_DTYPES])]
 
@@ -211,8 +211,8 @@ def _settings(setting: Setting) -> list[Setting]:
 def _in_dtypes(setting: Setting, weights: str, kv: str) -> Setting:
     """Return the setting with other dtypes. A separate expert dtype is kept only if the weight dtype stays the same."""
     if weights == setting.weights_in:
-        return replace(setting, kv_dtype=kv)
-    return replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=None, packed=False)
+        return replace(setting, dtypes=replace(setting.dtypes, kv=kv))
+    return replace(setting, dtypes=Dtypes(weights, kv, setting.dtypes.attention))
 
 
 def _questions(question: Question) -> list[Question]:
@@ -399,7 +399,7 @@ def _table(load: ServiceLoad, selection: _Selection, searched: Space, chunks: tu
     layouts = searched.layouts.take(points.layout)
     held = load.memory(layouts, points.batch, 0.0)
     # Costs are per token. A step produces several tokens if drafts are accepted.
-    share = 1 / load.setting.accepted_tokens
+    share = 1 / load.setting.drafts.accepted
     items = [item.times(share) for item in decode_items(load.setting, layouts, points.batch, load.kv_tokens)]
     exact = np.array([points.layout, points.batch, points.ttl_s], dtype=np.float32)
     measured = [getattr(held, name) for name in _MEMORY]
@@ -419,7 +419,7 @@ def _configurations(load: ServiceLoad, points: Points, searched: Space, chunks: 
     found = prompts(load, layouts, chunk, decodes)
     rows = [point, chunk, held.activations_bytes[fits], mixed_seconds(load, layouts, batch, chunk), found.longest_s]
     if load.demand is not None:
-        step_s = layouts.pp * found.busy_s / found.chunks / load.setting.accepted_tokens
+        step_s = layouts.pp * found.busy_s / found.chunks / load.setting.drafts.accepted
         rows += [found.busy_s, found.wait_s, step_s]
     return np.array(rows, dtype=np.float32).reshape(len(rows), -1)
 

@@ -16,12 +16,12 @@ def activation_dtype(deployment: Deployment) -> str | None:
     Returns None if activations can use neither format. The engine then uses the format of the checkpoint.
     """
     names = (deployment.weight_dtype, deployment.kv_dtype)
-    return next((name for name in names if FORMATS[name].activation), None)
+    return next((name for name in names if FORMATS[name].arithmetic.activation), None)
 
 
 def mixed_formats(deployment: Deployment) -> Iterator[str]:
     weights, kv = FORMATS[deployment.weight_dtype], FORMATS[deployment.kv_dtype]
-    if weights.activation and kv.activation and weights is not kv:
+    if weights.arithmetic.activation and kv.arithmetic.activation and weights is not kv:
         yield (
             f"a KV cache in {kv.name} with activations in {weights.name}: no document of the engine says that its "
             f"attention supports this combination"
@@ -83,7 +83,7 @@ def weight_notes(deployment: Deployment, makes: tuple[str, ...]) -> Iterator[str
         makes: formats to which the engine can convert wider weights at startup.
     """
     weights = FORMATS[deployment.weight_dtype]
-    if not weights.activation and weights.name not in makes:
+    if not weights.arithmetic.activation and weights.name not in makes:
         yield f"the checkpoint must already store its weights in {weights.name}: no option of the command converts them"
     if deployment.expert_dtype is not None:
         yield f"the checkpoint must already store only its experts in {deployment.expert_dtype}, not its other weights"

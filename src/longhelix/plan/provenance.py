@@ -34,7 +34,7 @@ def source(system: HardwareSpec, item: CostItem, position: int, dtype: str) -> s
     if sends:
         return f"roofline: scale_up.bytes_per_s ({kind(system, 'scale_up.bytes_per_s')})"
     if item.compute_bound[position]:
-        rate = f"flops_per_s.{FORMATS[dtype].arithmetic or dtype}"
+        rate = f"flops_per_s.{FORMATS[dtype].arithmetic.format or dtype}"
         rate = rate if rate in system.sources else "flops_per_s.bfloat16"
         return f"roofline: {rate} ({kind(system, rate)})"
     return f"roofline: memory_bytes_per_s ({kind(system, 'memory_bytes_per_s')})"

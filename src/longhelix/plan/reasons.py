@@ -76,7 +76,7 @@ def rejections(question: Question, searched: Sweep) -> list[Rejection]:
 def _decode_items(use: ServiceLoad, layouts: Layouts, best: Choice) -> list[CostItem]:
     """Return the cost items of one decoded token: the items of a step divided by the accepted tokens per step."""
     items = decode_items(use.setting, layouts, float(best.batch), use.kv_tokens)
-    return [item.times(1 / use.setting.accepted_tokens) for item in items]
+    return [item.times(1 / use.setting.drafts.accepted) for item in items]
 
 
 def _changes(setting: Setting, best: Choice) -> Iterator[tuple[str, dict[str, int | str], bool]]:

@@ -86,10 +86,10 @@ def setting_as_json(setting: Setting) -> dict[str, object]:
         "system": setting.system.name,
         "weight_dtype": setting.weights_in,
         "expert_dtype": setting.experts_in,
-        "kv_dtype": setting.kv_dtype,
+        "kv_dtype": setting.dtypes.kv,
         "attention_dtype": setting.attends_in,
-        "draft_tokens": setting.draft_tokens,
-        "accepted_tokens": setting.accepted_tokens,
+        "draft_tokens": setting.drafts.tokens,
+        "accepted_tokens": setting.drafts.accepted,
     }
 
 
@@ -146,16 +146,16 @@ def deployed(plan: Plan) -> Deployment | None:
         model=setting.model,
         layout=best.layout,
         weight_dtype=setting.weights_in,
-        kv_dtype=setting.kv_dtype,
+        kv_dtype=setting.dtypes.kv,
         device="cpu" if setting.system.shared else "cuda",
         context=question.context,
         users=best.batch,
         chunk_tokens=best.chunk_tokens,
         hop_b=best.strategy != "helix_exposed",
         other_tokens=None if question.demand is None else math.ceil(question.demand.held_tokens),
-        accepted_tokens=setting.accepted_tokens,
+        accepted_tokens=setting.drafts.accepted,
         expert_dtype=None if setting.experts_in == setting.weights_in else setting.experts_in,
-        packed=setting.keeps_packed and setting.expert_dtype is None,
+        packed=setting.keeps_packed and setting.dtypes.experts is None,
         host_ranks=None if setting.system.shared else setting.system.network.node_ranks,
     )
 

@@ -95,7 +95,7 @@ def mixed_seconds(use: ServiceLoad, layouts: Layouts, batch: float | Array, chun
     """Return the seconds between tokens of `batch` requests in a step that has the longest prompt's last chunk."""
     rows = np.minimum(chunk, use.longest_prompt * (1 - use.prefix_hit))
     last = layouts.chunk(rows, use.longest_prompt - rows)
-    return cycle_seconds(use.setting, layouts, last + use.decodes(layouts, batch)) / use.setting.accepted_tokens
+    return cycle_seconds(use.setting, layouts, last + use.decodes(layouts, batch)) / use.setting.drafts.accepted
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def service(use: ServiceLoad, layouts: Layouts, batch: Array, chunk: Array) -> S
             rate_per_s=unknown,
             replicas=layouts.ones,
         )
-    beside_s = layouts.pp * found.busy_s / found.chunks / use.setting.accepted_tokens
+    beside_s = layouts.pp * found.busy_s / found.chunks / use.setting.drafts.accepted
     output_tokens = use.demand.output_tokens
     # At full load, each user decodes `output_tokens` tokens. Some of these are in slower steps that contain a chunk.
     needed = batch * found.busy_s / output_tokens

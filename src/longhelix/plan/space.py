@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longhelix.perf.layouts import Layouts
+from longhelix.perf.layouts import Layouts, Stages
 from longhelix.spec import ModelSpec
 from longhelix.spec.ffn import MLP
 
@@ -62,17 +62,14 @@ def space(model: ModelSpec, max_gpus: int, node_gpus: int | None = None) -> Spac
     ]
     columns = np.array(rows, dtype=np.float64).reshape(-1, 9).T
     dp, kvp, tpa, tpf, ep, ffn_replicas, pp, hop_b, strategy = columns
-    even = np.zeros_like(pp)
     layouts = Layouts(
         dp=dp,
         kvp=kvp,
         tpa=tpa,
         tpf=tpf,
         ep=ep,
-        pp=pp,
         ffn_replicas=ffn_replicas,
-        most_layers=even,
-        last_layers=even,
+        stages=Stages.even(pp),
         hop_b=hop_b.astype(np.bool_),
     )
     return Space(layouts, strategy.astype(np.intp))

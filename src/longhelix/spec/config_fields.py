@@ -9,7 +9,7 @@ from typing import Any
 from longhelix.errors import UserError
 from longhelix.spec.config import rope_mapping
 from longhelix.spec.families import FAMILIES
-from longhelix.spec.family import Family, Neutral
+from longhelix.spec.family import ConfigFields, Neutral
 from longhelix.spec.rope import UNREAD_ROPE_KEYS
 from longhelix.values import refused, shown
 
@@ -103,34 +103,34 @@ _NULLABLE = frozenset({"eos_token_id", "partial_rotary_factor", "rope_theta"})
 WINDOW = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
 
 
-def completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def completed(config: Mapping[str, Any], fields: ConfigFields) -> dict[str, Any]:
     """The config with the family's names and defaults; raises UserError for a value that longhelix does not run."""
     given = dict(config)
-    for alias, name in family.aliases.items():
+    for alias, name in fields.aliases.items():
         if alias in given:
             given[name] = given.pop(alias)
-    read = family.defaults.keys() | family.ignored
+    read = fields.defaults.keys() | fields.ignored
     unread = {name: neutral for name, neutral in NEUTRAL.items() if name not in read}
-    for name, neutral in {**unread, **family.neutral}.items():
+    for name, neutral in {**unread, **fields.neutral}.items():
         if name in given:
             _check_neutral(name, given[name], neutral)
-    _check_window(given, family)
+    _check_window(given, fields)
     if given.get("rope_parameters") is None:
         given.pop("rope_parameters", None)
-    nullable = family.nullable | _NULLABLE
-    for name, default in family.defaults.items():
+    nullable = fields.nullable | _NULLABLE
+    for name, default in fields.defaults.items():
         if given.get(name, default) is None and default is not None and name not in nullable:
             allowed = f"a value, or leave it out to get {default}"
             raise refused(f"{name} in the model's settings", None, allowed, "invalid_model")
-    return {**family.defaults, **given}
+    return {**fields.defaults, **given}
 
 
 def unread_fields(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Names in the config of a model that runs which longhelix does not know, sorted."""
     family = FAMILIES[config["model_type"]]
-    config = family.decoder(config)
-    read = REQUIRED | OPTIONAL | _HARMLESS | WINDOW | NEUTRAL.keys() | family.defaults.keys()
-    known = read | family.aliases.keys() | family.neutral.keys() | family.ignored
+    config, fields = family.decoder(config), family.fields
+    read = REQUIRED | OPTIONAL | _HARMLESS | WINDOW | NEUTRAL.keys() | fields.defaults.keys()
+    known = read | fields.aliases.keys() | fields.neutral.keys() | fields.ignored
     return tuple(sorted({*config.keys() - known, *rope_mapping(config).keys() & UNREAD_ROPE_KEYS}))
 
 
@@ -143,10 +143,10 @@ def _check_neutral(name: str, value: Any, neutral: Neutral) -> None:
         )
 
 
-def _check_window(given: Mapping[str, Any], family: Family) -> None:
+def _check_window(given: Mapping[str, Any], fields: ConfigFields) -> None:
     """Refuse a window in the config of a family whose attention has none."""
     kinds, full = given.get("layer_types"), ("full_attention", "attention")
-    reads = "layer_types" in family.defaults or "layer_types" in family.ignored
+    reads = "layer_types" in fields.defaults or "layer_types" in fields.ignored
     if (
         not reads
         and kinds is not None
@@ -155,7 +155,7 @@ def _check_window(given: Mapping[str, Any], family: Family) -> None:
         allowed = "full_attention for every layer, or leave it out"
         raise refused("layer_types in the model's settings", kinds, allowed, "invalid_model")
     window = given.get("sliding_window")
-    if "sliding_window" not in family.defaults and window is not None and given.get("use_sliding_window") is not False:
+    if "sliding_window" not in fields.defaults and window is not None and given.get("use_sliding_window") is not False:
         raise UserError(
             f"config.json has sliding_window = {shown(window)}, but models of this family attend to all earlier "
             "tokens: set it to null if the model was not trained with a window",

@@ -31,17 +31,32 @@ class Neutral(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
-    """Models of one architecture, which is the `model_type` of config.json.
+class ConfigFields:
+    """How the fields of a family's config.json are read.
 
     Attributes:
-        layers: Returns the model's layers. Takes a config with all defaults, and its rope settings.
         defaults: The value that transformers gives each field that longhelix reads when config.json has no such key.
             Sizes that every published config states have no default (`config_fields.REQUIRED`).
         nullable: Fields that may be null although their default is another value.
         aliases: Second names of fields. Where a config has both, transformers takes this one.
         neutral: Fields that longhelix supports with one meaning only. It refuses other values.
         ignored: Fields that other families read and this one's models do not.
+    """
+
+    defaults: Mapping[str, Any]
+    nullable: frozenset[str] = frozenset()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    neutral: Mapping[str, Neutral] = field(default_factory=dict)
+    ignored: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models of one architecture, which is the `model_type` of config.json.
+
+    Attributes:
+        layers: Returns the model's layers. Takes a config with all defaults, and its rope settings.
+        fields: How the config's fields are read.
         tensors: Names of a layer's tensors in checkpoints where most families have other names (`spec.weights`).
         rope: Rope settings that count where the config has none of that name.
         decoder: Returns the part of the config that describes the decoder.
@@ -50,11 +65,7 @@ class Family:
     """
 
     layers: Callable[[Mapping[str, Any], RopeSettings], Iterable[LayerSpec]]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    nullable: frozenset[str] = frozenset()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    neutral: Mapping[str, Neutral] = field(default_factory=dict)
-    ignored: frozenset[str] = frozenset()
+    fields: ConfigFields
     tensors: Mapping[str, str] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=dict)
     decoder: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict

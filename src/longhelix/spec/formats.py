@@ -54,6 +54,21 @@ class Codes:
     zero_points: bool = False
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """The arithmetic that computes with numbers of a format.
+
+    Attributes:
+        activation: Whether the engine can compute in the format.
+        format: The format whose arithmetic products use. Empty: its own.
+        converted: Products convert it to bfloat16 as they read it, if the hardware has no arithmetic in it.
+    """
+
+    activation: bool = False
+    format: str = ""
+    converted: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class NumberFormat:
     """How a number is stored. A format without `weights` and `kv` is only for planning.
@@ -61,24 +76,20 @@ class NumberFormat:
     Attributes:
         name: Its name.
         bits: Bits of a number, without its share of a scale.
-        activation: Whether the engine can compute in it.
         weights: Arrangements in which the engine keeps weights.
         weight_scales: Scales of weights. For planning-only formats, also of keys and values.
         kv: Arrangements in which the engine keeps keys and values, with the scales of each.
-        arithmetic: The format whose arithmetic products use. Empty: its own.
-        converted: Products convert it to bfloat16 as they read it, if the hardware has no arithmetic in it.
+        arithmetic: The arithmetic that computes with it.
         rounds_inputs: Products round their inputs to bytes, with a scale for each 64 in a row, and multiply integers.
         codes: How checkpoints store weights of this format. None: as numbers without scales, or not at all.
     """
 
     name: str
     bits: int
-    activation: bool = False
     weights: tuple[str, ...] = ()
     weight_scales: Scales = UNSCALED
     kv: Mapping[str, Scales] = field(default_factory=dict)
-    arithmetic: str = ""
-    converted: bool = False
+    arithmetic: Arithmetic = Arithmetic()
     rounds_inputs: bool = False
     codes: Codes | None = None
 
@@ -114,6 +125,7 @@ class NumberFormat:
 
 _PLAIN_WEIGHTS, _PLAIN_KV = ("plain", "panels"), {"rows": UNSCALED, "tiles": UNSCALED}
 _WEIGHT_BLOCK = Scales(scale_bits=16, offset_bits=16, numbers=32)
+_ACTIVATION, _CONVERTED = Arithmetic(activation=True), Arithmetic(converted=True)
 _KV_ROW, _KV_TILE = Scales(scale_bits=32), Scales(scale_bits=16)
 
 
@@ -130,8 +142,7 @@ def _packed(
         bits,
         weights=("packed", "panels"),
         weight_scales=scales,
-        arithmetic=arithmetic,
-        converted=True,
+        arithmetic=Arithmetic(format=arithmetic, converted=True),
         codes=codes,
     )
 
@@ -152,9 +163,9 @@ _GROUPS = tuple(
 )
 
 _KNOWN = (
-    NumberFormat("float32", 32, activation=True, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV),
-    NumberFormat("bfloat16", 16, activation=True, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV),
-    NumberFormat("float16", 16, activation=True, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV),
+    NumberFormat("float32", 32, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV, arithmetic=_ACTIVATION),
+    NumberFormat("bfloat16", 16, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV, arithmetic=_ACTIVATION),
+    NumberFormat("float16", 16, weights=_PLAIN_WEIGHTS, kv=_PLAIN_KV, arithmetic=_ACTIVATION),
     NumberFormat("fp8", 8, kv={"rows": _KV_ROW, "tiles": _KV_TILE}),
     NumberFormat(
         "int8",
@@ -162,9 +173,11 @@ _KNOWN = (
         weights=("panels",),
         weight_scales=_WEIGHT_BLOCK,
         kv={"rows": _KV_ROW, "tiles": _KV_TILE},
-        converted=True,
+        arithmetic=_CONVERTED,
     ),
-    NumberFormat("int4", 4, weights=("panels",), weight_scales=_WEIGHT_BLOCK, kv={"tiles": _KV_TILE}, converted=True),
+    NumberFormat(
+        "int4", 4, weights=("panels",), weight_scales=_WEIGHT_BLOCK, kv={"tiles": _KV_TILE}, arithmetic=_CONVERTED
+    ),
     NumberFormat("w8a8", 8, weights=("panels",), weight_scales=Scales(scale_bits=32), rounds_inputs=True),
     # Without scales, as papers count it.
     NumberFormat("fp4", 4),
@@ -182,7 +195,7 @@ _KNOWN = (
 FORMATS: Mapping[str, NumberFormat] = {format.name: format for format in _KNOWN}
 
 # The engine's choices.
-DTYPES = tuple(format.name for format in _KNOWN if format.activation)
+DTYPES = tuple(format.name for format in _KNOWN if format.arithmetic.activation)
 _QUANTISED_TO = ("fp8-block", "int4-g128", "nvfp4")  # packed formats in which the engine can quantise while loading
 WEIGHT_DTYPES = (
     *(format.name for format in _KNOWN if format.weights and not format.rounds_inputs and format.codes is None),

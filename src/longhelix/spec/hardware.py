@@ -145,8 +145,8 @@ class HardwareSpec:
     def _rate(self, dtype: str) -> float | None:
         format = FORMATS.get(dtype)
         rates = self.arithmetic.flops_per_s
-        rate = rates.get(dtype if format is None else format.arithmetic or dtype)
-        if rate is None and format is not None and format.converted:
+        rate = rates.get(dtype if format is None else format.arithmetic.format or dtype)
+        if rate is None and format is not None and format.arithmetic.converted:
             rate = rates.get("bfloat16")
         return rate
 

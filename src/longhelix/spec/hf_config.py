@@ -38,7 +38,7 @@ def read_hf_config(
             "unknown_architecture",
         )
     vision = None if family.vision is None else family.vision(config)
-    config = completed(family.decoder(config), family)
+    config = completed(family.decoder(config), family.fields)
     max_positions = count(config, "max_position_embeddings")
     rope = {**family.rope, **rope_mapping(config)}
     if rope_scaling is not None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from longhelix.cli.main import main
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.plan.choice import Chooser
 from longhelix.plan.question import Question
 from longhelix.plan.space import OVERLAPPED, STRATEGIES, space
@@ -38,11 +38,11 @@ ANSWERS = {
     "latents without a target": ("--model deepseek-r1 --system gb300 --context 64k --kv-dtype fp8", "--max-gpus 8"),
     "an indexer": ("--model deepseek-v3.2 --system gb200 --context 1M", "--max-gpus 8 --ttl 50ms"),
 }
-# How many GPUs layouts have, and more of a setting.
+# How many GPUs layouts have, the dtype of experts, and drafts.
 SPACES = {
-    "llama-3-8b": (16, {}),
-    "qwen3-30b-a3b": (16, {"expert_dtype": "fp8"}),
-    "deepseek-r1": (16, {"draft_tokens": 1, "accepted_tokens": 1.85}),
+    "llama-3-8b": (16, None, Drafts()),
+    "qwen3-30b-a3b": (16, "fp8", Drafts()),
+    "deepseek-r1": (16, None, Drafts(1, 1.85)),
 }
 
 
@@ -87,13 +87,13 @@ def test_an_answer_is_estimated_as_it_was_planned(capfd, name):
 
 @pytest.mark.parametrize("name", SPACES)
 def test_layouts_of_every_strategy_are_estimated_as_they_were_planned(capfd, name):
-    gpus, more = SPACES[name]
-    setting = Setting(load_model(name), load_system("gb200"), "fp8", "fp8", **more)
+    gpus, experts, drafts = SPACES[name]
+    setting = Setting(load_model(name), load_system("gb200"), Dtypes("fp8", "fp8", experts=experts), drafts=drafts)
     searched = space(setting.model, gpus, 4)
     chooser, layouts = Chooser(Question(setting, 100_000, gpus), searched), searched.layouts
     options = ["--model", name, "--system", "gb200", "--context", "100k", "--weight-dtype", "fp8", "--kv-dtype", "fp8"]
-    for option, value in more.items():
-        options += [f"--{option.replace('_', '-')}", str(value)]
+    options += [] if experts is None else ["--expert-dtype", experts]
+    options += ["--draft-tokens", str(drafts.tokens), "--accepted-tokens", str(drafts.accepted)]
     seen = set()
     for index, strategy in enumerate(STRATEGIES):
         of_all = np.flatnonzero((searched.strategy == index) & (layouts.world_size == gpus))

@@ -16,7 +16,7 @@ from longhelix.figures.pipelines import one_by_one, overlapped, sequence_schedul
 from longhelix.figures.roofline import KVP_WIDTHS, WIDTHS, appendix_a
 from longhelix.figures.tied import TiedDeployment, growth
 from longhelix.perf.hop_b import pipelined_s
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.spec import FORMATS
 from longhelix.spec.layout import HeadShape, Layout
 from longhelix.spec.presets import load_model, load_system
@@ -43,7 +43,7 @@ def medha():
 
 @pytest.fixture(scope="module")
 def small(medha):
-    return Setting(load_model("llama-3-8b"), medha.system, "bfloat16", "bfloat16")
+    return Setting(load_model("llama-3-8b"), medha.system, Dtypes("bfloat16", "bfloat16"))
 
 
 def claim(found, figure: str, *words: str) -> Claim:
@@ -144,7 +144,7 @@ def test_hop_b_is_worth_what_the_paper_says_for_405b_and_the_report_says_why_not
 
 
 def test_powers_of_two_are_a_part_of_all(helix):
-    setting = Setting(load_model("llama-3.1-405b"), helix.system, "fp4", "fp4", "fp4")
+    setting = Setting(load_model("llama-3.1-405b"), helix.system, Dtypes("fp4", "fp4", "fp4"))
     coarse, fine = (frontiers(setting, powers_of_two=powers) for powers in (True, False))
     assert coarse.configurations < fine.configurations
     assert fine.of("helix").user_tokens_per_s.max() >= coarse.of("helix").user_tokens_per_s.max()

@@ -4,14 +4,14 @@ import pytest
 
 from longhelix.cli.figures import _system
 from longhelix.figures.measured import measured
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.plan.answer import answer
 from longhelix.plan.question import Question
 from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 
-PRESET = Setting(load_model("deepseek-r1"), load_system("gb300"), "nvfp4", "nvfp4")
+PRESET = Setting(load_model("deepseek-r1"), load_system("gb300"), Dtypes("nvfp4", "nvfp4"))
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,15 @@ from longhelix.figures.prefills import adaptive_prefill, ring_seconds
 from longhelix.perf.cost_item import total_seconds
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import decode_items, decode_seconds
 from longhelix.spec.presets import load_model, load_system
 
 pytestmark = pytest.mark.unit
 
 GB200 = load_system("gb200")
-SMALL = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
-LARGE = Setting(load_model("llama-3.1-405b"), GB200, "fp4", "fp4", "fp4")
+SMALL = Setting(load_model("llama-3-8b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
+LARGE = Setting(load_model("llama-3.1-405b"), GB200, Dtypes("fp4", "fp4", "fp4"))
 
 
 def one(**degrees):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.stages import balanced
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
@@ -17,7 +17,8 @@ CPU, H100 = load_system("cpu"), load_system("h100")
 def setting(model, system, vocab_size=None):
     spec = load_model(model)
     size = spec.vocabulary.size if vocab_size is None else vocab_size
-    return Setting(replace(spec, vocabulary=replace(spec.vocabulary, size=size)), system, "bfloat16", "bfloat16")
+    sized = replace(spec, vocabulary=replace(spec.vocabulary, size=size))
+    return Setting(sized, system, Dtypes("bfloat16", "bfloat16"))
 
 
 def test_layouts_that_say_their_stages_or_have_one_stay():

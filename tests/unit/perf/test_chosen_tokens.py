@@ -10,7 +10,7 @@ from longhelix.perf.collectives import RankGroups
 from longhelix.perf.flops import attention_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, weights_bytes
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
@@ -46,7 +46,7 @@ INDEX_FLOPS = 2 * 5 * 10
 
 
 def setting(model: ModelSpec = TOY, system: str = "h100") -> Setting:
-    return Setting(model, load_system(system), "bfloat16", "bfloat16")
+    return Setting(model, load_system(system), Dtypes("bfloat16", "bfloat16"))
 
 
 def layouts(*, local: bool = False, **degrees) -> Layouts:
@@ -142,7 +142,8 @@ def test_schedulers_price_what_is_chosen_of_kv_that_is_spread_evenly(work):
 
 def test_at_a_million_tokens_the_preset_reads_less_and_keeps_more_than_the_dense_model():
     sparse, dense = (
-        Setting(load_model(name), load_system("gb300"), "fp8", "fp8") for name in ("deepseek-v3.2", "deepseek-r1")
+        Setting(load_model(name), load_system("gb300"), Dtypes("fp8", "fp8"))
+        for name in ("deepseek-v3.2", "deepseek-r1")
     )
     eight = layouts(kvp=8, tpf=8)
     assert decode_seconds(sparse, eight, 4.0, 1e6)[0] < decode_seconds(dense, eight, 4.0, 1e6)[0]
@@ -162,7 +163,7 @@ def test_an_array_of_layouts_and_batches_costs_what_each_costs_alone():
 
 @pytest.mark.parametrize("degrees", [{}, {"kvp": 4}])
 def test_every_draft_is_scored_against_all_keys_and_reads_its_own(degrees):
-    drafted = replace(setting(), draft_tokens=3, accepted_tokens=2.0)
+    drafted = replace(setting(), drafts=Drafts(3, 2.0))
     own, four = (by_name(decode_items(how, layouts(**degrees), 3.0, 1000.0)) for how in (setting(), drafted))
     for name in ("indexer", "attention"):
         assert four[name].flops[0] == 4 * own[name].flops[0]
@@ -191,8 +192,8 @@ def test_requests_that_decode_together_read_no_more_than_there_is_nor_than_is_ch
 
 def test_a_request_may_be_longer_on_one_rank_where_its_rows_attend_to_chosen_tokens():
     """What one rank loses is the scores of all keys, and no longer the attention to them."""
-    how = Setting(load_model("deepseek-v3.2"), load_system("gb200"), "fp8", "fp8")
-    dense = Setting(load_model("deepseek-r1"), load_system("gb200"), "fp8", "fp8")
+    how = Setting(load_model("deepseek-v3.2"), load_system("gb200"), Dtypes("fp8", "fp8"))
+    dense = Setting(load_model("deepseek-r1"), load_system("gb200"), Dtypes("fp8", "fp8"))
     sparse_tokens, dense_tokens = (local_threshold_tokens(each, Layout(kvp=8), 10_000_000) for each in (how, dense))
     assert sparse_tokens > 2048
     assert sparse_tokens > dense_tokens

@@ -8,7 +8,7 @@ from longhelix.cli.planning import PlannedModel
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan.deployment import Deployment, runnable
 from longhelix.plan.peer_limits import weight_notes
@@ -24,7 +24,7 @@ GPT_OSS, GB300 = load_model("gpt-oss-120b"), load_system("gb300")
 
 
 def setting(expert_dtype: str | None, weight_dtype: str = "bfloat16") -> Setting:
-    return Setting(GPT_OSS, GB300, weight_dtype, "bfloat16", expert_dtype=expert_dtype)
+    return Setting(GPT_OSS, GB300, Dtypes(weight_dtype, "bfloat16", experts=expert_dtype))
 
 
 def matrices(experts: bool) -> int:
@@ -133,7 +133,7 @@ def test_experts_are_alone_where_no_attention_is_converted(method, plain, dtypes
         "num_local_experts": 4, "num_experts_per_tok": 2, "torch_dtype": "bfloat16",
         "quantization_config": method | {"modules_to_not_convert": plain},
     }  # fmt: skip
-    planned = Setting(read_hf_config(config), GB300, "bfloat16", "bfloat16", packed=True)
+    planned = Setting(read_hf_config(config), GB300, Dtypes("bfloat16", "bfloat16", packed=True))
     assert (planned.weights_in, planned.experts_in) == dtypes
 
 

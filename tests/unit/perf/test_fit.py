@@ -13,7 +13,7 @@ from longhelix.perf.fit import (
     MeasuredCollective,
     MeasuredRequest,
 )
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
 
@@ -51,7 +51,7 @@ COLLECTIVES = [
 
 
 def setting(system=TRUTH):
-    return Setting(load_model("builtin"), system, "bfloat16", "bfloat16")
+    return Setting(load_model("builtin"), system, Dtypes("bfloat16", "bfloat16"))
 
 
 def timed(points, seconds, noise=0.0):

@@ -3,7 +3,7 @@
 import pytest
 
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import decode_items
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
@@ -17,7 +17,7 @@ READS = 0.01
 
 def step(system: str, model: str, layout: Layout, batch: float, context: float) -> tuple[float, float]:
     """Seconds of a decode step, and how many of them its kernels read and compute for."""
-    setting = Setting(load_model(model), load_system(system), "bfloat16", "bfloat16")
+    setting = Setting(load_model(model), load_system(system), Dtypes("bfloat16", "bfloat16"))
     items = decode_items(setting, Layouts.of([layout]), batch, context)
     kernels = [item for item in items if item.hbm_bytes[0] > 0]
     working_s = sum(float(item.seconds[0] - item.fixed_s[0]) for item in kernels)

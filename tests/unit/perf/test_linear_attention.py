@@ -7,7 +7,7 @@ from longhelix.perf.flops import attention_flops
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, weights_bytes
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.work import Work
@@ -53,7 +53,7 @@ CONVOLUTION = 3 * (2 * 2 * 12 + 4 * 14)
 
 
 def setting(model: ModelSpec = TOY, system: str = "h100") -> Setting:
-    return Setting(model, load_system(system), "bfloat16", "bfloat16")
+    return Setting(model, load_system(system), Dtypes("bfloat16", "bfloat16"))
 
 
 def layouts(*, local: bool = False, **degrees) -> Layouts:
@@ -155,7 +155,7 @@ def test_a_tokens_kv_has_no_part_of_a_state():
 
 
 def test_the_preset_decodes_far_contexts_faster_than_one_that_attends_in_every_layer():
-    how = Setting(load_model("qwen3-next-80b-a3b"), load_system("h200"), "bfloat16", "bfloat16")
+    how = Setting(load_model("qwen3-next-80b-a3b"), load_system("h200"), Dtypes("bfloat16", "bfloat16"))
     one = layouts(tpa=2)
     short_s, long_s = (decode_seconds(how, one, 1.0, context)[0] for context in (1e3, 1e6))
     read_s = 12 * 1e6 * 2 * 256 * 2 / (4.8e12 * how.system.memory.efficiency)

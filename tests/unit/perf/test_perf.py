@@ -18,7 +18,7 @@ from longhelix.perf.hop_b import Overlap, pipelined_s
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, memory, weights_bytes
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.perf.step import decode_items, decode_seconds, step_items, step_seconds, token_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.perf.threshold import local_threshold_tokens
@@ -35,7 +35,7 @@ MODELS = {name: load_model(name) for name in ("deepseek-r1", "llama-3.1-405b", "
 
 
 def setting(model="llama-3.1-405b", system=GB200, dtype="fp4"):
-    return Setting(MODELS[model], system, dtype, dtype, dtype)
+    return Setting(MODELS[model], system, Dtypes(dtype, dtype, dtype))
 
 
 def one(**degrees):
@@ -275,7 +275,7 @@ def test_candidates_are_gathered_as_the_engine_has_them_in_memory(rows):
 def test_ranks_that_take_turns_cost_what_all_of_them_do(cores, kv_heads, columns):
     """KVP 2 x TPA 2 of 9 query and 3 KV heads, on a machine of so many cores."""
     system = load_system("cpu").replaced({"cores": cores}, "made up")
-    how, layouts = Setting(load_model("builtin"), system, "bfloat16", "bfloat16"), one(kvp=2, tpa=2)
+    how, layouts = Setting(load_model("builtin"), system, Dtypes("bfloat16", "bfloat16")), one(kvp=2, tpa=2)
     model = how.model
     items = {item.name: item for item in decode_items(how, layouts, 1.0, 1e4)}
     layers, queries = model.num_layers, 3 * kv_heads
@@ -291,7 +291,7 @@ def test_uneven_columns_of_ranks_that_take_turns():
     """49,152 rows of the vocabulary over 5 ranks: 9,831 on the fullest, or 9,830.4 each where they share two cores."""
     for cores, rows in ((5, 9831), (2, 9830.4)):
         system = load_system("cpu").replaced({"cores": cores}, "made up")
-        how = Setting(load_model("builtin"), system, "bfloat16", "bfloat16")
+        how = Setting(load_model("builtin"), system, Dtypes("bfloat16", "bfloat16"))
         head = next(item for item in decode_items(how, one(kvp=5), 1.0, 1e4) if item.name == "head")
         assert head.hbm_bytes[0] == pytest.approx(rows * 576 * 2, rel=1e-9)
 
@@ -327,7 +327,7 @@ def test_the_head_counts_in_every_micro_batch(pp, most, last):
 def test_drafts_are_rows_of_their_request(name):
     """Three rows of each of 8 requests cost what 24 requests do, but for KV, which is read once for all of them."""
     how, layouts = setting(name), one(kvp=4)
-    drafted = replace(how, draft_tokens=2, accepted_tokens=2.5)
+    drafted = replace(how, drafts=Drafts(2, 2.5))
     found, more = (
         {item.name: item for item in decode_items(each, layouts, batch, 1e5)}
         for each, batch in ((drafted, 8.0), (how, 24.0))
@@ -347,11 +347,11 @@ def test_drafts_are_rows_of_their_request(name):
 @pytest.mark.parametrize("batch", [1.0, 96.0])
 def test_drafts_stay_with_their_request_in_its_group(batch):
     """Of 64 groups the fullest has one request, or two, with four rows each."""
-    how = Setting(load_model("deepseek-r1"), load_system("gb200"), "fp8", "fp8")
+    how = Setting(load_model("deepseek-r1"), load_system("gb200"), Dtypes("fp8", "fp8"))
     layouts = Layouts.of([Layout(kvp=64, ep=64)], local=True)
     own, drafted = (
         {item.name: item for item in decode_items(each, layouts, batch, 1e4)}
-        for each in (how, replace(how, draft_tokens=3, accepted_tokens=2.0))
+        for each in (how, replace(how, drafts=Drafts(3, 2.0)))
     )
     for name in ("QKV", "attention", "output projection", "norms"):
         assert drafted[name].flops[0] == 4 * own[name].flops[0]
@@ -370,7 +370,7 @@ def test_drafts_stay_with_their_request_in_its_group(batch):
 )
 def test_drafts_that_no_step_gives(drafts, accepted, words):
     with pytest.raises(UserError, match=words):
-        replace(setting(), draft_tokens=drafts, accepted_tokens=accepted)
+        replace(setting(), drafts=Drafts(drafts, accepted))
 
 
 def test_batches_below_the_number_of_stages_wait_less():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.scalar import scalar
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.work import Work
@@ -102,7 +102,7 @@ def latent_models(draw):
 )
 def test_the_compiled_cost_of_any_model_is_that_of_arrays_to_the_bit(model, system, layout, counts, parts):
     decodes, context, rows, prefix = counts
-    how = Setting(model, load_system(system), "bfloat16", "bfloat16")
+    how = Setting(model, load_system(system), Dtypes("bfloat16", "bfloat16"))
     work = (Work.decode(decodes, context) + Work.chunk(rows, prefix))._replace(parts=parts)
     assert StepCost(how, layout).seconds(work) == step_seconds(how, Layouts.of([layout], hop_b=False), work)[0]
 
@@ -112,5 +112,5 @@ def test_a_model_whose_chunks_never_attend_directly_has_a_cost():
     sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
     model = latent_model(hidden_size=16, intermediate_size=16, moe_intermediate_size=16, **sizes)
     assert latents_of(model).direct_rows == math.inf
-    how = Setting(model, load_system("cpu"), "bfloat16", "bfloat16")
+    how = Setting(model, load_system("cpu"), Dtypes("bfloat16", "bfloat16"))
     assert math.isfinite(StepCost(how, Layout()).seconds(Work.chunk(512, 0)))

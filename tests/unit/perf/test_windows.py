@@ -13,7 +13,7 @@ from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import kv_bytes, weights_bytes
 from longhelix.perf.prefill import prefill_seconds
 from longhelix.perf.runs import Runs
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.perf.stages import balanced
 from longhelix.perf.step import decode_items, decode_seconds, step_items
 from longhelix.perf.step_cost import StepCost
@@ -44,7 +44,7 @@ PAIR_FLOPS = 2 * 2 * 16 * 4  # products and sums, of scores and values, channels
 
 
 def setting(model: ModelSpec = TOY, system: str = "h100") -> Setting:
-    return Setting(model, load_system(system), "bfloat16", "bfloat16")
+    return Setting(model, load_system(system), Dtypes("bfloat16", "bfloat16"))
 
 
 def layouts(*, local: bool = False, **degrees) -> Layouts:
@@ -71,7 +71,7 @@ def test_a_decode_row_reads_its_window_in_layers_that_have_one(degrees, rows, to
 
 
 def test_drafts_see_their_request_windows_once():
-    drafted = attention(decode_items(replace(setting(), draft_tokens=3), layouts(), 3.0, 1000.0))
+    drafted = attention(decode_items(replace(setting(), drafts=Drafts(3)), layouts(), 3.0, 1000.0))
     assert drafted.hbm_bytes[0] == 3 * (1000 + 100) * TOKEN_BYTES + 2 * 12 * ROW_BYTES
     assert drafted.flops[0] == 4 * 3 * (1000 + 100) * PAIR_FLOPS
 

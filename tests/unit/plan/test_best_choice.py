@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longhelix import UserError
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.perf.step import cycle_seconds, decode_seconds
 from longhelix.plan.answer import answer
 from longhelix.plan.candidate import as_layouts
@@ -27,7 +27,7 @@ from tiers import few
 pytestmark = pytest.mark.unit
 
 R1, SMALL = (
-    Setting(load_model(model), load_system(system), dtype, dtype, dtype)
+    Setting(load_model(model), load_system(system), Dtypes(dtype, dtype, dtype))
     for model, system, dtype in (("deepseek-r1", "gb200", "fp4"), ("llama-3-8b", "h100", "bfloat16"))
 )
 NODES = 4
@@ -173,7 +173,7 @@ def test_what_is_told_of_a_choice_is_so():
 
 def test_accepted_drafts_shorten_the_time_of_a_token():
     """Everything that a choice tells is per token, of steps with two rows of each request."""
-    drafted = replace(R1, draft_tokens=1, accepted_tokens=1.8)
+    drafted = replace(R1, drafts=Drafts(1, 1.8))
     best = answer(Question(drafted, 1_000_000, 16, ttl_s=0.012, ttl_with_prefill_s=0.02)).best
     assert (best.draft_tokens, best.accepted_tokens) == (1, 1.8)
     layouts = as_layouts(best.layout, hop_b=best.strategy in OVERLAPPED)
@@ -187,7 +187,7 @@ def test_accepted_drafts_shorten_the_time_of_a_token():
 @pytest.mark.parametrize("accepted", [1.0, 1.5])
 def test_requests_with_drafts_end_as_their_tokens_come(accepted):
     layouts = space(SMALL.model, 2, 8).layouts.take(np.zeros(3, dtype=np.intp))
-    drafted = replace(SMALL, draft_tokens=1, accepted_tokens=accepted)
+    drafted = replace(SMALL, drafts=Drafts(1, accepted))
     given = service(
         ServiceLoad(drafted, 4400, Demand((Kind(1.0, 4000, 400),))),
         layouts,
@@ -297,7 +297,7 @@ def test_users_alone_are_a_target():
 
 
 def test_without_targets_the_best_fits_beside_a_chunk():
-    setting = Setting(load_model("llama-3.1-405b"), load_system("h100"), "bfloat16", "bfloat16")
+    setting = Setting(load_model("llama-3.1-405b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
     assert answer(Question(setting, 4000, 16)).best.headroom_bytes >= 0
 
 

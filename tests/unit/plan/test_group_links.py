@@ -2,7 +2,7 @@
 
 import pytest
 
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.plan.choice import Choice
 from longhelix.plan.links import group_links, hosts_of
 from longhelix.plan.question import Question
@@ -23,7 +23,7 @@ def choice(strategy="Helix", **degrees):
 
 
 def found(system, given):
-    setting = Setting(load_model("llama-3.1-405b"), load_system(system), "fp8", "fp8")
+    setting = Setting(load_model("llama-3.1-405b"), load_system(system), Dtypes("fp8", "fp8"))
     return {each.name: each for each in group_links(Question(setting, 1_000_000, given.gpus), given)}
 
 

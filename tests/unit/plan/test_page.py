@@ -14,7 +14,7 @@ from rich.console import Console
 import longhelix
 from longhelix import Layout, UserError
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.perf.step import decode_items
 from longhelix.plan import page_data as page_data_module
 from longhelix.plan import plots, report, terminal
@@ -31,8 +31,8 @@ from longhelix.spec.presets import load_model, load_system, model_names
 pytestmark = pytest.mark.unit
 
 GB200, LLAMA = load_system("gb200"), load_model("llama-3.1-405b")
-ASKED = Question(Setting(LLAMA, GB200, "fp4", "fp8"), 1_000_000, 16, ttl_s=0.03, ttft_s=300.0)
-SMALL = Setting(load_model("llama-3-8b"), GB200, "fp8", "fp8")
+ASKED = Question(Setting(LLAMA, GB200, Dtypes("fp4", "fp8")), 1_000_000, 16, ttl_s=0.03, ttft_s=300.0)
+SMALL = Setting(load_model("llama-3-8b"), GB200, Dtypes("fp8", "fp8"))
 DEMAND = Demand((Kind(0.9, 20_000, 500), Kind(0.1, 400_000, 200)), prefix_hit=0.5)
 DEMANDED = replace(ASKED, context=DEMAND.longest, demand=DEMAND, gpu_hour=3.0)
 
@@ -103,7 +103,7 @@ def test_there_is_a_table_for_every_choice(tables):
 
 @pytest.mark.parametrize(("context", "dtypes"), [(1_000_000, 0), (62_500, 2), (4_000_000, 1)])
 def test_a_points_numbers_are_the_performance_models(tables, context, dtypes):
-    setting = Setting(LLAMA, GB200, *tables.document["dtypes"][dtypes])
+    setting = Setting(LLAMA, GB200, Dtypes(*tables.document["dtypes"][dtypes]))
     table, use = tables.index(context, dtypes), ServiceLoad(setting, context)
     rows = tables.points[table]
     points = np.arange(0, len(rows["batch"]), 23)
@@ -213,7 +213,7 @@ def test_shorter_and_longer_requests_of_a_demand_have_the_same_answers(demanded_
 
 def test_the_page_attends_in_the_dtype_that_is_asked_for():
     small = load_model("llama-3-8b")
-    settings = [Setting(small, GB200, "fp8", "fp8", attention) for attention in (None, "bfloat16")]
+    settings = [Setting(small, GB200, Dtypes("fp8", "fp8", attention)) for attention in (None, "bfloat16")]
     own, wide = (Tables(answer(Question(setting, 100_000, 4))) for setting in settings)
     assert own.points[own.index(100_000, 0)]["flops attention"].max() > 0
     for tables, setting in ((own, settings[0]), (wide, settings[1])):
@@ -226,7 +226,7 @@ def test_the_page_attends_in_the_dtype_that_is_asked_for():
 
 @pytest.mark.parametrize("any_shape", [False, True])
 def test_shapes_are_those_that_are_asked_for(any_shape):
-    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
     layouts = Tables(answer(Question(setting, 500_000, 6, any_shape=any_shape))).document["layouts"]
     assert any(layout["gpus"] & (layout["gpus"] - 1) for layout in layouts) == any_shape
 
@@ -248,7 +248,7 @@ def test_every_strategy_has_a_colour_on_light_and_on_dark_and_a_mark(strategy):
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_part_has_a_kind(name):
-    setting = Setting(load_model(name), GB200, "fp4", "fp4", "fp4")
+    setting = Setting(load_model(name), GB200, Dtypes("fp4", "fp4", "fp4"))
     layouts = Layouts.of([Layout(kvp=2)])
     assert all(kind_of(item.name) for item in decode_items(setting, layouts, 1.0, 4096.0))
 
@@ -284,13 +284,13 @@ def test_stages_are_named_by_their_groups(tables):
 
 def test_drafts_count_in_every_number_of_the_page():
     """A step verifies drafts, and gives each request more than one token: all times are of one of them."""
-    drafts = replace(SMALL, draft_tokens=3, accepted_tokens=2.5)
+    drafts = replace(SMALL, drafts=Drafts(3, 2.5))
     demand = Demand((Kind(1.0, 50_000, 500),))
     question = Question(drafts, demand.longest, 4, ttl_s=0.02, demand=demand)
     tables = Tables(answer(question))
     assert tables.document["accepted_tokens"] == 2.5
     for dtypes, pair in enumerate(tables.document["dtypes"]):
-        setting = replace(drafts, weight_dtype=pair[0], kv_dtype=pair[1])
+        setting = replace(drafts, dtypes=Dtypes(pair[0], pair[1]))
         table, use = tables.index(demand.longest, dtypes), ServiceLoad(setting, demand.longest, demand)
         points, rows = tables.points[table], tables.configurations[table]
         assert len(points["batch"])
@@ -321,12 +321,12 @@ def test_drafts_count_in_every_number_of_the_page():
     ],
 )  # fmt: skip
 def test_experts_keep_their_dtype_beside_the_weights_that_they_were_asked_with(weights, kv, experts, expected):
-    setting = Setting(load_model("gpt-oss-120b"), GB200, weights, kv, expert_dtype=experts)
+    setting = Setting(load_model("gpt-oss-120b"), GB200, Dtypes(weights, kv, experts=experts))
     tables = Tables(answer(Question(setting, 50_000, 2)))
     pairs = zip(tables.document["dtypes"], tables.document["expert_dtypes"], strict=True)
     assert [(*pair, told) for pair, told in pairs] == expected
     for dtypes, (weights, kv, experts) in enumerate(expected):
-        use = ServiceLoad(replace(setting, weight_dtype=weights, kv_dtype=kv, expert_dtype=experts), 50_000)
+        use = ServiceLoad(replace(setting, dtypes=Dtypes(weights, kv, experts=experts)), 50_000)
         table = tables.index(50_000, dtypes)
         rows = tables.points[table]
         for point in range(0, len(rows["batch"]), 11):
@@ -337,7 +337,7 @@ def test_experts_keep_their_dtype_beside_the_weights_that_they_were_asked_with(w
 
 def test_large_stages_are_planned_and_not_drawn(monkeypatch):
     monkeypatch.setattr(page_data_module, "MOST_DRAWN", 8)
-    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
     document = Tables(answer(Question(setting, 1_000_000, 32))).document
     dp, kvp, tpa = np.array([stage.split()[:3] for stage in document["owners"]], dtype=int).T
     assert (dp * kvp * tpa).max() == 8
@@ -360,7 +360,7 @@ def test_the_page_loads_nothing_and_needs_no_extra(tmp_path, monkeypatch, plan):
 
 
 def test_the_page_is_small(tmp_path):
-    setting = Setting(load_model("deepseek-r1"), GB200, "fp8", "bfloat16")
+    setting = Setting(load_model("deepseek-r1"), GB200, Dtypes("fp8", "bfloat16"))
     plan = answer(Question(setting, 1_000_000, 64, ttl_s=0.02, ttft_s=60.0))
     assert len(_written(tmp_path, plan).encode()) < 2e6
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.plan import report
 from longhelix.plan.answer import answer
 from longhelix.plan.demand import Demand, Kind
@@ -73,11 +73,12 @@ const scrolled = document.documentElement.scrollWidth > document.documentElement
 return [...wide.map(({ tagName, id, className }) => `${tagName} ${id} ${className}`), ...(scrolled ? ["page"] : [])];
 """
 DENSE = Question(
-    Setting(load_model("llama-3.1-405b"), load_system("gb200"), "fp4", "fp4"), 1_000_000, 16, ttl_s=0.03, ttft_s=400.0
-)
+    Setting(load_model("llama-3.1-405b"), load_system("gb200"), Dtypes("fp4", "fp4")),
+    1_000_000, 16, ttl_s=0.03, ttft_s=400.0,
+)  # fmt: skip
 DEMAND = Demand((Kind(0.9, 10_000, 500), Kind(0.1, 100_000, 200)), rate_per_s=2.0)
 SPARSE = Question(
-    Setting(load_model("qwen3-30b-a3b"), load_system("h100"), "bfloat16", "bfloat16"),
+    Setting(load_model("qwen3-30b-a3b"), load_system("h100"), Dtypes("bfloat16", "bfloat16")),
     DEMAND.longest, 16, ttl_s=0.03, ttft_s=30.0, demand=DEMAND, gpu_hour=2.5,
 )  # fmt: skip
 # As the page opens, with HOP-B.
@@ -209,7 +210,7 @@ def test_a_demands_page_opens_with_the_plans_answer(demanded, sparse):
 
 
 def test_drafts_are_in_the_pages_answer_as_in_the_plans(browser, tmp_path):
-    setting = replace(SPARSE.setting, draft_tokens=3, accepted_tokens=2.25)
+    setting = replace(SPARSE.setting, drafts=Drafts(3, 2.25))
     drafted = Written(tmp_path, replace(SPARSE, setting=setting), "drafted")
     for page in _opened(browser, drafted):
         found, best = shown(page), drafted.plan.best

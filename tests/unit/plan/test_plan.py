@@ -14,7 +14,7 @@ from longhelix import Layout, UserError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
 from longhelix.perf.prefill import prefill, prefill_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.plan import report, summary
 from longhelix.plan.answer import answer
@@ -36,7 +36,8 @@ pytestmark = pytest.mark.unit
 
 # As if parts of an exchange divided its latency, so that HOP-B has something to hide.
 GB200 = load_system("gb200").replaced({"part_fixed_share": 0.0}, "assumed: as in arXiv 2507.07120")
-R1, LLAMA = (Setting(load_model(name), GB200, "fp4", "fp4", "fp4") for name in ("deepseek-r1", "llama-3.1-405b"))
+FP4 = Dtypes("fp4", "fp4", "fp4")
+R1, LLAMA = (Setting(load_model(name), GB200, FP4) for name in ("deepseek-r1", "llama-3.1-405b"))
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +278,7 @@ def test_kvp_starts_to_pay_with_context(r1):
 
 @pytest.mark.parametrize(("max_gpus", "compared"), [(1, 1), (3, 2), (5, 4), (12, 8), (20, 16), (24, 24), (63, 56)])
 def test_crossovers_are_of_the_largest_layouts_that_there_are(max_gpus, compared):
-    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
     question = Question(setting, 4096, max_gpus)
     crossed = crossovers(question, space(setting.model, max_gpus, question.node_gpus), max_gpus)
     assert {each.gpus for each in crossed} == {compared}
@@ -290,7 +291,7 @@ def test_every_number_of_gpus_has_crossovers():
     models = model_names()
     for index, system in enumerate(map(load_system, system_names())):
         for max_gpus in range(1 + index % 3, min(131, 1 + system.network.scale_out.ranks), 3):
-            setting = Setting(load_model(models[max_gpus % len(models)]), system, "bfloat16", "bfloat16")
+            setting = Setting(load_model(models[max_gpus % len(models)]), system, Dtypes("bfloat16", "bfloat16"))
             question = Question(setting, 4096, max_gpus)
             searched = space(setting.model, max_gpus, question.node_gpus)
             assert max_gpus / 2 < crossovers(question, searched, max_gpus)[0].gpus <= max_gpus
@@ -341,7 +342,7 @@ def test_what_fits_nowhere_is_said_with_its_bytes():
     ],
 )
 def test_a_plan_names_what_limits_its_users(targets, words):
-    setting = Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16")
+    setting = Setting(load_model("llama-3-8b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
     found = answer(Question(setting, 8500, 4, **targets))
     assert dict(summary.lines(found))["Limited by"].startswith(words)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.chunk_rule import AdaptiveChunks
 from longhelix.scheduler.corrected_cost import CorrectedCost
@@ -31,7 +31,8 @@ def decodes(count, length):
 
 ROWS = Work.decode(8, 1000)
 DECODES = decodes(8, 1000)
-COST = StepCost(Setting(load_model("llama-3-8b"), load_system("h100"), "bfloat16", "bfloat16"), Layout(kvp=1, tpa=8))
+SETTING = Setting(load_model("llama-3-8b"), load_system("h100"), Dtypes("bfloat16", "bfloat16"))
+COST = StepCost(SETTING, Layout(kvp=1, tpa=8))
 TARGET_S = 0.02
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from longhelix.engine.workers.step_cost import step_cost
 from longhelix.measure.configuration import configure
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.cut import Cut
@@ -61,7 +61,8 @@ def test_the_choice_is_the_cost_models():
     """The same seconds by the arrays of the planner: no other number of parts takes fewer."""
     chosen = parts(LONG_DECODES)
     system = SLOW_LINK.replaced({"part_fixed_share": 1.0, "scale_up.ranks": 1}, "test")
-    setting, layouts = Setting(BUILTIN.spec, system, "bfloat16", "bfloat16"), Layouts.of([Layout(kvp=2)], hop_b=False)
+    setting = Setting(BUILTIN.spec, system, Dtypes("bfloat16", "bfloat16"))
+    layouts = Layouts.of([Layout(kvp=2)], hop_b=False)
     seconds = {count: step_seconds(setting, layouts, LONG_DECODES._replace(parts=count))[0] for count in (1, 2, 4, 8)}
     assert min(seconds, key=seconds.get) == chosen
     planned = step_seconds(setting, Layouts.of([Layout(kvp=2)], hop_b=True), LONG_DECODES)[0]
@@ -74,14 +75,14 @@ def test_ranks_of_several_hosts_have_the_machines_of_all_and_wait_for_the_fulles
     of_hosts = replace(BUILTIN.machines, hosts=hosts, system=SLOW_LINK)
     config = replace(BUILTIN, layout=Layout(kvp=hosts.world_size), machines=of_hosts)
     system = SLOW_LINK.of_machines(machines).replaced({"scale_up.ranks": inside, "part_fixed_share": 1.0}, "test")
-    expected = StepCost(Setting(config.spec, system, "bfloat16", "bfloat16"), config.layout)
+    expected = StepCost(Setting(config.spec, system, Dtypes("bfloat16", "bfloat16")), config.layout)
     assert step_cost(config, overlaps=True).seconds(LONG_DECODES) == expected.seconds(LONG_DECODES)
 
 
 def test_a_chunk_that_would_make_its_keys_again_in_every_part_stays_whole():
     """Latents of a long context, turned into keys and values by each part of a chunk."""
     system = load_system("cpu").replaced({"scale_up.ranks": 1, "part_fixed_share": 1.0}, "test")
-    cost = StepCost(Setting(load_model("deepseek-r1"), system, "bfloat16", "bfloat16"), Layout(kvp=4))
+    cost = StepCost(Setting(load_model("deepseek-r1"), system, Dtypes("bfloat16", "bfloat16")), Layout(kvp=4))
     chunk = Work.chunk(512, 20_000)
     assert Cut(cost).parts(chunk) == 1
     assert cost.seconds(chunk._replace(parts=8)) > 1.2 * cost.seconds(chunk)

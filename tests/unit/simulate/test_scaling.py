@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longhelix import figures
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.simulate.arrival import Arrival
 from longhelix.simulate.simulation import Observer, Server, simulate
 from longhelix.spec.layout import Layout
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 # The paper's own, whose attention takes as long as the paper says.
 H100 = load_system(str(Path(figures.__file__).parent / "systems" / "h100.toml"))
-SETTING = Setting(load_model("llama-3-70b"), H100, "bfloat16", "bfloat16")
+SETTING = Setting(load_model("llama-3-70b"), H100, Dtypes("bfloat16", "bfloat16"))
 
 
 def served(pp, *arrivals):
@@ -46,7 +46,7 @@ def test_many_decodes_keep_all_stages_busy():
 
 
 M = 10**6
-SMALL = Setting(load_model("llama-3-8b"), H100, "bfloat16", "bfloat16")
+SMALL = Setting(load_model("llama-3-8b"), H100, Dtypes("bfloat16", "bfloat16"))
 
 
 class Prefill(Observer):

@@ -3,7 +3,7 @@
 import pytest
 
 from longhelix.perf.layouts import Layouts
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import decode_seconds
 from longhelix.scheduler.request import MOST_TOKENS
 from longhelix.simulate.arrival import Arrival
@@ -54,7 +54,7 @@ def simulated_seconds(setting, layout, placement, context):
 @pytest.mark.parametrize("placement", ["striped", "local"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_request_decodes_as_fast_as_planned(name, placement):
-    setting, layout = Setting(load_model(name), load_system("gb200"), "fp8", "fp8"), LAYOUTS[name]
+    setting, layout = Setting(load_model(name), load_system("gb200"), Dtypes("fp8", "fp8")), LAYOUTS[name]
     planned = Layouts.of([layout], local=placement == "local")
     for context in CONTEXTS:
         # The first token is the prompt's; each later one attends to itself as well.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.prefill import prefill_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.scheduler.request import Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
 from longhelix.scheduler.step import SampledToken, StepResult
@@ -26,7 +26,7 @@ from scheduler_settings import scheduler_config
 pytestmark = pytest.mark.unit
 
 GB200, LLAMA = load_system("gb200"), load_model("llama-3.1-405b")
-SETTING = Setting(LLAMA, GB200, "fp4", "fp4", "fp4")
+SETTING = Setting(LLAMA, GB200, Dtypes("fp4", "fp4", "fp4"))
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ def config_class(architecture):
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_field_of_transformers_is_read_refused_or_known_to_be_harmless(architecture):
-    family, made = FAMILIES[architecture], config_class(architecture)
-    read = REQUIRED | family.defaults.keys() | family.aliases.keys() | family.neutral.keys() | NEUTRAL.keys()
-    harmless = frozenset().union(*HARMLESS.values()) | family.ignored
-    if "sliding_window" not in family.defaults:
+    known, made = FAMILIES[architecture].fields, config_class(architecture)
+    read = REQUIRED | known.defaults.keys() | known.aliases.keys() | known.neutral.keys() | NEUTRAL.keys()
+    harmless = frozenset().union(*HARMLESS.values()) | known.ignored
+    if "sliding_window" not in known.defaults:
         harmless |= WINDOW  # `completed` refuses a window
     names = {field.name for field in fields(made)} | set(made.attribute_map)
     assert names - read - harmless == set()
@@ -40,42 +40,43 @@ def test_every_field_of_transformers_is_read_refused_or_known_to_be_harmless(arc
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_absent_fields_have_transformers_defaults(architecture):
     family, made = FAMILIES[architecture], config_class(architecture)
+    known = family.fields
     declared = {field.name: field.default for field in fields(made)}
     theta = made.default_theta
     if isinstance(theta, dict):  # layers with a window have one of their own
         config = family.decoder({"text_config": {}, "model_type": architecture})
         assert config["sliding_rope_parameters"]["rope_theta"] == theta["local"]
         theta = theta["global"]
-    assert family.defaults["rope_theta"] == theta
-    for name, default in family.defaults.items():
+    assert known.defaults["rope_theta"] == theta
+    for name, default in known.defaults.items():
         if name == "tie_word_embeddings" and family.vision is not None:
             continue  # which the whole model's config decides
         if name in declared and name != "rope_parameters":
             assert (name, default) == (name, declared[name])
         elif name not in declared:
             assert name in UNDECLARED | {"eos_token_id", "tie_word_embeddings"}
-    for name, neutral in family.neutral.items():
+    for name, neutral in known.neutral.items():
         assert name not in declared or declared[name] in neutral.values
     filled = made(**dict.fromkeys(REQUIRED & declared.keys(), 64) | {"num_hidden_layers": 4})
-    if family.defaults["partial_rotary_factor"] is not None:
-        assert filled.rope_parameters["partial_rotary_factor"] == family.defaults["partial_rotary_factor"]
-    for key, value in (family.defaults["rope_parameters"] or {}).items():
+    if known.defaults["partial_rotary_factor"] is not None:
+        assert filled.rope_parameters["partial_rotary_factor"] == known.defaults["partial_rotary_factor"]
+    for key, value in (known.defaults["rope_parameters"] or {}).items():
         assert filled.rope_parameters[key] == value
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_null_is_allowed_where_transformers_allows_it(architecture):
     """n_shared_experts is null in DeepSeek's own code where there are none, and theta's null is refused later."""
-    family, made = FAMILIES[architecture], config_class(architecture)
+    known, made = FAMILIES[architecture].fields, config_class(architecture)
     kinds = {field.name: field.type for field in fields(made)}
-    for name in family.nullable - {"n_shared_experts"}:
+    for name in known.nullable - {"n_shared_experts"}:
         assert "None" in str(kinds[name]), name
     refused_by_models = {"v_head_dim", "n_group", "topk_group", "num_experts_per_tok", "first_k_dense_replace"}
     if architecture == "qwen2_moe":
         refused_by_models.add("num_key_value_heads")
-    nullable = {name for name in family.defaults if name in kinds and "None" in str(kinds[name])}
-    with_default = {name for name in nullable if family.defaults[name] is not None}
-    assert with_default - family.nullable - refused_by_models - {"eos_token_id"} == set()
+    nullable = {name for name in known.defaults if name in kinds and "None" in str(kinds[name])}
+    with_default = {name for name in nullable if known.defaults[name] is not None}
+    assert with_default - known.nullable - refused_by_models - {"eos_token_id"} == set()
 
 
 def test_generation_settings_are_those_that_transformers_drops():

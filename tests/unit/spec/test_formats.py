@@ -8,7 +8,7 @@ from longhelix.compute.runner.pool_size import kv_bytes_per_token
 from longhelix.errors import UserError
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import memory
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.spec import DTYPES, FORMATS, KV_DTYPES, WEIGHT_DTYPES, CacheEntry, number_format
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_model, load_system
@@ -85,7 +85,7 @@ def test_planner_and_engine_count_the_same_bytes_of_kv(model, system, device, dt
     spec, hardware = load_model(model), load_system(system)
     if dtype not in hardware.arithmetic.flops_per_s:
         hardware = hardware.replaced({f"flops_per_s.{dtype}": 1e12}, "a test's")
-    setting = Setting(spec, hardware, "bfloat16", dtype)
+    setting = Setting(spec, hardware, Dtypes("bfloat16", dtype))
     planned = memory(setting, Layouts.of([Layout()]), 3.0, 1000.0).kv_bytes[0]
     assert planned == 3000 * kv_bytes_per_token(spec, Layout(), dtype, device, 0)
     assert setting.kv_token_bytes == kv_bytes_per_token(spec, Layout(), dtype, device, 0)

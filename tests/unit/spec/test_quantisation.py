@@ -12,7 +12,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from anything import VALUES
 from longhelix.cli.planning import PlannedModel
 from longhelix.errors import UserError
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.spec import FORMATS, read_hf_config
 from longhelix.spec.presets import load_model, load_system
 from longhelix.spec.quantisation import Quantisation, Storage, read_quantisation
@@ -150,7 +150,8 @@ def test_settings_say_that_inputs_are_ordered(name):
 
 def formats(config):
     """The formats of most weights, and of experts, in a plan."""
-    setting = Setting(read_hf_config(MIXTRAL | config), load_system("gb300"), "bfloat16", "bfloat16", packed=True)
+    dtypes = Dtypes("bfloat16", "bfloat16", packed=True)
+    setting = Setting(read_hf_config(MIXTRAL | config), load_system("gb300"), dtypes)
     return setting.weights_in, setting.experts_in
 
 

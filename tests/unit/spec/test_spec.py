@@ -616,7 +616,7 @@ def test_a_config_with_any_value_is_read_or_refused_in_a_sentence(family, data):
     factors = [2.0] * (attention_of(read_hf_config(SOUND[family])).rotated_size // 2)
     longrope = SCALINGS["longrope"] | {"short_factor": factors, "long_factor": factors}
     rope = data.draw(st.sampled_from([{"rope_theta": 5e5}, DEEP_YARN, longrope, LLAMA3, SCALINGS["dynamic"]]))
-    known = FAMILIES[SOUND[family]["model_type"]]
+    known = FAMILIES[SOUND[family]["model_type"]].fields
     config = SOUND[family] | {"use_sliding_window": True, "rope_parameters": rope}
     config = config if "sliding_window" in known.defaults else SOUND[family] | {"rope_parameters": rope}
     names = {*REQUIRED, *OPTIONAL, *NEUTRAL, *WINDOW, *known.defaults, *known.neutral, *known.aliases}

@@ -1,7 +1,7 @@
 """Predicts the cost of steps on the engine's machine. The engine uses it to size chunks and place requests."""
 
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step_cost import StepCost
 from longhelix.spec import HardwareSpec
 
@@ -17,9 +17,7 @@ def step_cost(config: EngineConfig, overlaps: bool) -> StepCost:
         Setting(
             config.spec,
             _system(config, overlaps),
-            config.formats.product_dtype,
-            config.formats.kv_dtype,
-            packed=True,
+            Dtypes(config.formats.product_dtype, config.formats.kv_dtype, packed=True),
         ),
         config.layout,
     )

@@ -23,7 +23,7 @@ from longhelix.measure.timing import Timing
 from longhelix.measure.world import Row, collect
 from longhelix.perf.fit import fit
 from longhelix.perf.layouts import Array, Layouts
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import decode_seconds, step_seconds
 from longhelix.perf.step_cost import StepCost
 from longhelix.scheduler.cut import Cut
@@ -149,9 +149,12 @@ def chosen_parts(
 
 
 def _cost(config: EngineConfig, system: HardwareSpec) -> StepCost:
-    return StepCost(
-        Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype, packed=True), config.layout
-    )
+    return StepCost(_setting(config, system), config.layout)
+
+
+def _setting(config: EngineConfig, system: HardwareSpec) -> Setting:
+    formats = config.formats
+    return Setting(config.spec, system, Dtypes(formats.product_dtype, formats.kv_dtype, packed=True))
 
 
 def predicted_seconds(
@@ -168,7 +171,7 @@ def predicted_seconds(
     stage = range(config.layout.num_ranks)
     if len(config.machines.hosts.parts(stage)) == 1:
         system = system.replaced({"kernel_s": taped_kernel_s}, "kernels on tapes")
-    setting = Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype, packed=True)
+    setting = _setting(config, system)
     shape = Layouts.of([config.layout], hop_b=row["strategy"] == HOP_B)
     requests, context = float(row["requests"]), float(row["context"])
     if config.scheduler.placement.name != "local":

@@ -48,14 +48,14 @@ _TIMEOUT_S = 300
 _SWEEP = """
 import json, time
 from dataclasses import replace
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.plan.space import space
 from longhelix.plan.sweep import batches, sweep
 from longhelix.spec.presets import load_model, load_system
 model, system = load_model("deepseek-r1"), load_system("gb200").replaced({"memory_bytes": 1e18}, "assumed")
 searched = space(model, 128)
 start = time.perf_counter()
-found = sweep(Setting(model, system, "fp4", "fp4", "fp4"), searched, 1e6, batches())
+found = sweep(Setting(model, system, Dtypes("fp4", "fp4", "fp4")), searched, 1e6, batches())
 took_s = time.perf_counter() - start
 # VmHWM instead of ru_maxrss, which starts with the value of the parent process.
 peak_bytes = 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])

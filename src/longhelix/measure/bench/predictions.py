@@ -10,7 +10,7 @@ from longhelix.measure.bench.section import Column, Section
 from longhelix.measure.calibrate.measurements import CalibrationScope, Measurements, measured_request
 from longhelix.measure.world import Row
 from longhelix.perf.fit import request_seconds
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.spec import HardwareSpec
 from longhelix.spec.layout import Layout
 
@@ -47,7 +47,7 @@ def predicted(
     system: HardwareSpec, config: EngineConfig, requests: Sequence[Row], fitted: CalibrationScope
 ) -> list[Row]:
     """Return rows for the requests in the dtypes of `config`, with the predicted time, its error, and the use."""
-    setting = Setting(config.spec, system, config.formats.product_dtype, config.formats.kv_dtype, packed=True)
+    setting = Setting(config.spec, system, Dtypes(config.formats.product_dtype, config.formats.kv_dtype, packed=True))
     dtypes = config.formats.weight_dtype, config.formats.kv_dtype
     own = [row for row in requests if (row["weight_dtype"], row["kv_dtype"]) == dtypes]
     predictions_s = request_seconds(setting, [measured_request(row) for row in own]).tolist()

@@ -9,7 +9,7 @@ from longhelix.measure.calibrate.machine import NARROW_DTYPES, PRODUCT_ROWS, TIN
 from longhelix.measure.calibrate.measurements import CalibrationScope, Measurements, measured_request
 from longhelix.measure.world import Row
 from longhelix.perf.fit import MeasuredCollective, fit_collectives, fit_requests
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.spec import HardwareSpec
 from longhelix.spec.presets import load_system
 
@@ -35,9 +35,8 @@ def local_system(measured: Measurements, config: EngineConfig, fitted: Calibrati
     collectives = [
         MeasuredCollective(row["collective"], row["ranks"], row["bytes"], row["shm_s"]) for row in measured.collectives
     ]
-    setting = Setting(
-        config.spec, fit_collectives(started, collectives), config.formats.product_dtype, config.formats.kv_dtype
-    )
+    dtypes = Dtypes(config.formats.product_dtype, config.formats.kv_dtype)
+    setting = Setting(config.spec, fit_collectives(started, collectives), dtypes)
     return fit_requests(setting, [measured_request(row) for row in requests])
 
 

@@ -76,6 +76,7 @@ class BlockAllocator:
 
     Attributes:
         num_blocks: Blocks of the rank.
+        rank: The KVP rank.
         index: Blocks by content hash. Allocators of several ranks may have the same index.
         evicted: Collects evicted blocks with their hashes, without expired ones. None if they are not needed.
         watcher: Watches blocks with a hash, if not None.
@@ -90,14 +91,18 @@ class BlockAllocator:
     watcher: CacheWatcher | None = None
     record: CacheRecorder | None = None
     reserved: int = 0
+    # Number of free blocks, which are neither held nor cached.
     _num_free: int = field(init=False)
+    # Their ids, in groups that were freed together. The last group is handed out first.
     _free: list[_FreeIds] = field(init=False)
-    _extra_holders: dict[int, int] = field(default_factory=dict, init=False)  # how many a block has beyond one
-    _hashes: dict[int, bytes] = field(default_factory=dict, init=False)  # by block
-    _cached: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)  # the next to be evicted first
-    _expired: OrderedDict[int, None] = field(
-        default_factory=OrderedDict, init=False
-    )  # the same, evicted before `_cached`
+    # How many holders a shared block has beyond one, by block id.
+    _extra_holders: dict[int, int] = field(default_factory=dict, init=False)
+    # Content hashes of the blocks that can be found, by block id.
+    _hashes: dict[int, bytes] = field(default_factory=dict, init=False)
+    # Ids of cached blocks that are not expired. The first one is evicted first.
+    _cached: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)
+    # Ids of expired blocks, in the same order. They are evicted before `_cached`.
+    _expired: OrderedDict[int, None] = field(default_factory=OrderedDict, init=False)
 
     def __post_init__(self) -> None:
         self._num_free = self.num_blocks

@@ -6,7 +6,7 @@ from typing import Any
 from longhelix.errors import UserError
 from longhelix.spec.config import count, positive, switch
 from longhelix.spec.config_parts import LATENTS, NO_KV_HEADS, after_dense, dense, latent, num_layers, shared_size, stack
-from longhelix.spec.family import DECODER, Family, Neutral
+from longhelix.spec.family import DECODER, ConfigFields, Family, Neutral
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.moe import MoE, Routing
 from longhelix.spec.rope import RopeSettings
@@ -54,29 +54,31 @@ def _topk_method(config: Mapping[str, Any]) -> str | None:
 FAMILIES = {
     "deepseek_v2": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 2048,
-            **LATENTS,
-            "eos_token_id": 2,
-            "mlp_bias": False,
-            "moe_intermediate_size": 1407,
-            "n_shared_experts": 2,
-            "n_routed_experts": 64,
-            "routed_scaling_factor": 1.0,
-            "n_group": None,
-            "topk_group": None,
-            "topk_method": "greedy",
-            "num_experts_per_tok": None,
-            "first_k_dense_replace": 0,
-        },
-        nullable=frozenset({"q_lora_rank", "n_shared_experts", "topk_method"}),
-        aliases={"num_experts": "n_routed_experts"},
-        neutral={
-            "moe_layer_freq": Neutral((1,), "experts in every layer after the first, dense ones"),
-            "scoring_func": Neutral(("softmax",), "softmax scores"),
-            "rope_interleave": Neutral((True,), "pairs of adjacent channels"),
-        },
-        ignored=NO_KV_HEADS | {"norm_topk_prob"},  # transformers never makes the weights sum to one
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 2048,
+                **LATENTS,
+                "eos_token_id": 2,
+                "mlp_bias": False,
+                "moe_intermediate_size": 1407,
+                "n_shared_experts": 2,
+                "n_routed_experts": 64,
+                "routed_scaling_factor": 1.0,
+                "n_group": None,
+                "topk_group": None,
+                "topk_method": "greedy",
+                "num_experts_per_tok": None,
+                "first_k_dense_replace": 0,
+            },
+            nullable=frozenset({"q_lora_rank", "n_shared_experts", "topk_method"}),
+            aliases={"num_experts": "n_routed_experts"},
+            neutral={
+                "moe_layer_freq": Neutral((1,), "experts in every layer after the first, dense ones"),
+                "scoring_func": Neutral(("softmax",), "softmax scores"),
+                "rope_interleave": Neutral((True,), "pairs of adjacent channels"),
+            },
+            ignored=NO_KV_HEADS | {"norm_topk_prob"},
+        ),  # transformers never makes the weights sum to one
     )
 }

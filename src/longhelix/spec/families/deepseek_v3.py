@@ -13,7 +13,7 @@ from longhelix.spec.config_parts import (
     sigmoid_experts,
     stack,
 )
-from longhelix.spec.family import DECODER, Family, Neutral
+from longhelix.spec.family import DECODER, ConfigFields, Family, Neutral
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
@@ -25,29 +25,31 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 
 DEEPSEEK_V3 = Family(
     _layers,
-    defaults={
-        **DECODER,
-        "max_position_embeddings": 4096,
-        **LATENTS,
-        "eos_token_id": 1,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "rope_interleave": True,
-    },
-    nullable=frozenset({"q_lora_rank", "norm_topk_prob", "rope_interleave", "n_shared_experts"}),
-    aliases={"num_local_experts": "n_routed_experts"},
-    neutral={
-        "moe_layer_freq": Neutral((1,), "experts in every layer after the first, dense ones"),
-        "topk_method": Neutral(("noaux_tc", None), "a bias for each expert in the choice of experts"),
-        "scoring_func": Neutral(("sigmoid",), "sigmoid scores"),
-    },
-    ignored=NO_KV_HEADS,
+    ConfigFields(
+        defaults={
+            **DECODER,
+            "max_position_embeddings": 4096,
+            **LATENTS,
+            "eos_token_id": 1,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
+            "n_routed_experts": 256,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+        },
+        nullable=frozenset({"q_lora_rank", "norm_topk_prob", "rope_interleave", "n_shared_experts"}),
+        aliases={"num_local_experts": "n_routed_experts"},
+        neutral={
+            "moe_layer_freq": Neutral((1,), "experts in every layer after the first, dense ones"),
+            "topk_method": Neutral(("noaux_tc", None), "a bias for each expert in the choice of experts"),
+            "scoring_func": Neutral(("sigmoid",), "sigmoid scores"),
+        },
+        ignored=NO_KV_HEADS,
+    ),
 )
 FAMILIES = {"deepseek_v3": DEEPSEEK_V3, "kimi_k2": DEEPSEEK_V3}

@@ -43,16 +43,19 @@ FAMILIES = {
     "deepseek_v32": replace(
         DEEPSEEK_V3,
         layers=_layers,
-        defaults={
-            **DEEPSEEK_V3.defaults,
-            "max_position_embeddings": 163840,
-            "index_topk": 2048,
-            "index_head_dim": 128,
-            "index_n_heads": 64,
-            "mlp_layer_types": None,
-        },
-        nullable=frozenset({"n_shared_experts"}),
-        aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
-        ignored=NO_KV_HEADS | {"layer_types", "mlp_bias"},  # all layers are indexed, and no product has a bias
+        fields=replace(
+            DEEPSEEK_V3.fields,
+            defaults={
+                **DEEPSEEK_V3.fields.defaults,
+                "max_position_embeddings": 163840,
+                "index_topk": 2048,
+                "index_head_dim": 128,
+                "index_n_heads": 64,
+                "mlp_layer_types": None,
+            },
+            nullable=frozenset({"n_shared_experts"}),
+            aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+            ignored=NO_KV_HEADS | {"layer_types", "mlp_bias"},  # all layers are indexed, and no product has a bias
+        ),
     )
 }

@@ -11,7 +11,7 @@ import msgspec
 from longhelix.spec.attention import Visibility
 from longhelix.spec.config import count, count_or_none
 from longhelix.spec.config_parts import dense, grouped_query, has_windows, num_layers, stack
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.norms import HeadNorms, Norms
 from longhelix.spec.rope import RopeSettings
@@ -31,17 +31,19 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 FAMILIES = {
     "exaone4": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 2048,
-            "rms_norm_eps": 1e-5,
-            "num_key_value_heads": 32,
-            "head_dim": None,
-            "eos_token_id": 2,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-            "layer_types": None,
-        },
-        nullable=frozenset({"sliding_window", "sliding_window_pattern"}),
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 2048,
+                "rms_norm_eps": 1e-5,
+                "num_key_value_heads": 32,
+                "head_dim": None,
+                "eos_token_id": 2,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+                "layer_types": None,
+            },
+            nullable=frozenset({"sliding_window", "sliding_window_pattern"}),
+        ),
     )
 }

@@ -13,7 +13,7 @@ import msgspec
 from longhelix.spec.attention import GroupedQueryAttention, Scores, Visibility
 from longhelix.spec.config import count, count_or_none, positive
 from longhelix.spec.config_parts import activation, biases, dense, grouped_query, has_windows, num_layers, stack
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.norms import HeadNorms, Norms
 from longhelix.spec.rope import RopeSettings
@@ -118,32 +118,36 @@ _COMMON: Mapping[str, Any] = {
 _IGNORED = frozenset({"hidden_act", "cache_implementation"})
 _GEMMA3 = Family(
     _gemma3_layers,
-    defaults={
-        **_COMMON,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1_000_000.0,
-        _LOCAL_ROPE: {},
-        "final_logit_softcapping": None,
-        "sliding_window_pattern": 6,
-    },
-    nullable=frozenset({"sliding_window"}),
-    ignored=_IGNORED | {"_sliding_window_pattern"},
+    ConfigFields(
+        defaults={
+            **_COMMON,
+            "vocab_size": 262208,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1_000_000.0,
+            _LOCAL_ROPE: {},
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+        },
+        nullable=frozenset({"sliding_window"}),
+        ignored=_IGNORED | {"_sliding_window_pattern"},
+    ),
     decoder=_with_local_rope,
     multipliers=_multipliers,
 )
 FAMILIES = {
     "gemma2": Family(
         _gemma2_layers,
-        defaults={
-            **_COMMON,
-            "vocab_size": 256000,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        nullable=frozenset({"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
-        ignored=_IGNORED,
+        ConfigFields(
+            defaults={
+                **_COMMON,
+                "vocab_size": 256000,
+                "max_position_embeddings": 8192,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+            nullable=frozenset({"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
+            ignored=_IGNORED,
+        ),
         multipliers=_multipliers,
     ),
     "gemma3_text": _GEMMA3,

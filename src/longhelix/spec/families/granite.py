@@ -8,7 +8,7 @@ import msgspec
 from longhelix.spec.attention import Scores
 from longhelix.spec.config import positive, switch
 from longhelix.spec.config_parts import alike, biases, dense, grouped_query
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 from longhelix.spec.vocabulary import Multipliers
@@ -31,19 +31,21 @@ def _multipliers(config: Mapping[str, Any]) -> Multipliers:
 FAMILIES = {
     "granite": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "eos_token_id": 2,
-            "attention_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "logits_scaling": 1.0,
-        },
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 2048,
+                "num_key_value_heads": None,
+                "head_dim": None,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "eos_token_id": 2,
+                "attention_multiplier": 1.0,
+                "residual_multiplier": 1.0,
+                "embedding_multiplier": 1.0,
+                "logits_scaling": 1.0,
+            },
+        ),
         multipliers=_multipliers,
     )
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 from longhelix.spec.config import switch
 from longhelix.spec.config_parts import alike, biases, dense, grouped_query
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
@@ -18,14 +18,16 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 FAMILIES = {
     "llama": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 2048,
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "eos_token_id": 2,
-        },
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 2048,
+                "num_key_value_heads": None,
+                "head_dim": None,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "eos_token_id": 2,
+            },
+        ),
     )
 }

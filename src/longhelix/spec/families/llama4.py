@@ -10,7 +10,7 @@ from longhelix.errors import UserError
 from longhelix.spec.attention import GroupedQueryAttention, Scores, Visibility
 from longhelix.spec.config import count, count_or_none, equals, switch
 from longhelix.spec.config_parts import all_but_each, biases, grouped_query, layer_types, num_layers, stack
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import FFN, LayerSpec
 from longhelix.spec.moe import MoE, Routing
@@ -90,29 +90,31 @@ def _ffns(config: Mapping[str, Any]) -> list[FFN]:
 
 _TEXT = Family(
     _layers,
-    defaults={
-        **DECODER,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size_mlp": 16384,
-        "attention_bias": False,
-        "attention_chunk_size": 8192,
-        "use_qk_norm": True,
-        "attn_temperature_tuning": True,
-        "layer_types": None,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "moe_layers": None,
-        "interleave_moe_layer_step": 1,
-        "num_experts_per_tok": 1,
-        "num_local_experts": 16,
-        "eos_token_id": 2,
-    },
-    nullable=frozenset({"attention_chunk_size"}),
-    # They are parts of the temperature, which the engine does not compute yet.
-    ignored=frozenset({"floor_scale", "attn_scale"}),
+    ConfigFields(
+        defaults={
+            **DECODER,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size_mlp": 16384,
+            "attention_bias": False,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "layer_types": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 16,
+            "eos_token_id": 2,
+        },
+        nullable=frozenset({"attention_chunk_size"}),
+        # They are parts of the temperature, which the engine does not compute yet.
+        ignored=frozenset({"floor_scale", "attn_scale"}),
+    ),
 )
 FAMILIES = {"llama4": replace(_TEXT, decoder=decoder_config), "llama4_text": _TEXT}

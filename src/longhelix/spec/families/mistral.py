@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longhelix.spec.config_parts import alike, always_windowed, dense, grouped_query
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
@@ -16,15 +16,17 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 FAMILIES = {
     "mistral": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "head_dim": None,
-            "sliding_window": 4096,
-            "eos_token_id": 2,
-        },
-        nullable=frozenset({"sliding_window"}),
-        ignored=frozenset({"layer_types", "use_sliding_window"}),
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 8,
+                "head_dim": None,
+                "sliding_window": 4096,
+                "eos_token_id": 2,
+            },
+            nullable=frozenset({"sliding_window"}),
+            ignored=frozenset({"layer_types", "use_sliding_window"}),
+        ),
     )
 }

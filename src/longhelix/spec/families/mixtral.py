@@ -5,7 +5,7 @@ from typing import Any
 
 from longhelix.spec.config import count
 from longhelix.spec.config_parts import alike, always_windowed, grouped_query
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.moe import MoE
 from longhelix.spec.rope import RopeSettings
@@ -21,20 +21,22 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 FAMILIES = {
     "mixtral": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "head_dim": None,
-            "sliding_window": None,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_experts_per_tok": 2,
-            "num_local_experts": 8,
-            "eos_token_id": 2,
-        },
-        aliases={"num_experts": "num_local_experts"},
-        ignored=frozenset({"layer_types", "use_sliding_window"}),
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 8,
+                "head_dim": None,
+                "sliding_window": None,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "num_experts_per_tok": 2,
+                "num_local_experts": 8,
+                "eos_token_id": 2,
+            },
+            aliases={"num_experts": "num_local_experts"},
+            ignored=frozenset({"layer_types", "use_sliding_window"}),
+        ),
         tensors={
             "mlp.gate.weight": "block_sparse_moe.gate.weight",
             "mlp.experts.{}.gate_proj.weight": "block_sparse_moe.experts.{}.w1.weight",

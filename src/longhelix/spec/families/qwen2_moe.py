@@ -14,7 +14,7 @@ from longhelix.spec.config_parts import (
     qwen_windowed,
     stack,
 )
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
@@ -30,21 +30,23 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 FAMILIES = {
     "qwen2_moe": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 32768,
-            **QWEN_LAYERS,
-            "num_key_value_heads": 16,
-            "head_dim": None,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-            "num_experts_per_tok": 4,
-            "num_experts": 60,
-            "norm_topk_prob": False,
-            "qkv_bias": True,
-        },
-        nullable=frozenset({"sliding_window"}),
-        neutral=IN_EVERY_LAYER,
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 32768,
+                **QWEN_LAYERS,
+                "num_key_value_heads": 16,
+                "head_dim": None,
+                "moe_intermediate_size": 1408,
+                "shared_expert_intermediate_size": 5632,
+                "num_experts_per_tok": 4,
+                "num_experts": 60,
+                "norm_topk_prob": False,
+                "qkv_bias": True,
+            },
+            nullable=frozenset({"sliding_window"}),
+            neutral=IN_EVERY_LAYER,
+        ),
         tensors={
             f"mlp.shared_experts.{name}.weight": f"mlp.shared_expert.{name}.weight"
             for name in ("gate_proj", "up_proj", "down_proj")

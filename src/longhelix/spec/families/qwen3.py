@@ -13,7 +13,7 @@ from longhelix.spec.config_parts import (
     stack,
     windowed_from,
 )
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSettings
@@ -28,14 +28,16 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 FAMILIES = {
     "qwen3": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 32768,
-            **QWEN_LAYERS,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "attention_bias": False,
-        },
-        nullable=frozenset({"num_key_value_heads", "sliding_window"}),
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 32768,
+                **QWEN_LAYERS,
+                "num_key_value_heads": 32,
+                "head_dim": 128,
+                "attention_bias": False,
+            },
+            nullable=frozenset({"num_key_value_heads", "sliding_window"}),
+        ),
     )
 }

@@ -13,7 +13,7 @@ from longhelix.spec.config_parts import (
     grouped_query,
     qwen_experts,
 )
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSettings
@@ -29,21 +29,23 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 FAMILIES = {
     "qwen3_moe": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 32768,
-            **QWEN_WINDOW,
-            "num_key_value_heads": 4,
-            "head_dim": None,
-            "attention_bias": False,
-            "moe_intermediate_size": 768,
-            "num_experts_per_tok": 8,
-            "num_experts": 128,
-            "norm_topk_prob": False,
-        },
-        nullable=frozenset({"sliding_window"}),
-        aliases={"num_local_experts": "num_experts"},
-        neutral=IN_EVERY_LAYER,
-        ignored=frozenset({"layer_types", "max_window_layers"}),
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 32768,
+                **QWEN_WINDOW,
+                "num_key_value_heads": 4,
+                "head_dim": None,
+                "attention_bias": False,
+                "moe_intermediate_size": 768,
+                "num_experts_per_tok": 8,
+                "num_experts": 128,
+                "norm_topk_prob": False,
+            },
+            nullable=frozenset({"sliding_window"}),
+            aliases={"num_local_experts": "num_experts"},
+            neutral=IN_EVERY_LAYER,
+            ignored=frozenset({"layer_types", "max_window_layers"}),
+        ),
     )
 }

@@ -16,7 +16,7 @@ from longhelix.spec.config_parts import (
     qwen_experts,
     stack,
 )
-from longhelix.spec.family import DECODER, Family
+from longhelix.spec.family import DECODER, ConfigFields, Family
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.linear import LinearAttention
 from longhelix.spec.norms import HeadNorms, Norms
@@ -43,26 +43,28 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
 FAMILIES = {
     "qwen3_next": Family(
         _layers,
-        defaults={
-            **DECODER,
-            "max_position_embeddings": 32768,
-            "partial_rotary_factor": 0.25,
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "attention_bias": False,
-            "layer_types": None,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "num_experts_per_tok": 10,
-            "num_experts": 512,
-            "norm_topk_prob": True,
-        },
-        neutral=IN_EVERY_LAYER,
+        ConfigFields(
+            defaults={
+                **DECODER,
+                "max_position_embeddings": 32768,
+                "partial_rotary_factor": 0.25,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "attention_bias": False,
+                "layer_types": None,
+                "full_attention_interval": 4,
+                "linear_conv_kernel_dim": 4,
+                "linear_key_head_dim": 128,
+                "linear_value_head_dim": 128,
+                "linear_num_key_heads": 16,
+                "linear_num_value_heads": 32,
+                "moe_intermediate_size": 512,
+                "shared_expert_intermediate_size": 512,
+                "num_experts_per_tok": 10,
+                "num_experts": 512,
+                "norm_topk_prob": True,
+            },
+            neutral=IN_EVERY_LAYER,
+        ),
     )
 }

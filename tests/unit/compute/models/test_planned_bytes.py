@@ -11,7 +11,7 @@ from longhelix.compute.models.parameters import stored_bytes as engine_bytes
 from longhelix.perf import weights as perf_weights
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import step_items
 from longhelix.scheduler.work import Work
 from longhelix.spec import FORMATS, read_hf_config
@@ -118,7 +118,7 @@ def model_of(family, format, **changes):
 
 
 def setting_of(spec):
-    return Setting(spec, H100, spec.checkpoint.dtype, "bfloat16", packed=True)
+    return Setting(spec, H100, Dtypes(spec.checkpoint.dtype, "bfloat16", packed=True))
 
 
 def by_weight(spec, layout):

@@ -10,7 +10,7 @@ from longhelix.compute.models.parameters import declare
 from longhelix.perf import weights as perf_weights
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
-from longhelix.perf.setting import Setting
+from longhelix.perf.setting import Dtypes, Setting
 from longhelix.spec import MLA, MoE, MultiHeadLatentAttention, Routing
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
@@ -111,7 +111,7 @@ def test_a_token_meets_all_but_the_embedding_and_the_experts_that_it_does_not_ta
 @given(placed())
 def test_the_cost_models_fullest_rank_is_the_one_that_declares_most(drawn):
     spec, layout = drawn
-    how, layouts = Setting(spec, H100, "bfloat16", "bfloat16"), Layouts.of([layout])
+    how, layouts = Setting(spec, H100, Dtypes("bfloat16", "bfloat16")), Layouts.of([layout])
     last, attention = spec.num_layers - 1, spec.layers[0].attention
 
     stored = how.stored.layers
@@ -146,7 +146,7 @@ def test_the_cost_models_fullest_rank_is_the_one_that_declares_most(drawn):
 @given(placed())
 def test_the_cost_models_memory_is_that_of_the_matrices_and_no_rank_has_more(drawn):
     spec, layout = drawn
-    held = weights_bytes(Setting(spec, H100, "bfloat16", "bfloat16"), Layouts.of([layout]))[0] / 2
+    held = weights_bytes(Setting(spec, H100, Dtypes("bfloat16", "bfloat16")), Layouts.of([layout]))[0] / 2
     ranks = [
         sum(prod(s.local_shape) for p in declare(spec, layout, rank) for s in p.sources if len(s.shape) == 2)
         for rank in range(layout.num_ranks)
