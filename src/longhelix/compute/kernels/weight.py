@@ -68,7 +68,7 @@ class Packed:
         return self.of_rows(encoded(weight_OI, dtype), halves)
 
     def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
-        return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, self, rows.lead, Order.of(rows))
+        return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, self, rows.lead, InputOrder.of(rows))
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         return self.rows_of(weight).selected(indices_T).numbers()
@@ -102,7 +102,7 @@ class Panels:
         return weight
 
     def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
-        weight = self.new_panels(rows.outputs, rows.depth, rows.dtype, halves, rows.lead, Order.of(rows))
+        weight = self.new_panels(rows.outputs, rows.depth, rows.dtype, halves, rows.lead, InputOrder.of(rows))
         self.write_packed(rows, 0, weight, halves)
         return weight
 
@@ -128,7 +128,7 @@ class Panels:
         dtype: str,
         halves: int,
         lead: int = 0,
-        order: "Order | None" = None,
+        order: "InputOrder | None" = None,
     ) -> "Weight":
         """Return panels that `write` then fills with outputs. Padding of the last panels is zero."""
         panels = halves * -(-outputs // halves // native.LANES)
@@ -222,7 +222,7 @@ ARRANGEMENTS: dict[str, WeightArrangement] = {each.name: each for each in (PANEL
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class InputOrder:
     """The order in which a weight takes its inputs from the columns of x.
 
     Attributes:
@@ -234,7 +234,7 @@ class Order:
     num_columns: int
 
     @classmethod
-    def of(cls, rows: PackedRows) -> "Order | None":
+    def of(cls, rows: PackedRows) -> "InputOrder | None":
         """Return the order of the inputs of these rows. None: they lie as they are."""
         return None if rows.order_I is None else cls(rows.order_I, int(rows.order_I.max()) + 1)
 
@@ -249,7 +249,7 @@ class Weight:
     depth: int
     arrangement: WeightArrangement
     lead: int = 0  # how many inputs of the first scale block belong to another rank
-    order: "Order | None" = None  # in which W takes its inputs from x. None: as they are
+    order: "InputOrder | None" = None  # in which W takes its inputs from x. None: as they are
 
     @cached_property
     def handle(self):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import oracle
 from longhelix.compute.kernels import PANELS, Experts, Weight
-from longhelix.compute.kernels.weight import PACKED, Order
+from longhelix.compute.kernels.weight import PACKED, InputOrder
 from longhelix.compute.models.decoder import Decoder
 from longhelix.compute.models.parameters import declare, stored_bytes
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
@@ -34,7 +34,7 @@ def resident_bytes(value) -> int:
     match value:
         case Tensor():
             return value.nbytes
-        case Order():
+        case InputOrder():
             return resident_bytes(value.columns_I)
         case Weight() if value.arrangement is PACKED:
             row_bytes = sum(PACKED.rows_of(value).row_bytes)
