@@ -238,6 +238,7 @@ class Weight:
     arrangement: WeightArrangement
     lead: int = 0  # how many inputs of the first scale block belong to another rank
     order_I: Tensor | None = None  # (depth) int32: which input of x each input of W takes. None: x as it is
+    rounds_inputs: bool = False  # products round x to e4m3. Only for packed rows in e4m3
 
     @cached_property
     def handle(self):
