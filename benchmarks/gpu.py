@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from longhelix.compute.kernels.packed_rows import PackedRows
-from longhelix.spec import FORMATS
+from longhelix.spec import ACTIVATION_DTYPES, FORMATS
 
 BLOCK_TOKENS = 16
 CONTEXTS = ((1, 2**20), (8, 2**17), (64, 2**14))  # rows, tokens of each
@@ -215,9 +215,9 @@ def experts(
     return results
 
 
-def packed_products(name: str, outputs: int, depth: int, repeats: int) -> list[Result]:
+def packed_products(name: str, outputs: int, depth: int, repeats: int, rounds_inputs: bool = False) -> list[Result]:
     """Products with several weights of a packed format, or with bfloat16 by torch; the bytes are those of the
-    weights."""
+    weights. rounds_inputs: they multiply FP8."""
     from longhelix.compute.kernels.triton import multiply_packed
 
     if name == "bfloat16":
@@ -230,7 +230,7 @@ def packed_products(name: str, outputs: int, depth: int, repeats: int) -> list[R
         num_bytes = count * weights[0].buffer.nbytes
 
         def multiply(x_TX: Tensor, weight: PackedRows) -> Tensor:
-            return multiply_packed(x_TX, weight, x_TX.dtype)
+            return multiply_packed(x_TX, weight, x_TX.dtype, rounds_inputs=rounds_inputs)
 
     results = []
     for rows in PACKED_ROWS:
@@ -240,15 +240,23 @@ def packed_products(name: str, outputs: int, depth: int, repeats: int) -> list[R
             for weight in weights:
                 multiply(x_TX, weight)
 
-        shape = f"{rows} rows x {count} of {outputs} x {depth}, {name}"
+        shape = f"{rows} rows x {count} of {outputs} x {depth}, {name}{' in FP8' if rounds_inputs else ''}"
         results.append(measure(f"products {shape}", num_bytes, call, repeats, flops=2 * rows * count * outputs * depth))
     return results
 
 
 def packed_experts(
-    rows: int, per_row: int, held: int, num_experts: int, hidden: int, columns: int, name: str, repeats: int
+    rows: int,
+    per_row: int,
+    held: int,
+    num_experts: int,
+    hidden: int,
+    columns: int,
+    name: str,
+    repeats: int,
+    rounds_inputs: bool = False,
 ) -> Result:
-    """As `experts`, with packed weights."""
+    """As `experts`, with packed weights. rounds_inputs: their products multiply FP8."""
     from longhelix.compute.kernels.experts import SWIGLU
     from longhelix.compute.kernels.triton import run_experts
 
@@ -267,10 +275,11 @@ def packed_experts(
     def run() -> object:
         routing = weights_TY, experts_TY, rows_e, SWIGLU
         own = index_E, weights_e3, [columns] * held
-        return run_experts(x_TH, *own, *routing, norm, 1e-6, x_TH, weight_dtype=name)
+        return run_experts(x_TH, *own, *routing, norm, 1e-6, x_TH, name, rounds_inputs=rounds_inputs)
 
     num_bytes = taken * (gate_up[0].buffer.nbytes + down[0].buffer.nbytes)
     shape = f"{rows} rows x {per_row} of {num_experts}, {held} here, {hidden} x {columns}, {name}"
+    shape += " in FP8" if rounds_inputs else ""
     return measure(f"experts {shape}", num_bytes, run, repeats, flops=pairs * 6 * hidden * columns)
 
 
@@ -383,12 +392,13 @@ def main() -> None:
     for rows in (1, 16, 64, 512, 4096):
         results += experts(rows, 8, 32, 256, 7168, 2048, repeats)  # DeepSeek-R1 over EP = 8
         results += experts(rows, 2, 8, 8, 4096, 14336, repeats)  # Mixtral
-    for name in ("bfloat16", *PACKED):
+    arithmetics = *((name, False) for name in PACKED), *((name, True) for name in ACTIVATION_DTYPES["fp8"])
+    for name, rounds_inputs in (("bfloat16", False), *arithmetics):
         for outputs, depth in PACKED_SIZES:
-            results += packed_products(name, outputs, depth, repeats)
-    for name in PACKED:
+            results += packed_products(name, outputs, depth, repeats, rounds_inputs)
+    for name, rounds_inputs in arithmetics:
         for rows in (1, 16, 64, 512, 4096):
-            results.append(packed_experts(rows, 8, 32, 256, 7168, 2048, name, repeats))
+            results.append(packed_experts(rows, 8, 32, 256, 7168, 2048, name, repeats, rounds_inputs))
     results += [merge(8, 4096, 16, 128, repeats), merge(16, 1024, 16, 512, repeats)]
     results += [write(2**16, 8, 128, dtype, repeats) for dtype in (torch.bfloat16, torch.float8_e4m3fn)]
     text = table(conditions, read, copy, results, repeats)

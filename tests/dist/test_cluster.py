@@ -32,7 +32,7 @@ WAIT_S = 20
 
 
 def hello(node_rank, probe_port, nnodes=2):
-    facts = Facts(ADDRESS, probe_port, cores=1, free_bytes=1, gpu_bytes=[])
+    facts = Facts(ADDRESS, probe_port, cores=1, free_bytes=1, gpu_bytes=[], gpu_capabilities=[])
     return Hello(
         node_rank=node_rank,
         process=f"process of {node_rank}",

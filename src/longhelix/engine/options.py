@@ -15,7 +15,7 @@ from longhelix.errors import UserError
 from longhelix.scheduler.kv.placement import PLACEMENTS
 from longhelix.scheduler.policy import POLICIES
 from longhelix.scheduler.request import MOST_TOKENS
-from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES
+from longhelix.spec import ACTIVATION_DTYPES, DTYPES, KV_DTYPES, WEIGHT_DTYPES
 from longhelix.values import above_zero, flag, one_of, refused, seconds, text, weight, whole
 
 _MOST_POOL_TOKENS = 2**62  # total over all ranks
@@ -166,9 +166,10 @@ class EngineOptions:
     )
     activation_dtype: str | None = _setting(
         None,
-        Words(("int8",)),
-        "int8 rounds the inputs of matrix products to 8 bits as well, which speeds up prompts and batches but is less "
-        "exact. Needs --weight-dtype int8 and a CPU. [default: the value of --dtype]",
+        Words(tuple(ACTIVATION_DTYPES)),
+        "int8 and fp8 round the inputs of matrix products to 8 bits as well, for faster but less exact prompts and "
+        "batches. int8 needs int8 weights and CPUs, and fp8 an FP8 checkpoint and GPUs that multiply FP8. "
+        "[default: the value of --dtype]",
     )
     kv_dtype: str | None = _setting(
         None,

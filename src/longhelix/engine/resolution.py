@@ -45,6 +45,7 @@ from longhelix.values import one_of, refused
 
 # Limit on the ranks per core. Ranks that share a core take turns, and all ranks wait for each other at every exchange.
 _RANKS_PER_CORE = 4
+_FLOAT8_CAPABILITY = (8, 9)  # the first compute capability of GPUs that multiply and convert FP8
 _FEW_RANKS = 64  # number of ranks that any machine may run, so that users can try out a layout
 # Limits on the memory for image states in the engine's process, in bytes and as a fraction of the free memory. They
 # apply separately to waiting requests and to the vision tower. An image of 1,024 tokens takes 34 MB in a model with a
@@ -72,7 +73,7 @@ def resolve(
     spec = _spec(checkpoint, options.rope_scaling)
     dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
     if options.activation_dtype is not None:
-        spec = _rounding_inputs(spec)
+        spec = _rounding_inputs(spec, options.activation_dtype)
     max_model_len = _max_model_len(spec, options.max_model_len)
     if options.attention == "flashinfer":  # which takes no limits
         spec = spec.within(max_model_len)
@@ -83,6 +84,7 @@ def resolve(
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(options, device)
     _check_runs_together(spec, options, device, replay)
+    _check_float8(options, kv_dtype, device, places)
     if device == "cpu":
         _check_cores(places)
     system = machine(device)
@@ -162,24 +164,30 @@ def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
                 "out weight_dtype"
             )
         quantised = []
-    default = dtype if options.activation_dtype is None or not quantised else "int8"
+    in_bytes = options.activation_dtype == "int8" and bool(quantised)
+    default = "int8" if in_bytes else dtype
     weight_dtype = one_of("weight_dtype", options.weight_dtype or default, (dtype, *quantised))
-    if options.activation_dtype is not None and quantised and weight_dtype != "int8":
+    if in_bytes and weight_dtype != "int8":
         raise UserError(
             f"activation_dtype int8 needs int8 weights, but weight_dtype is {weight_dtype}: leave one of them out"
         )
     return dtype, weight_dtype, options.kv_dtype or dtype
 
 
-def _rounding_inputs(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a model whose products round their inputs to bytes, as weights of the checkpoint are."""
+def _rounding_inputs(spec: ModelSpec, dtype: str) -> ModelSpec:
+    """Return the spec of a model whose products round their inputs to `dtype`, as weights of the checkpoint are."""
     quantisation = spec.checkpoint.quantisation
+    if quantisation is None and dtype == "int8":
+        return spec  # weights are quantised while they load
     if quantisation is None:
-        return spec
-    rounding = quantisation.rounding_inputs()
+        raise UserError(
+            f"activation_dtype {dtype} needs a checkpoint with {dtype} weights, but this one is not quantised: leave "
+            "out activation_dtype"
+        )
+    rounding = quantisation.rounding_inputs(dtype)
     if rounding is None:
         raise UserError(
-            f"activation_dtype int8 needs int8 weights, but those of the checkpoint are quantised otherwise "
+            f"activation_dtype {dtype} needs {dtype} weights, but those of the checkpoint are quantised otherwise "
             f"({quantisation.formats}): leave out activation_dtype"
         )
     return replace(spec, checkpoint=replace(spec.checkpoint, quantisation=rounding))
@@ -209,7 +217,7 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
         )
     if options.attention == "flashinfer":
         _check_flashinfer(spec, options, device, replay)
-    if options.activation_dtype is not None and not has_native_kernels():
+    if options.activation_dtype == "int8" and not has_native_kernels():
         raise UserError(
             "activation_dtype int8 needs the native CPU kernels, which this install does not have: leave "
             "activation_dtype out"
@@ -220,6 +228,23 @@ def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, r
             "engine runs many times slower: install GCC 12 or later and then longhelix again, or install a wheel",
             stacklevel=4,
         )
+
+
+def _check_float8(options: EngineOptions, kv_dtype: str, device: str, places: Places) -> None:
+    """Reject arithmetic in FP8, and FP8 that only hardware converts, on devices without it."""
+    if options.activation_dtype == "fp8" and device == "cpu":
+        raise UserError(
+            "activation_dtype fp8 runs only on GPUs, but the device is cpu: set device to cuda, or leave "
+            "activation_dtype out"
+        )
+    setting = "activation_dtype" if options.activation_dtype == "fp8" else "kv_dtype" if kv_dtype == "fp8" else None
+    if device == "cpu" or setting is None or places.least_capability >= _FLOAT8_CAPABILITY:
+        return
+    needed, found = (".".join(map(str, each)) for each in (_FLOAT8_CAPABILITY, places.least_capability))
+    raise UserError(
+        f"{setting} fp8 needs GPUs of compute capability {needed} or later, but a rank has one of {found}: leave "
+        f"{setting} out"
+    )
 
 
 def _warn_of_weights(spec: ModelSpec, layout: Layout, device: str, weight_dtype: str) -> None:
@@ -421,9 +446,10 @@ def _device(options: EngineOptions, places: Places, weight_dtype: str, kv_dtype:
             f"the layout has {ranks} ranks{where} and each needs a GPU, but torch finds {found} "
             f"{'there' if where else 'here'}: set device to cpu, or choose a smaller layout"
         )
-    plain_weights = options.activation_dtype is None and bool({"plain", "packed"} & set(FORMATS[weight_dtype].weights))
+    in_bytes = options.activation_dtype == "int8"
+    plain_weights = not in_bytes and bool({"plain", "packed"} & set(FORMATS[weight_dtype].weights))
     if not plain_weights or "rows" not in FORMATS[kv_dtype].kv:
-        weights = f"weight_dtype {weight_dtype}" if options.activation_dtype is None else "activation_dtype int8"
+        weights = "activation_dtype int8" if in_bytes else f"weight_dtype {weight_dtype}"
         narrow = f"kv_dtype {kv_dtype}" if plain_weights else weights
         raise UserError(f"{narrow} runs only on CPUs: set device to cpu, or choose another dtype")
     return device

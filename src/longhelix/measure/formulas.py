@@ -83,7 +83,8 @@ def _token_shards_bytes(config: EngineConfig, rows: int) -> int:
     padded_rows = -(-rows // ranks) * ranks
     hidden_bytes = padded_rows * _row_bytes(config)
     scales_bytes = -(-spec.hidden_size // _SCALED_NUMBERS) * _FLOAT_BYTES
-    normed_row_bytes = spec.hidden_size + scales_bytes if config.formats.activation_dtype else _row_bytes(config)
+    in_bytes = config.formats.activation_dtype == "int8"
+    normed_row_bytes = spec.hidden_size + scales_bytes if in_bytes else _row_bytes(config)
     gathered = blocks if config.execution.token_ranges.flash_comm else blocks - 1
     return (
         all_reduce_bytes(rows * _row_bytes(config), ranks)

@@ -12,6 +12,7 @@ from longhelix.spec.config_fields import unread_fields
 from longhelix.spec.families import FAMILIES
 from longhelix.spec.ffn import MLP, Activation
 from longhelix.spec.formats import (
+    ACTIVATION_DTYPES,
     DTYPES,
     FORMATS,
     KV_DTYPES,
@@ -36,6 +37,7 @@ from longhelix.spec.sparse import Indexer
 from longhelix.spec.vision import VisionSpec
 
 __all__ = [
+    "ACTIVATION_DTYPES",
     "DTYPES",
     "FAMILIES",
     "FORMATS",

@@ -202,6 +202,8 @@ WEIGHT_DTYPES = (
     *_QUANTISED_TO,
 )
 KV_DTYPES = tuple(format.name for format in _KNOWN if format.kv)
+# To which products may round their inputs, with the packed formats that weights must then have.
+ACTIVATION_DTYPES: Mapping[str, tuple[str, ...]] = {"int8": ("int8-channel",), "fp8": ("fp8-block", "fp8-channel")}
 
 
 def product_dtype(weight_dtype: str, activation_dtype: str | None) -> str:
@@ -209,9 +211,9 @@ def product_dtype(weight_dtype: str, activation_dtype: str | None) -> str:
 
     Args:
         weight_dtype: The format of these weights.
-        activation_dtype: int8 if products round their inputs to it, otherwise None.
+        activation_dtype: The format to which products round their inputs. None: they do not.
     """
-    return weight_dtype if activation_dtype is None or weight_dtype != "int8" else "w8a8"
+    return "w8a8" if activation_dtype == weight_dtype == "int8" else weight_dtype
 
 
 def number_format(name: str, what: str = "the number format") -> NumberFormat:

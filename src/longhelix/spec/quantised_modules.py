@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import msgspec
 
+from longhelix.spec.formats import ACTIVATION_DTYPES
 from longhelix.spec.tensor_names import canonical
 
 # Modules with matrices that no method quantises: embeddings, routers, and what decides or weighs like a router.
@@ -34,18 +35,18 @@ class Storage(msgspec.Struct, frozen=True):
         scheme: Which tensors there are: a key of `compute.models.schemes.SCHEMES`.
         format: A number format of `longhelix.spec.formats` with codes.
         ordered: The inputs of a scale block do not lie side by side (act-order): a tensor says the block of each.
-        rounds_inputs: Products round their inputs to bytes as well. Weights are bytes with a scale for each output.
+        input_dtype: The number format to which products round their inputs: "int8" or "fp8". None: they do not.
     """
 
     scheme: str
     format: str
     ordered: bool = False
-    rounds_inputs: bool = False
+    input_dtype: str | None = None
 
     @property
     def kept(self) -> str:
         """The number format in memory."""
-        return "w8a8" if self.rounds_inputs else self.format
+        return "w8a8" if self.input_dtype == "int8" else self.format
 
 
 class Modules(msgspec.Struct, frozen=True):
@@ -101,12 +102,12 @@ class Quantisation(msgspec.Struct, frozen=True):
         """The number formats of quantised modules, in words."""
         return " and ".join(dict.fromkeys(rule.storage.format for rule in self.rules))
 
-    def rounding_inputs(self) -> "Quantisation | None":
-        """Return the same with products that round their inputs to bytes. None: the weights are not such bytes."""
-        if any(rule.storage.format != "int8-channel" for rule in self.rules):
+    def rounding_inputs(self, dtype: str) -> "Quantisation | None":
+        """Return the same with products that round their inputs to `dtype`. None: it does not fit some weights."""
+        if any(rule.storage.format not in ACTIVATION_DTYPES[dtype] for rule in self.rules):
             return None
         rules = (
-            msgspec.structs.replace(rule, storage=msgspec.structs.replace(rule.storage, rounds_inputs=True))
+            msgspec.structs.replace(rule, storage=msgspec.structs.replace(rule.storage, input_dtype=dtype))
             for rule in self.rules
         )
         return msgspec.structs.replace(self, rules=tuple(rules))

@@ -91,7 +91,7 @@ def assert_sentence(error):
         ({"zzz": 1}, "unknown setting 'zzz': use one of activation_dtype, allow_without_key, allow_"),
         ({"attention_dtype": "fp8"}, "attention_dtype 'fp8' is not known: use one of int8"),
         ({"attention_dtype": "int8"}, "but kv_dtype is bfloat16: set kv_dtype to int8 or int4"),
-        ({"activation_dtype": "int4"}, "activation_dtype 'int4' is not known: use one of int8"),
+        ({"activation_dtype": "int4"}, "activation_dtype 'int4' is not known: use one of int8, fp8"),
         (
             {"activation_dtype": "int8", "weight_dtype": "int4"},
             "activation_dtype int8 needs int8 weights, but weight_dtype is int4: leave one of them out",

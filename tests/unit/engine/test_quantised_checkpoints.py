@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from longhelix import UserError
 from longhelix.cli.options import describe
 from longhelix.compute.models.model_files import open_checkpoint
+from longhelix.engine import places
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
 from longhelix.serve.live import server_description
@@ -386,6 +387,64 @@ def test_inputs_of_products_are_rounded_only_with_int8_weights(tmp_path):
         "activation_dtype int8 needs int8 weights, but those of the checkpoint are quantised otherwise (fp8-block): "
         "leave out activation_dtype"
     )
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Return a function that gives this machine GPUs of some compute capabilities."""
+
+    def have(*capabilities):
+        monkeypatch.setattr(places, "free_gpu_bytes", lambda: [2**34] * len(capabilities))
+        monkeypatch.setattr(places, "gpu_capabilities", lambda: list(capabilities))
+
+    return have
+
+
+@pytest.mark.parametrize(("settings", "write"), [(FP8_BLOCK, fp8_block), (FP8_CHANNEL, fp8_channel)])
+def test_inputs_of_products_are_rounded_to_fp8_on_gpus(settings, write, gpus, tmp_path):
+    saved(tmp_path, settings | {"ignore": ["lm_head"]}, tensors_of(LLAMA, always(write)))
+    gpus((9, 0), (8, 9))
+    plain = resolved(tmp_path, device="cuda")
+    rounding = resolved(tmp_path, activation_dtype="fp8", device="auto")
+    storages = [config.spec.checkpoint.quantisation.storage_of(DOWN) for config in (plain, rounding)]
+    assert [storage.input_dtype for storage in storages] == [None, "fp8"]
+    # Weights stay as they are.
+    assert len({storage.kept for storage in storages}) == 1
+    assert rounding.weight_bytes(0) == plain.weight_bytes(0)
+    assert rounding.formats.product_dtype == plain.formats.product_dtype == "bfloat16"
+    assert ", activations fp8" in describe(rounding)[0]
+
+
+def test_fp8_inputs_need_fp8_weights_and_gpus_that_multiply_fp8(gpus, tmp_path):
+    asked = {"activation_dtype": "fp8", "device": "cuda"}
+    saved(tmp_path, FP8_BLOCK, tensors_of(LLAMA, always(fp8_block)))
+    gpus((8, 6), (9, 0))
+    assert refused(tmp_path, "invalid_argument", **asked) == (
+        "activation_dtype fp8 needs GPUs of compute capability 8.9 or later, but a rank has one of 8.6: leave "
+        "activation_dtype out"
+    )
+    assert "kv_dtype fp8 needs GPUs" in refused(tmp_path, "invalid_argument", kv_dtype="fp8", device="cuda")
+    assert resolved(tmp_path, device="cuda").machines.device == "cuda"
+    gpus((9, 0), (9, 0), (8, 6))
+    assert resolved(tmp_path, kv_dtype="fp8", **asked).formats.activation_dtype == "fp8"
+    for device in ("cpu", "auto"):
+        gpus(*[(9, 0)] * (device == "cpu"))
+        assert refused(tmp_path, "invalid_argument", activation_dtype="fp8", device=device) == (
+            "activation_dtype fp8 runs only on GPUs, but the device is cpu: set device to cuda, or leave "
+            "activation_dtype out"
+        )
+    gpus((9, 0), (9, 0))
+    saved(tmp_path, INT8, tensors_of(LLAMA, always(int8_channel)))
+    assert refused(tmp_path, "invalid_argument", **asked) == (
+        "activation_dtype fp8 needs fp8 weights, but those of the checkpoint are quantised otherwise (int8-channel): "
+        "leave out activation_dtype"
+    )
+    saved(tmp_path, None, tensors_of(LLAMA, always(plain)))
+    for weight_dtype in (None, "fp8-block", "int8"):
+        assert refused(tmp_path, "invalid_argument", weight_dtype=weight_dtype, **asked) == (
+            "activation_dtype fp8 needs a checkpoint with fp8 weights, but this one is not quantised: leave out "
+            "activation_dtype"
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

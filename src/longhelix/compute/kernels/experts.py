@@ -176,6 +176,11 @@ class Experts:
         """Number format of all weights. None: there are no experts."""
         return self.down[0].dtype if self.down else None
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """`Weight.rounds_inputs` of all weights."""
+        return bool(self.down) and self.down[0].rounds_inputs
+
     @cached_property
     def handle(self):
         """The weights in the form that native kernels take."""
@@ -264,6 +269,7 @@ def run_experts(
         experts.hidden,
         experts.weight_dtype,
         PANELS.name if numbered else experts.arrangement.name,
+        experts.rounds_inputs,
     )
 
 
@@ -271,7 +277,7 @@ library.define(
     "run_experts(Tensor x_TH, Tensor[] gate_up, Tensor[] down, Tensor[] addresses, Tensor weights_TY, "
     "Tensor experts_TY, str function, bool gated, Tensor? norm, float norm_eps, Tensor? residual, ScalarType dtype, "
     "Tensor? scales_TX, Tensor(a!) rows_e, int[] ids, int[] columns, int lead, int? hidden, str? weight_dtype, "
-    "str arrangement) -> Tensor"
+    "str arrangement, bool rounds_inputs) -> Tensor"
 )
 
 
@@ -296,6 +302,7 @@ def _run_experts(
     hidden,
     weight_dtype,
     arrangement,
+    rounds_inputs,
 ):
     activation = activation_of(function, gated)
     options = activation, norm, norm_eps, residual, dtype, scales_TX, rows_e
@@ -319,7 +326,7 @@ def _run_experts(
     residual = None if residual is None else residual.to(dtype)
     if addresses:
         routing = weights_TY, experts_TY, rows_e
-        packed = (weight_dtype, lead) if arrangement == PACKED.name else ()
+        packed = (weight_dtype, lead, rounds_inputs) if arrangement == PACKED.name else ()
         options = activation, norm, norm_eps, residual, *packed
         return triton_kernels().run_experts(x_TH, *addresses, columns, *routing, *options)
     if arrangement == PACKED.name:
@@ -329,7 +336,8 @@ def _run_experts(
         ]
         down = [PackedRows(w, weight_dtype, hidden, f, lead if f else 0) for w, f in zip(down, columns, strict=True)]
     normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
-    out_TH = reference.run_experts(normed_TH, gate_up, down, weights_TY, experts_TY, rows_e, ids, activation)
+    routing = weights_TY, experts_TY, rows_e, ids
+    out_TH = reference.run_experts(normed_TH, gate_up, down, *routing, activation, rounds_inputs)
     return out_TH if residual is None else residual + out_TH
 
 

@@ -78,14 +78,14 @@ def _in_order(x_TX, norm, order):
 library.define(
     "linear(Tensor x_TX, Tensor values, Tensor? bias, Tensor? norm, float norm_eps, str function, bool gated, "
     "Tensor? residual, ScalarType dtype, Tensor? scales_TX, str weight_dtype, int outputs, int depth, "
-    "str arrangement, int lead) -> Tensor"
+    "str arrangement, int lead, bool rounds_inputs) -> Tensor"
 )
 
 
 def _linear(x_TX, values, bias, norm, norm_eps, function, gated, residual, dtype, scales_TX, *weight):
     activation = activation_of(function, gated)
-    *shape, arrangement, lead = weight
-    weight = Weight(values, *shape, ARRANGEMENTS[arrangement], lead)
+    *shape, arrangement, lead, rounds_inputs = weight
+    weight = Weight(values, *shape, ARRANGEMENTS[arrangement], lead, rounds_inputs=rounds_inputs)
     if weight.arrangement is PANELS:
         return _multiply_panels(x_TX, weight, bias, norm, norm_eps, activation, residual, dtype, scales_TX)
     if scales_TX is not None:
@@ -93,11 +93,11 @@ def _linear(x_TX, values, bias, norm, norm_eps, function, gated, residual, dtype
     _check(x_TX, weight, bias, norm, activation, residual, dtype, scales_TX)
     operand = PACKED.rows_of(weight) if weight.arrangement is PACKED else values
     if x_TX.is_cuda:
-        return _multiply_on_gpu(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype)
-    return reference.linear(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype)
+        return _multiply_on_gpu(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype, rounds_inputs)
+    return reference.linear(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype, rounds_inputs)
 
 
-def _multiply_on_gpu(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype):
+def _multiply_on_gpu(x_TX, operand, bias, norm, norm_eps, activation, residual, dtype, rounds_inputs):
     """Run the reference, or the kernels of packed weights, with one launch for the norm and one for the activation.
 
     operand: W as a tensor or as `PackedRows`.
@@ -106,7 +106,7 @@ def _multiply_on_gpu(x_TX, operand, bias, norm, norm_eps, activation, residual, 
         x_TX, norm = triton_kernels().norm_rows(dense_rows(x_TX), norm, norm_eps), None
     if isinstance(operand, PackedRows):
         product_dtype = dtype if activation is None and residual is None else x_TX.dtype
-        out_TO = triton_kernels().multiply_packed(x_TX, operand, product_dtype, bias)
+        out_TO = triton_kernels().multiply_packed(x_TX, operand, product_dtype, bias, rounds_inputs)
     elif activation is None:
         return reference.linear(x_TX, operand, bias, norm, norm_eps, None, residual, dtype)
     else:
@@ -297,5 +297,6 @@ library.impl("take_rows", _take_rows, "CompositeExplicitAutograd")
 library.impl("take_columns", _take_columns, "CompositeExplicitAutograd")
 
 
-def _weight_arguments(weight: Weight) -> tuple[str, int, int, str, int]:
-    return weight.dtype, weight.outputs, weight.depth, weight.arrangement.name, weight.lead
+def _weight_arguments(weight: Weight) -> tuple[str, int, int, str, int, bool]:
+    shape = weight.outputs, weight.depth
+    return weight.dtype, *shape, weight.arrangement.name, weight.lead, weight.rounds_inputs

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longhelix.compute.kernels.packed_rows import PackedRows
 from longhelix.spec import Activation, MoE
@@ -12,6 +13,9 @@ from longhelix.spec import Activation, MoE
 # Rows are taken in tiles: bounds the score matrix, and skips keys that no row of a tile may see.
 _TILE_ROWS = 128
 ROW_BLOCK = 64  # inputs of a scale block of a row of bytes
+INPUT_BLOCK = 128  # inputs of a scale block of a row in e4m3
+LARGEST_ROUNDED = 448.0  # of e4m3
+LEAST_ROUNDED = 2.0**-100  # scale blocks of smaller numbers are zero
 _PACKED_ELEMENTS = 2**22  # numbers of a packed weight that are unpacked at a time
 
 
@@ -166,12 +170,14 @@ def linear(
     activation: Activation | None,
     residual_TO: Tensor | None,
     dtype: torch.dtype,
+    rounds_inputs: bool = False,
 ) -> Tensor:
     """See `products.linear`; every step is rounded to the dtype of x, after the norm to that of a wider weight."""
     if norm_X is not None:
         x_TX = rms_norm(x_TX, norm_X, norm_eps)
     if isinstance(weight_OX, PackedRows):
-        out_TO = _multiply_packed(x_TX.float(), weight_OX)
+        wide_TX = round_inputs(x_TX, weight_OX.lead) if rounds_inputs else x_TX.float()
+        out_TO = _multiply_packed(wide_TX, weight_OX)
         out_TO = out_TO if bias_O is None else out_TO + bias_O.float()
         out_TO = out_TO.to(dtype if activation is None else x_TX.dtype)
     else:
@@ -189,6 +195,23 @@ def _multiply_packed(x_TX: Tensor, rows: PackedRows) -> Tensor:
     step = max(_PACKED_ELEMENTS // max(rows.depth, 1), 1)
     parts = (rows.numbers(slice(first, first + step)) for first in range(0, rows.outputs, step))
     return torch.cat([x_TX @ part_OX.T for part_OX in parts] or [x_TX.new_empty(len(x_TX), 0)], dim=1)
+
+
+def round_inputs(x_TX: Tensor, lead: int) -> Tensor:
+    """Return rows that are rounded to e4m3, in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+
+    A row has a scale for each 128 inputs, which makes the largest magnitude 448. Scale blocks begin where those of the
+    weight do. A block with an infinity or a NaN becomes NaN.
+
+    lead: `PackedRows.lead` of the weight.
+    """
+    depth = x_TX.shape[1]
+    x_TGB = pad(x_TX.float(), (lead, -(lead + depth) % INPUT_BLOCK)).unflatten(1, (-1, INPUT_BLOCK))
+    largest_TG1 = x_TGB.abs().amax(-1, keepdim=True).clamp(min=LEAST_ROUNDED)
+    # A number over a tensor would be that times the tensor's reciprocal, which is rounded before.
+    factor_TG1 = torch.full_like(largest_TG1, LARGEST_ROUNDED) / largest_TG1
+    rounded_TGB = (x_TGB * factor_TG1).to(torch.float8_e4m3fn).float() * (largest_TG1 / LARGEST_ROUNDED)
+    return rounded_TGB.flatten(1)[:, lead : lead + depth]
 
 
 def activate(x_TX: Tensor, activation: Activation) -> Tensor:
@@ -289,6 +312,7 @@ def run_experts(
     rows_e: Tensor,
     ids: list[int],
     activation: Activation,
+    rounds_inputs: bool = False,
 ) -> Tensor:
     """See `experts.run_experts`, after the norm and without the residual; sorted by expert, a product of all rows for
     each."""
@@ -302,8 +326,9 @@ def run_experts(
         rows_e[index] += len(rows)
         if not len(rows):
             continue
-        inner = linear(normed_TH[rows], gate_up[index], None, None, 0.0, activation, None, normed_TH.dtype)
-        out_XH = linear(inner, down[index], None, None, 0.0, None, None, torch.float32)
+        dtype = normed_TH.dtype
+        inner = linear(normed_TH[rows], gate_up[index], None, None, 0.0, activation, None, dtype, rounds_inputs)
+        out_XH = linear(inner, down[index], None, None, 0.0, None, None, torch.float32, rounds_inputs)
         out_TH.index_add_(0, rows, out_XH * weights_X1)
     return out_TH.to(normed_TH.dtype)
 

@@ -30,6 +30,12 @@ def free_gpu_bytes() -> list[int]:
     return [int(mebibytes) * 2**20 for mebibytes in _query("memory.free")]
 
 
+def gpu_capabilities() -> list[tuple[int, int]]:
+    """Return the compute capability of each of these GPUs, such as (9, 0)."""
+    capabilities = (words.split(".") for words in _query("compute_cap"))
+    return [(int(capability[0]), int(capability[1])) for capability in capabilities if len(capability) == 2]
+
+
 def gpu_names() -> list[str]:
     """Return the name of each of these GPUs, such as "NVIDIA H100 80GB HBM3"."""
     return _query("name")

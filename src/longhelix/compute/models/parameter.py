@@ -49,6 +49,18 @@ class Parameter:
     def num_elements(self) -> int:
         return sum(prod(map(len, source.slices)) for source in self.sources)
 
+    @property
+    def storage(self) -> Storage | None:
+        """How the checkpoint stores a product's weight that stays packed. None: it does not stay packed."""
+        if self.stored is not WeightDtype.PRODUCT:
+            return None
+        return packed_storage((source.storage for source in self.sources), self.in_experts)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round their inputs to e4m3."""
+        return self.storage is not None and self.storage.input_dtype == "fp8"
+
     def format(self, weight_dtype: str) -> str | None:
         """Return the number format in which it stays packed, None if it does not. weight_dtype: see `share`."""
         share = self.share(weight_dtype)
@@ -65,7 +77,7 @@ class Parameter:
         """
         if self.stored is not WeightDtype.PRODUCT:
             return None
-        storage = packed_storage((source.storage for source in self.sources), self.in_experts)
+        storage = self.storage
         if storage is None and FORMATS[weight_dtype].codes is None:
             return None
         format, ordered = (weight_dtype, False) if storage is None else (storage.kept, storage.ordered)

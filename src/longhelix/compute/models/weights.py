@@ -4,6 +4,7 @@ So a rank never has the whole model in memory, nor its own share twice.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import lcm, prod
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from longhelix.compute.kernels import PANELS, Weight, native
 from longhelix.compute.kernels.packed_rows import PackedRows, encoded, joined
-from longhelix.compute.kernels.weight import WeightArrangement, choose_arrangement
+from longhelix.compute.kernels.weight import PACKED, WeightArrangement, choose_arrangement
 from longhelix.compute.models.checkpoint import Checkpoint, invalid_checkpoint
 from longhelix.compute.models.parameter import Parameter, Source
 from longhelix.compute.models.schemes import SCHEMES
@@ -86,6 +87,8 @@ class Weights:
             UserError: There is none.
         """
         parameters = [self._unused[name] for name in names]
+        if any(parameter.rounds_inputs for parameter in parameters):
+            return PACKED
         shapes = (parameter.product_shape(self.weight_dtype) for parameter in parameters)
         lead = max((parameter.lead(self.weight_dtype) for parameter in parameters), default=0)
         dtype = self.format(names[0]) if names else self.weight_dtype
@@ -106,14 +109,14 @@ class Weights:
             order_O: The rows of the weight, in order. None: as they are.
         """
         arrangement = arrangement or self.arrangement([name])
-        share = self._unused[name].share(self.weight_dtype)
+        share, rounds_inputs = self._unused[name].share(self.weight_dtype), self._unused[name].rounds_inputs
         in_pieces = order_O is None and arrangement is PANELS
         if not in_pieces or (share is not None and (share.ordered or FORMATS[share.format].codes is None)):
             if share is not None:
                 rows = self._packed(name)
                 rows = rows if order_O is None else rows.selected(order_O)
                 arrange = arrangement.of_rows if rows.dtype == share.format else PANELS.of_bytes
-                return arrange(rows, halves)
+                return replace(arrange(rows, halves), rounds_inputs=rounds_inputs)
             weight_OI = self.take(name)
             return self.lay_out(weight_OI if order_O is None else weight_OI[order_O], halves, arrangement)
         shape_OI, dtype, lead = self._unused[name].local_shape, self.format(name), self.lead(name)

@@ -26,7 +26,7 @@ class NumberFormats:
     Attributes:
         dtype: Hidden states, and all weights that are not quantised.
         weight_dtype: Weights of matrix products that the checkpoint does not pack.
-        activation_dtype: int8: products round their inputs to bytes. None: inputs stay in `dtype`.
+        activation_dtype: int8 or fp8: products round their inputs to it. None: inputs stay in `dtype`.
         kv_dtype: KV cache.
         attention_dtype: int8: attention rounds queries and softmax weights to bytes. None: it does not.
     """

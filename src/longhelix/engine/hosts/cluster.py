@@ -112,6 +112,7 @@ class Cluster:
             [each.cores for each in facts],
             [each.free_bytes for each in facts],
             [each.gpu_bytes for each in facts],
+            [each.gpu_capabilities for each in facts],
         )
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longhelix.compute.machine import host
-from longhelix.compute.machine.devices import free_gpu_bytes, native_instruction_set
+from longhelix.compute.machine.devices import free_gpu_bytes, gpu_capabilities, native_instruction_set
 from longhelix.engine.hosts import network
 from longhelix.engine.hosts.launcher import with_launcher
 from longhelix.engine.hosts.messages import Facts
@@ -151,6 +151,7 @@ class Membership:
             cores=host.cores(),
             free_bytes=host.available_bytes(),
             gpu_bytes=free_gpu_bytes(),
+            gpu_capabilities=gpu_capabilities(),
         )
 
 

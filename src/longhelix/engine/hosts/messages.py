@@ -11,6 +11,7 @@ class Facts(msgspec.Struct, frozen=True):
     cores: int
     free_bytes: int  # free memory
     gpu_bytes: list[int]  # free memory of each GPU
+    gpu_capabilities: list[tuple[int, int]]  # compute capability of each GPU
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

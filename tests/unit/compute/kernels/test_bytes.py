@@ -273,6 +273,7 @@ def test_scales_that_are_not_of_these_rows_are_refused():
             144,
             "panels",
             0,
+            False,
         )
         for call in (
             lambda rows=rows, scales=scales: linear(rows, weight, dtype=torch.float32, scales_TX=scales),
@@ -335,6 +336,6 @@ def test_ops_are_whole_in_graphs():
     opcheck(torch.ops.longhelix.quantise_rows.default, (x_TX, norm, 1e-3))
     q_TX, scales_TX = quantise_rows(x_TX)
     arguments = weight.values, None, None, 0.0, "", False, None, torch.float32
-    shape = "w8a8", 20, 144, "panels", 0
+    shape = "w8a8", 20, 144, "panels", 0, False
     opcheck(torch.ops.longhelix.linear.default, (q_TX, *arguments, scales_TX, *shape))
     opcheck(torch.ops.longhelix.linear.default, (x_TX, *arguments, None, *shape))

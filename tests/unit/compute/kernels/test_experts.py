@@ -531,7 +531,7 @@ def test_torch_accepts_experts_and_their_fake(rows, weight_dtype):
     )
     for residual in (None, x_TH.clone()):
         counts = NORM_EPS, residual, x_TH.dtype, None, experts.rows_e, experts.ids, list(COLUMNS.values()), 0
-        arguments = *call, *counts, experts.hidden, experts.weight_dtype, experts.arrangement.name
+        arguments = *call, *counts, experts.hidden, experts.weight_dtype, experts.arrangement.name, False
         results = opcheck(torch.ops.longhelix.run_experts.default, arguments)
         assert set(results.values()) == {"SUCCESS"}
 

@@ -665,7 +665,7 @@ def test_torch_accepts_the_op_and_its_fake(rows, dtype, weight_dtype):
         activation = activation_arguments(SWIGLU if around.swiglu else None)
         call = x_TX, weight.values, around.bias, around.norm, 1e-3, *activation, residual
         for out_dtype in (dtype,) if has.get("residual") else (dtype, torch.float32):
-            shape = weight.dtype, weight.outputs, weight.depth, weight.arrangement.name, weight.lead
+            shape = weight.dtype, weight.outputs, weight.depth, weight.arrangement.name, weight.lead, False
             results = opcheck(torch.ops.longhelix.linear.default, (*call, out_dtype, None, *shape))
             assert set(results.values()) == {"SUCCESS"}
 

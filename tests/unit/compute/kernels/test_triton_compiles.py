@@ -30,6 +30,7 @@ from longhelix.compute.kernels.triton import (  # noqa: E402
     rotate,
     rows,
     run_experts,
+    weight_tiles,
     write,
     write_kv,
 )
@@ -38,10 +39,11 @@ from tiers import few  # noqa: E402
 pytestmark = pytest.mark.unit
 
 SHARED_MEMORY_BYTES = 227 * 1024
+LEAST_SHARED_MEMORY_BYTES = 99 * 1024  # of GPUs since compute capability 8.0
 BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
 
 
-def compile_for_hopper(kernel: JITFunction, arguments: dict[str, object]) -> CompiledKernel:
+def compile_for(capability: int, kernel: JITFunction, arguments: dict[str, object]) -> CompiledKernel:
     """As a launch with these arguments would: ones and None become constants, and multiples of 16 are known as such."""
     options = {name: arguments.pop(name) for name in set(arguments) - set(kernel.arg_names)}
     signature, constants, attributes = {}, {}, {}
@@ -54,11 +56,17 @@ def compile_for_hopper(kernel: JITFunction, arguments: dict[str, object]) -> Com
         if torch.is_tensor(value) or (type(value) is int and value % 16 == 0 and not free):
             attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.fixture
-def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
+def capability() -> int:
+    """Of Hopper GPUs."""
+    return 90
+
+
+@pytest.fixture
+def compiled(capability, monkeypatch, tmp_path) -> list[CompiledKernel]:
     """What the launches of a test compile to; nothing is launched."""
     kernels: list[CompiledKernel] = []
 
@@ -70,7 +78,7 @@ def compiled(monkeypatch, tmp_path) -> list[CompiledKernel]:
             def launch(*values: object, **named: object) -> None:
                 assert all(size > 0 for size in grid)
                 arguments = dict(zip(self.kernel.arg_names, values, strict=False)) | named
-                kernels.append(compile_for_hopper(self.kernel, arguments))
+                kernels.append(compile_for(capability, self.kernel, arguments))
 
             return launch
 
@@ -255,20 +263,60 @@ def test_packed_weights_that_begin_anywhere_compile_for_hopper(compiled):
     assert len(compiled) == 3
 
 
-@pytest.mark.parametrize(("name", "dtype", "rows"), few(PACKED), ids=str)
-def test_packed_experts_compile_for_hopper(name, dtype, rows, compiled):
+def run_packed_experts(name: str, dtype: torch.dtype, rows: int, rounds_inputs: bool = False) -> None:
     hidden, columns, held = 7168, 256, 4
     table = torch.zeros(held, 3, dtype=torch.int64)
     index_E, counts = torch.empty(16, dtype=torch.int32), torch.empty(held, dtype=torch.int64)
     x_TH = torch.empty(rows, hidden, dtype=dtype)
     taken = torch.empty(rows, 2), torch.empty(rows, 2, dtype=torch.int64)
-    options = counts, SWIGLU, x_TH[0], 1e-6, None, name, 128
+    options = counts, SWIGLU, x_TH[0], 1e-6, None, name, 128, rounds_inputs
     run_experts(x_TH, index_E, table, [columns] * held, *taken, *options)
+
+
+@pytest.mark.parametrize(("name", "dtype", "rows"), few(PACKED), ids=str)
+def test_packed_experts_compile_for_hopper(name, dtype, rows, compiled):
+    run_packed_experts(name, dtype, rows)
     by_name = {kernel.metadata.name: kernel for kernel in compiled}
     for kernel, factors in (("_gate_up", 3), ("_down", 2)):
         assert by_name[kernel].metadata.shared <= SHARED_MEMORY_BYTES
         if dtype != torch.float32:
             _assert_loads_ahead(by_name[kernel], factors)
+
+
+ROUNDING = [("fp8-block", BF16, 512), ("fp8-channel", BF16, 1), ("fp8-block", torch.float32, 512)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "rows"), few(ROUNDING), ids=str)
+def test_products_in_fp8_compile_for_hopper(name, dtype, rows, compiled):
+    weight = PackedRows.empty(name, 4096, 7168, 0, torch.device("cpu"))
+    multiply_packed(torch.empty(rows, 7168, dtype=dtype), weight, dtype, rounds_inputs=True)
+    run_packed_experts(name, dtype, rows, rounds_inputs=True)
+    by_name = {kernel.metadata.name: kernel for kernel in compiled}
+    for kernel, factors in (("_multiply", 2), ("_gate_up", 3), ("_down", 2)):
+        ptx = by_name[kernel].asm["ptx"]
+        assert by_name[kernel].metadata.shared <= SHARED_MEMORY_BYTES
+        # For few rows, Triton multiplies the same numbers in float16.
+        assert (r"k32.f32.e4m3.e4m3" if rows > 16 else "mma.sync") in ptx
+        # Gate and up round their inputs once: a warp has 32 numbers for each 16 of them in a tile.
+        tile = next(tile for most_rows, tile in weight_tiles.ROUNDING_TILES.items() if rows <= most_rows)
+        assert 2 * len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == tile.rows * 128 // (32 * tile.warps)
+        _assert_loads_ahead(by_name[kernel], factors)
+
+
+@pytest.mark.parametrize("capability", few([80, 89]))
+def test_products_with_e4m3_compile_for_earlier_gpus(capability, compiled, monkeypatch):
+    """Those before compute capability 8.9 have no e4m3."""
+    monkeypatch.setattr(weight_tiles, "has_e4m3", lambda device: capability >= 89)
+    for name in ("fp8-block", "fp8-channel", "mxfp8", "nvfp4"):
+        for rounds_inputs in {False, capability >= 89 and name.startswith("fp8")}:
+            weight = PackedRows.empty(name, 4096, 7168, 0, torch.device("cpu"))
+            multiply_packed(torch.empty(64, 7168, dtype=BF16), weight, BF16, rounds_inputs=rounds_inputs)
+            run_packed_experts(name, BF16, 64, rounds_inputs)
+    kernels = [kernel for kernel in compiled if kernel.metadata.name in ("_multiply", "_gate_up", "_down")]
+    assert len(kernels) == 3 * (4 if capability == 80 else 6)
+    for kernel in kernels:
+        assert kernel.metadata.shared <= LEAST_SHARED_MEMORY_BYTES
+        assert capability == 89 or "e4m3" not in kernel.asm["ptx"]
 
 
 def _assert_loads_ahead(kernel: CompiledKernel, factors: int) -> None:

@@ -304,7 +304,7 @@ def test_torch_accepts_the_op_and_its_fake(rows, device):
     for residual in (None, x_TH.clone()):
         around = norm_of(32, x_TH.dtype).to(device), NORM_EPS, residual, x_TH.dtype, None, held.rows_e
         arguments = x_TH, [], [], list(held.addresses), *taken, "silu", True, *around, held.ids
-        weights = list(COLUMNS.values()), 0, 32, "float32", "plain"
+        weights = list(COLUMNS.values()), 0, 32, "float32", "plain", False
         results = opcheck(torch.ops.longhelix.run_experts.default, (*arguments, *weights))
         assert set(results.values()) == {"SUCCESS"}
 

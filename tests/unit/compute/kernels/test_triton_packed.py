@@ -1,5 +1,8 @@
 """Products with packed weights in Triton: in Triton's interpreter, and on a CUDA device where there is one."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,12 +13,12 @@ from test_experts import NORM_EPS, norm_of, some_taken
 from test_native_attention import bits, seeded
 from test_triton import CUDA, ROUNDING
 
-from longhelix.compute.kernels import Experts, reference, run_experts
+from longhelix.compute.kernels import Experts, linear, reference, run_experts
 from longhelix.compute.kernels.experts import SWIGLU, addresses
 from longhelix.compute.kernels.packed_rows import PackedRows
-from longhelix.compute.kernels.triton import experts, multiply_packed, packed_products
+from longhelix.compute.kernels.triton import experts, multiply_packed, packed_products, weight_tiles
 from longhelix.compute.kernels.weight import PACKED, Weight
-from longhelix.spec import FORMATS, Activation
+from longhelix.spec import ACTIVATION_DTYPES, FORMATS, Activation
 from random_weights import random_rows
 from tiers import few
 from triton_interpreter import interpret
@@ -29,6 +32,7 @@ NAMES = [
 ]  # fmt: skip
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 NUM_EXPERTS = 10
+FP8 = ACTIVATION_DTYPES["fp8"]
 
 
 @pytest.fixture(scope="module", params=["cpu", CUDA])
@@ -123,6 +127,125 @@ def test_splits_are_whole_turns_that_have_all_inputs():
         assert splits == 1 or splits * tiles <= packed_products._PROGRAMS
 
 
+# Inputs in FP8
+
+
+def outliers(rows: int, depth: int, dtype: torch.dtype) -> Tensor:
+    """Rows that are rounded coarsely, each by its own large number."""
+    x_TX = normal(rows, depth, seed=1, dtype=dtype)
+    x_TX[torch.arange(rows), torch.arange(rows) * 31 % depth] *= torch.arange(1, rows + 1) * 7
+    return x_TX
+
+
+@pytest.mark.parametrize("dtype", few(DTYPES), ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "depth", "lead", "rows"),
+    few(
+        [
+            (33, 235, 5, 3),
+            (70, 333, 34, 65),
+            (20, 1100, 0, 1),  # inputs in splits, the last of them short
+            (32, 256, 0, 17),  # loads of 16 bytes
+            (5, 7, 120, 2),  # one block's end alone
+        ],
+        2,
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("name", few(FP8, 2))
+def test_products_in_fp8_are_those_of_the_reference(name, outputs, depth, lead, rows, dtype, device):
+    weight = random_rows(name, outputs, depth, lead if name == "fp8-block" else 0, device=device)
+    x_TX, bias = outliers(rows, depth, dtype).to(device), normal(outputs, seed=2, dtype=dtype).to(device)
+    out_TO = multiply_packed(x_TX, weight, torch.float32, bias, rounds_inputs=True)
+    rounded_TX, weight_OI = reference.round_inputs(x_TX, weight.lead).double().cpu(), numbers(weight)
+    assert rounded_TX.shape == x_TX.shape
+    magnitudes_TO = rounded_TX.abs() @ weight_OI.abs().T
+    error_TO = out_TO.cpu().double() - rounded_TX @ weight_OI.T - bias.cpu().double()
+    # Tensor cores of Hopper GPUs add products of FP8 numbers with about 14 bits.
+    tolerance = 2**-20 if device.type == "cpu" else 2**-12
+    assert (error_TO.abs() <= tolerance * magnitudes_TO + 2**-22).all()
+    expected_TO = reference.linear(x_TX, weight, bias, None, 0.0, None, None, torch.float32, rounds_inputs=True)
+    assert ((expected_TO - out_TO).cpu().abs() <= 2 * tolerance * magnitudes_TO + 2**-22).all()
+    assert not torch.allclose(out_TO, multiply_packed(x_TX, weight, torch.float32, bias), rtol=1e-4)
+
+
+def test_inputs_are_rounded_to_a_sixteenth():
+    """Half the distance of two numbers in e4m3, or of those below 2^-6 of a largest one of 448."""
+    x_TX = outliers(40, 300, torch.float32)
+    for lead in (0, 100):
+        rounded_TX, largest_TX = reference.round_inputs(x_TX, lead), torch.empty_like(x_TX)
+        for first in range(-lead, 300, 128):
+            block = slice(max(first, 0), first + 128)
+            largest_TX[:, block] = x_TX[:, block].abs().amax(1, keepdim=True)
+        assert ((rounded_TX - x_TX).abs() <= x_TX.abs() / 16 + largest_TX * 2**-10 / 448).all()
+        is_largest_TX = x_TX.abs() == largest_TX
+        torch.testing.assert_close(rounded_TX[is_largest_TX], x_TX[is_largest_TX])
+
+
+@pytest.mark.parametrize("rows", [20, pytest.param(70, marks=pytest.mark.slow)])
+def test_how_a_row_is_rounded_does_not_depend_on_other_rows(rows, device):
+    weight, x_TX = random_rows("fp8-block", 40, 300, 28, device=device), outliers(rows, 300, torch.bfloat16).to(device)
+    out_TO = multiply_packed(x_TX, weight, torch.float32, rounds_inputs=True)
+    for row in (0, 19):
+        alone_TO = multiply_packed(x_TX[row : row + 1], weight, torch.float32, rounds_inputs=True)
+        tolerance = 1e-5 if device.type == "cpu" else 1e-3
+        torch.testing.assert_close(alone_TO, out_TO[row : row + 1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_zeros_stay_zero_and_what_is_no_number_reaches_no_other_row(device):
+    weight, x_TX = random_rows("fp8-block", 24, 300, device=device), normal(6, 300, seed=3, dtype=torch.bfloat16)
+    x_TX[0], x_TX[1], x_TX[2, 130], x_TX[3, 7] = 0.0, 1e-38, math.inf, math.nan
+    x_TX = x_TX.to(device)
+    out_TO = multiply_packed(x_TX, weight, torch.float32, rounds_inputs=True)
+    expected_TO = reference.linear(x_TX, weight, None, None, 0.0, None, None, torch.float32, rounds_inputs=True)
+    assert not out_TO[:2].any()
+    assert out_TO[2:4].isnan().all()
+    torch.testing.assert_close(out_TO, expected_TO, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_the_op_rounds_the_inputs_of_weights_that_ask_for_it(name, device):
+    weight = weight_of(random_rows(name, 48, 130, device=device))
+    x_TX, norm = normal(5, 130, seed=6, dtype=torch.bfloat16).to(device), torch.ones(130, dtype=torch.bfloat16)
+    around = {"norm": norm.to(device), "activation": SWIGLU}
+    rounded_TO = linear(x_TX, replace(weight, rounds_inputs=True), **around)
+    expected_TO = reference.linear(
+        x_TX, PACKED.rows_of(weight), None, norm.to(device), 0.0, SWIGLU, None, x_TX.dtype, rounds_inputs=True
+    )
+    torch.testing.assert_close(rounded_TO, expected_TO)
+    assert not torch.equal(rounded_TO, linear(x_TX, weight, **around))
+
+
+# GPUs without e4m3
+
+
+def test_bits_of_every_number_in_e4m3_become_the_number(device, monkeypatch):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0  # NaN, which weights and scales are not
+    by_code = PackedRows.empty("fp8-channel", 1, 256)
+    by_code.code_rows.copy_(codes)
+    by_code.scales.fill_(1.0)
+    by_scale = PackedRows.empty("nvfp4", 1, 16 * 128)
+    by_scale.code_rows.fill_(2 | 2 << 4)  # ones
+    by_scale.scales.copy_(codes[:128].view(torch.float8_e4m3fn))
+    by_scale.output_scales.fill_(1.0)
+    monkeypatch.setattr(weight_tiles, "has_e4m3", lambda device: False)
+    for rows, step in ((by_code, 1), (by_scale, 16)):
+        x_TX = torch.eye(rows.depth, device=device)[::step]
+        rows = PackedRows(rows.buffer.to(device), rows.dtype, 1, rows.depth)
+        out_T1 = multiply_packed(x_TX, rows, torch.float32)
+        assert torch.equal(out_T1.flatten().cpu(), codes[: len(out_T1)].view(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("name", few(["nvfp4", "fp8-block", "fp8-channel", "mxfp8"]))
+def test_products_without_e4m3_are_the_same(name, device, monkeypatch):
+    weight, x_TX = random_rows(name, 40, 160, device=device), normal(5, 160, seed=1, dtype=torch.bfloat16).to(device)
+    expected_TO = multiply_packed(x_TX, weight, torch.float32)
+    monkeypatch.setattr(weight_tiles, "has_e4m3", lambda device: False)
+    assert torch.equal(multiply_packed(x_TX, weight, torch.float32), expected_TO)
+
+
 # Experts
 
 
@@ -194,17 +317,26 @@ def test_experts_equal_their_definition(name, columns, lead, hidden, rows, per_r
     assert rows_e.tolist() == [counts_E[number] for number in ids]
 
 
-@pytest.mark.parametrize("columns", [{2: 0, 3: 32, 8: 64}, {3: 33}], ids=str)
-def test_the_op_runs_packed_experts(columns, device):
+@pytest.mark.parametrize("columns", [{2: 0, 3: 32, 8: 144}, {3: 33}], ids=str)
+@pytest.mark.parametrize(("name", "rounds_inputs"), [("nvfp4", False), ("fp8-block", True)])
+def test_the_op_runs_packed_experts(name, rounds_inputs, columns, device):
     """With addresses as on GPUs, and without, where the reference reads the numbers."""
     ids = tuple(columns)
-    gate_up = [weight_of(random_rows("nvfp4", 2 * size, 64, device=device)) for size in columns.values()]
-    down = [weight_of(random_rows("nvfp4", 64, size, 8 if size else 0, device=device)) for size in columns.values()]
+    gate_up, down = (
+        [
+            replace(weight_of(rows), rounds_inputs=rounds_inputs)
+            for rows in (random_rows(name, *shape(size), device=device) for size in columns.values())
+        ]
+        for shape in (lambda size: (2 * size, 160), lambda size: (160, size, 8 if size else 0))
+    )
     rows_e = torch.zeros(len(ids), dtype=torch.int64, device=device)
     listed = Experts(ids, tuple(gate_up), tuple(down), rows_e)
     found = Experts(ids, tuple(gate_up), tuple(down), rows_e.clone(), addresses(ids, gate_up, down, NUM_EXPERTS))
-    x_TH, taken = normal(7, 64, seed=6).to(device), [part.to(device) for part in some_taken(7, NUM_EXPERTS, 4, 8)]
+    x_TH, taken = normal(7, 160, seed=6).to(device), [part.to(device) for part in some_taken(7, NUM_EXPERTS, 4, 8)]
     expected_TH = run_experts(x_TH, listed, *taken)
     assert expected_TH.abs().max() > 0.01
     torch.testing.assert_close(run_experts(x_TH, found, *taken), expected_TH)
+    unrounded = (tuple(replace(each, rounds_inputs=False) for each in side) for side in (gate_up, down))
+    exact_TH = run_experts(x_TH, Experts(ids, *unrounded, rows_e.clone()), *taken)
+    assert torch.allclose(exact_TH, expected_TH, rtol=1e-3) != rounds_inputs
     assert torch.equal(found.rows_e, listed.rows_e)

@@ -7,7 +7,7 @@ from array import array
 import pytest
 
 from builtin import builtin
-from longhelix.compute.machine.devices import free_gpu_bytes, gpu_names
+from longhelix.compute.machine.devices import free_gpu_bytes, gpu_capabilities, gpu_names
 from longhelix.compute.models.batch import Batch, StepShape
 from longhelix.compute.runner.graphed_layers import Bucket
 from longhelix.compute.runner.warm_up import warm_up_steps
@@ -53,6 +53,12 @@ def test_names_are_those_that_the_driver_tells(monkeypatch, tmp_path, cuda_build
     install(monkeypatch, tmp_path, 'case "$*" in *gpu=name*) echo NVIDIA H200; echo NVIDIA H200;; esac')
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert gpu_names() == ["NVIDIA H200", "NVIDIA H200"]
+
+
+def test_capabilities_are_those_that_the_driver_tells(monkeypatch, tmp_path, cuda_build):
+    install(monkeypatch, tmp_path, 'case "$*" in *gpu=compute_cap*) echo 9.0; echo 12.0; echo "[N/A]";; esac')
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_capabilities() == [(9, 0), (12, 0)]
 
 
 def test_a_cpu_build_of_torch_has_no_gpus(monkeypatch, tmp_path):

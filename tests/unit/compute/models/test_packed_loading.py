@@ -1,5 +1,7 @@
 """Quantised checkpoints stay packed: a rank's weights take the bytes of the formula, in every form and layout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -87,3 +89,24 @@ def test_weights_take_the_bytes_of_the_formula(family, form, tmp_path):
             )
             assert sum(read) == sum(parameter.num_elements for parameter in parameters)
             assert found == sum(stored_bytes(spec, layout, rank, "bfloat16", "bfloat16").values()), (layout, rank)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-channel"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_products_with_weights_that_the_checkpoint_quantises_round_their_inputs(family, form, tmp_path):
+    save_packed(CONFIGS[family], FORMS[form], tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path / "packed")
+    spec = _spec(checkpoint, None)
+    rounding = replace(spec.checkpoint, quantisation=spec.checkpoint.quantisation.rounding_inputs("fp8"))
+    spec, layout = replace(spec, checkpoint=rounding), Layout(kvp=2)
+    weights = Weights(checkpoint, declare(spec, layout, 1), torch.bfloat16, "bfloat16", torch.device("cpu"))
+    decoder = Decoder(spec, mesh_of(layout, 1), weights)
+    values = [value for module in decoder.modules() for value in vars(module).values()]
+    experts = [each for value in values if isinstance(value, tuple) for each in value if isinstance(each, Experts)]
+    found = [value for value in values if isinstance(value, Weight)]
+    found += [weight for each in experts for weight in (*each.gate_up, *each.down)]
+    packed = [weight for weight in found if weight.dtype == form]
+    assert len(packed) > 4
+    assert all(weight.arrangement is PACKED for weight in packed)
+    assert all(weight.rounds_inputs == (weight.dtype == form) for weight in found)
+    assert all(each.rounds_inputs for each in experts)

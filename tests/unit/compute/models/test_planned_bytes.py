@@ -184,7 +184,7 @@ def test_memory_is_the_engines_where_one_rank_has_most_of_all(family, format):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_int8_weights_of_products_that_round_their_inputs_take_the_engines_bytes(family, layout):
     spec = model_of(family, "int8-channel")
-    rounding = replace(spec.checkpoint, quantisation=spec.checkpoint.quantisation.rounding_inputs())
+    rounding = replace(spec.checkpoint, quantisation=spec.checkpoint.quantisation.rounding_inputs("int8"))
     setting = setting_of(replace(spec, checkpoint=rounding))
     found, declared = planned(setting, layout), by_weight(setting.model, layout)
     if spec.vocabulary.tied_embeddings and layout.pp == 1:

@@ -49,7 +49,7 @@ def port():
 
 
 def hello(probe_port):
-    facts = Facts("127.0.0.1", probe_port, cores=1, free_bytes=1, gpu_bytes=[])
+    facts = Facts("127.0.0.1", probe_port, cores=1, free_bytes=1, gpu_bytes=[], gpu_capabilities=[])
     return Hello(
         node_rank=1,
         process="a",

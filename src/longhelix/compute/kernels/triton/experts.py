@@ -18,6 +18,7 @@ from longhelix.compute.kernels.triton.weight_tiles import (
     ALIGNED_BYTES,
     FLOAT32_TILE,
     PACKED_TILES,
+    ROUNDING_TILES,
     ProductTile,
     add_products,
     packing,
@@ -59,6 +60,7 @@ def run_experts(
     residual: Tensor | None,
     weight_dtype: str | None = None,
     lead: int = 0,
+    rounds_inputs: bool = False,
 ) -> Tensor:
     """`kernels.experts.run_experts` of weights in rows, found by `experts.addresses`.
 
@@ -67,6 +69,7 @@ def run_experts(
         columns: Columns of each of this rank's experts.
         weight_dtype: The format of packed weights (`PackedRows`). None: weights are plain, in the dtype of x.
         lead: `PackedRows.lead` of the down-projections of all experts with columns. Other weights have none.
+        rounds_inputs: Both products round their inputs, as in `multiply_packed`.
 
     Sums are float32; between the two products an expert's activations are rounded to the dtype of x. An expert's
     outputs take memory meanwhile: 4 bytes for each hidden channel of each pair that this rank can have, and
@@ -81,11 +84,14 @@ def run_experts(
         aligned = all(size * x_TH.itemsize % ALIGNED_BYTES == 0 for size in (hidden, *columns))
         multiple, constants, tiles, narrow = ALIGNED_BYTES // x_TH.itemsize, plain(aligned), _TILES, _NARROW
     else:
-        multiple, constants = ALIGNED_BYTES, packing(weight_dtype, [(hidden, 0), *((width, lead) for width in columns)])
-        tiles, narrow = PACKED_TILES, _PACKED_NARROW
+        multiple, constants = (
+            ALIGNED_BYTES,
+            packing(weight_dtype, [(hidden, 0), *((width, lead) for width in columns)], x_TH.device, rounds_inputs),
+        )
+        tiles, narrow = ROUNDING_TILES if rounds_inputs else PACKED_TILES, _PACKED_NARROW
     mean_rows = experts_TY.numel() / len(index_E)
     tile = FLOAT32_TILE
-    if x_TH.dtype != torch.float32:
+    if rounds_inputs or x_TH.dtype != torch.float32:
         tile = _tile(mean_rows, num_experts, most_columns, tiles, narrow)
     taken = sort_rows(experts_TY, index_E, rows_e, tile.rows)
     out_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
@@ -223,6 +229,7 @@ def _gate_up(
     ZERO_POINTS: tl.constexpr,
     OUTPUT_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
 ):
     """What experts make of M rows between their products: N columns. Without a gate, `gate` is the up-projection."""
     tile, n_N = tl.program_id(0), tl.program_id(1) * N + tl.arange(0, N)
@@ -263,6 +270,7 @@ def _gate_up(
             BLOCK,
             ZERO_POINTS,
             ALIGNED,
+            ROUNDS_INPUTS,
         )
         if GATED:
             up_MN = add_products(
@@ -280,6 +288,7 @@ def _gate_up(
                 BLOCK,
                 ZERO_POINTS,
                 ALIGNED,
+                ROUNDS_INPUTS,
             )
     gate_MN = scale_outputs(
         gate_MN,
@@ -342,6 +351,7 @@ def _down(
     ZERO_POINTS: tl.constexpr,
     OUTPUT_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
 ):
     """What an expert makes of M rows: N hidden channels of those from `first` on."""
     tile, n_N = tl.program_id(0), tl.program_id(1) * N + tl.arange(0, N)
@@ -377,6 +387,7 @@ def _down(
             BLOCK,
             ZERO_POINTS,
             ALIGNED,
+            ROUNDS_INPUTS,
         )
     part_MN = scale_outputs(
         part_MN,

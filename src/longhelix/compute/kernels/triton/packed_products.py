@@ -15,6 +15,7 @@ from longhelix.compute.kernels.triton.weight_tiles import (
     ALIGNED_BYTES,
     FLOAT32_TILE,
     PACKED_TILES,
+    ROUNDING_TILES,
     ProductTile,
     add_products,
     packing,
@@ -26,7 +27,9 @@ _PROGRAMS = 792
 _SPLIT_TURNS = 4  # Loads run ahead of the products only if a program has several turns.
 
 
-def multiply_packed(x_TX: Tensor, rows: PackedRows, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def multiply_packed(
+    x_TX: Tensor, rows: PackedRows, dtype: torch.dtype, bias: Tensor | None = None, rounds_inputs: bool = False
+) -> Tensor:
     """Return x W^T + bias. Sums are float32 and rounded once.
 
     Args:
@@ -34,6 +37,8 @@ def multiply_packed(x_TX: Tensor, rows: PackedRows, dtype: torch.dtype, bias: Te
         rows: W. Its buffer begins at a multiple of 16 bytes.
         dtype: Dtype of the result.
         bias: One number per output, in any float dtype.
+        rounds_inputs: Round x as `reference.round_inputs`, and multiply in e4m3. W has codes in e4m3, and scale blocks
+            of 128 inputs or more.
     """
     assert rows.buffer.data_ptr() % ALIGNED_BYTES == 0
     x_TX, num_rows = dense_rows(x_TX), len(x_TX)
@@ -42,8 +47,9 @@ def multiply_packed(x_TX: Tensor, rows: PackedRows, dtype: torch.dtype, bias: Te
         return out_TO
     bias = None if bias is None else bias.contiguous()
     tile = FLOAT32_TILE
-    if x_TX.dtype != torch.float32:
-        tile = next(tile for most_rows, tile in PACKED_TILES.items() if num_rows <= most_rows)
+    if rounds_inputs or x_TX.dtype != torch.float32:
+        tiles = ROUNDING_TILES if rounds_inputs else PACKED_TILES
+        tile = next(tile for most_rows, tile in tiles.items() if num_rows <= most_rows)
     tiles = triton.cdiv(num_rows, tile.rows), triton.cdiv(rows.outputs, tile.columns)
     splits, split_inputs = _splits(rows.lead + rows.depth, tiles[0] * tiles[1], tile)
     parts_NTO = out_TO if splits == 1 else x_TX.new_empty(splits, *out_TO.shape, dtype=torch.float32)
@@ -61,7 +67,7 @@ def multiply_packed(x_TX: Tensor, rows: PackedRows, dtype: torch.dtype, bias: Te
         M=tile.rows,
         N=tile.columns,
         C=tile.inputs,
-        **packing(rows.dtype, [(rows.depth, rows.lead)]),
+        **packing(rows.dtype, [(rows.depth, rows.lead)], x_TX.device, rounds_inputs),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -100,6 +106,7 @@ def _multiply(
     ZERO_POINTS: tl.constexpr,
     OUTPUT_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
 ):
     """Multiply M rows with the weights of N outputs, over one split of the inputs."""
     m_M = tl.program_id(0) * M + tl.arange(0, M)
@@ -126,6 +133,7 @@ def _multiply(
             BLOCK,
             ZERO_POINTS,
             ALIGNED,
+            ROUNDS_INPUTS,
         )
     sum_MN = scale_outputs(
         sum_MN,

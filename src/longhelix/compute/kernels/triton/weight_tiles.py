@@ -5,11 +5,14 @@ block. So a tile has whole scale blocks, or is inside one.
 """
 
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
+from longhelix.compute.kernels.reference import INPUT_BLOCK, LARGEST_ROUNDED, LEAST_ROUNDED
 from longhelix.spec import FORMATS
 
 ALIGNED_BYTES = 16  # Loads are wide if weights and their rows begin at multiples of it.
@@ -21,6 +24,9 @@ _SCALES = {  # as kernels load them
     "e4m3": tl.float8e4nv,
     "e8m0": tl.uint8,
 }
+_E4M3_BITS = {"e4m3": tl.int8}  # on GPUs without e4m3
+
+_LARGEST_ROUNDED, _LEAST_ROUNDED = tl.constexpr(LARGEST_ROUNDED), tl.constexpr(LEAST_ROUNDED)
 
 
 class ProductTile(NamedTuple):
@@ -50,22 +56,39 @@ PACKED_TILES = {
 }
 # Full float32 products do not run on tensor cores, and keep their operands in registers.
 FLOAT32_TILE = ProductTile(rows=16, columns=16, inputs=32, warps=4, stages=3)
+# Tiles for products that round their inputs. A turn is one scale block of inputs, whatever the number of rows, so how a
+# row is rounded does not depend on other rows.
+ROUNDING_TILES = {
+    16: ProductTile(rows=16, columns=32, inputs=INPUT_BLOCK, warps=4, stages=4),
+    2**30: ProductTile(rows=64, columns=64, inputs=INPUT_BLOCK, warps=8, stages=3),
+}
 
 
-def packing(dtype: str, inputs: Iterable[tuple[int, int]]) -> dict[str, object]:
+@cache
+def has_e4m3(device: torch.device) -> bool:
+    """Return whether kernels on this device have the dtype e4m3. Triton's interpreter has."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def packing(
+    dtype: str, inputs: Iterable[tuple[int, int]], device: torch.device, rounds_inputs: bool = False
+) -> dict[str, object]:
     """Return the compile-time constants of kernels that read packed weights.
 
     Args:
         dtype: Name of a number format with codes.
         inputs: Depth and lead (`PackedRows`) of each weight in a launch.
+        device: Where the kernels run.
+        rounds_inputs: Whether products round their inputs to e4m3.
 
     Returns:
-        ELEMENT: `Codes.element`.
-        SCALE: The dtype in which kernels load scales.
+        ELEMENT: `Codes.element`, or "e4m3_bits" on devices without e4m3.
+        SCALE: The dtype in which kernels load scales. On devices without e4m3, its bits are int8.
         BLOCK: Inputs of a scale block. 0: each output has one scale.
         ZERO_POINTS: Whether scale blocks have zero points.
         OUTPUT_SCALES: Whether outputs have a scale besides those of their blocks.
         ALIGNED: Rows and tiles begin at multiples of this number of bytes. 0: a tile may begin in the middle of a byte.
+        ROUNDS_INPUTS: Whether products round their inputs to e4m3.
     """
     format, inputs = FORMATS[dtype], tuple(inputs)
     assert format.codes is not None
@@ -73,13 +96,17 @@ def packing(dtype: str, inputs: Iterable[tuple[int, int]]) -> dict[str, object]:
         aligned = ALIGNED_BYTES
     else:
         aligned = int(all(lead * format.bits % 8 == 0 for _, lead in inputs))
+    element, scales = format.codes.element, _SCALES
+    if not has_e4m3(device):
+        element, scales = "e4m3_bits" if element == "e4m3" else element, _SCALES | _E4M3_BITS
     return {
-        "ELEMENT": format.codes.element,
-        "SCALE": _SCALES[format.codes.scale],
+        "ELEMENT": element,
+        "SCALE": scales[format.codes.scale],
         "BLOCK": format.weight_scales.numbers or 0,
         "ZERO_POINTS": format.codes.zero_points,
         "OUTPUT_SCALES": format.weight_scales.vector_bits > 0,
         "ALIGNED": aligned,
+        "ROUNDS_INPUTS": rounds_inputs,
     }
 
 
@@ -92,6 +119,7 @@ def plain(aligned: bool) -> dict[str, object]:
         "ZERO_POINTS": False,
         "OUTPUT_SCALES": False,
         "ALIGNED": ALIGNED_BYTES if aligned else 1,
+        "ROUNDS_INPUTS": False,
     }
 
 
@@ -111,18 +139,26 @@ def add_products(
     BLOCK: tl.constexpr,
     ZERO_POINTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    ROUNDS_INPUTS: tl.constexpr,
 ):
     """Add x W^T for outputs n_N and for C inputs from start - lead on. `scale_outputs` completes the sums.
 
     The scale of a block with at least C inputs multiplies sums. The scale of a smaller block multiplies numbers, and
     the result is rounded to the dtype of x. In bfloat16, this is exact for scales in e8m0 and e4m3.
+
+    ROUNDS_INPUTS: Each row of x is rounded to e4m3, and multiplied with codes in e4m3. Its scale multiplies sums.
     """
     C: tl.constexpr = x_MC.shape[1]
     N: tl.constexpr = sum_MN.shape[1]
     if ELEMENT is None:
         number_NC = _plain(weight_ptr, x_MC.dtype, depth, n_N, real_N, start, C, ALIGNED)
     else:
-        number_NC = _numbers(_codes(weight_ptr, depth, lead, n_N, real_N, start, C, ELEMENT, ALIGNED), ELEMENT)
+        number_NC = _codes(weight_ptr, depth, lead, n_N, real_N, start, C, ELEMENT, ALIGNED)
+        if ROUNDS_INPUTS:
+            tl.static_assert(ELEMENT == "e4m3" and (BLOCK == 0 or BLOCK >= C))
+            number_NC = number_NC.to(tl.float8e4nv, bitcast=True)
+        else:
+            number_NC = _numbers(number_NC, ELEMENT)
         if BLOCK > 0:
             # Scale blocks of a tile.
             G: tl.constexpr = C // BLOCK if BLOCK < C else 1
@@ -143,10 +179,16 @@ def add_products(
             if BLOCK < C:
                 number_NGB *= scale_NG[:, :, None]
             number_NC = tl.reshape(number_NGB, [N, C])
+    if ROUNDS_INPUTS:
+        x_MC, scale_M = _rounded(x_MC)
     factor_CN = tl.trans(number_NC.to(x_MC.dtype))
-    if BLOCK >= C:
+    if ROUNDS_INPUTS or BLOCK >= C:
         product_MN = tl.dot(x_MC, factor_CN, input_precision="ieee")
-        sum_MN += product_MN * tl.reshape(scale_NG, [1, N])
+        if ROUNDS_INPUTS:
+            product_MN *= scale_M[:, None]
+        if BLOCK >= C:
+            product_MN *= tl.reshape(scale_NG, [1, N])
+        sum_MN += product_MN
     else:
         sum_MN = tl.dot(x_MC, factor_CN, sum_MN, input_precision="ieee")
     return sum_MN
@@ -178,6 +220,15 @@ def scale_outputs(
         if OUTPUT_SCALES:
             sum_MN *= tl.load(output_scales_ptr + n_N, mask=real_N, other=0.0)[None, :]
     return sum_MN
+
+
+@triton.jit
+def _rounded(x_MC):
+    """Round the inputs of each row to e4m3, and return them with a scale for each row (`reference.round_inputs`)."""
+    x_MC = x_MC.to(tl.float32)
+    largest_M = tl.maximum(tl.max(tl.abs(x_MC), 1), _LEAST_ROUNDED)
+    rounded_MC = (x_MC * tl.div_rn(_LARGEST_ROUNDED, largest_M)[:, None]).to(tl.float8e4nv)
+    return rounded_MC, tl.div_rn(largest_M, _LARGEST_ROUNDED)
 
 
 @triton.jit
@@ -235,6 +286,8 @@ def _numbers(code_NC, ELEMENT: tl.constexpr):
     """Return the values of codes in float32."""
     if ELEMENT == "e4m3":
         number_NC = code_NC.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif ELEMENT == "e4m3_bits":
+        number_NC = _of_e4m3_bits(code_NC)
     elif ELEMENT == "int8":
         number_NC = code_NC.to(tl.int8, bitcast=True).to(tl.float32)
     elif ELEMENT == "uint4":
@@ -248,8 +301,18 @@ def _numbers(code_NC, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def _of_e4m3_bits(bits):
+    """Return the values of numbers in e4m3, whose bits are bytes. NaN is not among them."""
+    # Move the bits to their places in a float16. Its exponents have a bias of 15 instead of 7.
+    bits = bits.to(tl.int16)
+    return (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
 def _scale(scale):
     """Return scales in float32. Bytes are e8m0. Code 0 is 2^-127, which is subnormal in float32."""
+    if scale.dtype == tl.int8:
+        scale = _of_e4m3_bits(scale)
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.int32)
         scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)

@@ -32,10 +32,12 @@ SCHEMES: Mapping[str, Scheme] = {
     "gptq": Gptq(zero_offset=1),
     "gptq_v2": Gptq(zero_offset=0),
     "int_quantized": Integer8(),
-    "modelopt_nvfp4": NvFp4("weight", "weight_scale_2", "input_scale", divides=False),
+    "modelopt_nvfp4": NvFp4("weight", "weight_scale_2", divides=False, input_scale="input_scale"),
     "mxfp4_pack_quantized": MxFp4(),
     "mxfp8_quantized": MxFp8(),
-    "nvfp4_pack_quantized": NvFp4("weight_packed", "weight_global_scale", "input_global_scale", divides=True),
+    "nvfp4_pack_quantized": NvFp4(
+        "weight_packed", "weight_global_scale", divides=True, input_scale="input_global_scale"
+    ),
     "pack_quantized": PackQuantized(),
 }
 

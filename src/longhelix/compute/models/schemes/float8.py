@@ -18,7 +18,7 @@ class Float8(Scheme):
 
     Attributes:
         scale: Name of the tensor with scales.
-        input_scale: Name of the scale of static activations, which only some checkpoints have.
+        input_scale: See `Scheme`.
     """
 
     scale: str

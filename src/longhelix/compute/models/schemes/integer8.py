@@ -10,12 +10,14 @@ from longhelix.spec.quantisation import Storage
 class Integer8(Scheme):
     """compressed-tensors' int-quantized."""
 
+    input_scale = "input_scale"
+
     def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         outputs, _ = shape
         return {
             f"{module}.weight": TensorForm(("int8",), (shape,)),
             f"{module}.weight_scale": TensorForm(FLOATS, (*SCALAR, (outputs,), (outputs, 1))),
-            f"{module}.input_scale": TensorForm(FLOATS, SCALAR, required=False),
+            f"{module}.{self.input_scale}": TensorForm(FLOATS, SCALAR, required=False),
             f"{module}.input_zero_point": TensorForm(("int8",), SCALAR, required=False),
         }
 

@@ -16,14 +16,14 @@ class NvFp4(Scheme):
     Attributes:
         codes: Name of the tensor with codes.
         tensor_scale: Name of the tensor's scale.
-        input_scale: Name of the scale of static activations, which only some checkpoints have.
         divides: Numbers are divided by the tensor's scale, not multiplied.
+        input_scale: See `Scheme`.
     """
 
     codes: str
     tensor_scale: str
-    input_scale: str
     divides: bool
+    input_scale: str
 
     def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
         outputs, depth = shape

@@ -46,7 +46,13 @@ class TensorForm:
 
 
 class Scheme(ABC):
-    """A published way to store quantised weights."""
+    """A published way to store quantised weights.
+
+    Attributes:
+        input_scale: Name of the scale of static activations, which only some checkpoints have.
+    """
+
+    input_scale: str = ""
 
     @abstractmethod
     def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
@@ -73,7 +79,8 @@ class Scheme(ABC):
     ) -> PackedRows:
         """Return some rows and inputs of a weight. Both may begin and end anywhere, also inside a scale block or byte.
 
-        Whole rows are read if inputs are ordered.
+        Whole rows are read if inputs are ordered. The scale of static activations is checked if products round their
+        inputs.
 
         Args:
             checkpoint: It has tensors of the forms that `tensors` returns.
@@ -97,6 +104,8 @@ class Scheme(ABC):
         packed = PackedRows.empty(storage.format, outputs, read.stop - read.start, share.lead)
         part = Part(checkpoint, f"{module}.", shape, rows, read, packed, share.ordered)
         self._fill(part)
+        if storage.input_dtype is not None and part.has(self.input_scale):
+            part.check_scales(self.input_scale, part.read_for_outputs(self.input_scale)[:1])
         if not share.ordered:
             return packed
         return ordered(packed, part.groups(self.order), inputs, share.format, share.depth)

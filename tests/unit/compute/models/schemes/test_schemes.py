@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -158,6 +159,33 @@ def test_scales_of_tensors_are_refused_by_name(scheme, wrong, tmp_path):
     with pytest.raises(UserError, match="scales must be finite") as caught:
         read(published, written(published, tmp_path), *whole(published))
     assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "dtype"),
+    [
+        ("fp8 of tensors", "input_scale", "fp8"),
+        ("fp8 of tensors, transformers", "activation_scale", "fp8"),
+        ("fp8 blocks of modelopt", "input_scale", "fp8"),
+        ("int8 of outputs", "input_scale", "int8"),
+    ],
+)
+def test_scales_of_static_activations_are_checked_where_products_round_their_inputs(form, name, dtype, tmp_path):
+    published = PUBLISHED[form]()
+    rounding = msgspec.structs.replace(published.storage, input_dtype=dtype)
+    arguments = published.module, published.shape
+    for scale in (0.5, *NOT_POSITIVE):
+        published.tensors[f"{MODULE}.{name}"] = torch.tensor(scale)
+        checkpoint = written(published, tmp_path)
+        rows = read(published, checkpoint, *whole(published))
+        scheme = SCHEMES[published.scheme]
+        if scale == 0.5:
+            rounded = scheme.read(checkpoint, *arguments, rounding, whole(published))
+            assert torch.equal(rounded.numbers(), rows.numbers())
+            continue
+        with pytest.raises(UserError, match="scales must be finite and not zero and not negative") as caught:
+            scheme.read(checkpoint, *arguments, rounding, whole(published))
+        assert repr(f"{MODULE}.{name}") in str(caught.value)
 
 
 def test_a_scale_whose_inverse_is_infinite_is_refused(tmp_path):
