@@ -28,6 +28,7 @@ from longhelix.compute.models.experts import ExpertFFN
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
 from longhelix.spec import Activation, LayerSpec, MoE, Routing
+from longhelix.spec.model import CheckpointFormat
 from tensors import weights_of
 from tiers import few
 from triton_interpreter import interpret
@@ -327,7 +328,8 @@ def test_a_compiled_layer_holds_the_op_and_counts_its_rows(device, monkeypatch):
 
 def layer(moe: MoE, held: list[int], hidden: int, device: torch.device) -> ExpertFFN:
     """An FFN with experts of 32 columns, of which a rank has `held`, in rows and with addresses."""
-    spec = type("Spec", (), {"layers": (LayerSpec((), (moe,)),), "rms_norm_eps": NORM_EPS})()
+    fields = {"layers": (LayerSpec((), (moe,)),), "rms_norm_eps": NORM_EPS, "checkpoint": CheckpointFormat("bfloat16")}
+    spec = type("Spec", (), fields)()
     layout = type("Held", (), {"experts": lambda self, count, rank: held})()
     weights = {"ffn_norm": norm_of(hidden, torch.bfloat16)}
     weights["router"] = normal(moe.num_experts, hidden, seed=1)
