@@ -34,14 +34,14 @@ class Places:
         )
 
     @property
-    def least_capability(self) -> tuple[int, int]:
-        """The lowest compute capability of the GPUs that run ranks. (0, 0) if the driver does not tell any."""
+    def least_capability(self) -> tuple[int, int] | None:
+        """The lowest compute capability of the GPUs that run ranks. None if the driver does not tell any."""
         of_ranks = (
             capability
             for capabilities, ranks in zip(self.gpu_capabilities, self.hosts.ranks, strict=True)
             for capability in capabilities[: len(ranks)]
         )
-        return min(of_ranks, default=(0, 0))
+        return min(of_ranks, default=None)
 
     def where(self, node: int) -> str:
         """Return " on host 1", or an empty string if there is only one host."""

@@ -238,9 +238,10 @@ def _check_float8(options: EngineOptions, kv_dtype: str, device: str, places: Pl
             "activation_dtype out"
         )
     setting = "activation_dtype" if options.activation_dtype == "fp8" else "kv_dtype" if kv_dtype == "fp8" else None
-    if device == "cpu" or setting is None or places.least_capability >= _FLOAT8_CAPABILITY:
+    least = places.least_capability
+    if device == "cpu" or setting is None or least is None or least >= _FLOAT8_CAPABILITY:
         return
-    needed, found = (".".join(map(str, each)) for each in (_FLOAT8_CAPABILITY, places.least_capability))
+    needed, found = (".".join(map(str, each)) for each in (_FLOAT8_CAPABILITY, least))
     raise UserError(
         f"{setting} fp8 needs GPUs of compute capability {needed} or later, but a rank has one of {found}: leave "
         f"{setting} out"

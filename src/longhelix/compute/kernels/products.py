@@ -67,8 +67,10 @@ def linear(
 def _in_order(x_TX, norm, order):
     """Return x and the norm's weight with their columns in order.
 
-    A norm divides all numbers of a row by one number, so they may be in any order. Only whole rows are normed.
+    A norm divides all numbers of a row by one number, so they may be in any order. Only whole rows are normed, in which
+    each column is taken once.
     """
+    assert norm is None or len(order.columns_I) == order.num_columns
     if x_TX.shape[1] != order.num_columns or (norm is not None and norm.shape != x_TX.shape[1:]):
         raise ValueError(f"a weight takes rows and norms of {order.num_columns} numbers, but rows have {x_TX.shape[1]}")
     x_TI = take_columns(x_TX, order.columns_I)
