@@ -44,8 +44,8 @@ class PackedShare:
 def packed_share(format: str, ordered: bool, size: int, inputs: range) -> PackedShare:
     """Return how a rank keeps some inputs of a weight.
 
-    If inputs are ordered, a rank may have any inputs of a scale block. Its inputs of each scale block are padded to
-    blocks of 32 inputs. The depth is enough for any order, so that it depends on sizes alone.
+    If inputs are ordered, a rank may have any inputs of a scale block. It pads its inputs of each scale block to blocks
+    of 32. The returned depth has room for the worst order, because only sizes are known here.
 
     Args:
         format: The number format of the whole weight.

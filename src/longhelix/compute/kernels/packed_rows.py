@@ -205,13 +205,14 @@ def ordered(rows: PackedRows, group_I: Tensor, inputs: slice, dtype: str, depth:
     order_I = torch.full((depth,), -1, dtype=torch.int32)
     order_I[place_L] = by_group_L.int()
     result = PackedRows.empty(dtype, rows.outputs, depth, order_I=order_I)
-    zero_G = torch.zeros(result.num_blocks, dtype=torch.int64)
-    block_of = torch.arange(rows.num_blocks).repeat_interleave(blocks_G)
-    zero_G[: len(block_of)] = block_of  # blocks without inputs have the scale of any
-    result.scales.copy_(rows.scales[:, zero_G])
+    filled = torch.arange(rows.num_blocks).repeat_interleave(blocks_G)
+    # Blocks without inputs have the scale of the first block: a kernel reads it, so it must be a number.
+    block_of_G = torch.zeros(result.num_blocks, dtype=torch.int64)
+    block_of_G[: len(filled)] = filled
+    result.scales.copy_(rows.scales[:, block_of_G])
     zero_codes_OI = _SYMMETRIC_ZERO
     if rows.zeros is not None:
-        result.zeros.copy_(rows.zeros[:, zero_G])
+        result.zeros.copy_(rows.zeros[:, block_of_G])
         zero_codes_OI = result.zeros.repeat_interleave(numbers, dim=1)[:, :depth]
     codes_OI = torch.where(order_I < 0, zero_codes_OI, unpacked(rows.code_rows)[:, inputs][:, order_I.clamp(min=0)])
     result.code_rows.copy_(packed(codes_OI))

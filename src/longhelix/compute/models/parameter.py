@@ -84,7 +84,7 @@ class Parameter:
         return packed_share(format, ordered, self.sources[0].shape[1], self.sources[0].slices[1])
 
     def product_shape(self, weight_dtype: str) -> tuple[int, int]:
-        """Return rows and inputs of the weight of a product, as it lies in memory. weight_dtype: see `share`."""
+        """Return the shape in memory of a product's weight, with padded inputs. weight_dtype: see `share`."""
         share = self.share(weight_dtype)
         rows, columns = self.local_shape
         return rows, columns if share is None else share.depth

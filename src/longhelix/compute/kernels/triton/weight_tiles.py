@@ -302,7 +302,7 @@ def _numbers(code_NC, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _of_e4m3_bits(bits):
-    """Return the values of numbers in e4m3, whose bits are bytes. NaN is not among them."""
+    """Convert e4m3 numbers, given as bytes, to float32. The loader has refused NaN."""
     # Move the bits to their places in a float16. Its exponents have a bias of 15 instead of 7.
     bits = bits.to(tl.int16)
     return (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
