@@ -44,6 +44,12 @@ def children():
     }
 
 
+def stop(process):
+    """Stop every thread of a process. The signal goes to one of them, and the others run until that one runs."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
 def test_guides_are_compiled_once(checker, monkeypatch):
     checker.check(Guide("json"))
     asked = []
@@ -99,7 +105,7 @@ def test_descriptors_may_be_large(checker):
 def test_a_process_that_says_nothing_refuses_no_guide(monkeypatch):
     checker = GuideChecker(lambda: TABLE)
     checker.check(Guide("json"))
-    checker._process.send_signal(signal.SIGSTOP)
+    stop(checker._process)
     monkeypatch.setattr(guide_checker, "_ANSWER_S", 0.1)
     with pytest.raises(PassingError, match="no answer within"):
         checker.check(Guide("regex", "a"))
@@ -112,7 +118,7 @@ def test_a_process_that_reads_nothing_keeps_nobody_waiting(monkeypatch):
     """A guide may be longer than a pipe has room for."""
     checker = GuideChecker(lambda: TABLE)
     checker.check(Guide("json"))
-    checker._process.send_signal(signal.SIGSTOP)
+    stop(checker._process)
     monkeypatch.setattr(guide_checker, "_ANSWER_S", 0.1)
     refused = []
 
