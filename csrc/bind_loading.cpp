@@ -30,12 +30,15 @@ void bind_loading(nb::module_& module) {
     module.def(
         "pack_codes",
         [](Address codes, std::int64_t code_stride, Address scales, std::int64_t scale_stride, Address zeros,
-           std::int64_t zero_stride, Address output_scales, std::int64_t num_rows, std::int64_t first,
-           const Weight& weight) {
+           std::int64_t zero_stride, Address superblock_scales, std::int64_t superblock_scale_stride,
+           Address superblock_offsets, std::int64_t superblock_offset_stride, Address output_scales,
+           std::int64_t num_rows, std::int64_t first, const Weight& weight) {
             if (!is_code(weight.number)) throw std::invalid_argument("a weight does not hold codes of this type");
             kernels().pack_codes({at<const std::uint8_t>(codes), code_stride, at<const std::uint8_t>(scales), scale_stride,
-                                  at<const std::uint8_t>(zeros), zero_stride, at<const float>(output_scales), num_rows,
-                                  first, weight, const_cast<std::uint8_t*>(weight.data)});
+                                  at<const std::uint8_t>(zeros), zero_stride, at<const std::uint8_t>(superblock_scales),
+                                  superblock_scale_stride, at<const std::uint8_t>(superblock_offsets),
+                                  superblock_offset_stride, at<const float>(output_scales), num_rows, first, weight,
+                                  const_cast<std::uint8_t*>(weight.data)});
         },
         unlocked);
 }

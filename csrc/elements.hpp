@@ -92,7 +92,7 @@ INLINE std::size_t byte_offset(int row, int lane, int position) {
 }
 
 #if defined(LONGHELIX_AVX512)
-// Codes of up to 7 bits as bfloat16, low and high bytes apart, for look-ups of bytes. Bit 7 of a code is its sign.
+// Codes of up to 7 bits as bfloat16, low and high bytes apart, for look-ups of bytes. Bit 7 of a code of 8 bits is its sign.
 struct Table {
     alignas(64) u8 low[128];
     alignas(64) u8 high[128];
@@ -117,6 +117,14 @@ struct Rows2 {
 template <typename Code>
 INLINE Rows2 decode(u32x16 codes) {
     static constexpr Table kTable = Table::of(Code::value);
+    if constexpr (Code::kBits == 4) {
+        auto table = [](const u8* from) { return _mm512_broadcast_i32x4(load<__m128i>(from)); };
+        return {_mm512_shuffle_epi8(table(kTable.low), (__m512i)codes), _mm512_shuffle_epi8(table(kTable.high), (__m512i)codes)};
+    }
+    if constexpr (Code::kBits == 6) {
+        return {_mm512_permutexvar_epi8((__m512i)codes, load<__m512i>(kTable.low)),
+                _mm512_permutexvar_epi8((__m512i)codes, load<__m512i>(kTable.high))};
+    }
     __m512i low = _mm512_permutex2var_epi8(load<__m512i>(kTable.low), (__m512i)codes, load<__m512i>(kTable.low + 64));
     __m512i high = _mm512_permutex2var_epi8(load<__m512i>(kTable.high), (__m512i)codes, load<__m512i>(kTable.high + 64));
     return {low, _mm512_ternarylogic_epi32(high, (__m512i)codes, _mm512_set1_epi8(static_cast<char>(0x80)), 0xf8)};
@@ -197,6 +205,7 @@ struct Byte : PairUnits {
 };
 
 struct Int8Code {
+    static constexpr int kBits = 8;
     static constexpr float value(int code) { return static_cast<float>(code); }
 #if !defined(LONGHELIX_AVX512)
     // Sign and magnitude to two's complement.
@@ -210,6 +219,7 @@ struct Int8Code {
 
 // OCP 8-bit floating point, e4m3: bias 7, no infinities, code 127 is NaN.
 struct Float8Code {
+    static constexpr int kBits = 8;
     static constexpr float kLargest = 448.0f;
     static constexpr float value(int code) {
         if (code == 127) return __builtin_nanf("");
@@ -241,6 +251,7 @@ using Int8 = Byte<Int8Code>;
 using Float8 = Byte<Float8Code>;
 
 struct Int4Code {
+    static constexpr int kBits = 4;
     static constexpr float value(int code) { return static_cast<float>(code - 8); }
 #if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) { return codes - 8; }
@@ -285,6 +296,7 @@ struct E4M3 : Float8 {
 
 // Bytes in two's complement: each number and a half, so that signs and magnitudes have the same range.
 struct HalvesCode {
+    static constexpr int kBits = 8;
     static constexpr float value(int code) { return static_cast<float>(code) + 0.5f; }
 #if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) { return codes ^ ((Bytes)(codes > 127) & 127); }
@@ -316,6 +328,7 @@ struct Nibble : Int4 {
 
 // Twice the number, which is whole.
 struct E2M1Code {
+    static constexpr int kBits = 4;
     static constexpr float value(int code) {
         constexpr float kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12};
         return code & 8 ? -kTwice[code & 7] : kTwice[code & 7];
@@ -339,6 +352,65 @@ struct Code4 : Nibble<Int4Code> {
     static constexpr float kShift = -8.0f, kFactor = 1.0f;
 };
 
+// What codes of nl4 stand for: IQ4_NL of llama.cpp (kvalues_iq4nl in ggml-common.h).
+constexpr std::int8_t kNl4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+struct Nl4Code {
+    static constexpr int kBits = 4;
+    static constexpr float value(int code) { return kNl4Values[code & 15]; }
+#if !defined(LONGHELIX_AVX512)
+    INLINE Bytes stored(Bytes codes) {
+        Bytes values;
+        for (std::size_t i = 0; i < sizeof values; ++i) values[i] = static_cast<u8>(kNl4Values[codes[i] & 15]);
+        return values;
+    }
+    INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
+#endif
+};
+
+struct Nl4 : Nibble<Nl4Code> {
+    static constexpr float kShift = 0.0f, kFactor = 1.0f;
+};
+
+struct Int6Code {
+    static constexpr int kBits = 6;
+    static constexpr float value(int code) { return static_cast<float>(code - 32); }
+#if !defined(LONGHELIX_AVX512)
+    INLINE Bytes stored(Bytes codes) { return codes - 32; }
+    INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
+#endif
+};
+
+// From 0 to 63, less 32. The low four bits of eight unit rows are as nibbles are; then come 64 bytes, of which each has the
+// high two bits of four codes: those of the first two unit rows are lowest.
+struct Code6 : PairUnits {
+    static constexpr int kRowBytes = 24, kRowsAtOnce = 8;
+    static constexpr bool kScaled = false;
+    static constexpr float kShift = -32.0f, kFactor = 1.0f;
+    static constexpr int kPackedBits = 6;
+    static constexpr int kInputsAtOnce = kRowsAtOnce * kStep;
+    static constexpr std::size_t kHighBytes = 128;  // where the high bits begin
+
+    struct Rows8 {
+        u32x16 low[2], high;
+    };
+
+    INLINE Rows8 load_rows(const u8* from) {
+        return {{load<u32x16>(from), load<u32x16>(from + 64)}, load<u32x16>(from + kHighBytes)};
+    }
+    INLINE Operand operand(const Rows8& rows, int row) {
+        u32x16 low = rows.low[row / 4], high = rows.high;
+        low = (row % 4 < 2 ? low : low >> 4) & 0x0f0f0f0fu;
+        switch (row / 2) {
+            case 0: high = high << 4; break;
+            case 1: high = high << 2; break;
+            case 2: break;
+            default: high = high >> 2;
+        }
+        return row_of<Int6Code>(decode<Int6Code>(low | (high & 0x30303030u)), row % 2);
+    }
+};
+
 template <>
 constexpr bool is_packed<E4M3> = true;
 template <>
@@ -347,6 +419,10 @@ template <>
 constexpr bool is_packed<E2M1> = true;
 template <>
 constexpr bool is_packed<Code4> = true;
+template <>
+constexpr bool is_packed<Nl4> = true;
+template <>
+constexpr bool is_packed<Code6> = true;
 
 // sums[r][v] += rows r of `units` (`stride` apart) times panel v, over `depth` unit rows. While it reads the panels it
 // asks the memory for what will be read next, as many lines: `ahead[0]` and what follows in the first half of the rows,
@@ -375,7 +451,7 @@ INLINE void accumulate(typename E::Sum (&sums)[R][V], const u32* units, std::ptr
             if constexpr (Ahead) __builtin_prefetch(next + v * (E::kRowsAtOnce * E::kRowBytes), 0, 2);
         }
         if constexpr (Ahead) next += V * E::kRowsAtOnce * E::kRowBytes;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < E::kRowsAtOnce; ++i) {
             typename E::Operand operands[V];
 #pragma GCC unroll 16

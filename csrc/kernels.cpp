@@ -48,6 +48,8 @@ void with_codes(Number number, const Call& call) {
         case Number::e4m3: return Kernel<E4M3>(call).run();
         case Number::e2m1: return Kernel<E2M1>(call).run();
         case Number::code8: return Kernel<Code8>(call).run();
+        case Number::code6: return Kernel<Code6>(call).run();
+        case Number::nl4: return Kernel<Nl4>(call).run();
         default: return Kernel<Code4>(call).run();
     }
 }

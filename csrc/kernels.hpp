@@ -15,13 +15,14 @@ using float16 = _Float16;
 
 // How numbers lie in memory. From int8 on they are stored with a scale, and but for rows of int8 only in the packed
 // arrangement. w8a8: bytes that are multiplied by rows of bytes. Codes of checkpoints, of weights alone: e4m3 and e2m1 are
-// floats of 8 and 4 bits, code8 a byte in two's complement, code4 an integer from 0 to 15. e8m0: a scale, a power of two.
+// floats of 8 and 4 bits, code8 a byte in two's complement, code6 and code4 integers from 0 to 63 and from 0 to 15, and nl4
+// one of sixteen integers (`kNl4Values`). e8m0: a scale, a power of two.
 enum class Number {
-    float32, float64, bfloat16, float16, int32, int64, int8, float8, int4, w8a8, e4m3, e2m1, code8, code4, e8m0
+    float32, float64, bfloat16, float16, int32, int64, int8, float8, int4, w8a8, e4m3, e2m1, code8, code6, code4, nl4, e8m0
 };
 
 inline bool is_code(Number number) {
-    return number == Number::e4m3 || number == Number::e2m1 || number == Number::code8 || number == Number::code4;
+    return number >= Number::e4m3 && number <= Number::nl4;
 }
 
 // A matrix whose rows are contiguous runs of float32, bfloat16 or float16.
@@ -107,17 +108,23 @@ struct Rotate {
 // then 16 float32 scales for the whole depth. The last panel is padded.
 //
 // Codes of checkpoints come in scale blocks of `block` inputs, of which the first may begin before the first input: the
-// block's rows of the panel, 16 scales, 16 zero points of a byte where there are any; and at the end of the panel 16
-// float32 scales of outputs, where there are any. weight = scale of the output * scale * (value of the code - zero point).
+// block's rows of the panel, 16 scales, and 16 zero points of a byte or 16 offsets where there are any; and at the end of
+// the panel 16 float32 scales of outputs, where there are any. Before the blocks of each superblock, where there are such,
+// are 16 float16 scales of it, and where blocks have offsets, 16 float16 offsets of it.
+// weight = scale of the output * scale of the superblock * scale * (value of the code - zero point)
+//          + offset of the superblock * offset.
 struct Weight {
     const std::uint8_t* data;
     Number number;
     std::int64_t depth;
     Number scale = Number::float32;
     std::int64_t block = 1;
-    std::int64_t lead = 0;  // inputs of the first block that another rank has, as `depth` a multiple of 16
+    std::int64_t lead = 0;  // inputs of the first block or superblock that another rank has, as `depth` a multiple of 16
     bool zeros = false;
     bool output_scales = false;
+    bool offsets = false;
+    float zero = 0.0f;            // the zero point of all blocks, where these have none
+    std::int64_t superblock = 0;  // inputs of a superblock, or 0
 };
 
 // What an FFN does between its products. compute/kernels/reference.py has the functions.
@@ -282,13 +289,18 @@ struct Packing {
 
 // Rows of codes and their scales, laid out in panels as the outputs `first` and those after it.
 struct CodePacking {
-    const std::uint8_t* codes;  // of a row: a byte for each input, or one for two inputs, the first in its low half
+    const std::uint8_t* codes;  // of a row: a byte for each input, or one for two inputs, the first in its low half. Those
+                                // of code6 are the low four bits of all inputs, then the high two, four in a byte
     std::int64_t code_stride;   // bytes from one row to the next, as the following
     const std::uint8_t* scales;
     std::int64_t scale_stride;
-    const std::uint8_t* zeros;  // or null
+    const std::uint8_t* zeros;  // zero points or offsets, or null
     std::int64_t zero_stride;
-    const float* output_scales;  // or null
+    const std::uint8_t* superblock_scales;  // or null, as the following
+    std::int64_t superblock_scale_stride;
+    const std::uint8_t* superblock_offsets;
+    std::int64_t superblock_offset_stride;
+    const float* output_scales;
     std::int64_t num_rows;
     std::int64_t first;
     Weight weight;

@@ -64,23 +64,32 @@ struct Inputs {
     }
 };
 
-// The places of codes, scales and zero points in a panel of a packed weight.
+// The places of codes, scales, zero points and offsets in a panel of a packed weight.
 template <typename E>
 struct PackedPanel {
-    std::int64_t depth, block, lead, num_blocks;
-    std::size_t side_bytes;  // of a block, after its codes
+    std::int64_t depth, block;
+    std::int64_t lead;                // inputs of the first block that another rank has
+    std::int64_t blocks, first;       // of a whole superblock, and those of the first superblock that another rank has
+    std::int64_t num_blocks;
+    std::size_t side_bytes;           // of a block, after its codes
+    std::size_t superblock_bytes;     // of a superblock, before its blocks
     std::size_t bytes;
 
     explicit PackedPanel(const Weight& weight)
         : depth(weight.depth),
           block(weight.block),
-          lead(weight.lead),
+          lead(weight.lead % block),
+          blocks(std::max<std::int64_t>(weight.superblock / block, 1)),
+          first(weight.superblock ? weight.lead / block : 0),
           num_blocks((lead + depth + block - 1) / block),
-          side_bytes(kLanes * (scale_bytes(weight.scale) + (weight.zeros ? 1 : 0))),
-          bytes(static_cast<std::size_t>(depth) * kInputBytes + num_blocks * side_bytes +
+          side_bytes(kLanes * (scale_bytes(weight.scale) * (weight.offsets ? 2 : 1) + (weight.zeros ? 1 : 0))),
+          superblock_bytes(weight.superblock ? kLanes * 2 * (weight.offsets ? 2 : 1) : 0),
+          bytes(static_cast<std::size_t>(depth) * kInputBytes + num_blocks * side_bytes + num_superblocks() * superblock_bytes +
                 (weight.output_scales ? kLanes * 4 : 0)) {}
 
     static constexpr std::size_t kInputBytes = E::kRowBytes / E::kStep;
+
+    std::int64_t num_superblocks() const { return superblock_bytes ? (first + num_blocks + blocks - 1) / blocks : 0; }
 
     // The first input of a block, and the one after its last.
     std::int64_t start(std::int64_t number) const { return std::max<std::int64_t>(number * block - lead, 0); }
@@ -91,8 +100,21 @@ struct PackedPanel {
         return (stop(number) - start(number)) * kInputBytes + side_bytes;
     }
 
+    // Whether a block is the first one of a superblock here.
+    bool begins_superblock(std::int64_t number) const {
+        return superblock_bytes && (number == 0 || (first + number) % blocks == 0);
+    }
+
+    // Bytes of blocks' sides, and of superblocks, that lie before a block's codes.
+    std::size_t bytes_before(std::int64_t number) const {
+        return number * side_bytes + (superblock_bytes ? ((first + number) / blocks + 1) * superblock_bytes : 0);
+    }
+
     // Where a block's codes begin.
-    std::size_t offset(std::int64_t number) const { return start(number) * kInputBytes + number * side_bytes; }
+    std::size_t offset(std::int64_t number) const { return start(number) * kInputBytes + bytes_before(number); }
+
+    // The block that has an input.
+    std::int64_t block_of(std::int64_t input) const { return (input + lead) / block; }
 };
 
 // The panel of a packed weight. Weights of other numbers have none.
@@ -157,7 +179,8 @@ struct Multiply {
     using Side = std::conditional_t<E::kWhole, RowScale, float>;
     static std::int64_t sides_of(const Weight& weight) {
         if constexpr (kPacked) {
-            return E::kShift == 0.5f || weight.zeros ? PackedPanel<E>(weight).num_blocks : 0;
+            bool needed = E::kShift + weight.zero != 0.0f || weight.zeros || weight.offsets;
+            return needed ? PackedPanel<E>(weight).num_blocks : 0;
         }
         return E::kScaled ? weight.depth / kScaleBlock : E::kWhole ? num_row_blocks(weight.depth) : 0;
     }
@@ -303,15 +326,29 @@ struct Multiply {
         }
     }
 
+    // Scales and offsets of the superblocks that are read, of each panel.
+    template <int V>
+    struct Superblocks {
+        f32x16 scales[V], offsets[V];
+    };
+
     // kBlock: inputs of whole scale blocks, or 0 for any number.
     template <int R, int V, int kBlock>
     void multiply_blocks(const u32* x, const float* sides, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
+        const u8* at[V];
+        for (int v = 0; v < V; ++v) at[v] = panels[v];
+        Superblocks<V> superblocks{};
         for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
             std::int64_t first = panel_of.start(block), count = panel_of.stop(block) - first;
-            const u8* at[V];
-            for (int v = 0; v < V; ++v) {
-                at[v] = panels[v] + panel_of.offset(block);
-                if constexpr (R == 1) ask_for(at[v] + panels_ahead(V) * panel_bytes, panel_of.block_bytes(block));
+            if (panel_of.begins_superblock(block)) {
+                for (int v = 0; v < V; ++v) {
+                    superblocks.scales[v] = load_f16(at[v]);
+                    if (call.weight.offsets) superblocks.offsets[v] = load_f16(at[v] + kLanes * 2);
+                    at[v] += panel_of.superblock_bytes;
+                }
+            }
+            if constexpr (R == 1) {
+                for (int v = 0; v < V; ++v) ask_for(at[v] + panels_ahead(V) * panel_bytes, panel_of.block_bytes(block));
             }
             const u32* units_of_block = x + first / kStep;
             f32x16 of_block[R][V] = {};
@@ -321,7 +358,8 @@ struct Multiply {
                 add_codes<R, V>(units_of_block, at, static_cast<int>(count / kStep), of_block);
             }
             for (int v = 0; v < V; ++v) at[v] += count * panel_of.kInputBytes;
-            scale_block<R, V>(at, sides + block, of_block, sums);
+            scale_block<R, V>(at, sides + block, superblocks, of_block, sums);
+            for (int v = 0; v < V; ++v) at[v] += panel_of.side_bytes;
         }
     }
 
@@ -335,26 +373,33 @@ struct Multiply {
         }
     }
 
-    // sums[r][v] += of_block[r][v] with the scales and zero points that follow a block's codes.
+    // sums[r][v] += of_block[r][v] with the scales, zero points and offsets that follow a block's codes.
     template <int R, int V>
-    [[gnu::always_inline]] void scale_block(const u8* const (&at)[V], const float* sides, const f32x16 (&of_block)[R][V],
-                                   f32x16 (&sums)[R][V]) const {
+    [[gnu::always_inline]] void scale_block(const u8* const (&at)[V], const float* sides, const Superblocks<V>& superblocks,
+                                   const f32x16 (&of_block)[R][V], f32x16 (&sums)[R][V]) const {
+        const Weight& weight = call.weight;
+        std::size_t bytes = kLanes * scale_bytes(weight.scale);
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
-            f32x16 scale = load_scales(at[v], call.weight.scale, E::kFactor);
+            f32x16 scale = load_scales(at[v], weight.scale, E::kFactor);
+            if (weight.superblock) scale = scale * superblocks.scales[v];
             if (!num_sides) {
 #pragma GCC unroll 16
                 for (int r = 0; r < R; ++r) sums[r][v] = multiply_add(scale, of_block[r][v], sums[r][v]);
                 continue;
             }
-            f32x16 shift = splat(-E::kShift);
-            if (call.weight.zeros) {
-                shift = shift - to_floats(load_bytes<i32x16>(at[v] + kLanes * scale_bytes(call.weight.scale)));
+            f32x16 shift = splat(-E::kShift - weight.zero), offset{};
+            if (weight.zeros) shift = shift - to_floats(load_bytes<i32x16>(at[v] + bytes));
+            if (weight.offsets) {
+                offset = load_scales(at[v] + bytes, weight.scale, 1.0f);
+                if (weight.superblock) offset = offset * superblocks.offsets[v];
             }
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                f32x16 sum = multiply_add(shift, splat(sides[r * num_sides]), of_block[r][v]);
+                f32x16 side = splat(sides[r * num_sides]);
+                f32x16 sum = multiply_add(shift, side, of_block[r][v]);
                 sums[r][v] = multiply_add(scale, sum, sums[r][v]);
+                if (weight.offsets) sums[r][v] = multiply_add(offset, side, sums[r][v]);
             }
         }
     }

@@ -76,7 +76,9 @@ void bind_numbers(nb::module_& module) {
         .value("e4m3", Number::e4m3)
         .value("e2m1", Number::e2m1)
         .value("code8", Number::code8)
+        .value("code6", Number::code6)
         .value("code4", Number::code4)
+        .value("nl4", Number::nl4)
         .value("e8m0", Number::e8m0);
     nb::enum_<Function>(module, "Function")
         .value("none", Function::none)
@@ -193,12 +195,13 @@ void bind_kernels(nb::module_& module) {
         .def(
             "__init__",
             [](Weight* self, Address data, Number number, std::int64_t depth, Number scale, std::int64_t block,
-               std::int64_t lead, bool zeros, bool output_scales) {
+               std::int64_t lead, bool zeros, bool output_scales, bool offsets, float zero, std::int64_t superblock) {
                 check_weight_number(number);
-                new (self) Weight{at<const std::uint8_t>(data), number, depth, scale, block, lead, zeros, output_scales};
+                new (self) Weight{at<const std::uint8_t>(data), number, depth, scale, block, lead, zeros, output_scales,
+                                  offsets, zero, superblock};
             },
             "data"_a, "number"_a, "depth"_a, "scale"_a = Number::float32, "block"_a = 1, "lead"_a = 0, "zeros"_a = false,
-            "output_scales"_a = false);
+            "output_scales"_a = false, "offsets"_a = false, "zero"_a = 0.0f, "superblock"_a = 0);
 
     nb::class_<ExpertSet>(module, "ExpertSet")
         .def(nb::init<const std::vector<int>&, std::vector<Weight>, std::vector<Weight>>(), "ids"_a, "gate_up"_a,

@@ -8,7 +8,7 @@ namespace longhelix::ISA {
 
 INLINE std::size_t scale_bytes(Number number) {
     if (number == Number::float32) return 4;
-    return number == Number::bfloat16 || number == Number::float16 ? 2 : 1;
+    return number == Number::bfloat16 || number == Number::float16 ? 2 : 1;  // float8, exponents and integers
 }
 
 // Sixteen scales of scale blocks, times a power of two.
@@ -27,6 +27,7 @@ INLINE f32x16 load_scales(const u8* from, Number number, float factor) {
             // The smallest is half the smallest normal number.
             return as<f32x16>(choose(exponents > 0u, exponents << 23, u32x16{} + 0x400000u)) * factor;
         }
+        case Number::int8: return to_floats(load_bytes<i32x16>(from)) * factor;
         default: return load_number(from, 0, number) * factor;
     }
 }

@@ -417,7 +417,8 @@ struct Codes {
 struct CodeFormat {
     Number number, scale;
     std::int64_t block;
-    bool zeros, output_scales;
+    bool zeros, offsets, output_scales;
+    std::int64_t superblock;
 
     CodeFormat(Random& random, Number number)
         : number(number),
@@ -426,45 +427,86 @@ struct CodeFormat {
                                          : random.number()),
           block(random.of<std::int64_t>({16, 32, 128, 0})),
           zeros(number == Number::code4 && random.one_in(2)),
-          output_scales(random.one_in(2)) {}
+          offsets(!zeros && is_integer() && random.one_in(2)),
+          output_scales(random.one_in(2)),
+          superblock(0) {
+        bool has_superblocks = !zeros && (number == Number::nl4 || is_integer()) && random.one_in(2);
+        if (!has_superblocks) return;
+        superblock = 256, scale = Number::int8, output_scales = false;
+        if (block == 0 || block == 128) block = 32;
+    }
+
+    bool is_integer() const { return number == Number::code4 || number == Number::code6; }
+
+    // The code of every weight, in each part of the byte that it fills. Of code6: of the lower parts.
+    int code() const {
+        switch (number) {
+            case Number::e4m3: return 0x44;
+            case Number::e2m1: return 0x55;
+            case Number::code8: return 3;
+            case Number::nl4: return 0x88;  // 1
+            case Number::code6: return offsets ? 0x22 : 0x33;
+            default: return zeros ? 0x77 : offsets ? 0x22 : 0xbb;
+        }
+    }
+
+    float zero() const {
+        if (number == Number::code6) return 32.0f;
+        return number == Number::code4 && !zeros && !offsets ? 8.0f : 0.0f;
+    }
 };
 
 // first_lanes: inputs before the weight's own, in sixteens.
 Codes make_codes(const Kernels& kernels, Random& random, const CodeFormat& format, std::int64_t outputs, std::int64_t depth,
                  int first_lanes = 0) {
     Number number = format.number, scale = format.scale;
-    bool nibbles = number == Number::e2m1 || number == Number::code4, zeros = format.zeros;
-    bool output_scales = format.output_scales;
-    std::int64_t block = format.block ? format.block : depth ? depth : 16;
-    std::int64_t lead = format.block ? first_lanes * kLanes % block : 0;
-    std::int64_t blocks = (lead + depth + block - 1) / block, panels = (outputs + kLanes - 1) / kLanes;
-    std::int64_t code_bytes = nibbles ? depth / 2 : depth;
-    std::int64_t scale_bytes = scale == Number::float32 ? 4 : scale == Number::e4m3 || scale == Number::e8m0 ? 1 : 2;
-    Bytes codes(outputs * code_bytes), scales(outputs * blocks * scale_bytes), zero_points(zeros ? outputs * blocks : 0);
+    bool zeros = format.zeros, offsets = format.offsets, output_scales = format.output_scales;
+    std::int64_t block = format.block ? format.block : depth ? depth : 16, superblock = format.superblock;
+    std::int64_t lead = format.block ? first_lanes * kLanes % (superblock ? superblock : block) : 0;
+    std::int64_t blocks = (lead % block + depth + block - 1) / block, panels = (outputs + kLanes - 1) / kLanes;
+    std::int64_t superblocks = superblock ? (lead + depth + superblock - 1) / superblock : 0;
+    bool nibbles = number == Number::e2m1 || number == Number::code4 || number == Number::nl4, six = number == Number::code6;
+    std::int64_t code_bytes = six ? depth / 4 * 3 : nibbles ? depth / 2 : depth;
+    std::int64_t scale_bytes = scale == Number::float32 ? 4
+                               : scale == Number::bfloat16 || scale == Number::float16 ? 2
+                                                                                        : 1;
+    std::int64_t side_bytes = zeros ? 1 : offsets ? scale_bytes : 0;
+    Bytes codes(outputs * code_bytes), scales(outputs * blocks * scale_bytes), sides(outputs * blocks * side_bytes);
+    Bytes of_superblocks(outputs * superblocks * 2);
     Matrix of_outputs(Number::float32, output_scales ? 1 : 0, outputs);
-    int code = number == Number::e4m3 ? 0x44 : number == Number::e2m1 ? 0x55 : number == Number::code8 ? 3 : zeros ? 0x77 : 0xbb;
-    std::fill_n(codes.data.get(), codes.size, code);
-    std::fill_n(zero_points.data.get(), zero_points.size, 4);
-    std::fill_n(of_outputs.floats(), output_scales ? outputs : 0, 0.5f);
-    float factor = output_scales ? 0.25f : 0.125f;
-    for (std::int64_t i = 0; i < outputs * blocks; ++i) {
-        std::uint8_t* at = scales.data.get() + i * scale_bytes;
-        if (scale == Number::e4m3) *at = output_scales ? 0x28 : 0x20;
-        if (scale == Number::e8m0) *at = output_scales ? 125 : 124;
-        if (scale_bytes > 1) dispatch(scale, [&]<typename T>(T) {
-            T value = static_cast<T>(factor);
-            std::memcpy(at, &value, sizeof value);
-        });
+    std::fill_n(codes.data.get(), codes.size, format.code());
+    for (std::int64_t row = 0; six && row < outputs; ++row) {
+        std::fill_n(codes.data.get() + row * code_bytes + depth / 2, depth / 4, 0xaa);
     }
-    std::int64_t panel_bytes = code_bytes * kLanes + blocks * kLanes * (scale_bytes + zeros) + output_scales * kLanes * 4;
+    std::fill_n(of_outputs.floats(), output_scales ? outputs : 0, 0.5f);
+    float factor = (output_scales ? 2.0f : 1.0f) * (number == Number::nl4 ? 0.375f : 0.125f);
+    auto fill = [](Bytes& bytes, Number number, float value) {
+        dispatch(number, [&]<typename T>(T) {
+            T stored = static_cast<T>(value);
+            for (std::size_t at = 0; at < bytes.size; at += sizeof stored) std::memcpy(bytes.data.get() + at, &stored, sizeof stored);
+        });
+    };
+    switch (scale) {
+        case Number::e4m3: std::fill_n(scales.data.get(), scales.size, output_scales ? 0x28 : 0x20); break;
+        case Number::e8m0: std::fill_n(scales.data.get(), scales.size, output_scales ? 125 : 124); break;
+        case Number::int8: std::fill_n(scales.data.get(), scales.size, 1); break;
+        default: fill(scales, scale, factor);
+    }
+    if (offsets && scale != Number::int8) fill(sides, scale, 0.125f * (output_scales ? 2.0f : 1.0f));
+    if (zeros || scale == Number::int8) std::fill_n(sides.data.get(), sides.size, zeros ? 4 : 1);
+    fill(of_superblocks, Number::float16, factor);
+    std::int64_t panel_bytes = kLanes * (code_bytes + blocks * (scale_bytes + side_bytes) + output_scales * 4 +
+                                         superblocks * 2 * (offsets ? 2 : 1));
     Bytes memory(panels * panel_bytes);
     if (memory.size) std::memset(memory.data.get(), 0, memory.size);
-    Weight weight{memory.data.get(), number, depth, scale, block, lead, zeros, output_scales};
+    Weight weight{memory.data.get(), number, depth, scale, block, lead, zeros, output_scales, offsets, format.zero(), superblock};
     std::int64_t first = outputs ? random.below(static_cast<int>(outputs)) : 0;
     for (auto [begin, stop] : {std::pair{std::int64_t{0}, first}, std::pair{first, outputs}}) {
+        const std::uint8_t* superblock_rows = superblock ? of_superblocks.data.get() + begin * superblocks * 2 : nullptr;
         kernels.pack_codes({codes.data.get() + begin * code_bytes, code_bytes,
                             scales.data.get() + begin * blocks * scale_bytes, blocks * scale_bytes,
-                            zeros ? zero_points.data.get() + begin * blocks : nullptr, blocks,
+                            side_bytes ? sides.data.get() + begin * blocks * side_bytes : nullptr, blocks * side_bytes,
+                            superblock_rows, superblocks * 2, offsets ? superblock_rows : nullptr, superblocks * 2,
                             output_scales ? of_outputs.floats() + begin : nullptr, stop - begin, begin, weight,
                             memory.data.get()});
     }
@@ -504,7 +546,8 @@ double gated_input(Function function, double up) {
 
 void test_linear(const Kernels& kernels, Random& random) {
     Number stored = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4,
-                               Number::w8a8, Number::w8a8, Number::e4m3, Number::e2m1, Number::code8, Number::code4});
+                               Number::w8a8, Number::w8a8, Number::e4m3, Number::e2m1, Number::code8, Number::code6,
+                               Number::code4, Number::nl4});
     std::int64_t depth = 32 * (1 + random.below(7)), outputs = 1 + random.below(100);
     if (stored != Number::int8 && stored != Number::int4 && random.one_in(2)) depth += kLanes;
     std::int64_t rows = random.of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 40});
@@ -515,7 +558,7 @@ void test_linear(const Kernels& kernels, Random& random) {
     Number number = random.number(), out_number = random.one_in(3) ? Number::float32 : number;
     Matrix numbers = make_weight(is_code(stored) ? Number::float32 : stored, halves * panels, depth);
     CodeFormat format(random, is_code(stored) ? stored : Number::e4m3);
-    Codes codes = make_codes(kernels, random, format, halves * panels * kLanes, depth, random.below(8));
+    Codes codes = make_codes(kernels, random, format, halves * panels * kLanes, depth, random.below(20));
     Weight weight = is_code(stored) ? codes.weight : Weight{numbers.bytes.data.get(), stored, depth};
     Matrix x(number, rows, depth, random.of({0, 16})), norm(number, 1, depth), bias(number, 1, halves * outputs);
     Matrix residual(out_number, rows, outputs, random.of({0, 16})), out(out_number, rows, outputs);
@@ -657,7 +700,8 @@ void test_route(const Kernels& kernels, Random& random) {
 
 void test_experts(const Kernels& kernels, Random& random) {
     Number stored = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4,
-                               Number::w8a8, Number::e4m3, Number::e2m1, Number::code8, Number::code4});
+                               Number::w8a8, Number::e4m3, Number::e2m1, Number::code8, Number::code6,
+                               Number::code4, Number::nl4});
     Number number = random.number();
     std::int64_t hidden = 32 * (1 + random.below(4)), rows = random.of({0, 1, 2, 5, 40, 600});
     int per_row = 1 + random.below(3), count = random.below(5);
@@ -666,7 +710,7 @@ void test_experts(const Kernels& kernels, Random& random) {
     std::vector<Matrix> memory;
     std::vector<Codes> codes;
     CodeFormat format(random, is_code(stored) ? stored : Number::e4m3);
-    int first_lanes = random.below(8);
+    int first_lanes = random.below(20);
     std::vector<Weight> gate_up, down;
     for (int place = 0; place < count; ++place) {
         ids[place] = 1 + 2 * place;
@@ -950,7 +994,7 @@ double packed_value(const std::uint8_t* panels, Number number, std::int64_t dept
 void test_pack(const Kernels& kernels, Random& random) {
     Number number = random.of({Number::float32, Number::bfloat16, Number::float16, Number::int8, Number::int4});
     bool scaled = number > Number::float16, int4 = number == Number::int4;
-    std::int64_t depth = scaled ? kScaleBlock * (1 + random.below(4)) : kLanes * (1 + random.below(8));
+    std::int64_t depth = scaled ? kScaleBlock * (1 + random.below(4)) : kLanes * (1 + random.below(20));
     std::int64_t rows = random.of({0, 1, 3, 15, 16, 17, 40, 100}), first = random.below(40);
     std::int64_t panels = (first + rows + kLanes - 1) / kLanes + 1;
     Matrix weight(random.number(), rows, depth, random.of({0, 1, 16}));

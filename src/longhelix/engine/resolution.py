@@ -33,6 +33,7 @@ from longhelix.spec import (
     FORMATS,
     WEIGHT_DTYPES,
     ModelSpec,
+    gguf_quantisation,
     product_dtype,
     read_gguf,
     read_hf_config,
@@ -71,6 +72,8 @@ def resolve(
     if not isinstance(layout, Layout):
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
     spec = _spec(checkpoint, options.rope_scaling)
+    if options.weight_dtype is not None or options.activation_dtype is not None or not has_native_kernels():
+        spec = _expanded(spec)
     dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
     if options.activation_dtype is not None:
         spec = _rounding_inputs(spec, options.activation_dtype)
@@ -81,6 +84,8 @@ def resolve(
     _check_layout(spec, layout)
     places = Places.here(layout, with_gpus=options.device != "cpu") if places is None else places
     device = _device(options, places, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    if device != "cpu":
+        spec = _expanded(spec)
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(options, device)
     _check_runs_together(spec, options, device, replay)
@@ -174,6 +179,12 @@ def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
     return dtype, weight_dtype, options.kv_dtype or dtype
 
 
+def _expanded(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a model whose weights in GGUF blocks become numbers when they load."""
+    quantisation = spec.checkpoint.quantisation
+    return spec.quantised_by(None) if quantisation is not None and quantisation.gguf else spec
+
+
 def _rounding_inputs(spec: ModelSpec, dtype: str) -> ModelSpec:
     """Return the spec of a model whose products round their inputs to `dtype`, as weights of the checkpoint are."""
     quantisation = spec.checkpoint.quantisation
@@ -190,7 +201,7 @@ def _rounding_inputs(spec: ModelSpec, dtype: str) -> ModelSpec:
             f"activation_dtype {dtype} needs {dtype} weights, but those of the checkpoint are quantised otherwise "
             f"({quantisation.formats}): leave out activation_dtype"
         )
-    return replace(spec, checkpoint=replace(spec.checkpoint, quantisation=rounding))
+    return spec.quantised_by(rounding)
 
 
 def _attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str | None:
@@ -379,6 +390,7 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
         tied = "lm_head.weight" not in tensors
         divisors = checkpoint.rope_factors or ()
         spec = read_gguf(checkpoint.metadata, divisors, tied=tied, rope_scaling=rope_scaling)
+        spec = spec.quantised_by(gguf_quantisation(_kinds(checkpoint)))
     else:
         spec = read_hf_config(checkpoint.config, checkpoint.generation_config, rope_scaling=rope_scaling)
         _check_runs(spec, checkpoint.config)
@@ -387,6 +399,16 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
     spec = with_stored_formats(spec, checkpoint.tensors)
     check(spec, tensors, quantised)
     return spec
+
+
+def _kinds(checkpoint: GgufCheckpoint) -> dict[str, str]:
+    """Return the kinds of the weights in a GGUF file by module."""
+    suffix = ".weight"
+    return {
+        name.removesuffix(suffix): info.dtype
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(suffix) and len(info.shape) == 2
+    }
 
 
 def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLanguageCheckpoint) -> ModelSpec:

@@ -16,6 +16,7 @@ from longhelix.spec.formats import (
     DTYPES,
     FORMATS,
     KV_DTYPES,
+    NL4_VALUES,
     WEIGHT_DTYPES,
     Codes,
     NumberFormat,
@@ -24,6 +25,7 @@ from longhelix.spec.formats import (
     product_dtype,
 )
 from longhelix.spec.gguf_metadata import read_gguf
+from longhelix.spec.gguf_quantisation import gguf_quantisation
 from longhelix.spec.hardware import HardwareSpec, Link
 from longhelix.spec.hf_config import read_hf_config
 from longhelix.spec.layer import LayerSpec
@@ -44,6 +46,7 @@ __all__ = [
     "KV_DTYPES",
     "MLA",
     "MLP",
+    "NL4_VALUES",
     "ROPE_KINDS",
     "WEIGHT_DTYPES",
     "Activation",
@@ -68,6 +71,7 @@ __all__ = [
     "Scores",
     "Visibility",
     "VisionSpec",
+    "gguf_quantisation",
     "number_format",
     "product_dtype",
     "read_gguf",

@@ -5,7 +5,7 @@ A format stores weights, keys and values, or both, in some arrangements (`comput
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from longhelix.errors import UserError
 
@@ -20,17 +20,35 @@ class Scales:
         numbers: How many numbers share a scale. None: all numbers of a vector, which is one token's key or value of one
             head, or one output's weights.
         vector_bits: Bits of another scale for each vector, by which all of its numbers are multiplied.
+        superblock: How many numbers share another scale and offset, by which those of their blocks are multiplied.
+            A superblock consists of whole blocks. None: there are no superblocks.
+        superblock_bits: Bits of these.
     """
 
     scale_bits: int
     offset_bits: int = 0
     numbers: int | None = None
     vector_bits: int = 0
+    superblock: int | None = None
+    superblock_bits: int = 0
 
     @property
     def bits(self) -> int:
         """Bits of a scale and its offset."""
         return self.scale_bits + self.offset_bits
+
+    def lead(self, first: int) -> int:
+        """Return how many numbers of the block or superblock that has the number `first` are before it."""
+        whole = self.superblock or self.numbers
+        return 0 if whole is None else first % whole
+
+    def num_blocks(self, size: int, lead: int = 0) -> int:
+        """Return the number of blocks that `size` numbers of a vector touch. lead: see `lead`."""
+        return 1 if self.numbers is None else -(-(lead % self.numbers + size) // self.numbers)
+
+    def num_superblocks(self, size: int, lead: int = 0) -> int:
+        """Return the number of superblocks that `size` numbers of a vector touch. lead: see `lead`."""
+        return 0 if self.superblock is None else -(-(lead + size) // self.superblock)
 
 
 UNSCALED = Scales(0)
@@ -40,18 +58,25 @@ UNSCALED = Scales(0)
 class Codes:
     """How checkpoints store a packed weight: a code for each number, and scales for blocks of numbers.
 
-    number = (value of the code - zero point) * scale * scale of the output, with whatever of these there is.
+    number = (value of the code - zero point) * scale * scale of the output + offset, with whatever of these there is.
 
     Attributes:
         element: What a code stands for. "e4m3" and "e2m1" are floats (OCP), "int8" is an integer in two's complement,
-            and "uint4" is an integer from 0 to 15.
+            "uint4" is an integer from 0 to 15, "uint6" one from 0 to 63, and "nl4" is one of sixteen integers
+            (`NL4_VALUES`).
         scale: The dtype of a scale. "e8m0" is a power of two (OCP).
-        zero_points: Each scale block has a zero point of a byte. Otherwise, that of "uint4" is 8, and others have none.
+        zero_points: Each scale block has a zero point of a byte. Otherwise, it is `zero`.
+        zero: The zero point of all blocks.
+        offsets: Each scale block has an offset, in the dtype of scales.
+        superblock: The dtype of a superblock's scale, and of its offset if blocks have offsets. Empty: there are none.
     """
 
     element: str
     scale: str
     zero_points: bool = False
+    zero: int = 0
+    offsets: bool = False
+    superblock: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,21 +121,23 @@ class NumberFormat:
     @property
     def weight_bytes(self) -> float:
         """Bytes of a weight's number, with its share of a scale and an offset. Scales of whole vectors are left out."""
-        numbers = self.weight_scales.numbers
-        return (self.bits + (self.weight_scales.bits / numbers if numbers else 0)) / 8
+        scales = self.weight_scales
+        shared = (scales.bits, scales.numbers), (scales.superblock_bits, scales.superblock)
+        return (self.bits + sum(bits / numbers for bits, numbers in shared if numbers)) / 8
 
     def weight_row_bytes(self, depth: int, lead: int = 0) -> int:
         """Return bytes of the weights of one output with `depth` inputs.
 
-        lead: how many inputs of the first scale block belong to another rank. Both ranks keep the block's scale.
+        lead: how many inputs of the first scale block or superblock belong to another rank. Both ranks keep its scale.
         """
-        blocks, scales = self.scale_blocks(depth, lead), self.weight_scales
-        return (depth * self.bits + 7) // 8 + (blocks * scales.bits + scales.vector_bits) // 8
+        scales = self.weight_scales
+        side_bits = scales.num_blocks(depth, lead) * scales.bits + scales.vector_bits
+        side_bits += scales.num_superblocks(depth, lead) * scales.superblock_bits
+        return self.code_bytes(depth) + side_bits // 8
 
-    def scale_blocks(self, depth: int, lead: int = 0) -> int:
-        """Return the number of scale blocks of an output. depth, lead: see `weight_row_bytes`."""
-        numbers = self.weight_scales.numbers
-        return 1 if numbers is None else (lead + depth + numbers - 1) // numbers
+    def code_bytes(self, size: int) -> int:
+        """Return bytes of the codes of `size` numbers. Four codes of six bits take three bytes."""
+        return -(-size // 4) * 3 if self.bits == 6 else (size * self.bits + 7) // 8
 
     def kv_scales(self, device: str) -> Scales:
         """Return the scales of keys and values on "cpu" or "cuda". CPUs use tiles if the format has them, else rows."""
@@ -129,17 +156,19 @@ _ACTIVATION, _CONVERTED = Arithmetic(activation=True), Arithmetic(converted=True
 _KV_ROW, _KV_TILE = Scales(scale_bits=32), Scales(scale_bits=16)
 
 
-def _packed(
-    name: str, bits: int, codes: Codes, numbers: int | None, arithmetic: str = "", vector_bits: int = 0
-) -> NumberFormat:
+def _packed(name: str, codes: Codes, numbers: int | None, arithmetic: str = "", vector_bits: int = 0) -> NumberFormat:
     """Return a format in which checkpoints store weights, and in which weights stay packed.
 
     numbers: How many numbers share a scale. None: all weights of an output.
     """
-    scales = Scales(_SCALE_BITS[codes.scale], 8 if codes.zero_points else 0, numbers, vector_bits)
+    scale_bits = SCALE_BITS[codes.scale]
+    scales = Scales(scale_bits, 8 if codes.zero_points else scale_bits if codes.offsets else 0, numbers, vector_bits)
+    if codes.superblock:
+        superblock_bits = SCALE_BITS[codes.superblock] * (2 if codes.offsets else 1)
+        scales = replace(scales, superblock=_SUPERBLOCK, superblock_bits=superblock_bits)
     return NumberFormat(
         name,
-        bits,
+        _CODE_BITS[codes.element],
         weights=("packed", "panels"),
         weight_scales=scales,
         arithmetic=Arithmetic(format=arithmetic, converted=True),
@@ -147,19 +176,40 @@ def _packed(
     )
 
 
-_SCALE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "e4m3": 8, "e8m0": 8}
+_CODE_BITS = {"e4m3": 8, "int8": 8, "uint6": 6, "e2m1": 4, "uint4": 4, "nl4": 4}
+SCALE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "e4m3": 8, "e8m0": 8, "int8": 8}
+_SUPERBLOCK = 256
+# What the codes of "nl4" stand for (IQ4_NL and IQ4_XS of llama.cpp, kvalues_iq4nl in ggml-common.h).
+NL4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 # Integers in groups: scales have the dtype of the model.
 _GROUPS = tuple(
     _packed(
         f"int4-g{numbers}{'' if scale == 'bfloat16' else '-' + scale}{'-zero' if zero_points else ''}",
-        4,
-        Codes("uint4", scale, zero_points),
+        Codes("uint4", scale, zero_points, zero=0 if zero_points else 8),
         numbers,
         arithmetic="int4",
     )
     for numbers in (32, 64, 128)
     for scale in ("bfloat16", "float16")
     for zero_points in (False, True)
+)
+
+# What GGUF files hold, block by block as they have it (docs: ggml-common.h of llama.cpp). Codes of five bits take six,
+# and those of two and three bits take four. Q4_0 and MXFP4 are formats of other checkpoints as well.
+_GGUF = (
+    _packed("q8_0", Codes("int8", "float16"), 32, arithmetic="int8"),
+    _packed("q4_1", Codes("uint4", "float16", offsets=True), 32, arithmetic="int4"),
+    _packed("q5_0", Codes("uint6", "float16", zero=16), 32, arithmetic="int8"),
+    _packed("q5_1", Codes("uint6", "float16", offsets=True), 32, arithmetic="int8"),
+    _packed("q2_k", Codes("uint4", "int8", offsets=True, superblock="float16"), 16, arithmetic="int4"),
+    _packed("q3_k", Codes("uint4", "int8", zero=4, superblock="float16"), 16, arithmetic="int4"),
+    _packed("q4_k", Codes("uint4", "int8", offsets=True, superblock="float16"), 32, arithmetic="int4"),
+    _packed("q5_k", Codes("uint6", "int8", offsets=True, superblock="float16"), 32, arithmetic="int8"),
+    _packed("q6_k", Codes("uint6", "int8", zero=32, superblock="float16"), 16, arithmetic="int8"),
+    _packed("iq4_nl", Codes("nl4", "float16"), 32, arithmetic="int4"),
+    _packed("iq4_xs", Codes("nl4", "int8", superblock="float16"), 32, arithmetic="int4"),
+    # Holds the numbers of any of the K-quants, for weights whose parts are stored as different ones.
+    _packed("any_k", Codes("uint6", "int8", zero=32, offsets=True, superblock="float16"), 16, arithmetic="int8"),
 )
 
 _KNOWN = (
@@ -182,15 +232,16 @@ _KNOWN = (
     # Without scales, as papers count it.
     NumberFormat("fp4", 4),
     # A scale in fp8 for 16 numbers and a float32 scale for the tensor (NVIDIA). Each output keeps a copy of the latter.
-    _packed("nvfp4", 4, Codes("e2m1", "e4m3"), 16, arithmetic="fp4", vector_bits=32),
+    _packed("nvfp4", Codes("e2m1", "e4m3"), 16, arithmetic="fp4", vector_bits=32),
     # An exponent for 32 numbers (OCP Microscaling Formats, 1.0).
-    _packed("mxfp4", 4, Codes("e2m1", "e8m0"), 32, arithmetic="fp4"),
-    _packed("mxfp8", 8, Codes("e4m3", "e8m0"), 32, arithmetic="fp8"),
+    _packed("mxfp4", Codes("e2m1", "e8m0"), 32, arithmetic="fp4"),
+    _packed("mxfp8", Codes("e4m3", "e8m0"), 32, arithmetic="fp8"),
     # Scale blocks of 128 x 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). Each output keeps a copy of its scales.
-    _packed("fp8-block", 8, Codes("e4m3", "float32"), 128, arithmetic="fp8"),
-    _packed("fp8-channel", 8, Codes("e4m3", "float32"), None, arithmetic="fp8"),
-    _packed("int8-channel", 8, Codes("int8", "float32"), None, arithmetic="int8"),
+    _packed("fp8-block", Codes("e4m3", "float32"), 128, arithmetic="fp8"),
+    _packed("fp8-channel", Codes("e4m3", "float32"), None, arithmetic="fp8"),
+    _packed("int8-channel", Codes("int8", "float32"), None, arithmetic="int8"),
     *_GROUPS,
+    *_GGUF,
 )
 FORMATS: Mapping[str, NumberFormat] = {format.name: format for format in _KNOWN}
 

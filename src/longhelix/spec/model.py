@@ -99,6 +99,10 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def quantised_by(self, quantisation: Quantisation | None) -> "ModelSpec":
+        """Return the model with a checkpoint that is quantised in this way."""
+        return replace(self, checkpoint=replace(self.checkpoint, quantisation=quantisation))
+
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> "ModelSpec":
         """Return the model with each layer changed."""
         changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}

@@ -55,7 +55,7 @@ def packed_share(format: str, ordered: bool, size: int, inputs: range) -> Packed
     """
     numbers = FORMATS[format].weight_scales.numbers
     if not ordered or not inputs or numbers is None:
-        return PackedShare(format, len(inputs), inputs.start % numbers if numbers and inputs else 0)
+        return PackedShare(format, len(inputs), FORMATS[format].weight_scales.lead(inputs.start) if inputs else 0)
     if len(inputs) == size:
         return PackedShare(format, size, ordered=True)
     groups, last = divmod(size, numbers)

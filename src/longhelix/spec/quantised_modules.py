@@ -36,17 +36,19 @@ class Storage(msgspec.Struct, frozen=True):
         format: A number format of `longhelix.spec.formats` with codes.
         ordered: The inputs of a scale block do not lie side by side (act-order): a tensor says the block of each.
         input_dtype: The number format to which products round their inputs: "int8" or "fp8". None: they do not.
+        repacked: Another number format, which has the same numbers and is used in memory. None: there is none.
     """
 
     scheme: str
     format: str
     ordered: bool = False
     input_dtype: str | None = None
+    repacked: str | None = None
 
     @property
     def kept(self) -> str:
         """The number format in memory."""
-        return "w8a8" if self.input_dtype == "int8" else self.format
+        return "w8a8" if self.input_dtype == "int8" else self.repacked or self.format
 
 
 class Modules(msgspec.Struct, frozen=True):
@@ -92,10 +94,13 @@ class Quantisation(msgspec.Struct, frozen=True):
     Attributes:
         rules: The first rule that a module meets applies to it.
         plain: Modules that stay in the model's dtype, whatever the rules say.
+        gguf: The checkpoint is a GGUF file. Rules name every quantised module, even embeddings and routers, and weights
+            become numbers if an option or the device asks for it.
     """
 
     rules: tuple[Rule, ...]
     plain: Modules = Modules()
+    gguf: bool = False
 
     @property
     def formats(self) -> str:
@@ -118,7 +123,7 @@ class Quantisation(msgspec.Struct, frozen=True):
         Args:
             module: Its canonical name, such as "model.layers.3.mlp.experts.7.down_proj" or "lm_head".
         """
-        if _PLAIN.fullmatch(module) or self.plain.include(module):
+        if not self.gguf and (_PLAIN.fullmatch(module) or self.plain.include(module)):
             return None
         meets = (rule for rule in self.rules if rule.modules is None or rule.modules.include(module))
         rule = next(meets, None)

@@ -142,6 +142,13 @@ def head(spec: ModelSpec) -> WeightSpec:
     return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocabulary.size), _hidden(spec))
 
 
+def packs_embedding(spec: ModelSpec) -> bool:
+    """Return whether the checkpoint packs the embedding. A tied head is then a packed weight beside it."""
+    quantisation = spec.checkpoint.quantisation
+    module = embedding(spec).tensor.removesuffix(".weight")
+    return quantisation is not None and quantisation.storage_of(module) is not None
+
+
 def packed_storage(storages: Iterable[Storage | None], in_experts: bool) -> Storage | None:
     """Return how a product's weight stays packed, from how a checkpoint stores its tensors.
 

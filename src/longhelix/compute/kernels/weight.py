@@ -157,7 +157,9 @@ class Panels:
     def write_packed(self, packed: PackedRows, first: int, weight: "Weight", halves: int) -> None:
         """Write packed rows of W as the outputs from `first` on."""
         for rows, place in _by_half(packed.outputs, first, weight, halves):
-            sections = packed.code_rows, packed.scales, packed.zeros
+            sides = packed.offsets if packed.zeros is None else packed.zeros
+            superblocks = packed.superblock_scales, packed.superblock_offsets
+            sections = packed.code_rows, packed.scales, sides, *superblocks
             strided = [
                 (0, 0) if section is None else (section[rows.start].data_ptr(), section.stride(0) * section.itemsize)
                 for section in sections
@@ -189,11 +191,21 @@ class Panels:
             lead=weight.lead,
             zeros=format.codes.zero_points,
             output_scales=format.weight_scales.vector_bits > 0,
+            offsets=format.codes.offsets,
+            zero=format.codes.zero,
+            superblock=format.weight_scales.superblock or 0,
         )
 
 
 # What native kernels call the codes of formats.
-_CODE_NUMBERS = {"e4m3": "e4m3", "e2m1": "e2m1", "int8": "code8", "uint4": "code4"}
+_CODE_NUMBERS = {
+    "e4m3": "e4m3",
+    "e2m1": "e2m1",
+    "int8": "code8",
+    "uint6": "code6",
+    "uint4": "code4",
+    "nl4": "nl4",
+}
 
 
 def _by_half(count: int, first: int, weight: "Weight", halves: int) -> Iterator[tuple[range, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,14 +84,34 @@ class GgufCheckpoint:
 
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """See `Checkpoint.read`; rows of q_proj and k_proj are cut at whole heads."""
-        stored = self._stored[name]
-        block, block_bytes = GGML_QUANT_SIZES[stored.kind]
+        block = self.block_size(name)
         *lead, last = slices
-        first_block, end_block = last.start // block, -(-last.stop // block)
-        covering = slice(first_block * block_bytes, end_block * block_bytes)
-        values = _decode(stored.data[(*lead, covering)], stored.kind)
-        values = values[..., last.start - first_block * block : last.stop - first_block * block]
+        blocks = slice(last.start // block, -(-last.stop // block))
+        values = _decode(self._bytes(name, (*lead, blocks)), self._stored[name].kind)
+        values = values[..., last.start - blocks.start * block : last.stop - blocks.start * block]
         return self._in_halves(values, slices[0]) if _GGUF_PERMUTED.search(name) else values
+
+    def block_size(self, name: str) -> int:
+        """Return how many numbers a block of a tensor has."""
+        return GGML_QUANT_SIZES[self._stored[name].kind][0]
+
+    def read_blocks(self, name: str, rows: slice, blocks: slice) -> torch.Tensor:
+        """Return the bytes of some blocks of some rows, (rows, blocks, bytes of a block). Rows: see `read`."""
+        import torch
+
+        raw = self._bytes(name, (rows, blocks))
+        block_bytes = GGML_QUANT_SIZES[self._stored[name].kind][1]
+        with warnings.catch_warnings():  # the mapped file cannot be written to, and is not
+            warnings.simplefilter("ignore", UserWarning)
+            blocks_OX = torch.from_numpy(raw)
+        blocks_OX = self._in_halves(blocks_OX, rows) if _GGUF_PERMUTED.search(name) else blocks_OX
+        return blocks_OX.unflatten(1, (-1, block_bytes))
+
+    def _bytes(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
+        """Return part of a tensor's bytes. The last slice is of blocks."""
+        stored = self._stored[name]
+        block_bytes, (*lead, last) = GGML_QUANT_SIZES[stored.kind][1], slices
+        return stored.data[(*lead, slice(last.start * block_bytes, last.stop * block_bytes))]
 
     def _in_halves(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
         """Reorder rows (head, i, half) of GGUF, for interleaved rotation, to (head, half, i) of Hugging Face."""

@@ -29,6 +29,7 @@ from longhelix.spec.weights import (
     last_norm,
     layer_weights,
     packed_storage,
+    packs_embedding,
 )
 from longhelix.values import shown
 
@@ -45,7 +46,7 @@ _EXPERTS = re.compile(r"(layers\.[0-9]+\.(?:experts|shared))\..*")
 def declare(spec: ModelSpec, layout: Layout, rank: int) -> tuple[Parameter, ...]:
     """Return the parameters of `rank`, in loading order.
 
-    If embeddings are tied, a last stage without embedding loads it as its "head".
+    If embeddings are tied, a rank with the embedding has no "head" of its own, unless the checkpoint packs it.
     """
     return tuple(_parameters(spec, layout, rank))
 
@@ -57,7 +58,7 @@ def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_
     """
     parameters = declare(spec, layout, rank)
     sizes = {parameter.name: parameter.stored_bytes(dtype, weight_dtype) for parameter in parameters}
-    if spec.vocabulary.tied_embeddings and layout.has_embedding(rank) and layout.has_head(rank):
+    if layout.has_embedding(rank) and layout.has_head(rank) and "head" not in sizes:
         embedded = next(parameter for parameter in parameters if parameter.name == "embedding")
         sizes["head"] = replace(embedded, stored=WeightDtype.PRODUCT).stored_bytes(dtype, weight_dtype)
         if not number_format(weight_dtype).weight_scales.bits:
@@ -121,7 +122,8 @@ def _parameters(spec: ModelSpec, layout: Layout, rank: int, only: Collection[int
         yield from stacked(weights, f"layers.{layer}.", f"model.layers.{layer}.")
     if layout.has_head(rank):
         yield from stacked([last_norm(spec)])
-        if not (spec.vocabulary.tied_embeddings and layout.has_embedding(rank)):
+        shares_embedding = spec.vocabulary.tied_embeddings and not packs_embedding(spec)
+        if not (shares_embedding and layout.has_embedding(rank)):
             yield from stacked([head(spec)])
 
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,9 +15,11 @@ from longhelix.perf.memory import weights_bytes
 from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.step import step_items
 from longhelix.scheduler.work import Work
-from longhelix.spec import FORMATS, read_hf_config
+from longhelix.spec import FORMATS, gguf_quantisation, read_hf_config
+from longhelix.spec.gguf_quantisation import GGUF_FORMATS
 from longhelix.spec.layout import Layout
 from longhelix.spec.presets import load_system
+from longhelix.spec.weights import WeightDtype
 from packed_checkpoints import FORMS
 from tiers import few
 
@@ -74,6 +77,10 @@ ORDERED = {
     for size, symmetric in ((32, True), (64, False), (128, True))
 }  # fmt: skip
 
+# Formats of GGUF files, and the kinds of tensors that are stored in them.
+GGUF = {format: partial(dict.fromkeys, value=kind) for kind, format in GGUF_FORMATS.items() if format not in SETTINGS}
+GGUF |= {"any_k": lambda modules: mixed(modules)}
+
 COMMON = {
     "hidden_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8, "max_position_embeddings": 64,
     "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16", "vocab_size": 101, "rope_theta": 1e4,
@@ -114,7 +121,22 @@ LAYOUTS = {
 
 
 def model_of(family, format, **changes):
+    if format in GGUF:
+        spec = read_hf_config(FAMILIES[family] | changes)
+        return spec.quantised_by(gguf_quantisation(GGUF[format](product_modules(spec))))
     return read_hf_config(FAMILIES[family] | {"quantization_config": (SETTINGS | ORDERED)[format]} | changes)
+
+
+def product_modules(spec):
+    """The modules of weights of products, and of the embedding."""
+    parameters = [each for each in declare(spec, Layout(), 0) if each.stored is WeightDtype.PRODUCT]
+    modules = [source.module for each in parameters for source in each.sources]
+    return ["model.embed_tokens", *(module for module in modules if not module.endswith("kv_b_proj"))]
+
+
+def mixed(modules):
+    """Kinds as llama.cpp mixes them: some projections to values and some down-projections have more bits."""
+    return {module: "Q6_K" if module.endswith(("v_proj", "down_proj", "head")) else "Q4_K" for module in modules}
 
 
 def setting_of(spec):
@@ -148,22 +170,22 @@ def planned(setting, layout):
 
 
 def test_every_packed_format_is_tried():
-    assert set(SETTINGS) == {name for name, format in FORMATS.items() if format.codes is not None}
+    assert {*SETTINGS, *GGUF} == {name for name, format in FORMATS.items() if format.codes is not None}
 
 
-@pytest.mark.parametrize("format", SETTINGS | ORDERED)
+@pytest.mark.parametrize("format", SETTINGS | ORDERED | GGUF)
 @pytest.mark.parametrize("family", few(FAMILIES, 2))
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_each_weight_takes_the_engines_bytes_on_the_fullest_rank(family, format, layout):
     spec = model_of(family, format)
     found, declared = planned(setting_of(spec), layout), by_weight(spec, layout)
-    if spec.vocabulary.tied_embeddings and layout.pp == 1:
+    if spec.vocabulary.tied_embeddings and layout.pp == 1 and format not in GGUF:
         del found["head"]
     assert found == declared
     assert any(weight.packed for layer in setting_of(spec).stored.layers for weight in layer.weights)
 
 
-@pytest.mark.parametrize("format", SETTINGS | ORDERED)
+@pytest.mark.parametrize("format", SETTINGS | ORDERED | GGUF)
 @pytest.mark.parametrize("family", few(FAMILIES, 2))
 def test_memory_is_the_engines_where_one_rank_has_most_of_all(family, format):
     spec = model_of(family, format)
@@ -193,7 +215,7 @@ def test_int8_weights_of_products_that_round_their_inputs_take_the_engines_bytes
     assert "w8a8" in {weight.dtype for layer in setting.stored.layers for weight in layer.weights}
 
 
-@pytest.mark.parametrize("format", SETTINGS)
+@pytest.mark.parametrize("format", SETTINGS | GGUF)
 def test_shapes_that_split_blocks_repeat_their_scales(format):
     """Two ranks of 88 columns: the second begins inside of a block, unless the scales are those of a whole output."""
     spec, scales = model_of("qwen3_moe", format), FORMATS[format].weight_scales
@@ -201,7 +223,8 @@ def test_shapes_that_split_blocks_repeat_their_scales(format):
     name = "layers.2.experts.{}.down"
     rows = 6 * 160
     blocks = 1 if scales.numbers is None else -(-(88 % scales.numbers + 88) // scales.numbers)
-    assert halves[name] == rows * (88 * FORMATS[format].bits + blocks * scales.bits + scales.vector_bits) // 8
+    bits = 88 * FORMATS[format].bits + blocks * scales.bits + scales.vector_bits + scales.superblock_bits
+    assert halves[name] == rows * bits // 8
     assert 2 * halves[name] > whole[name]
 
 

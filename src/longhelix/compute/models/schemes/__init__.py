@@ -10,6 +10,7 @@ import msgspec
 from longhelix.compute.models.checkpoint import TensorInfo
 from longhelix.compute.models.schemes.awq import Awq
 from longhelix.compute.models.schemes.float8 import Float8, Float8Blocks
+from longhelix.compute.models.schemes.gguf import Gguf
 from longhelix.compute.models.schemes.gpt_oss import GptOssExperts
 from longhelix.compute.models.schemes.gptq import Gptq
 from longhelix.compute.models.schemes.integer8 import Integer8
@@ -28,6 +29,7 @@ SCHEMES: Mapping[str, Scheme] = {
     "fp8": Float8("weight_scale", "input_scale"),
     "fp8_block": Float8Blocks("weight_scale_inv", "activation_scale"),
     "fp8_inverse": Float8("weight_scale_inv", "activation_scale"),
+    "gguf": Gguf(),
     "gpt_oss": GptOssExperts(),
     "gptq": Gptq(zero_offset=1),
     "gptq_v2": Gptq(zero_offset=0),

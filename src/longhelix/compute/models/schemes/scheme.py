@@ -93,19 +93,21 @@ class Scheme(ABC):
             UserError: A scale is not a number, or is zero or negative where that makes no sense. The scale blocks of
                 ordered inputs do not have the inputs that they must have.
         """
-        from longhelix.compute.kernels.packed_rows import PackedRows, ordered
+        from longhelix.compute.kernels.packed_rows import PackedRows, ordered, repacked
 
         rows, inputs = slices
         outputs = rows.stop - rows.start
         share = packed_share(storage.format, storage.ordered, shape[1], range(inputs.start, inputs.stop))
         read = slice(0, shape[1]) if share.ordered else inputs
         if not (outputs and share.depth):
-            return PackedRows.empty(share.format, outputs, share.depth, share.lead)
+            return PackedRows.empty(storage.repacked or share.format, outputs, share.depth, share.lead)
         packed = PackedRows.empty(storage.format, outputs, read.stop - read.start, share.lead)
         part = Part(checkpoint, f"{module}.", shape, rows, read, packed, share.ordered)
         self._fill(part)
         if storage.input_dtype is not None and part.has(self.input_scale):
             part.check_scales(self.input_scale, part.read_for_outputs(self.input_scale)[:1])
+        if storage.repacked is not None:
+            return repacked(packed, storage.repacked)
         if not share.ordered:
             return packed
         return ordered(packed, part.groups(self.order), inputs, share.format, share.depth)

@@ -1,0 +1,39 @@
+"""Weights of GGUF files: blocks with codes, scales and offsets side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.compute.models.schemes.part import Part
+from longhelix.compute.models.schemes.scheme import Scheme, TensorForm
+from longhelix.spec.gguf_quantisation import GGUF_FORMATS
+from longhelix.spec.quantisation import Storage
+
+_KINDS = {format: kind for kind, format in GGUF_FORMATS.items()}
+
+
+class Gguf(Scheme):
+    """Blocks of one kind, along the inputs."""
+
+    def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
+        return {f"{module}.weight": TensorForm((_KINDS[storage.format],), (shape,))}
+
+    def _fill(self, part: Part) -> None:
+        from longhelix.compute.kernels.packed_rows import PackedRows
+        from longhelix.compute.models.gguf_packing import pack
+
+        assert isinstance(part.checkpoint, GgufCheckpoint)
+        name, packed = part.prefix + "weight", part.packed
+        block = part.checkpoint.block_size(name)
+        blocks = part.spanned(part.inputs, block)
+        blocks_OBX = part.checkpoint.read_blocks(name, part.rows, blocks)
+        depth = (blocks.stop - blocks.start) * block
+        whole = packed if packed.depth == depth else PackedRows.empty(packed.dtype, packed.outputs, depth)
+        pack(blocks_OBX, _KINDS[packed.dtype], whole)
+        if whole is not packed:
+            first = part.inputs.start - blocks.start * block
+            packed.copy_(whole.cut(slice(first, first + packed.depth)))
+        # Those of blocks inside superblocks are integers.
+        scales = packed.scales if packed.superblock_scales is None else packed.superblock_scales
+        part.check_scales("weight", scales, zero=True, negative=True)
