@@ -34,7 +34,6 @@ from longhelix.spec import (
     WEIGHT_DTYPES,
     ModelSpec,
     product_dtype,
-    read_gguf,
     read_hf_config,
     unread_fields,
 )
@@ -376,12 +375,11 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
     tensors = {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}
     quantised = isinstance(checkpoint, GgufCheckpoint)
     if isinstance(checkpoint, GgufCheckpoint):
-        tied = "lm_head.weight" not in tensors
-        divisors = checkpoint.rope_factors or ()
-        spec = read_gguf(checkpoint.metadata, divisors, tied=tied, rope_scaling=rope_scaling)
+        spec = checkpoint.spec(rope_scaling)
+        _check_runs(spec)
     else:
         spec = read_hf_config(checkpoint.config, checkpoint.generation_config, rope_scaling=rope_scaling)
-        _check_runs(spec, checkpoint.config)
+        _check_runs(spec)
         spec = _with_own_head(spec, checkpoint)
         _warn_of_unread(checkpoint.config)
     spec = with_stored_formats(spec, checkpoint.tensors)
@@ -411,7 +409,7 @@ def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLa
     return replace(spec, vocabulary=replace(spec.vocabulary, tied_embeddings=False))
 
 
-def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
+def _check_runs(spec: ModelSpec) -> None:
     missing = missing_parts(spec)
     if missing:
         raise UserError(
