@@ -29,8 +29,8 @@ class PlannedModel:
     """Options for the model, the dtypes and the system to plan for."""
 
     model: str
-    """Model to plan for: a preset such as deepseek-r1, a folder with a Hugging Face config.json, a GGUF file, a model on
-    the hub such as Qwen/Qwen3-8B, or `builtin`."""
+    """Model to plan for: a preset such as deepseek-r1, a folder with a Hugging Face config.json, a GGUF file, a model
+    on the hub such as Qwen/Qwen3-8B, or `builtin`."""
     _: KW_ONLY
     system: str
     "System to plan for: a preset such as gb200, a TOML file, or `local` (this machine, see `longhelix calibrate`)."

@@ -77,10 +77,10 @@ class GgufForm:
         settings: Returns settings of config.json. `common_settings` has those that are the same for all families.
         matches: Whether a file is of this family. Needed if several families share an architecture.
         modules: Names of modules in layers, if they are not in `LAYER_MODULES`.
-        interleaved: Modules with heads whose rows are stored in the order of interleaved rotation: (pair, half). Hugging
-            Face checkpoints have them in the order (half, pair).
+        interleaved: Modules with heads whose rows are stored in the order of interleaved rotation: (pair, half).
+            Hugging Face checkpoints have them in the order (half, pair).
         neutral: Keys that longhelix supports with these values only.
-        log_multiplier: Returns the rope settings that `rope.scaling.yarn_log_multiplier` stands for. None: the files
+        log_multiplier: Returns the rope settings that "rope.scaling.yarn_log_multiplier" stands for. None: the files
             have no such key.
     """
 
@@ -156,7 +156,7 @@ def latent_expert_settings(metadata: GgufMetadata) -> dict[str, Any]:
         "num_experts_per_tok": metadata.count("expert_used_count"),
         "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
         "n_shared_experts": metadata.count("expert_shared_count", 0, least=0),
-        # llama.cpp and files of early versions know no groups.
+        # Files of early versions do not have these keys, not even of models with groups. llama.cpp then uses one group.
         "n_group": metadata.count("expert_group_count", 1),
         "topk_group": metadata.count("expert_group_used_count", 1),
         "routed_scaling_factor": metadata.positive("expert_weights_scale", 1.0),
@@ -164,10 +164,10 @@ def latent_expert_settings(metadata: GgufMetadata) -> dict[str, Any]:
 
 
 def both_scales(multiplier: float) -> dict[str, float]:
-    """Return the scales that `rope.scaling.yarn_log_multiplier` stands for in files of models with latent attention.
+    """Return the scales that "rope.scaling.yarn_log_multiplier" stands for in files of models with latent attention.
 
-    It is a tenth of mscale_all_dim. Files have no mscale, which is the same in all published models, and then cos and sin
-    are not scaled.
+    It is a tenth of mscale_all_dim. Files do not have mscale, which is equal to it in all published models. Cos and sin
+    are then not scaled.
     """
     scale = multiplier / 0.1
     return {"mscale": scale, "mscale_all_dim": scale}

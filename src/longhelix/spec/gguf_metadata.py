@@ -36,10 +36,10 @@ def gguf_family(metadata: GgufMetadata) -> tuple[str, GgufForm, Family]:
     for model_type, form, family in _forms():
         if form.architecture == metadata.architecture and form.matches(metadata):
             return model_type, form, family
+    given = shown(metadata.values.get("general.architecture"))
+    known = ", ".join(gguf_architectures())
     raise UserError(
-        f"the GGUF file is of architecture {shown(metadata.values.get('general.architecture'))}: longhelix reads GGUF files of "
-        f"{', '.join(gguf_architectures())}",
-        "unknown_architecture",
+        f"the GGUF file is of architecture {given}: longhelix reads GGUF files of {known}", "unknown_architecture"
     )
 
 

@@ -52,7 +52,7 @@ class StoredRows:
     head_size: int = 0
 
     def blocks(self, rows: slice) -> np.ndarray:
-        """Return the bytes of rows, in the model's order. They are a view of the file, unless that has another order."""
+        """Return the bytes of rows in the model's order: a view of the file, or a copy if it has another order."""
         C = self.head_size
         if not C:
             return self.data[rows]
@@ -115,11 +115,15 @@ class LatentUp:
 class GgufCheckpoint:
     """A GGUF file, or all parts of a split one.
 
-    `metadata` holds every field of the first file. `rope_factors` are the C/2 divisors of the rotary frequencies (C is
-    the rotated size of a head), None where the file has none. `stored` says for each tensor of the model, by its name in
-    a Hugging Face checkpoint, where the files have it.
-    Raises UserError where a file is damaged or missing, of another architecture, or holds a tensor or a quantisation that
+    Raises UserError if a file is damaged or missing, has another architecture, or has a tensor or a quantisation that
     cannot be read.
+
+    Attributes:
+        path: The file that was given.
+        metadata: Values by key, from the first file.
+        rope_factors: The C/2 divisors of the rotary frequencies, for rotated heads of size C. None: there are none.
+        stored: Where the files have each tensor of the model, by its name in a Hugging Face checkpoint.
+        tensors: See `Checkpoint`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,10 +159,9 @@ class GgufCheckpoint:
 
 def _family(path: Path, metadata: GgufMetadata) -> tuple[GgufForm, Family]:
     if metadata.architecture not in gguf_architectures():
+        given = shown(metadata.values.get("general.architecture"))
         known = ", ".join(f'"{name}"' for name in gguf_architectures())
-        raise invalid_checkpoint(
-            f"{path} is of architecture {shown(metadata.values.get('general.architecture'))}: give a GGUF file of one of {known}."
-        )
+        raise invalid_checkpoint(f"{path} is of architecture {given}: give a GGUF file of one of {known}.")
     _, form, family = gguf_family(metadata)
     return form, family
 
