@@ -237,19 +237,53 @@ def test_a_full_disk_is_told_before_the_download(find, hub, small_disk):
     assert not files_below(small_disk)
 
 
-def test_gguf_files_are_chosen_by_name_or_quantisation(find, hub, tmp_path):
+@pytest.fixture
+def ggufs(hub, tmp_path):
+    """A repository with GGUF models, one of which is split."""
     folder = tmp_path / "ggufs"
-    folder.mkdir()
-    for name in ("toy-Q4_K_M.gguf", "toy-Q8_0.gguf", "mmproj-toy-Q8_0.gguf", "big-Q6_K-00001-of-00002.gguf"):
+    (folder / "Q6_K").mkdir(parents=True)
+    names = ["toy-BF16.gguf", "toy-Q8_0.gguf", "mmproj-toy-Q8_0.gguf", "toy-imatrix.gguf"]
+    names += [f"Q6_K/big-Q6_K-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    for name in names:
         (folder / name).write_bytes(b"GGUF" + name.encode())
     hub.repositories["toys/ggufs"] = folder
-    for asked in ("Q8_0", "q8_0", "toy-Q8_0.gguf"):
-        status, path, err = find(f"toys/ggufs:{asked}")
+    return folder
+
+
+def test_gguf_files_are_chosen_by_name_or_quantisation(find, hub, ggufs):
+    for asked in (":Q8_0", ":q8_0", ":toy-Q8_0.gguf", "/toy-Q8_0.gguf"):
+        status, path, err = find(f"toys/ggufs{asked}")
         assert (status, path.endswith("/toy-Q8_0.gguf")) == (0, True), err
     assert hub.downloads == ["toys/ggufs/toy-Q8_0.gguf"]
     assert find("toys/ggufs:Q8_0", HF_HUB_OFFLINE="1")[1].endswith("/toy-Q8_0.gguf")
-    assert "but 3 GGUF files: choose one, such as toys/ggufs:toy-Q4_K_M.gguf" in find("toys/ggufs")[1]
-    assert "no GGUF file for Q5_0: choose one of " in find("toys/ggufs:Q5_0")[1]
-    for asked in ("Q6_K", "big-Q6_K-00001-of-00002.gguf"):
-        words = f"{asked} only as a GGUF file split into 2 parts, such as big-Q6_K-00001-of-00002.gguf: download the"
-        assert words in find(f"toys/ggufs:{asked}")[1]
+    known = "choose one of Q6_K/big-Q6_K-00001-of-00003.gguf, toy-BF16.gguf, toy-Q8_0.gguf"
+    assert find("toys/ggufs:Q5_0")[1] == f"toys/ggufs has no GGUF file for Q5_0: {known}"
+    (ggufs / "other-q8_0.gguf").write_bytes(b"GGUF")
+    known = "choose one of other-q8_0.gguf, toy-Q8_0.gguf"
+    assert find("toys/ggufs:Q8_0")[1] == f"toys/ggufs has 2 GGUF files for Q8_0: {known}"
+
+
+def test_without_a_quantisation_a_gguf_repository_gives_q4_k_m_or_its_first_model(find, hub, ggufs):
+    (ggufs / "Q6_K" / "big-Q6_K-00001-of-00003.gguf").unlink()
+    assert find("toys/ggufs")[1].endswith("/toy-BF16.gguf")
+    (ggufs / "toy-Q4_K_M.gguf").write_bytes(b"GGUF")
+    assert find("toys/ggufs")[1].endswith("/toy-Q4_K_M.gguf")
+
+
+def test_all_parts_of_a_split_model_are_downloaded(find, hub, ggufs):
+    first, *others = sorted(path.name for path in (ggufs / "Q6_K").iterdir())
+    for asked in (":Q6_K", f":Q6_K/{first}", f"/Q6_K/{others[1]}"):
+        status, path, err = find(f"toys/ggufs{asked}")
+        assert (status, path.endswith(f"/Q6_K/{first}")) == (0, True), err
+    assert sorted(hub.downloads) == [f"toys/ggufs/Q6_K/{name}" for name in (first, *others)]
+    (ggufs / "Q6_K" / others[0]).unlink()
+    words = f"toys/ggufs has no Q6_K/{others[0]}, which is one of the 3 parts of a split model: choose another file"
+    assert find("toys/ggufs:Q6_K")[1] == words
+
+
+def test_a_plan_for_a_gguf_model_needs_it_in_the_cache(python, hub, ggufs):
+    """Its settings are in the same files as its weights, which may be large."""
+    asked = "-m", "longhelix", "plan", "toys/ggufs:Q8_0", "--system", "h100", "--context", "1k", "--max-gpus", "1"
+    status, _, err = python(*asked)
+    assert (status, hub.downloads) == (2, [])
+    assert "download it first with longhelix download toys/ggufs:Q8_0" in err

@@ -18,6 +18,7 @@ from longhelix.cli.layout_file import read_layout
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.compute.cache.context_folder import ContextFolder
+from longhelix.compute.models.model_files import is_gguf, model_spec
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.engine import hub
 from longhelix.engine.llm import LLM
@@ -37,7 +38,6 @@ from longhelix.scheduler.guide import Guide
 from longhelix.scheduler.kv.windows import KVWindow
 from longhelix.scheduler.request import MOST_TOKENS, SamplingParams
 from longhelix.spec.layout import Layout, widest_ep
-from longhelix.spec.presets import load_model
 from longhelix.units import count, digits
 from longhelix.values import above_zero, flag, seconds, text
 
@@ -240,8 +240,8 @@ class ModelOptions:
         if self.tied:
             return tied_layout(**degrees)
         num_ranks = Layout(**degrees).num_ranks
-        if num_ranks > 1 and not degrees.keys() & {"tpf", "ep"} and Path(self.model).is_dir():
-            num_experts = [moe.num_experts for moe in load_model(self.model).moes]
+        if num_ranks > 1 and not degrees.keys() & {"tpf", "ep"} and (is_gguf(self.model) or Path(self.model).is_dir()):
+            num_experts = [moe.num_experts for moe in model_spec(self.model).moes]
             degrees["ep"] = widest_ep(num_ranks, math.gcd(*num_experts)) if num_experts else 1
         return Layout(**degrees)
 

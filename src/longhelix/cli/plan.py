@@ -13,6 +13,7 @@ from rich.table import Table
 from longhelix.cli.demand import DemandOptions
 from longhelix.cli.planning import DraftOptions, PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
+from longhelix.compute.models.model_files import is_gguf
 from longhelix.engine.hub import HubModel
 from longhelix.plan import peers, report, summary, terminal
 from longhelix.plan.answer import Plan, answer
@@ -161,7 +162,9 @@ def _write(folder: Path, found: Plan, planned: PlannedModel, as_object: dict[str
     deployment = report.deployed(found)
     if deployment is not None:
         (folder / "plan.yaml").write_text(report.as_yaml(found, model))
-        is_loadable = Path(model).is_dir() or HubModel.of(model) is not None  # a preset has no weights
+        is_loadable = (
+            Path(model).is_dir() or is_gguf(model) or HubModel.of(model) is not None
+        )  # a preset has no weights
         loaded = model if is_loadable else "MODEL"
         commands = peers.commands(deployment, loaded)
         text = "\n".join(command.as_text() for command in commands)

@@ -10,13 +10,14 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from longhelix.cli.values import tied_layout
+from longhelix.compute.models.model_files import model_spec
 from longhelix.engine import hub
 from longhelix.errors import UserError
 from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.plan.question import MOST_GPUS
 from longhelix.spec import number_format
 from longhelix.spec.layout import Layout
-from longhelix.spec.presets import load_model, load_system
+from longhelix.spec.presets import load_system
 from longhelix.values import whole
 
 _TABLE_WIDTH = 160  # number of columns if standard output is not a terminal
@@ -28,8 +29,8 @@ class PlannedModel:
     """Options for the model, the dtypes and the system to plan for."""
 
     model: str
-    """Model to plan for: a preset such as deepseek-r1, a folder with a Hugging Face config.json, a model on the hub
-    such as Qwen/Qwen3-8B, or `builtin`."""
+    """Model to plan for: a preset such as deepseek-r1, a folder with a Hugging Face config.json, a GGUF file, a model
+    on the hub such as Qwen/Qwen3-8B, or `builtin`."""
     _: KW_ONLY
     system: str
     "System to plan for: a preset such as gb200, a TOML file, or `local` (this machine, see `longhelix calibrate`)."
@@ -46,7 +47,7 @@ class PlannedModel:
 
     def setting(self) -> Setting:
         """Load the model and the system. Raises UserError for an unknown name or an unsupported dtype."""
-        model, system = load_model(hub.find_config(self.model, self.revision)), load_system(self.system)
+        model, system = model_spec(hub.find_config(self.model, self.revision)), load_system(self.system)
         if self.expert_dtype is not None and not model.moes:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
         weights, experts = self.weight_dtype or model.checkpoint.dtype, self.expert_dtype

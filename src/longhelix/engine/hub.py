@@ -1,7 +1,7 @@
 """Models on the Hugging Face Hub: finds `ORG/NAME` in the hub's cache on this machine, or downloads it there.
 
 huggingface_hub does the work, so its environment variables apply: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
-Only data is downloaded, never code: config, tokenizer, and safetensors weights, or one GGUF file.
+Only data is downloaded, never code: config, tokenizer, and safetensors weights, or the GGUF files of one model.
 """
 
 from __future__ import annotations
@@ -44,14 +44,20 @@ _WEIGHTS, _INDEX, _SUFFIX = "model.safetensors", "model.safetensors.index.json",
 _TEMPLATES = "additional_chat_templates/"
 # Copies of the same weights in the format of their publisher, such as Mistral's.
 _SECOND_COPIES = "consolidated*.safetensors"
-_GGUF_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+_GGUF_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+# Other files of repositories with GGUF models: image encoders, and statistics for quantisation.
+_NO_MODELS = ("mmproj", "imatrix")
+_GGUF_DEFAULT = "Q4_K_M"  # as in llama.cpp
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _LISTINGS = 2  # how often one download lists the repository, if somebody pushes to it meanwhile
 
 
 @dataclass(frozen=True)
 class HubModel:
-    """Model on the hub, as a user names it: ORG/NAME, or ORG/NAME:FILE for a GGUF file."""
+    """Model on the hub, as a user names it.
+
+    That is ORG/NAME, or for a GGUF model ORG/NAME/FILE.gguf, ORG/NAME:FILE.gguf or ORG/NAME:QUANTISATION.
+    """
 
     name: str  # ORG/NAME
     gguf: str | None  # name of the GGUF file, or its quantisation such as Q4_K_M
@@ -61,17 +67,16 @@ class HubModel:
     def of(cls, model: str, revision: str | None = None) -> HubModel | None:
         """Parse a model name. Returns None if it has another form, or if a file or folder of that name exists."""
         part = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-        match = re.fullmatch(rf"({part}/{part})(?::([A-Za-z0-9._/-]+))?", model)
+        match = re.fullmatch(rf"({part}/{part})(?::([A-Za-z0-9._/-]+)|/([A-Za-z0-9._/-]+\.gguf))?", model)
         if match is None or os.path.exists(model) or re.search(r"--|\.\.|[.-](/|$)|\.git$", match[1]):
             return None
-        return cls(match[1], match[2], revision or "main")
+        return cls(match[1], match[2] or match[3], revision or "main")
 
     def wanted(self, files: Files) -> list[str]:
         """Return which of a repository's files to download. Raises UserError if it has no model that can run."""
-        ggufs = sorted(file for file in files if file.endswith(".gguf") and "mmproj" not in file)
-        ggufs.sort(key=lambda file: _GGUF_PART.search(file) is not None)  # whole files come first
+        ggufs = _gguf_models(files)
         if self.gguf is not None:
-            return [self._chosen(ggufs)]
+            return self._parts(self._chosen(ggufs, self.gguf), files)
         if "config.json" in files and (_WEIGHTS in files or _INDEX in files):
             if "tokenizer.json" not in files:
                 raise UserError(
@@ -82,44 +87,67 @@ class HubModel:
             wanted = (file for file in files if _is_wanted(file))
             return [file for file in wanted if file == _WEIGHTS or not (is_single and file.endswith(_SUFFIX))]
         if ggufs:
-            raise UserError(
-                f"{self.name} has no safetensors weights, but {len(ggufs)} GGUF files: choose one, such as "
-                f"{self.name}:{ggufs[0]}",
-                "invalid_checkpoint",
-            )
+            usual = _of_quantisation(ggufs, _GGUF_DEFAULT)
+            return self._parts(self._chosen(usual, _GGUF_DEFAULT) if usual else ggufs[0], files)
         raise UserError(
             f"{self.name} has no config.json and safetensors weights: choose a repository of a model that has both, "
             "or a GGUF file",
             "invalid_checkpoint",
         )
 
-    def _chosen(self, ggufs: list[str]) -> str:
+    def _chosen(self, ggufs: list[str], asked: str) -> str:
         """Return the GGUF file that has the given name, or the only one of the given quantisation."""
-        asked = str(self.gguf)
-        if asked in ggufs:
-            found = [asked]
-        else:
-            ending = re.compile(rf"(^|[-._/]){re.escape(asked)}(-\d{{5}}-of-\d{{5}})?\.gguf$", re.IGNORECASE)
-            found = [file for file in ggufs if ending.search(file)]
-            found = [file for file in found if not _GGUF_PART.search(file)] or found
-        if found and (part := _GGUF_PART.search(found[0])):
-            raise UserError(
-                f"{self.name} has {asked} only as a GGUF file split into {int(part[1])} parts, such as {found[0]}: "
-                "download the parts, merge them with llama-gguf-split, and give the path of the result",
-                "invalid_checkpoint",
-            )
+        match = _GGUF_PART.fullmatch(asked)
+        first = f"{match[1]}-00001-of-{match[3]}.gguf" if match else asked
+        if first in ggufs:
+            return first
+        found = _of_quantisation(ggufs, asked)
+        found = [file for file in found if not _GGUF_PART.fullmatch(file)] or found
         if len(found) != 1:
             what = f"{len(found)} GGUF files" if found else "no GGUF file"
-            known = f"choose one of {', '.join(found or ggufs)}" if ggufs else f"leave out :{asked}"
+            known = f"choose one of {', '.join(found or ggufs)}" if ggufs else f"leave out {asked}"
             raise UserError(f"{self.name} has {what} for {asked}: {known}", "invalid_checkpoint")
         return found[0]
+
+    def _parts(self, file: str, files: Files) -> list[str]:
+        """Return all parts of the model that a GGUF file is the first part of, in order."""
+        match = _GGUF_PART.fullmatch(file)
+        if match is None:
+            return [file]
+        parts = [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
+        missing = [part for part in parts if part not in files]
+        if missing:
+            raise UserError(
+                f"{self.name} has no {missing[0]}, which is one of the {len(parts)} parts of a split model: choose "
+                "another file",
+                "invalid_checkpoint",
+            )
+        return parts
+
+
+def _gguf_models(files: Files) -> list[str]:
+    """Return the GGUF models of a repository, sorted. The first part stands for a split model."""
+    found = []
+    for file in sorted(files):
+        match = _GGUF_PART.fullmatch(file)
+        is_model = file.endswith(".gguf") and not any(word in file.lower() for word in _NO_MODELS)
+        if is_model and (match is None or int(match[2]) == 1):
+            found.append(file)
+    return found
+
+
+def _of_quantisation(ggufs: list[str], name: str) -> list[str]:
+    """Return the GGUF models with this quantisation, or another end of a name, in any case."""
+    stem = name[: -len(".gguf")] if name.lower().endswith(".gguf") else name
+    ending = re.compile(rf"(^|[-._/]){re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.gguf\Z", re.IGNORECASE)
+    return [file for file in ggufs if ending.search(file)]
 
 
 def find(model: str, revision: str | None = None, tell: Callable[[str], None] | None = None) -> str:
     """Return the path of a model. Downloads a model of the hub that is not in the cache.
 
     Args:
-        model: "builtin", a path, or a hub ID. An existing path is used even if it looks like a hub ID.
+        model: "builtin", a path, or a hub ID (`HubModel`). An existing path is used even if it looks like a hub ID.
         revision: branch, tag or commit of the hub ID; "main" if None.
         tell: receives one line before a download. None logs it.
 
@@ -132,13 +160,14 @@ def find(model: str, revision: str | None = None, tell: Callable[[str], None] | 
         _check_no_revision(model, revision)
         return model
     folder, files = _download(asked, asked.wanted, tell or logging.getLogger(__name__).info)
-    return str(folder if asked.gguf is None else folder / files[0])
+    return str(folder / files[0] if files[0].endswith(".gguf") else folder)
 
 
 def find_config(model: str, revision: str | None = None) -> str:
     """Return the path of a folder with a model's config.json, which is downloaded without weights for a hub ID.
 
-    Any other name is returned as it is. Raises UserError as `find` does.
+    For a GGUF model that is in the cache, this is the path of the file. Any other name is returned as it is. Raises
+    UserError as `find` does, and for a GGUF model that is not in the cache, because its weights are in the same file.
     """
     asked = HubModel.of(model, revision)
     if asked is None:
@@ -146,11 +175,25 @@ def find_config(model: str, revision: str | None = None) -> str:
         return model
 
     def wanted(files: Files) -> list[str]:
+        is_gguf = asked.gguf is not None or ("config.json" not in files and _gguf_models(files))
+        if is_gguf:
+            return asked.wanted(files)
         if "config.json" not in files:
             raise UserError(f"{model} has no config.json: choose a repository of a model", "unknown_model")
         return [file for file in files if file in _CONFIG]
 
-    return str(_download(asked, wanted, logging.getLogger(__name__).info)[0])
+    def check_cached(files: Files, missing: list[str]) -> None:
+        ggufs = [file for file in missing if file.endswith(".gguf")]
+        if ggufs:
+            weights = size(sum(files[file] or 0 for file in ggufs))
+            raise UserError(
+                f"{model} is a GGUF model, whose settings and weights ({weights}) are in the same files: download it "
+                f"first with longhelix download {model}",
+                "unknown_model",
+            )
+
+    folder, files = _download(asked, wanted, logging.getLogger(__name__).info, check_cached)
+    return str(folder / files[0] if files[0].endswith(".gguf") else folder)
 
 
 def _check_no_revision(model: str, revision: str | None) -> None:
@@ -166,9 +209,15 @@ def _is_wanted(file: str) -> bool:
 
 
 def _download(
-    asked: HubModel, wanted: Callable[[Files], list[str]], tell: Callable[[str], None]
+    asked: HubModel,
+    wanted: Callable[[Files], list[str]],
+    tell: Callable[[str], None],
+    check: Callable[[Files, list[str]], None] = lambda files, missing: None,
 ) -> tuple[Path, list[str]]:
-    """Bring the wanted files into the cache. Returns the folder of the revision, and the files."""
+    """Bring the wanted files into the cache. Returns the folder of the revision, and the files.
+
+    check: receives all files and those to download. It may raise UserError.
+    """
     _check_environment()
     from huggingface_hub import constants, snapshot_download  # imported here because it loads an HTTP client
     from huggingface_hub.utils import tqdm
@@ -189,7 +238,9 @@ def _download(
                 if repository.is_offline:
                     raise UserError(_in_part(asked.name, cache), "download_failed") from error
                 raise
-            missing_bytes = sum(repository.files[file] or 0 for file in files if file not in repository.cached)
+            missing = [file for file in files if file not in repository.cached]
+            check(repository.files, missing)
+            missing_bytes = sum(repository.files[file] or 0 for file in missing)
             if missing_bytes:
                 _check_space(asked, missing_bytes, cache)
                 tell(f"downloading {asked.name} ({size(missing_bytes)}) to {cache}")

@@ -33,9 +33,7 @@ from longhelix.spec import (
     FORMATS,
     WEIGHT_DTYPES,
     ModelSpec,
-    gguf_quantisation,
     product_dtype,
-    read_gguf,
     read_hf_config,
     unread_fields,
 )
@@ -73,7 +71,7 @@ def resolve(
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
     spec = _spec(checkpoint, options.rope_scaling)
     if options.weight_dtype is not None or options.activation_dtype is not None or not has_native_kernels():
-        spec = _expanded(spec)
+        spec = spec.expanded()
     dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
     if options.activation_dtype is not None:
         spec = _rounding_inputs(spec, options.activation_dtype)
@@ -85,7 +83,7 @@ def resolve(
     places = Places.here(layout, with_gpus=options.device != "cpu") if places is None else places
     device = _device(options, places, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
     if device != "cpu":
-        spec = _expanded(spec)
+        spec = spec.expanded()
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(options, device)
     _check_runs_together(spec, options, device, replay)
@@ -177,12 +175,6 @@ def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
             f"activation_dtype int8 needs int8 weights, but weight_dtype is {weight_dtype}: leave one of them out"
         )
     return dtype, weight_dtype, options.kv_dtype or dtype
-
-
-def _expanded(spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a model whose weights in GGUF blocks become numbers when they load."""
-    quantisation = spec.checkpoint.quantisation
-    return spec.quantised_by(None) if quantisation is not None and quantisation.gguf else spec
 
 
 def _rounding_inputs(spec: ModelSpec, dtype: str) -> ModelSpec:
@@ -387,28 +379,16 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
     tensors = {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}
     quantised = isinstance(checkpoint, GgufCheckpoint)
     if isinstance(checkpoint, GgufCheckpoint):
-        tied = "lm_head.weight" not in tensors
-        divisors = checkpoint.rope_factors or ()
-        spec = read_gguf(checkpoint.metadata, divisors, tied=tied, rope_scaling=rope_scaling)
-        spec = spec.quantised_by(gguf_quantisation(_kinds(checkpoint)))
+        spec = checkpoint.spec(rope_scaling)
+        _check_runs(spec)
     else:
         spec = read_hf_config(checkpoint.config, checkpoint.generation_config, rope_scaling=rope_scaling)
-        _check_runs(spec, checkpoint.config)
+        _check_runs(spec)
         spec = _with_own_head(spec, checkpoint)
         _warn_of_unread(checkpoint.config)
     spec = with_stored_formats(spec, checkpoint.tensors)
     check(spec, tensors, quantised)
     return spec
-
-
-def _kinds(checkpoint: GgufCheckpoint) -> dict[str, str]:
-    """Return the kinds of the weights in a GGUF file by module."""
-    suffix = ".weight"
-    return {
-        name.removesuffix(suffix): info.dtype
-        for name, info in checkpoint.tensors.items()
-        if name.endswith(suffix) and len(info.shape) == 2
-    }
 
 
 def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLanguageCheckpoint) -> ModelSpec:
@@ -433,7 +413,7 @@ def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLa
     return replace(spec, vocabulary=replace(spec.vocabulary, tied_embeddings=False))
 
 
-def _check_runs(spec: ModelSpec, config: Mapping[str, Any]) -> None:
+def _check_runs(spec: ModelSpec) -> None:
     missing = missing_parts(spec)
     if missing:
         raise UserError(

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 from longhelix.spec.vision import VisionSpec
 from longhelix.spec.vocabulary import Multipliers
+
+if TYPE_CHECKING:
+    from longhelix.spec.gguf import GgufForm
 
 # What every family's config has, with the value that an absent key stands for.
 DECODER: Mapping[str, Any] = {
@@ -62,6 +65,7 @@ class Family:
         decoder: Returns the part of the config that describes the decoder.
         vision: Reads what the decoder knows of images. None if models of the family read no images.
         multipliers: Returns what embeddings and logits are scaled by.
+        gguf: How the models look in GGUF files. None: longhelix does not read such files.
     """
 
     layers: Callable[[Mapping[str, Any], RopeSettings], Iterable[LayerSpec]]
@@ -71,3 +75,4 @@ class Family:
     decoder: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
     vision: Callable[[Mapping[str, Any]], VisionSpec] | None = None
     multipliers: Callable[[Mapping[str, Any]], Multipliers] = lambda config: Multipliers()
+    gguf: "GgufForm | None" = None

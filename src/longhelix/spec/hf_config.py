@@ -1,6 +1,6 @@
 """Reads config.json of Hugging Face folders. longhelix refuses whatever it would have to guess."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longhelix.errors import UserError
@@ -19,6 +19,7 @@ def read_hf_config(
     generation_config: Mapping[str, Any] | None = None,
     *,
     rope_scaling: Mapping[str, Any] | None = None,
+    rope_divisors: Sequence[float] = (),
 ) -> ModelSpec:
     """Read config.json.
 
@@ -26,6 +27,7 @@ def read_hf_config(
         config: its content.
         generation_config: content of generation_config.json. Its end-of-sequence ids replace those of config.json.
         rope_scaling: settings that replace the config's own rope settings, all but theta.
+        rope_divisors: divide the frequencies one by one, if there are any. GGUF files have them as a tensor.
 
     Raises:
         UserError: the architecture is unknown, or longhelix does not know what a value means.
@@ -43,7 +45,7 @@ def read_hf_config(
     rope = {**family.rope, **rope_mapping(config)}
     if rope_scaling is not None:
         rope = replaced(rope, rope_scaling)
-    layers = tuple(family.layers(config, RopeSettings(rope, max_positions)))
+    layers = tuple(family.layers(config, RopeSettings(rope, max_positions, tuple(rope_divisors))))
     eos_token_ids = (generation_config or {}).get("eos_token_id")
     return ModelSpec(
         architecture=str(architecture),

@@ -103,6 +103,11 @@ class ModelSpec:
         """Return the model with a checkpoint that is quantised in this way."""
         return replace(self, checkpoint=replace(self.checkpoint, quantisation=quantisation))
 
+    def expanded(self) -> "ModelSpec":
+        """Return the model with numbers in place of a GGUF file's blocks, as other devices than CPUs keep them."""
+        quantisation = self.checkpoint.quantisation
+        return self.quantised_by(None) if quantisation is not None and quantisation.gguf else self
+
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> "ModelSpec":
         """Return the model with each layer changed."""
         changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}

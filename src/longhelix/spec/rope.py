@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from longhelix.errors import UserError
@@ -189,14 +189,19 @@ class RopeSettings:
     Attributes:
         settings: Theta and the scaling, by name.
         max_positions: Positions that the model was trained for.
+        divisors: Divide the frequencies one by one, if there are any.
     """
 
     settings: Mapping[str, Any]
     max_positions: int
+    divisors: tuple[float, ...] = ()
 
     def of(self, head_size: int) -> RopeSpec:
         """Read the rotation of whole heads. Raises UserError."""
-        return RopeSpec.from_config(self.settings, head_size, self.max_positions)
+        rope = RopeSpec.from_config(self.settings, head_size, self.max_positions)
+        if not self.divisors:
+            return rope
+        return replace(rope, divisors=frequency_divisors({"rope_freqs": self.divisors}, "rope_freqs", head_size))
 
     def of_part(self, head_size: int) -> tuple[int, RopeSpec]:
         """Read the rotation of heads that rotate only some channels: a share of `partial_rotary_factor`.
@@ -213,7 +218,7 @@ class RopeSettings:
             name, allowed = "partial_rotary_factor in the model's settings", f"a number from {2 / head_size:g} to 1"
             raise refused(name, share, allowed, "invalid_model")
         settings = {name: value for name, value in self.settings.items() if name != "partial_rotary_factor"}
-        return rotated_size, RopeSpec.from_config(settings, rotated_size, self.max_positions)
+        return rotated_size, replace(self, settings=settings).of(rotated_size)
 
 
 def _yarn_bounds(rope: Mapping[str, Any]) -> YarnBounds:

@@ -91,6 +91,7 @@ MINIMAL = {"model_type": "llama", "num_hidden_layers": 3} | {
     for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings")
 }
 GGUF = {
+    "general.architecture": "llama",
     "llama.block_count": 30,
     "llama.embedding_length": 576,
     "llama.attention.head_count": 9,
@@ -243,10 +244,10 @@ def test_gguf_scaling_settings_that_would_be_dropped_are_refused():
     scaled = GGUF | {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
     for metadata, divisors in ((scaled | {"llama.rope.scaling.attn_factor": 2.0}, ()), (scaled, [1.0] * 32)):
         with pytest.raises(UserError, match="combines rope scaling 'yarn'"):
-            read_gguf(metadata, divisors, tied=True)
+            read_gguf(metadata, divisors)
     for key in ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"):
         with pytest.raises(UserError, match="combines rope scaling 'none'"):
-            read_gguf(GGUF | {"llama.rope.scaling.type": "none", f"llama.{key}": 4.0}, tied=True)
+            read_gguf(GGUF | {"llama.rope.scaling.type": "none", f"llama.{key}": 4.0})
 
 
 @pytest.mark.parametrize("place", ["top", "rope_parameters"])
@@ -374,7 +375,7 @@ def test_a_spec_is_frozen_and_checks_itself():
 
 
 def test_gguf_metadata_gives_the_built_in_models_shape():
-    assert read_gguf(GGUF, tied=True) == toy_model(
+    assert read_gguf(GGUF) == toy_model(
         num_layers=30,
         hidden_size=576,
         num_query_heads=9,
@@ -399,39 +400,39 @@ def test_gguf_defaults_are_those_of_the_format():
         "llama.vocab_size",
     )
     metadata = {key: value for key, value in GGUF.items() if key not in optional}
-    spec = read_gguf(metadata | {"tokenizer.ggml.tokens": ["a", "b", "c"]}, tied=False)
+    spec = read_gguf(metadata | {"tokenizer.ggml.tokens": ["a", "b", "c"]}, tensors=["lm_head.weight"])
     assert (
         attention_of(spec).heads.num_kv_heads,
         attention_of(spec).rope.theta,
         spec.vocabulary.size,
         spec.vocabulary.tied_embeddings,
     ) == (9, 10_000.0, 3, False)
-    assert attention_of(read_gguf(GGUF | {"llama.attention.key_length": 64}, tied=True)).head_size == 64
+    assert attention_of(read_gguf(GGUF | {"llama.attention.key_length": 64})).head_size == 64
 
 
 def test_gguf_rope_scaling_is_read():
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    rope = attention_of(read_gguf(GGUF | linear, tied=True)).rope
+    rope = attention_of(read_gguf(GGUF | linear)).rope
     assert (rope.scaling.kind, rope.scaling.factor, rope.theta) == ("linear", 4.0, 100_000.0)
     yarn = linear | {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 2048}
-    rope = attention_of(read_gguf(GGUF | yarn, tied=True)).rope
+    rope = attention_of(read_gguf(GGUF | yarn)).rope
     assert (rope.scaling.kind, rope.scaling.factor, rope.scaling.original_max_positions) == ("yarn", 4.0, 2048)
     assert rope.scaling.attention_factor == 0.1 * math.log(4.0) + 1
-    none = read_gguf(GGUF | {"llama.rope.scaling.type": "none"}, tied=True)
-    assert none == read_gguf(GGUF, tied=True)
+    none = read_gguf(GGUF | {"llama.rope.scaling.type": "none"})
+    assert none == read_gguf(GGUF)
 
 
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
 def test_gguf_rope_scaling_without_a_type_is_linear(key):
     """As in llama.cpp, which reads the older key where the newer is not there."""
     metadata = {"llama.rope.scale_linear": 8.0, f"llama.{key}": 4.0}
-    rope = attention_of(read_gguf(GGUF | metadata, tied=True)).rope
+    rope = attention_of(read_gguf(GGUF | metadata)).rope
     assert (rope.scaling.kind, rope.scaling.factor) == ("linear", 4.0)
 
 
 def test_gguf_rope_divisors_are_kept_with_theta():
     divisors = [1.0] * 16 + [8.0] * 16
-    rope = attention_of(read_gguf(GGUF, divisors, tied=True)).rope
+    rope = attention_of(read_gguf(GGUF, divisors)).rope
     assert rope == RopeSpec(theta=100_000.0, scaling=RopeScaling(original_max_positions=8192), divisors=tuple(divisors))
 
 
@@ -449,18 +450,18 @@ def test_gguf_rope_divisors_are_kept_with_theta():
 def test_a_missing_gguf_key_is_refused_by_name(key):
     metadata = {name: value for name, value in GGUF.items() if name != f"llama.{key}"}
     with pytest.raises(UserError, match=f"'llama.{key}'") as caught:
-        read_gguf(metadata, tied=True)
+        read_gguf(metadata)
     assert caught.value.code == "invalid_model"
 
 
 def test_a_gguf_file_that_rotates_part_of_a_head_is_refused():
     with pytest.raises(UserError, match="rotates only a part of each head"):
-        read_gguf(GGUF | {"llama.rope.dimension_count": 32}, tied=True)
+        read_gguf(GGUF | {"llama.rope.dimension_count": 32})
 
 
 def test_an_unknown_gguf_rope_scaling_is_refused():
     with pytest.raises(UserError, match="'ntk' is not known") as caught:
-        read_gguf(GGUF | {"llama.rope.scaling.type": "ntk"}, tied=True)
+        read_gguf(GGUF | {"llama.rope.scaling.type": "ntk"})
     assert caught.value.code == "unknown_rope"
 
 
@@ -641,7 +642,7 @@ def test_gguf_metadata_with_any_value_are_read_or_refused_in_a_sentence(data):
     sound = GGUF | {f"llama.rope.scaling.{key}": value for key, value in scaling.items()} | optional
     key = data.draw(st.sampled_from(sorted(sound)))
     present = data.draw(st.sampled_from([GGUF, GGUF | optional, sound]))
-    assert_read_or_refused(lambda: read_gguf(present | {key: data.draw(VALUES)}, tied=True))
+    assert_read_or_refused(lambda: read_gguf(present | {key: data.draw(VALUES)}))
 
 
 @pytest.mark.parametrize(
@@ -693,6 +694,6 @@ def test_every_dtype_of_the_engine_has_its_bytes():
 
 @pytest.mark.parametrize("causal", [False, 0, "no"])
 def test_gguf_models_that_see_later_tokens_are_refused(causal):
-    assert read_gguf(GGUF | {"llama.attention.causal": True}, tied=True)
+    assert read_gguf(GGUF | {"llama.attention.causal": True})
     with pytest.raises(UserError, match=r"attention\.causal in the GGUF file is"):
-        read_gguf(GGUF | {"llama.attention.causal": causal}, tied=True)
+        read_gguf(GGUF | {"llama.attention.causal": causal})

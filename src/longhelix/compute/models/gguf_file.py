@@ -1,9 +1,10 @@
-"""Reads the header of a GGUF file: metadata, and the names, shapes, types and places of tensors.
+"""Reads the headers of GGUF files: metadata, and the names, shapes, types and places of tensors.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the gguf package makes two
 arrays of every string, which takes seconds for a vocabulary.
 """
 
+import re
 import struct
 from array import array
 from collections.abc import Mapping
@@ -38,6 +39,10 @@ _NUMBERS = {
 }
 
 
+# Names of the parts of a split model.
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
 @dataclass(frozen=True, eq=False)
 class GgufTensor:
     """A tensor as it is stored. `shape` in numpy's order; `data`: its bytes, mapped, (*shape[:-1], bytes of a row)."""
@@ -46,6 +51,52 @@ class GgufTensor:
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     data: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class GgufModel:
+    """The files of a model: one file, or all parts of a split one.
+
+    Attributes:
+        files: The files, in order.
+        metadata: Values by key, from the first file.
+        tensors: The tensors of all files by name.
+    """
+
+    files: tuple[Path, ...]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> "GgufModel":
+        """Open a file and the other parts of its model. Raises UserError if one is missing, or of another model."""
+        paths = part_paths(path)
+        missing = [part for part in paths if not part.is_file()]
+        if missing:
+            raise invalid_checkpoint(
+                f"{missing[0]} is missing, which is one of the {len(paths)} parts of a split model: download all parts "
+                "into one folder."
+            )
+        files = [GgufFile(part) for part in paths]
+        _check_parts(paths, files)
+        tensors: dict[str, GgufTensor] = {}
+        for part, file in zip(paths, files, strict=True):
+            for name, tensor in file.tensors.items():
+                if name in tensors:
+                    raise _mixed(part, f"it has a tensor of an earlier part, {shown(name)}")
+                tensors[name] = tensor
+        total = files[0].metadata.get("split.tensors.count")
+        if len(files) > 1 and total is not None and total != len(tensors):
+            raise _mixed(paths[0], f"the parts have {len(tensors)} tensors, not {shown(total)}")
+        return cls(tuple(paths), files[0].metadata, tensors)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the paths of all parts of the model that a file belongs to, in order, from its name."""
+    match = _PART.fullmatch(path.name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+        return [path]
+    return [path.with_name(f"{match[1]}-{number:05}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
 
 
 class GgufFile:
@@ -185,4 +236,32 @@ def unreadable(path: Path, name: str, kind: str) -> UserError:
     return invalid_checkpoint(
         f"{path} stores {shown(name)} as {kind}, which cannot be read: give a file with another quantisation, such as "
         "Q8_0."
+    )
+
+
+def _check_parts(paths: list[Path], files: list[GgufFile]) -> None:
+    """Check that files are all parts of one model. Raises UserError."""
+    first = files[0].metadata
+    for number, (path, file) in enumerate(zip(paths, files, strict=True)):
+        count = file.metadata.get("split.count")
+        if len(files) == 1 and count in (None, 0, 1):  # 0: what has been merged
+            continue
+        if len(files) == 1:
+            raise invalid_checkpoint(
+                f"{path} is one part of a split model, but its name does not say which: give all parts the names "
+                "MODEL-00001-of-00003.gguf and so on, or merge them with `llama-gguf-split --merge`."
+            )
+        if count != len(files):
+            raise _mixed(path, f"its split.count is {shown(count)}, but its name is that of one of {len(files)} parts")
+        if file.metadata.get("split.no") != number:
+            raise _mixed(path, f"its split.no is {shown(file.metadata.get('split.no'))}, not {number}")
+        for key in ("general.architecture", "split.tensors.count"):
+            if key in file.metadata and file.metadata[key] != first.get(key):
+                raise _mixed(path, f"its {key} is {shown(file.metadata[key])}, not {shown(first.get(key))}")
+
+
+def _mixed(path: Path, what: str) -> UserError:
+    return invalid_checkpoint(
+        f"{path} does not belong to a split model with the other files ({what}): download all parts again, and keep "
+        "their names."
     )

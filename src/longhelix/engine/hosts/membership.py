@@ -9,6 +9,7 @@ from pathlib import Path
 
 from longhelix.compute.machine import host
 from longhelix.compute.machine.devices import free_gpu_bytes, gpu_capabilities, native_instruction_set
+from longhelix.compute.models.gguf_file import part_paths
 from longhelix.engine.hosts import network
 from longhelix.engine.hosts.launcher import with_launcher
 from longhelix.engine.hosts.messages import Facts
@@ -202,7 +203,7 @@ def common_settings(options: EngineOptions) -> str:
 def model_fingerprint(path: Path) -> str:
     """Return a digest of a model's files: their names, their sizes, and blocks that are spread over them evenly."""
     digest = hashlib.sha256()
-    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else part_paths(path)
     for file in files:
         if file.suffix in (".json", ".safetensors", ".gguf", ".jinja"):
             size = os.stat(file).st_size

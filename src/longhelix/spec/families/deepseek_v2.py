@@ -7,6 +7,7 @@ from longhelix.errors import UserError
 from longhelix.spec.config import count, positive, switch
 from longhelix.spec.config_parts import LATENTS, NO_KV_HEADS, after_dense, dense, latent, num_layers, shared_size, stack
 from longhelix.spec.family import DECODER, ConfigFields, Family, Neutral
+from longhelix.spec.gguf import GgufForm, GgufMetadata, both_scales, latent_expert_settings
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.moe import MoE, Routing
 from longhelix.spec.rope import RopeSettings
@@ -51,6 +52,17 @@ def _topk_method(config: Mapping[str, Any]) -> str | None:
     return method
 
 
+def _gguf_settings(metadata: GgufMetadata) -> dict[str, Any]:
+    settings = latent_expert_settings(metadata)
+    return settings | {"topk_method": "group_limited_greedy" if settings["n_group"] > 1 else "greedy"}
+
+
+def has_sigmoid(metadata: GgufMetadata) -> bool:
+    """Return whether a GGUF file is of DeepSeek-V3, whose scores are a sigmoid. Both have the same architecture."""
+    function = metadata.get("expert_gating_func")
+    return isinstance(function, int) and function == 2
+
+
 FAMILIES = {
     "deepseek_v2": Family(
         _layers,
@@ -80,5 +92,15 @@ FAMILIES = {
             },
             ignored=NO_KV_HEADS | {"norm_topk_prob"},
         ),  # transformers never makes the weights sum to one
+        gguf=GgufForm(
+            "deepseek2",
+            _gguf_settings,
+            matches=lambda metadata: not has_sigmoid(metadata),
+            neutral={
+                "expert_gating_func": Neutral((1, 0), "softmax scores"),
+                "expert_weights_norm": Neutral((False,), "weights of experts that do not sum to one"),
+            },
+            log_multiplier=both_scales,
+        ),
     )
 }

@@ -1,6 +1,7 @@
 """DeepSeek-V3 and Kimi K2: latent attention, and experts with sigmoid scores."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from longhelix.spec.config_parts import (
@@ -13,7 +14,9 @@ from longhelix.spec.config_parts import (
     sigmoid_experts,
     stack,
 )
+from longhelix.spec.families.deepseek_v2 import has_sigmoid
 from longhelix.spec.family import DECODER, ConfigFields, Family, Neutral
+from longhelix.spec.gguf import GgufForm, GgufMetadata, both_scales, latent_expert_settings
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
@@ -21,6 +24,13 @@ from longhelix.spec.rope import RopeSettings
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
     ffns = after_dense(config, dense(config), sigmoid_experts(config))
     return stack([latent(config, rope)] * num_layers(config), ffns)
+
+
+def _gguf_settings(metadata: GgufMetadata) -> dict[str, Any]:
+    return {
+        **latent_expert_settings(metadata),
+        "norm_topk_prob": metadata.switch("expert_weights_norm", False),
+    }
 
 
 DEEPSEEK_V3 = Family(
@@ -52,4 +62,10 @@ DEEPSEEK_V3 = Family(
         ignored=NO_KV_HEADS,
     ),
 )
-FAMILIES = {"deepseek_v3": DEEPSEEK_V3, "kimi_k2": DEEPSEEK_V3}
+_GGUF = GgufForm(
+    "deepseek2",
+    _gguf_settings,
+    matches=has_sigmoid,
+    log_multiplier=both_scales,
+)
+FAMILIES = {"deepseek_v3": replace(DEEPSEEK_V3, gguf=_GGUF), "kimi_k2": DEEPSEEK_V3}

@@ -4,13 +4,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from longhelix.spec.config_parts import alike, always_windowed, dense, grouped_query
+from longhelix.spec.families.llama import GGUF_HEADS
 from longhelix.spec.family import DECODER, ConfigFields, Family
+from longhelix.spec.gguf import GgufForm, GgufMetadata, dense_settings
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
 
 def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, ...]:
     return alike(config, always_windowed(config, grouped_query(config, rope)), dense(config))
+
+
+def _gguf_settings(metadata: GgufMetadata) -> dict[str, Any]:
+    return {**dense_settings(metadata), "sliding_window": metadata.count("attention.sliding_window")}
 
 
 FAMILIES = {
@@ -27,6 +33,12 @@ FAMILIES = {
             },
             nullable=frozenset({"sliding_window"}),
             ignored=frozenset({"layer_types", "use_sliding_window"}),
+        ),
+        gguf=GgufForm(
+            "llama",
+            _gguf_settings,
+            matches=lambda metadata: metadata.has("attention.sliding_window") and not metadata.has("expert_count"),
+            interleaved=GGUF_HEADS,
         ),
     )
 }

@@ -14,6 +14,7 @@ from longhelix.spec.config_parts import (
     windowed_from,
 )
 from longhelix.spec.family import DECODER, ConfigFields, Family
+from longhelix.spec.gguf import GgufForm, dense_settings
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
@@ -37,5 +38,6 @@ FAMILIES = {
             },
             nullable=frozenset({"num_key_value_heads", "sliding_window"}),
         ),
+        gguf=GgufForm("qwen2", dense_settings),
     )
 }

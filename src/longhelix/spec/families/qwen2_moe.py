@@ -15,6 +15,7 @@ from longhelix.spec.config_parts import (
     stack,
 )
 from longhelix.spec.family import DECODER, ConfigFields, Family
+from longhelix.spec.gguf import GgufForm, GgufMetadata, expert_settings
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.rope import RopeSettings
 
@@ -25,6 +26,17 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
     attention = grouped_query(config, rope, projections=Projections(qkv_bias=switch(config, "qkv_bias")))
     experts = qwen_experts(config, normalised=switch(config, "norm_topk_prob"), shared=True)
     return stack(qwen_windowed(config, attention, has_window), [experts] * total)
+
+
+def _gguf_settings(metadata: GgufMetadata) -> dict[str, Any]:
+    """Old files have no sizes of experts, which follow from the size of all experts of a token."""
+    per_token, shared = metadata.count("expert_used_count"), "expert_shared_feed_forward_length"
+    of_token = metadata.count("feed_forward_length") if metadata.has("feed_forward_length") else None
+    return {
+        **expert_settings(metadata, None if of_token is None else of_token // per_token),
+        "shared_expert_intermediate_size": metadata.count(shared, of_token),
+        "norm_topk_prob": metadata.switch("expert_weights_norm", False),
+    }
 
 
 FAMILIES = {
@@ -47,6 +59,7 @@ FAMILIES = {
             nullable=frozenset({"sliding_window"}),
             neutral=IN_EVERY_LAYER,
         ),
+        gguf=GgufForm("qwen2moe", _gguf_settings),
         tensors={
             f"mlp.shared_experts.{name}.weight": f"mlp.shared_expert.{name}.weight"
             for name in ("gate_proj", "up_proj", "down_proj")

@@ -14,6 +14,7 @@ from longhelix.spec.config_parts import (
     qwen_experts,
 )
 from longhelix.spec.family import DECODER, ConfigFields, Family
+from longhelix.spec.gguf import GgufForm, GgufMetadata, expert_settings
 from longhelix.spec.layer import LayerSpec
 from longhelix.spec.norms import HeadNorms
 from longhelix.spec.rope import RopeSettings
@@ -24,6 +25,10 @@ def _layers(config: Mapping[str, Any], rope: RopeSettings) -> tuple[LayerSpec, .
     if switch(config, "use_sliding_window"):
         attention = always_windowed(config, attention)
     return alike(config, attention, qwen_experts(config, normalised=switch(config, "norm_topk_prob")))
+
+
+def _gguf_settings(metadata: GgufMetadata) -> dict[str, Any]:
+    return {**expert_settings(metadata), "norm_topk_prob": metadata.switch("expert_weights_norm", True)}
 
 
 FAMILIES = {
@@ -47,5 +52,6 @@ FAMILIES = {
             neutral=IN_EVERY_LAYER,
             ignored=frozenset({"layer_types", "max_window_layers"}),
         ),
+        gguf=GgufForm("qwen3moe", _gguf_settings),
     )
 }

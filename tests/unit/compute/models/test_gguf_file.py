@@ -214,8 +214,78 @@ def test_a_tensor_of_a_type_that_cannot_be_read_is_refused_with_advice_that_help
 
 
 @pytest.mark.parametrize("fields", [LLAMA, ()], ids=["first", "later"])
-def test_a_part_of_a_split_model_is_refused_with_how_to_merge_it(fields, written):
-    assert_refused(written([*fields, count_field("split.count", 3)]), "split", "llama-gguf-split --merge")
+def test_a_part_of_a_split_model_without_its_name_is_refused_with_how_to_merge_it(fields, written):
+    assert_refused(written([*fields, count_field("split.count", 3)]), "one part", "llama-gguf-split --merge")
+
+
+def split_fields(part, count=3, tensors=4):
+    return [
+        count_field("split.no", part),
+        count_field("split.count", count),
+        count_field("split.tensors.count", tensors),
+    ]
+
+
+@pytest.fixture
+def parts(written, tmp_path):
+    """Three parts of a model with four tensors."""
+    found = []
+    for part in range(3):
+        names = [f"blk.{part}.attn_norm.weight", *(["output_norm.weight"] if part == 2 else [])]
+        tensors = [tensor(name, 8, at=32 * place) for place, name in enumerate(names)]
+        data = np.full(16, part, "<f4").tobytes()
+        path = written([*(LLAMA if part == 0 else ()), *split_fields(part)], tensors, data)
+        found.append(path.rename(tmp_path / f"toy-0000{part + 1}-of-00003.gguf"))
+    return found
+
+
+def test_any_part_of_a_split_model_opens_all_parts(parts):
+    for path in parts:
+        checkpoint = open_checkpoint(str(path))
+        assert (checkpoint.path, checkpoint.files) == (path, tuple(parts))
+        assert checkpoint.metadata["general.architecture"] == "llama"
+        norms = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(3)]
+        assert sorted(checkpoint.tensors) == [*norms, "model.norm.weight"]
+        for layer, name in enumerate(norms):
+            assert checkpoint.read(name, (slice(0, 8),)).tolist() == [float(layer)] * 8
+
+
+def test_a_split_model_with_a_part_missing_is_refused_by_name(parts):
+    parts[1].unlink()
+    for path in (parts[0], parts[2]):
+        assert_missing = pytest.raises(UserError, match=r"toy-00002-of-00003\.gguf is missing, .* the 3 parts")
+        with assert_missing:
+            open_checkpoint(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (split_fields(0), "split.no is 0, not 1"),
+        (split_fields(1, count=4), "split.count is 4, "),
+        ([], "split.count is None"),
+        (split_fields(1, tensors=5), "split.tensors.count is 5, not 4"),
+        ([field("general.architecture", STRING, string("qwen2")), *split_fields(1)], "is 'qwen2', not 'llama'"),
+    ],
+    ids=["no", "count", "whole", "tensors", "architecture"],
+)
+def test_a_part_of_another_model_is_refused(fields, words, parts, written):
+    written(fields, [tensor("blk.1.attn_norm.weight", 8)]).rename(parts[1])
+    assert_refused_part(parts[0], parts[1], words)
+
+
+def assert_refused_part(path, part, words):
+    with pytest.raises(UserError) as caught:
+        open_checkpoint(str(path))
+    assert str(caught.value).startswith(f"{part} does not belong to a split model with the other files (")
+    assert words in str(caught.value)
+
+
+def test_parts_with_too_few_tensors_or_with_the_same_are_refused(parts, written):
+    written(split_fields(1), []).rename(parts[1])
+    assert_refused_part(parts[0], parts[0], "the parts have 3 tensors, not 4")
+    written(split_fields(1), [tensor("blk.0.attn_norm.weight", 8)]).rename(parts[1])
+    assert_refused_part(parts[0], parts[1], "'blk.0.attn_norm.weight'")
 
 
 @pytest.mark.parametrize("count", [0, 1])

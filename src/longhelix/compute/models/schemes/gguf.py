@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
+from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint, StoredRows
 from longhelix.compute.models.schemes.part import Part
 from longhelix.compute.models.schemes.scheme import Scheme, TensorForm
 from longhelix.spec.gguf_quantisation import GGUF_FORMATS
@@ -24,13 +24,13 @@ class Gguf(Scheme):
         from longhelix.compute.models.gguf_packing import pack
 
         assert isinstance(part.checkpoint, GgufCheckpoint)
-        name, packed = part.prefix + "weight", part.packed
-        block = part.checkpoint.block_size(name)
+        stored, packed = part.checkpoint.stored[part.prefix + "weight"], part.packed
+        assert isinstance(stored, StoredRows)
+        block = stored.block_size
         blocks = part.spanned(part.inputs, block)
-        blocks_OBX = part.checkpoint.read_blocks(name, part.rows, blocks)
         depth = (blocks.stop - blocks.start) * block
         whole = packed if packed.depth == depth else PackedRows.empty(packed.dtype, packed.outputs, depth)
-        pack(blocks_OBX, _KINDS[packed.dtype], whole)
+        pack(stored.read_blocks(part.rows, blocks), _KINDS[packed.dtype], whole)
         if whole is not packed:
             first = part.inputs.start - blocks.start * block
             packed.copy_(whole.cut(slice(first, first + packed.depth)))

@@ -1,0 +1,92 @@
+"""GGUF files of each architecture, over several layouts, against transformers on the numbers of their blocks."""
+
+import copy
+
+import pytest
+from test_equality import assert_equal, make_case
+
+from gguf_files import Q, make_gguf_oracle, split_gguf
+from oracle import FAMILIES, WITH_EXPERTS, make_oracle
+from tiers import few
+
+pytestmark = pytest.mark.dist
+
+
+def _of_blocks(config):
+    """The config with rows that are whole blocks of 256 numbers, or of 32 where heads are small."""
+    found = copy.deepcopy(config)
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank"), 256)
+    sizes |= {"shared_expert_intermediate_size": 256, "q_lora_rank": 32, "qk_nope_head_dim": 32}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if hasattr(config, "kv_lora_rank") else 2}
+    for name, value in (sizes | heads).items():
+        if getattr(found, name, None) is not None:
+            setattr(found, name, value)
+    return found
+
+
+_QWEN2 = copy.deepcopy(FAMILIES["qwen2"])
+_QWEN2.use_sliding_window, _QWEN2.layer_types = False, ["full_attention"] * 2  # GGUF files have no window
+CONFIGS = {
+    "llama": FAMILIES["llama"],
+    "mistral": FAMILIES["mistral"],
+    "mixtral": WITH_EXPERTS["mixtral"],
+    "qwen2": _QWEN2,
+    "qwen2_moe": WITH_EXPERTS["qwen2_moe"],
+    "qwen3": FAMILIES["qwen3"],
+    "qwen3_moe": WITH_EXPERTS["qwen3_moe"],
+    "deepseek_v2": WITH_EXPERTS["deepseek_v2"],
+    "deepseek_v3": WITH_EXPERTS["deepseek_v3"],
+}
+for _config in CONFIGS.values():  # files have one scale of rotations
+    if "mscale" in _config.rope_parameters:
+        _config.rope_parameters["mscale"] = _config.rope_parameters["mscale_all_dim"]
+LAYOUTS = {
+    "kvp2": {"kvp": 2, "tpa": 1},
+    "tpa2": {"kvp": 1, "tpa": 2},
+    "kvp2-tpa2": {"kvp": 2, "tpa": 2},
+    "pp2": {"kvp": 1, "tpa": 1, "pp": 2},
+}
+EP = {"ep2": {"kvp": 2, "tpa": 1, "ep": 2}}
+
+
+def layouts(family):
+    return LAYOUTS | (EP if "moe" in family or "deepseek" in family or family == "mixtral" else {})
+
+
+def run(worlds, oracle, model=None, **layout):
+    world_size = layout["kvp"] * layout["tpa"] * layout.get("pp", 1)
+    degrees = {name: degree for name, degree in layout.items() if name not in ("kvp", "tpa")}
+    more = {"model": str(oracle.path if model is None else model), "dtype": "float32", **degrees}
+    return worlds(world_size).run(make_case(oracle, layout["kvp"], layout["tpa"], 16, "striped", **more))
+
+
+FORMS = [("qwen2_moe", True), ("deepseek_v3", True), ("deepseek_v3", False)]
+FORMS += [(family, True) for family in CONFIGS if family not in ("qwen2_moe", "deepseek_v3")] + [("deepseek_v2", False)]
+
+
+@pytest.mark.parametrize(("family", "split_latents"), few(FORMS, 3))
+def test_each_architecture_equals_transformers(worlds, tmp_path, family, split_latents):
+    saved = make_oracle(CONFIGS[family], tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
+    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, split_latents=split_latents)
+    for layout in [LAYOUTS["kvp2"]] if family == "qwen2_moe" else layouts(family).values():
+        assert_equal(oracle, run(worlds, oracle, **layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.BF16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_quantised_files_equal_transformers_on_their_numbers(worlds, tmp_path, family, kind):
+    config = _of_blocks(CONFIGS[family])
+    saved = make_oracle(config, tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
+    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, kind)
+    for layout in layouts(family).values():
+        assert_equal(oracle, run(worlds, oracle, **layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 2])
+def test_a_split_model_is_opened_by_any_of_its_parts(worlds, tmp_path, part):
+    saved = make_oracle(CONFIGS["qwen3_moe"], tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
+    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path)
+    parts = split_gguf(oracle.path, 3)
+    assert_equal(oracle, run(worlds, oracle, parts[part], kvp=2, tpa=1))
