@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -77,9 +76,8 @@ ORDERED = {
     for size, symmetric in ((32, True), (64, False), (128, True))
 }  # fmt: skip
 
-# Formats of GGUF files, and the kinds of tensors that are stored in them.
-GGUF = {format: partial(dict.fromkeys, value=kind) for kind, format in GGUF_FORMATS.items() if format not in SETTINGS}
-GGUF |= {"any_k": lambda modules: mixed(modules)}
+# Formats of GGUF files, and the kinds of tensors that are kept in them.
+GGUF = {format: kind for kind, format in GGUF_FORMATS.items() if format not in SETTINGS} | {"any_k": "mixed"}
 
 COMMON = {
     "hidden_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8, "max_position_embeddings": 64,
@@ -123,20 +121,19 @@ LAYOUTS = {
 def model_of(family, format, **changes):
     if format in GGUF:
         spec = read_hf_config(FAMILIES[family] | changes)
-        return spec.quantised_by(gguf_quantisation(GGUF[format](product_modules(spec))))
+        return spec.quantised_by(gguf_quantisation(kinds_of(spec, GGUF[format])))
     return read_hf_config(FAMILIES[family] | {"quantization_config": (SETTINGS | ORDERED)[format]} | changes)
 
 
-def product_modules(spec):
-    """The modules of weights of products, and of the embedding."""
+def kinds_of(spec, kind):
+    """Return the kinds of a GGUF file's matrices. "mixed": as llama.cpp mixes Q4_K and Q6_K."""
     parameters = [each for each in declare(spec, Layout(), 0) if each.stored is WeightDtype.PRODUCT]
     modules = [source.module for each in parameters for source in each.sources]
-    return ["model.embed_tokens", *(module for module in modules if not module.endswith("kv_b_proj"))]
-
-
-def mixed(modules):
-    """Kinds as llama.cpp mixes them: some projections to values and some down-projections have more bits."""
-    return {module: "Q6_K" if module.endswith(("v_proj", "down_proj", "head")) else "Q4_K" for module in modules}
+    longer = ("v_proj", "down_proj", "head")
+    return {
+        module: ("Q6_K" if module.endswith(longer) else "Q4_K") if kind == "mixed" else kind
+        for module in ["model.embed_tokens", *modules]
+    }
 
 
 def setting_of(spec):
