@@ -135,7 +135,8 @@ class PackedRows:
 
     def _numbers(self, index: int, dtype: str) -> Tensor:
         section_OX = self._section(index)
-        return section_OX.flatten().view(SCALE_DTYPES[dtype]).view(self.outputs, -1)
+        numbers = section_OX.flatten().view(SCALE_DTYPES[dtype])
+        return numbers.view(self.outputs, section_OX.shape[1] // numbers.itemsize)
 
     def _section(self, index: int) -> Tensor:
         starts = [0]
