@@ -126,10 +126,20 @@ class WeightSpec:
         return prod(dim.size for dim in self.dims)
 
 
+_EMBEDDING = "model.embed_tokens"
+
+
 def embedding(spec: ModelSpec) -> WeightSpec:
-    return WeightSpec(
-        "embedding", "model.embed_tokens.weight", Dim(Split.VOCABULARY, spec.vocabulary.size), _hidden(spec)
-    )
+    """Return the embedding. It stays as a checkpoint packs it, like weights of products."""
+    stored = WeightDtype.PRODUCT if packs_embedding(spec) else WeightDtype.ACTIVATION
+    rows = Dim(Split.VOCABULARY, spec.vocabulary.size)
+    return WeightSpec("embedding", f"{_EMBEDDING}.weight", rows, _hidden(spec), stored=stored)
+
+
+def packs_embedding(spec: ModelSpec) -> bool:
+    """Return whether the checkpoint packs the embedding. A tied head is then a packed weight beside it."""
+    quantisation = spec.checkpoint.quantisation
+    return quantisation is not None and quantisation.storage_of(_EMBEDDING) is not None
 
 
 def last_norm(spec: ModelSpec) -> WeightSpec:
@@ -140,13 +150,6 @@ def head(spec: ModelSpec) -> WeightSpec:
     """Return the LM head. With tied embeddings, its tensor is the embedding."""
     tensor = embedding(spec).tensor if spec.vocabulary.tied_embeddings else "lm_head.weight"
     return _product("head", tensor, Dim(Split.VOCABULARY, spec.vocabulary.size), _hidden(spec))
-
-
-def packs_embedding(spec: ModelSpec) -> bool:
-    """Return whether the checkpoint packs the embedding. A tied head is then a packed weight beside it."""
-    quantisation = spec.checkpoint.quantisation
-    module = embedding(spec).tensor.removesuffix(".weight")
-    return quantisation is not None and quantisation.storage_of(module) is not None
 
 
 def packed_storage(storages: Iterable[Storage | None], in_experts: bool) -> Storage | None:

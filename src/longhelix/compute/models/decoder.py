@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from longhelix.compute.cache.pool import KVPool
 from longhelix.compute.kernels import PLAIN, KVLayer, Weight, linear
+from longhelix.compute.kernels.weight import PACKED
 from longhelix.compute.models.attention import Attention
 from longhelix.compute.models.batch import Batch
 from longhelix.compute.models.experts import ExpertFFN
@@ -120,13 +121,13 @@ class Decoder(nn.Module):
         Vocabulary-parallel: each rank looks up the tokens that it has, and the ranks add up their results.
         """
         if self.mesh.ffn.size == 1:
-            return self.embedding.rows(token_ids_T)
+            return self.embedding.rows(token_ids_T).to(self.dtype)
         local_T = token_ids_T - self.vocabulary.start
         elsewhere_T = (local_T < 0) | (local_T >= len(self.vocabulary))
         if not len(self.vocabulary):
             hidden_TH = torch.zeros(len(token_ids_T), self.hidden_size, dtype=self.dtype, device=token_ids_T.device)
         else:
-            hidden_TH = self.embedding.rows(local_T.masked_fill(elsewhere_T, 0))
+            hidden_TH = self.embedding.rows(local_T.masked_fill(elsewhere_T, 0)).to(self.dtype)
             hidden_TH = hidden_TH.masked_fill(elsewhere_T.unsqueeze(-1), 0.0)
         return self.mesh.ffn.all_reduce(hidden_TH)
 
@@ -142,6 +143,8 @@ def _tied(weights: Weights) -> tuple[Weight, Weight]:
 
 def _embedding(weights: Weights) -> Weight:
     """Return the embedding as a weight for row lookups only."""
+    if weights.is_packed("embedding"):
+        return weights.product("embedding", arrangement=PACKED)
     embedding_vH = weights.take("embedding")
     outputs, depth = embedding_vH.shape
     return Weight(embedding_vH, weights.weight_dtype, outputs, depth, arrangement=PLAIN)

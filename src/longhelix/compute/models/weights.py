@@ -76,6 +76,10 @@ class Weights:
         """Return the number format of the weight of a product."""
         return self._unused[name].format(self.weight_dtype) or self.weight_dtype
 
+    def is_packed(self, name: str) -> bool:
+        """Return whether the checkpoint packs a parameter, which stays so."""
+        return self._unused[name].storage is not None
+
     def lead(self, name: str) -> int:
         """Return how many inputs of the first scale block of a packed weight belong to another rank."""
         return self._unused[name].lead(self.weight_dtype)

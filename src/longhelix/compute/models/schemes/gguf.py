@@ -34,6 +34,8 @@ class Gguf(Scheme):
         if whole is not packed:
             first = part.inputs.start - blocks.start * block
             packed.copy_(whole.cut(slice(first, first + packed.depth)))
-        # Those of blocks inside superblocks are integers.
-        scales = packed.scales if packed.superblock_scales is None else packed.superblock_scales
-        part.check_scales("weight", scales, zero=True, negative=True)
+        # Scales and offsets inside superblocks are integers.
+        sides = (packed.scales, packed.offsets, packed.superblock_scales, packed.superblock_offsets)
+        for numbers in sides:
+            if numbers is not None and numbers.is_floating_point():
+                part.check_scales("weight", numbers, zero=True, negative=True)
