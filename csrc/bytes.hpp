@@ -30,7 +30,14 @@ INLINE V load_bytes(const void* from) {
         using Half = decltype(V::low);
         return {load_bytes<Half>(from), load_bytes<Half>(static_cast<const u8*>(from) + sizeof(Half) / 4)};
     } else {
+        // GCC 12 widens bytes in two steps, in halves of registers.
+#if defined(LONGHELIX_AVX512)
+        return (Ints)_mm512_cvtepi8_epi32(load<__m128i>(from));
+#elif defined(LONGHELIX_AVX2)
+        return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from)));
+#else
         return __builtin_convertvector(load<Int8s>(from), Ints);
+#endif
     }
 }
 

@@ -338,9 +338,11 @@ struct Multiply {
         const u8* at[V];
         for (int v = 0; v < V; ++v) at[v] = panels[v];
         Superblocks<V> superblocks{};
-        for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
+        std::int64_t left = 0;  // blocks of the superblock
+        for (std::int64_t block = 0; block < panel_of.num_blocks; ++block, --left) {
             std::int64_t first = panel_of.start(block), count = panel_of.stop(block) - first;
-            if (panel_of.begins_superblock(block)) {
+            if (panel_of.superblock_bytes && left == 0) {
+                left = block ? panel_of.blocks : panel_of.blocks - panel_of.first;
                 for (int v = 0; v < V; ++v) {
                     superblocks.scales[v] = load_f16(at[v]);
                     if (call.weight.offsets) superblocks.offsets[v] = load_f16(at[v] + kLanes * 2);
