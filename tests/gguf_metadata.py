@@ -1,8 +1,10 @@
 """Metadata of GGUF files of small models, as llama.cpp's converter writes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
+import numpy as np
 
 COMMON = {
     "block_count": 4,
@@ -54,13 +56,15 @@ def metadata_of(family: str, **changes: object) -> dict[str, object]:
     return {"general.architecture": architecture, "tokenizer.ggml.eos_token_id": 7} | keys
 
 
-def write_metadata(path: Path, family: str) -> Path:
-    """Write a GGUF file without tensors."""
+def write_metadata(path: Path, family: str, tensors: Mapping[str, np.ndarray] | None = None, **changes) -> Path:
+    """Write a GGUF file with float32 tensors, if there are any."""
     writer = gguf.GGUFWriter(path, BY_FAMILY[family][0])
-    for key, value in metadata_of(family).items():
+    for key, value in metadata_of(family, **changes).items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         if type(value) in add:  # the architecture is there already
             add[type(value)](key, value)
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
