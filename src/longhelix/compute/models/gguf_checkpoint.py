@@ -195,7 +195,7 @@ def _stored(
 def _parts_of(path: Path, tensor: GgufTensor, part: GgufPart, head_size: int) -> Iterator[tuple[str, StoredRows]]:
     """Yield tensors of the model that are parts of a stored tensor, by name."""
     if not part.is_of_expert:
-        yield part.name, _rows(tensor, part, head_size)
+        yield part.name, _rows(path, tensor, part, head_size)
         return
     if len(tensor.shape) != 3 or tensor.shape[1] % part.places:
         raise invalid_checkpoint(
@@ -209,10 +209,12 @@ def _parts_of(path: Path, tensor: GgufTensor, part: GgufPart, head_size: int) ->
         yield part.name.format(expert), StoredRows(shape, tensor.kind, tensor.data[expert, rows])
 
 
-def _rows(tensor: GgufTensor, part: GgufPart, head_size: int) -> StoredRows:
+def _rows(path: Path, tensor: GgufTensor, part: GgufPart, head_size: int) -> StoredRows:
     """Return a whole stored tensor as a tensor of the model."""
     data, shape = tensor.data, tensor.shape
     block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+    if part.is_interleaved and len(shape) == 1 and block > 1:  # blocks cannot be put into another order
+        raise unreadable(path, tensor.name, f"a vector of {tensor.kind.name}")
     if part.is_row and len(shape) == 1:
         shape = 1, *shape
     elif len(shape) == 1 and block == 1:
