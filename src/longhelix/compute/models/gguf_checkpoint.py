@@ -107,7 +107,7 @@ class LatentUp:
         heads = slice(rows.start // unit, -(-rows.stop // unit))
         keys = _decode(self.keys.data[heads], self.keys.kind).transpose(1, 2)
         values = _decode(self.values.data[heads], self.values.kind)
-        both = torch.cat([keys, values.to(keys.dtype)], dim=1).flatten(0, 1)
+        both = torch.cat([keys, values], dim=1).flatten(0, 1)
         first = heads.start * unit
         return both[rows.start - first : rows.stop - first, columns]
 
@@ -187,9 +187,8 @@ def _stored(
                 halves.setdefault(part.name, {})[part.half] = tensor
             else:
                 found |= _parts_of(path, tensor, part, head_size)
-    for name, pair in halves.items():
-        found.setdefault(name, _latent_up(path, pair))  # some files have both forms
-    return found
+    # Some files have the whole projection as well.
+    return found | {name: _latent_up(path, pair) for name, pair in halves.items() if name not in found}
 
 
 def _parts_of(path: Path, tensor: GgufTensor, part: GgufPart, head_size: int) -> Iterator[tuple[str, StoredRows]]:

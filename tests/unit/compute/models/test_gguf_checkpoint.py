@@ -65,6 +65,14 @@ def test_halves_of_the_latent_projection_become_one(tmp_path, has_both):
     np.testing.assert_array_equal(part, (whole + has_both)[30:200, 3:40])
 
 
+def test_halves_of_different_types_lose_no_digits(tmp_path):
+    keys, values = numbers(8, 48, 24).astype(np.float16), numbers(8, 32, 48)
+    checkpoint = opened(tmp_path, "deepseek_v3", {"blk.0.attn_k_b.weight": keys, "blk.0.attn_v_b.weight": values})
+    found = read(checkpoint, "model.layers.0.self_attn.kv_b_proj.weight").reshape(8, 56, 48)
+    np.testing.assert_array_equal(found[:, :24], keys.swapaxes(1, 2).astype(np.float32))
+    np.testing.assert_array_equal(found[:, 24:], values)
+
+
 def test_a_gate_of_shared_experts_is_one_row(tmp_path):
     gate = numbers(256)
     checkpoint = opened(tmp_path, "qwen2_moe", {"blk.0.ffn_gate_inp_shexp.weight": gate})
