@@ -161,7 +161,7 @@ MISTAKES = {
         "the cache /dev/null cannot be used (Not a directory: /dev/null",
     ),
     "no tokenizer": (("toys/mute",), {}, "toys/mute has no tokenizer.json, which longhelix needs: choose a repository"),
-    "no GGUF": (("toys/llama:Q4_K_M",), {}, "toys/llama has no GGUF file for Q4_K_M: leave out :Q4_K_M"),
+    "no GGUF": (("toys/llama:Q4_K_M",), {}, "toys/llama has no GGUF file for Q4_K_M: leave out Q4_K_M"),
 }
 
 

@@ -125,7 +125,7 @@ class BenchModelOptions:
     """Options for the model to measure and its layout over ranks."""
 
     model: str = "builtin"
-    "Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`."
+    "Model to measure: a folder in Hugging Face format, a GGUF file, or `builtin`."
     kvp: int = 1
     "KV parallelism: ranks that split the request's KV cache along the sequence."
     tpa: int = 1
@@ -248,7 +248,7 @@ def layouts(
     Parameters
     ----------
     model
-        Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
+        Model to measure: a folder in Hugging Face format, a GGUF file, or `builtin`.
     ranks
         Number of ranks of each layout.
     requests
@@ -340,7 +340,7 @@ def sp(
     repeats
         Measured prefills, after a warm-up that also compiles.
     model
-        Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
+        Model to measure: a folder in Hugging Face format, a GGUF file, or `builtin`.
     kvp
         KV parallelism: ranks that split the request's KV cache along the sequence. kvp * tpa must be 2.
     tpa

@@ -21,7 +21,8 @@ def download(model: str, *, revision: Annotated[str | None, Parameter(show_defau
     Parameters
     ----------
     model
-        `builtin`, or a model on the hub such as Qwen/Qwen3-8B, or ORG/NAME:FILE.gguf for one GGUF file.
+        `builtin`, or a model on the hub such as Qwen/Qwen3-8B, or ORG/NAME:Q4_K_M or
+        ORG/NAME/FILE.gguf for a GGUF model.
     revision
         Branch, tag or commit of a model on the hub. [default: main]
     """

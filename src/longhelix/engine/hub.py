@@ -103,10 +103,14 @@ class HubModel:
             return first
         found = _of_quantisation(ggufs, asked)
         found = [file for file in found if not _GGUF_PART.fullmatch(file)] or found
-        if len(found) != 1:
-            what = f"{len(found)} GGUF files" if found else "no GGUF file"
-            known = f"choose one of {', '.join(found or ggufs)}" if ggufs else f"leave out {asked}"
-            raise UserError(f"{self.name} has {what} for {asked}: {known}", "invalid_checkpoint")
+        if not found:
+            advice = f"choose one of {', '.join(ggufs)}" if ggufs else f"leave out {asked}"
+            raise UserError(f"{self.name} has no GGUF file for {asked}: {advice}", "invalid_checkpoint")
+        if len(found) > 1:
+            raise UserError(
+                f"{self.name} has {len(found)} GGUF files for {asked}: choose one of {', '.join(found)}",
+                "invalid_checkpoint",
+            )
         return found[0]
 
     def _parts(self, file: str, files: Files) -> list[str]:

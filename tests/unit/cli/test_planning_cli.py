@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from gguf_metadata import BY_FAMILY, write_metadata
 from longhelix.cli.layout_file import read_layout
 from longhelix.cli.main import main
 from longhelix.cli.options import EngineFlags, ModelOptions
@@ -210,6 +211,31 @@ def test_estimate_has_the_parts_of_a_step(capfd):
     assert {"ttft_s", "tokens_per_s_per_user", "tokens_per_s_per_gpu", "mfu", "mbu", "memory_bytes_per_gpu"} <= set(
         found
     )
+
+
+@pytest.mark.parametrize("family", BY_FAMILY)
+def test_estimate_reads_gguf_files(capfd, tmp_path, family):
+    path = write_metadata(tmp_path / "toy.gguf", family)
+    status, out, err = run(capfd, "estimate", str(path), "--system", "h100", "--context", "1k", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["ttl_s"] > 0
+
+
+def test_plan_reads_gguf_files(capfd, tmp_path):
+    path = write_metadata(tmp_path / "toy.gguf", "qwen3_moe")
+    asked = "plan", str(path), "--system", "h100", "--context", "1k", "--max-gpus", "2", "--out", str(tmp_path / "out")
+    status, out, _ = run(capfd, *asked)
+    assert status == 0
+    assert out.startswith(f"{path} on h100: ")
+    assert str(path) in (tmp_path / "out" / "commands.txt").read_text()
+
+
+def test_estimate_refuses_a_gguf_file_without_a_setting(capfd, tmp_path):
+    path = tmp_path / "toy.gguf"
+    path.write_bytes(b"GGUF")
+    status, _, err = run(capfd, "estimate", str(path), "--system", "h100", "--context", "1k")
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"{path} is not a valid GGUF file" in err
 
 
 def test_estimate_compares_two_layouts(capfd):

@@ -124,7 +124,7 @@ class LatentUp:
         heads = slice(rows.start // unit, -(-rows.stop // unit))
         keys = _decode(self.keys.data[heads], self.keys.kind).transpose(1, 2)
         values = _decode(self.values.data[heads], self.values.kind)
-        both = torch.cat([keys, values.to(keys.dtype)], dim=1).flatten(0, 1)
+        both = torch.cat([keys, values], dim=1).flatten(0, 1)
         first = heads.start * unit
         return both[rows.start - first : rows.stop - first, columns]
 
@@ -213,15 +213,14 @@ def _stored(
                 halves.setdefault(part.name, {})[part.half] = tensor
             else:
                 found |= _parts_of(path, tensor, part, head_size)
-    for name, pair in halves.items():
-        found.setdefault(name, _latent_up(path, pair))  # some files have both forms
-    return found
+    # Some files have the whole projection as well.
+    return found | {name: _latent_up(path, pair) for name, pair in halves.items() if name not in found}
 
 
 def _parts_of(path: Path, tensor: GgufTensor, part: GgufPart, head_size: int) -> Iterator[tuple[str, StoredRows]]:
     """Yield tensors of the model that are parts of a stored tensor, by name."""
     if not part.is_of_expert:
-        yield part.name, _rows(tensor, part, head_size)
+        yield part.name, _rows(path, tensor, part, head_size)
         return
     if len(tensor.shape) != 3 or tensor.shape[1] % part.places:
         raise invalid_checkpoint(
@@ -235,10 +234,12 @@ def _parts_of(path: Path, tensor: GgufTensor, part: GgufPart, head_size: int) ->
         yield part.name.format(expert), StoredRows(shape, tensor.kind, tensor.data[expert, rows])
 
 
-def _rows(tensor: GgufTensor, part: GgufPart, head_size: int) -> StoredRows:
+def _rows(path: Path, tensor: GgufTensor, part: GgufPart, head_size: int) -> StoredRows:
     """Return a whole stored tensor as a tensor of the model."""
     data, shape = tensor.data, tensor.shape
     block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+    if part.is_interleaved and len(shape) == 1 and block > 1:  # blocks cannot be put into another order
+        raise unreadable(path, tensor.name, f"a vector of {tensor.kind.name}")
     if part.is_row and len(shape) == 1:
         shape = 1, *shape
     elif len(shape) == 1 and block == 1:

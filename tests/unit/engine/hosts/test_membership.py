@@ -108,6 +108,16 @@ def test_settings_in_common_leave_out_what_may_differ():
     assert common_settings(served) == common_settings(EngineOptions())
 
 
+def test_all_parts_of_a_split_gguf_model_count_for_its_fingerprint(tmp_path):
+    parts = [tmp_path / f"toy-0000{part}-of-00002.gguf" for part in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"1234")
+    first = model_fingerprint(parts[0])
+    assert first == model_fingerprint(parts[1])
+    parts[1].write_bytes(b"1235")
+    assert first != model_fingerprint(parts[0])
+
+
 def test_a_model_with_other_weights_has_another_fingerprint(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
