@@ -370,7 +370,7 @@ def accuracy(
     """Measure what each number format costs in accuracy: perplexity of a text, and errors of attention and logits.
 
     All formats of weights, activations, KV and attention that this machine supports score the same tokens. The default
-    takes about 15 minutes on two cores.
+    takes tens of minutes on two cores.
 
     Parameters
     ----------

@@ -231,8 +231,8 @@ def _note(text: AccuracyText, compared: int) -> str:
     windows, scored = len(text.windows), text.scored
     context = len(text.windows[0]) - scored
     return (
-        f"Text: {text.name}. All rows score the same {windows * scored:,d} tokens, in {windows} windows of "
-        f"{context + scored:,d} tokens. Only the last {scored:,d} tokens of each window are scored, so each has a "
+        f"Text: {text.name}. All rows score the same {windows * scored:,d} tokens. Number of windows: {windows}, of "
+        f"{context + scored:,d} tokens each. Only the last {scored:,d} tokens of each window are scored, so each has a "
         f"context of {context:,d} to {context + scored - 1:,d} tokens. Attention reads the whole context from the KV "
         "cache, in the format of the cache. perplexity: exp of the mean negative log-probability. increase: of the "
         "perplexity, compared with the row all: bfloat16. +-: two standard errors of the increase, from the paired "

@@ -28,10 +28,10 @@ class BenchReport:
 
     @property
     def sentences(self) -> list[str]:
-        """The remarks, and warnings if the machine was busy or the numbers are noisy."""
+        """The remarks, and warnings if the machine was busy or times are noisy."""
         found = list(self.remarks)
         load = self.environment["load_average"][0]
-        if load > IDLE_LOAD:
+        if load > IDLE_LOAD and self._about_times:
             found.append(
                 f"The machine was not idle: its load was {load} at the start of the run. Compare ratios instead of "
                 "times."

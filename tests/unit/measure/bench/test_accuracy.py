@@ -17,7 +17,7 @@ from longhelix.measure import accuracy as scoring
 from longhelix.measure.bench import accuracy
 from longhelix.measure.bench.accuracy import DOCUMENTATION, PARTS, AccuracyText
 from longhelix.spec import DTYPES, KV_DTYPES, WEIGHT_DTYPES
-from oracle import VOCAB, save_tokenizer_files
+from oracle import VOCAB, WITH_EXPERTS, make_oracle, save_tokenizer_files
 
 pytestmark = [
     pytest.mark.unit,
@@ -95,6 +95,17 @@ def test_perplexity_in_float32_is_that_of_transformers(toy, words):
     assert (found.attention_error, found.logits_error) == (0, 0)
 
 
+def test_latent_attention_and_experts_are_scored_as_well(tmp_path):
+    made = make_oracle(WITH_EXPERTS["deepseek_v3"], tmp_path, prompt_lengths=(41,), new_tokens=1)
+    configs, _ = accuracy.configured(str(tmp_path), ["kv"], 41, threads=1)
+    chosen = {name: configs[name] for name in ("all: float32", "all: bfloat16")}
+    exact, rounded = scoring.measure(chosen, made.prompts, 20, lambda name, scores: None).values()
+    logprobs = torch.from_numpy(made.logits[0][20:40]).double().log_softmax(-1)
+    expected = -logprobs.gather(1, torch.tensor(made.prompts[0][21:]).unsqueeze(1)).squeeze(1)
+    assert exact.losses_S == pytest.approx(expected.numpy(), abs=1e-3)
+    assert 0 < rounded.attention_error < 0.2 > rounded.logits_error > 0
+
+
 def test_narrower_formats_have_larger_errors(toy, words):
     rows = scored(toy, words)
     for error in ("attention_error", "logits_error"):
@@ -142,7 +153,7 @@ def test_the_table_has_every_format(toy, words, capfd, tmp_path):
     assert any(remark.startswith("Left out: activations: fp8, because ") for remark in report["remarks"])
     note = report["accuracy"]["note"]
     assert "Text: first.txt, second.txt." in note
-    assert "the same 72 tokens, in 3 windows of 48 tokens." in note
+    assert "the same 72 tokens. Number of windows: 3, of 48 tokens each." in note
     assert "a context of 24 to 47 tokens" in note
     markdown = out.read_text()
     assert "| kv: int4 | bfloat16 | bfloat16 |  | int4 |" in markdown
