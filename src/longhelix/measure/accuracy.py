@@ -28,7 +28,7 @@ _COMPARED = 50  # scored tokens of a window whose logits and attention outputs a
 
 
 @dataclass(frozen=True)
-class Scores:
+class AccuracyScores:
     """Results of one configuration.
 
     Attributes:
@@ -137,8 +137,8 @@ def measure(
     configs: Mapping[str, EngineConfig],
     windows: Sequence[Sequence[int]],
     scored: int,
-    on_scored: Callable[[str, Scores], None],
-) -> dict[str, Scores]:
+    on_scored: Callable[[str, AccuracyScores], None],
+) -> dict[str, AccuracyScores]:
     """Score the windows with each configuration, in new rank processes. The first configuration is the reference.
 
     Args:
@@ -147,7 +147,7 @@ def measure(
         scored: Number of tokens at the end of each window that are scored.
         on_scored: Called with the name and the results of each configuration as soon as they are known.
     """
-    found: dict[str, Scores] = {}
+    found: dict[str, AccuracyScores] = {}
     with tempfile.TemporaryDirectory() as directory:
         for name, config in configs.items():
             job = AccuracyJob(config, tuple(map(tuple, windows)), scored, directory, is_reference=not found)
@@ -156,12 +156,12 @@ def measure(
     return found
 
 
-def _scores(rows: Sequence[Row]) -> Scores:
+def _scores(rows: Sequence[Row]) -> AccuracyScores:
     """Combine the rows of all windows."""
     totals = {name: np.sum([row["squares"][name] for row in rows], axis=0) for name in rows[0]["squares"]}
     errors = {name: float(np.sqrt(error / reference)) for name, (error, reference) in totals.items()}
     logits_error = errors.pop("logits")
-    return Scores(
+    return AccuracyScores(
         losses_S=np.concatenate([row["losses"] for row in rows]),
         best_S=np.concatenate([row["best"] for row in rows]),
         attention_error=float(np.mean(list(errors.values()))) if errors else float("nan"),

@@ -16,7 +16,7 @@ from longhelix.engine.hub import find
 from longhelix.engine.text.tokenizer import Tokenizer
 from longhelix.errors import UserError
 from longhelix.measure import accuracy
-from longhelix.measure.accuracy import Scores
+from longhelix.measure.accuracy import AccuracyScores
 from longhelix.measure.bench.section import Column, Plot, Section
 from longhelix.measure.configuration import check_positive, configure
 from longhelix.measure.decode import conditions
@@ -182,7 +182,7 @@ def section(
 ) -> Section:
     """Score the text with each configuration of `configured`. Returns the table."""
 
-    def on_scored(name: str, scores: Scores) -> None:
+    def on_scored(name: str, scores: AccuracyScores) -> None:
         on_point({"case": name, "perplexity": f"{scores.perplexity:.3f}"})
 
     found = accuracy.measure(configs, text.windows, text.scored, on_scored)
@@ -196,7 +196,7 @@ def section(
     )
 
 
-def rows(configs: Mapping[str, EngineConfig], found: Mapping[str, Scores]) -> list[Row]:
+def rows(configs: Mapping[str, EngineConfig], found: Mapping[str, AccuracyScores]) -> list[Row]:
     """Compare the scores of each case. The first case is the reference of errors, the second the baseline."""
     reference, baseline, *_ = found.values()
     return [
@@ -207,7 +207,7 @@ def rows(configs: Mapping[str, EngineConfig], found: Mapping[str, Scores]) -> li
     ]
 
 
-def compare(scores: Scores, reference: Scores, baseline: Scores) -> Row:
+def compare(scores: AccuracyScores, reference: AccuracyScores, baseline: AccuracyScores) -> Row:
     """Compare the scores of a case with those of the reference and of the baseline."""
     differences_S = scores.losses_S - baseline.losses_S
     ratio = float(np.exp(differences_S.mean()))

@@ -208,8 +208,8 @@ def test_formats_of_one_part_alone():
 
 def test_uncertainty_is_that_of_paired_differences():
     losses = np.array([1.0, 2.0, 3.0, 4.0])
-    baseline = scoring.Scores(losses, np.arange(4), 0.1, 0.1, 4)
-    shifted = scoring.Scores(losses + 0.5, np.array([0, 1, 2, 9]), float("nan"), 0.2, 4)
+    baseline = scoring.AccuracyScores(losses, np.arange(4), 0.1, 0.1, 4)
+    shifted = scoring.AccuracyScores(losses + 0.5, np.array([0, 1, 2, 9]), float("nan"), 0.2, 4)
     row = accuracy.compare(shifted, baseline, baseline)
     assert row["increase"] == pytest.approx(np.exp(0.5) - 1)
     assert row["uncertainty"] == pytest.approx(0, abs=1e-12)
