@@ -357,6 +357,41 @@ def sp(
 
 
 @app.command
+def accuracy(
+    *,
+    text: Annotated[tuple[Path, ...], _many, Parameter(show_default=False)] = (),
+    window: Size = 2048,
+    tokens: Size = 20480,
+    vary: Names = ("weights", "activations", "kv", "attention"),
+    model: str = "builtin",
+    threads: int | None = None,
+    output: OutputOptions = OutputOptions(),
+) -> None:
+    """Measure what each number format costs in accuracy: perplexity of a text, and errors of attention and logits.
+
+    All formats of weights, activations, KV and attention that this machine supports score the same tokens. The default
+    takes tens of minutes on two cores.
+
+    Parameters
+    ----------
+    text
+        Text files in UTF-8 to score, one after the other. [default: paragraphs of longhelix's documentation]
+    window
+        Tokens per window. The second half of each window is scored, with the tokens before as context.
+    tokens
+        Number of tokens to score. Rounded up to whole windows.
+    vary
+        What to change compared with bfloat16: weights, activations, kv and attention. float32 and float16 always run.
+    model
+        Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
+    threads
+        Number of threads. [default: all cores]
+    """
+    with output.suite(peers=None) as suite:
+        suite.accuracy(model, text, window, tokens, vary, threads)
+
+
+@app.command
 def predictions(*, output: OutputOptions = OutputOptions()) -> None:
     """Compare predictions with measurements at lengths and layouts that calibration did not use. Takes ten minutes."""
     with output.suite(peers=None) as suite:

@@ -93,7 +93,7 @@ class LatentAttention(nn.Module):
         if not values:
             q_tqC = self._absorb(q_tqC)
         self.spans.end(span)
-        attend = partial(self._attend, values)
+        attend = partial(self.attend, values)
         if shared is not None:
             out_TnX = attend_and_share(q_tqC, latent, batch, self.scale, self.heads_among, attend, spans=self.spans)
         else:
@@ -146,7 +146,7 @@ class LatentAttention(nn.Module):
         key_t1C = rotate_heads(key_tC.unsqueeze(1), *batch.attention.rotations[self.rotation])
         write_kv(torch.cat((latent_tZ.unsqueeze(1), key_t1C), dim=-1), None, layer, batch.attention.views[0].slots_t)
 
-    def _attend(self, values: bool, q_tqC: Tensor, *rows) -> tuple[Tensor, Tensor]:
+    def attend(self, values: bool, q_tqC: Tensor, *rows) -> tuple[Tensor, Tensor]:
         """Return partial outputs and their LSEs. The outputs are values, or latents if queries are already absorbed."""
         return self._attend_to_values(q_tqC, *rows) if values else partial_attention(q_tqC, *rows)
 

@@ -28,10 +28,10 @@ class BenchReport:
 
     @property
     def sentences(self) -> list[str]:
-        """The remarks, and warnings if the machine was busy or the numbers are noisy."""
+        """The remarks, and warnings if the machine was busy or times are noisy."""
         found = list(self.remarks)
         load = self.environment["load_average"][0]
-        if load > IDLE_LOAD:
+        if load > IDLE_LOAD and self._about_times:
             found.append(
                 f"The machine was not idle: its load was {load} at the start of the run. Compare ratios instead of "
                 "times."
@@ -45,6 +45,11 @@ class BenchReport:
                 "apart."
             )
         return found
+
+    @property
+    def _about_times(self) -> list[str]:
+        """How times were measured, if the report has times."""
+        return [MEDIANS] if any("spread" in row for section in self.sections for row in section.rows) else []
 
     def as_json(self) -> str:
         """The report as JSON text."""
@@ -61,11 +66,12 @@ class BenchReport:
             for row in section.rows:
                 table.add_row(*(column.show(row) for column in section.columns))
             tables.append(table)
-        return [_conditions(self.environment), *tables, MEDIANS, *self.sentences]
+        return [_conditions(self.environment), *tables, *self._about_times, *self.sentences]
 
     def as_markdown(self, images: dict[str, str]) -> str:
         """The report as Markdown text. `images` maps the names of sections to file names of images."""
-        lines = [f"# longhelix bench, {self.environment['date']}", "", _conditions(self.environment), MEDIANS, ""]
+        about = [_conditions(self.environment), *self._about_times]
+        lines = [f"# longhelix bench, {self.environment['date']}", "", *about, ""]
         lines += [f"- {sentence}" for sentence in self.sentences] + [""] * bool(self.sentences)
         for section in self.sections:
             lines += [f"## {section.title}", "", section.note, ""]

@@ -10,6 +10,7 @@ from longhelix.engine.places import Places
 from longhelix.errors import UserError
 from longhelix.measure import host_link, link, progress
 from longhelix.measure.bench import (
+    accuracy,
     collectives,
     decode,
     host_layouts,
@@ -250,6 +251,23 @@ class Suite:
             rates_mbit = ()
         job = SequenceParallelismJob(pairs, tuple(sorted(set(prompts))), rates_mbit, repeats)
         self._report.sections.append(sequence_parallelism.section(job, self._on_point("sp")))
+
+    def accuracy(
+        self, model: str, files: Sequence[Path], window: int, tokens: int, vary: Sequence[str], threads: int | None
+    ) -> None:
+        """Score a text in every number format that the engine offers on this machine.
+
+        Args:
+            files: text files. If there are none, the text is longhelix's documentation.
+            window: tokens per window, of which the second half is scored.
+            tokens: number of scored tokens, rounded up to whole windows.
+            vary: what to change, from `accuracy.PARTS`.
+            threads: number of threads. None uses all cores.
+        """
+        text = accuracy.AccuracyText.of(model, files, window, tokens)
+        configs, remarks = accuracy.configured(model, vary, len(text.windows[0]), threads)
+        self._report.remarks += remarks
+        self._report.sections.append(accuracy.section(configs, text, self._on_point("accuracy")))
 
     def planner(self, repeats: int) -> None:
         """Measure the speed of the planner and of its peers."""
