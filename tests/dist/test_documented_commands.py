@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from documented import EVERY_COMMAND, EVERY_PROGRAM, EVERY_REQUEST, NEEDS_NETWORK, RUN_WITHOUT_FILES
 from longhelix.cli.main import main
 from oracle import VOCAB, save_tokenizer_files
+from packed_checkpoints import FORMS, save_packed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,7 +24,9 @@ TEMPLATE = "{% for message in messages %}w5 {% endfor %}w6"
 CONTEXTS = ("context save", "context list", "generate", "context load", "context rm")  # in an order that works
 # Tests of hosts and of links run such commands.
 ON_HOSTS = [command for command in EVERY_COMMAND if {"--nnodes", "--rates-mbit"} & set(command)]
-WITH_FILES = [command for command in EVERY_COMMAND if command not in (*RUN_WITHOUT_FILES, *NEEDS_NETWORK, *ON_HOSTS)]
+ON_GPUS = [command for command in EVERY_COMMAND if " ".join(command).endswith("--activation-dtype fp8")]
+ELSEWHERE = (*RUN_WITHOUT_FILES, *NEEDS_NETWORK, *ON_HOSTS, *ON_GPUS)
+WITH_FILES = [command for command in EVERY_COMMAND if command not in ELSEWHERE]
 SERVED = [command for command in WITH_FILES if command[0] == "serve"]
 ON_CONTEXTS = sorted(
     (each for each in WITH_FILES if each[0] == "context" or (each[0] == "generate" and "--context" in each)),
@@ -34,8 +37,9 @@ OTHERS = [command for command in WITH_FILES if command not in (*SERVED, *ON_CONT
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Toy models: one of text, and one that also takes images."""
+    """Toy models: one of text, one that also takes images, and one with weights in INT8."""
     text, images = tmp_path_factory.mktemp("llama"), tmp_path_factory.mktemp("qwen3-vl")
+    in_bytes = tmp_path_factory.mktemp("w8a8")
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "intermediate_size": 77, "num_hidden_layers": 2, "max_position_embeddings": 512}
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": VOCAB, "eos_token_id": None}
@@ -43,21 +47,26 @@ def models(tmp_path_factory):
     config = copy.deepcopy(VISION_LANGUAGE["qwen3_vl"])
     config.text_config.max_position_embeddings = 1024
     save_model(config, images)
-    for folder in (text, images):
+    sizes |= {"hidden_size": 64, "intermediate_size": 96}
+    heads |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    save_packed(LlamaConfig(**sizes, **heads), FORMS["int8"], in_bytes)
+    folders = text, images, in_bytes / "packed"
+    for folder in folders:
         save_tokenizer_files(folder)
         (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return text, images
+    return folders
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch, models):
     """Working directory with every file and folder that the documentation names."""
-    text, images = models
+    text, images, in_bytes = models
     for parent in ("path/to", "Qwen"):
         (tmp_path / parent).mkdir(parents=True)
     for name in ("path/to/folder", "path/to/model", "Qwen/Qwen3-8B"):
         (tmp_path / name).symlink_to(text)
     (tmp_path / "path/to/qwen3-vl-folder").symlink_to(images)
+    (tmp_path / "path/to/w8a8-model").symlink_to(in_bytes)
     (tmp_path / "question.txt").write_text("What is a KV cache?")
     (tmp_path / "papers.txt").write_text("Attention reads keys and values of all earlier tokens. " * 20)
     draw(3, 2, 0).save(tmp_path / "cat.jpg")
