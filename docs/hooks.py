@@ -275,7 +275,8 @@ def _packed_formats() -> str:
     rows = []
     for format in FORMATS.values():
         scales = format.weight_scales
-        if format.codes is None or format.codes.scale == "float16":  # float16 takes as many bytes as bfloat16
+        # float16 takes as many bytes as bfloat16. GGUF files have a table of their own.
+        if format.codes is None or format.codes.scale == "float16" or format.codes.superblock:
             continue
         shared = "an output" if scales.numbers is None else f"{scales.numbers} inputs of an output"
         zero_points = " and a zero point of 8 bits" if format.codes.zero_points else ""

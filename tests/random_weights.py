@@ -3,6 +3,7 @@
 import torch
 
 from longhelix.compute.kernels.packed_rows import PackedRows
+from longhelix.spec import FORMATS
 
 _LARGEST = 30  # of e4m3, beside which smaller numbers still count
 _TYPICAL = {"e4m3": 5, "int8": 74, "uint4": 5, "e2m1": 3}  # magnitude of the numbers of random codes
@@ -13,6 +14,7 @@ def random_rows(
 ) -> PackedRows:
     """Weights of about 1 / sqrt(depth), with another scale in every block. Bytes that hold nothing are random, too."""
     generator = torch.Generator().manual_seed(seed)
+    lead = FORMATS[dtype].weight_scales.lead(lead)
     rows = PackedRows.empty(dtype, outputs, depth, lead, torch.device("cpu"))
     rows.buffer.random_(0, 256, generator=generator)
     if rows.codes.element == "e4m3":

@@ -100,7 +100,7 @@ def test_the_form_of_deepseek_r1_is_read_as_it_is_published(worlds, published, k
     assert_equal(published, worlds(4).run(make_case(published, kvp, tpa, 7, "striped", ep=ep)))
 
 
-@pytest.mark.parametrize("execution", ["eager", "compiled"])
+@pytest.mark.parametrize("execution", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_packed_weights_in_every_execution(worlds, oracles, execution):
     oracle = oracles("deepseek_v3", "fp8-block")
     assert_equal(oracle, worlds(2).run(make_case(oracle, 2, 1, 16, "striped", execution=execution)))

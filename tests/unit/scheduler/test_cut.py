@@ -75,7 +75,7 @@ def test_ranks_of_several_hosts_have_the_machines_of_all_and_wait_for_the_fulles
     of_hosts = replace(BUILTIN.machines, hosts=hosts, system=SLOW_LINK)
     config = replace(BUILTIN, layout=Layout(kvp=hosts.world_size), machines=of_hosts)
     system = SLOW_LINK.of_machines(machines).replaced({"scale_up.ranks": inside, "part_fixed_share": 1.0}, "test")
-    expected = StepCost(Setting(config.spec, system, Dtypes("bfloat16", "bfloat16")), config.layout)
+    expected = StepCost(Setting(config.spec, system, Dtypes("bfloat16", "bfloat16", packed=True)), config.layout)
     assert step_cost(config, overlaps=True).seconds(LONG_DECODES) == expected.seconds(LONG_DECODES)
 
 

@@ -53,7 +53,8 @@ def whole(published: Published) -> tuple[slice, slice]:
 
 
 def test_every_scheme_is_published_here():
-    assert {PUBLISHED[form]().scheme for form in FORMS} == set(SCHEMES)
+    """But for that of GGUF files, which have no tensors for scales (test_gguf_packing.py)."""
+    assert {PUBLISHED[form]().scheme for form in FORMS} == set(SCHEMES) - {"gguf"}
 
 
 @pytest.mark.parametrize("form", FORMS)
