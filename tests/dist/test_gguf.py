@@ -100,6 +100,19 @@ def test_quantised_files_equal_transformers_on_their_numbers(worlds, ggufs, fami
         assert_equal(oracle, run(worlds, oracle, **layout))
 
 
+def _mixed(name):
+    """As llama.cpp mixes K-quants: weights that lie together in memory differ."""
+    return Q.Q6_K if any(part in name for part in ("attn_v", "ffn_down", "token_embd")) else Q.Q4_K
+
+
+@pytest.mark.parametrize("family", few(["llama", "qwen3_moe", "deepseek_v3"]))
+def test_files_that_mix_k_quants_equal_transformers_on_their_numbers(worlds, tmp_path, family):
+    saved = make_oracle(_of_blocks(CONFIGS[family]), tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
+    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, _mixed)
+    for layout in layouts(family).values():
+        assert_equal(oracle, run(worlds, oracle, **layout))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 2])
 def test_a_split_model_is_opened_by_any_of_its_parts(worlds, ggufs, part):

@@ -383,7 +383,7 @@ def accuracy(
     vary
         What to change compared with bfloat16: weights, activations, kv and attention. float32 and float16 always run.
     model
-        Model to measure: a folder in Hugging Face format, a GGUF file of the llama architecture, or `builtin`.
+        Model to measure: a folder in Hugging Face format, a GGUF file, or `builtin`.
     threads
         Number of threads. [default: all cores]
     """

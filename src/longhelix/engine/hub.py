@@ -179,8 +179,8 @@ def find_config(model: str, revision: str | None = None) -> str:
         return model
 
     def wanted(files: Files) -> list[str]:
-        is_gguf = asked.gguf is not None or ("config.json" not in files and _gguf_models(files))
-        if is_gguf:
+        has_weights = "config.json" in files and (_WEIGHTS in files or _INDEX in files)
+        if asked.gguf is not None or (not has_weights and _gguf_models(files)):
             return asked.wanted(files)
         if "config.json" not in files:
             raise UserError(f"{model} has no config.json: choose a repository of a model", "unknown_model")

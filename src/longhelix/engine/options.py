@@ -162,7 +162,7 @@ class EngineOptions:
         Words(WEIGHT_DTYPES),
         "Dtype of the weight matrices. Formats of 8 and 4 bits quantise those of a plain checkpoint while loading, to "
         "save memory and bandwidth. "
-        "[default: the value of --dtype]",
+        "GGUF files are expanded first. [default: as the checkpoint packs them, or else the value of --dtype]",
     )
     activation_dtype: str | None = _setting(
         None,

@@ -44,6 +44,10 @@ class GgufMetadata:
         """Return whether the file has a value for a key."""
         return self.get(name) is not None
 
+    def sets(self, name: str) -> bool:
+        """Return whether the file has a value for a key other than 0, which some files have for none."""
+        return self.get(name) not in (None, 0)
+
     def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """Read an integer. Without a default, the key is required. Raises UserError."""
         key = self.key(name) if default is not None else self._required(name)

@@ -45,15 +45,18 @@ def gguf_quantisation(kinds: Mapping[str, str]) -> Quantisation | None:
         match = _TOGETHER.fullmatch(module)
         together[(0, module) if match is None else (match.lastindex, match[match.lastindex or 0])].append(module)
     modules: dict[Storage, set[str]] = defaultdict(set)
+    mixed_experts = set[str]()
     for names in together.values():
         formats = {GGUF_FORMATS.get(kinds[name], "") for name in names}
-        if len(formats) > 1 and not formats <= _HAVE_COMMON:
+        has_common = len(formats) > 1 and formats <= _HAVE_COMMON
+        if len(formats) > 1 and not has_common and ".experts." in names[0]:
+            mixed_experts.update(names)  # all experts of a layer need one format
             continue
         for name in names:
             format = GGUF_FORMATS.get(kinds[name])
             if format is not None:
-                modules[Storage("gguf", format, repacked=_COMMON if len(formats) > 1 else None)].add(name)
+                modules[Storage("gguf", format, repacked=_COMMON if has_common else None)].add(name)
     if not modules:
         return None
     rules = (Rule(storage, Modules(frozenset(names))) for storage, names in modules.items())
-    return Quantisation(tuple(rules), gguf=True)
+    return Quantisation(tuple(rules), Modules(frozenset(mixed_experts)), gguf=True)

@@ -123,6 +123,8 @@ class Quantisation(msgspec.Struct, frozen=True):
         Args:
             module: Its canonical name, such as "model.layers.3.mlp.experts.7.down_proj" or "lm_head".
         """
+        if self.gguf and module in self.plain.names:
+            return None
         if not self.gguf and (_PLAIN.fullmatch(module) or self.plain.include(module)):
             return None
         meets = (rule for rule in self.rules if rule.modules is None or rule.modules.include(module))

@@ -121,11 +121,13 @@ def cases(vary: Iterable[str]) -> dict[str, dict[str, Any]]:
         raise UserError(f"--vary is {found}: use one or more of {', '.join(PARTS)}")
     others = (name for name in DTYPES if name not in (REFERENCE, BASELINE))
     found_cases: dict[str, dict[str, Any]] = {
-        f"all: {name}": {"dtype": name} for name in (REFERENCE, BASELINE, *others)
+        f"all: {name}": {"dtype": name, "weight_dtype": name} for name in (REFERENCE, BASELINE, *others)
     }
     for part in PARTS:
+        # Weights of GGUF files are expanded, so that they have the baseline's dtype as well.
+        same = {"dtype": BASELINE} if part == "activations" else {"dtype": BASELINE, "weight_dtype": BASELINE}
         if part in vary:
-            found_cases |= {f"{part}: {name}": {"dtype": BASELINE} | settings for name, settings in _settings(part)}
+            found_cases |= {f"{part}: {name}": same | settings for name, settings in _settings(part)}
     return found_cases
 
 

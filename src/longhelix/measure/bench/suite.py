@@ -293,7 +293,7 @@ class Suite:
             threads=(),
             repeats=scope.kernel_repeats,
         )
-        ranks = configure("builtin", Layout(kvp=2), scope.contexts, weight_dtype=None, kv_dtype=None)
+        ranks = configure("builtin", Layout(kvp=2), scope.contexts, weight_dtype="bfloat16", kv_dtype=None)
         self.decode([*configs, ranks], scope.contexts, scope.decode_repeats)
         self.prefill(configs, scope.prompts, scope.prefill_repeats)
         self.collectives(scope.ranks, scope.sizes_bytes, scope.collective_repeats)

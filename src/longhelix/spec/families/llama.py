@@ -45,7 +45,7 @@ FAMILIES = {
             "llama",
             _gguf_settings,
             # The others are Mixtral's and Mistral's.
-            matches=lambda metadata: not (metadata.has("expert_count") or metadata.has("attention.sliding_window")),
+            matches=lambda metadata: not (metadata.sets("expert_count") or metadata.sets("attention.sliding_window")),
             interleaved=GGUF_HEADS,
         ),
     )

@@ -37,7 +37,7 @@ FAMILIES = {
         gguf=GgufForm(
             "llama",
             _gguf_settings,
-            matches=lambda metadata: metadata.has("attention.sliding_window") and not metadata.has("expert_count"),
+            matches=lambda metadata: metadata.sets("attention.sliding_window") and not metadata.sets("expert_count"),
             interleaved=GGUF_HEADS,
         ),
     )

@@ -26,7 +26,7 @@ def _gguf_settings(metadata: GgufMetadata) -> dict[str, Any]:
         **dense_settings(metadata),  # of an expert
         "num_local_experts": metadata.count("expert_count"),
         "num_experts_per_tok": metadata.count("expert_used_count"),
-        "sliding_window": metadata.count(window) if metadata.has(window) else None,
+        "sliding_window": metadata.count(window) if metadata.sets(window) else None,
     }
 
 
@@ -50,7 +50,7 @@ FAMILIES = {
             ignored=frozenset({"layer_types", "use_sliding_window"}),
         ),
         gguf=GgufForm(
-            "llama", _gguf_settings, matches=lambda metadata: metadata.has("expert_count"), interleaved=GGUF_HEADS
+            "llama", _gguf_settings, matches=lambda metadata: metadata.sets("expert_count"), interleaved=GGUF_HEADS
         ),
         tensors={
             "mlp.gate.weight": "block_sparse_moe.gate.weight",

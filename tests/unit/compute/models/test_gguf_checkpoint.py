@@ -5,10 +5,14 @@ import pytest
 import torch
 
 from gguf_metadata import write_metadata
+from longhelix.compute.models.checkpoint import TensorInfo
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.models.parameters import check, declare
+from longhelix.compute.models.schemes import SCHEMES, with_stored_scales
 from longhelix.errors import UserError
+from longhelix.spec.gguf_quantisation import GGUF_FORMATS
 from longhelix.spec.layout import Layout
+from longhelix.spec.quantisation import Storage
 
 pytestmark = pytest.mark.unit
 
@@ -120,3 +124,14 @@ def test_half_precision_stays_what_it_is(tmp_path):
     checkpoint = opened(tmp_path, "qwen3", {"output_norm.weight": numbers(8).astype(np.float16)})
     assert checkpoint.tensors["model.norm.weight"].dtype == "float16"
     assert checkpoint.read("model.norm.weight", (slice(2, 5),)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+def test_a_packed_weight_of_a_wrong_shape_is_one_sentence(tmp_path, kind):
+    storage = Storage("gguf", GGUF_FORMATS[kind])
+    tensors = {"model.layers.0.mlp.up_proj.weight": TensorInfo("", (64, 96), kind)}
+    assert with_stored_scales(storage, tensors, "model.layers.0.mlp.up_proj", (64, 128)) == storage
+    form = SCHEMES["gguf"].tensors("up_proj", (64, 128), storage)["up_proj.weight"]
+    assert form.allows((64, 128), kind)
+    assert not form.allows((64, 96), kind)
+    assert not form.allows((64, 128), "Q5_K")

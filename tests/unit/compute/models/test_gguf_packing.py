@@ -91,8 +91,8 @@ def test_weights_that_lie_together_are_kept_in_one_format():
         f"{at}self_attn.k_proj": "any_k",
         f"{at}self_attn.v_proj": "any_k",
         f"{at}self_attn.o_proj": "q4_k",
-        f"{at}mlp.gate_proj": None,
-        f"{at}mlp.up_proj": None,
+        f"{at}mlp.gate_proj": "int4-g32-float16",
+        f"{at}mlp.up_proj": "q4_k",
         f"{at}mlp.down_proj": "q6_k",
         "model.layers.1.mlp.gate_proj": None,
     }
@@ -105,6 +105,15 @@ def test_experts_of_a_layer_are_kept_in_one_format():
     assert set(kept(kinds | {f"{at}1.down_proj": "Q5_K"}).values()) == {"any_k"}
     shared = {"model.layers.3.mlp.shared_experts.up_proj": "Q8_0"}
     assert kept(kinds | shared) == dict.fromkeys(kinds, "q4_k") | dict.fromkeys(shared, "q8_0")
+
+
+def test_experts_of_a_layer_with_other_types_among_them_become_numbers():
+    at = "model.layers.3.mlp.experts."
+    mixed = {f"{at}0.gate_proj": "Q4_K", f"{at}0.down_proj": "Q5_0"}
+    quantisation = gguf_quantisation(mixed | {"lm_head": "Q6_K"})
+    assert [quantisation.storage_of(module) for module in mixed] == [None, None]
+    assert quantisation.plain.names == set(mixed)
+    assert quantisation.storage_of("lm_head").kept == "q6_k"
 
 
 def test_files_of_numbers_are_not_quantised():

@@ -49,8 +49,10 @@ def with_stored_scales(
 ) -> Storage:
     """Return `storage` in the format with the scales that the checkpoint has.
 
-    Scales of integers in groups are in bfloat16 or float16, which configs do not say.
+    Scales of integers in groups are in bfloat16 or float16, which configs do not say. GGUF files say it.
     """
+    if storage.scheme == "gguf":
+        return storage
     name = storage.format.removesuffix("-zero")
     zero = storage.format.removeprefix(name)
     other = (name.removesuffix("-float16") if name.endswith("-float16") else f"{name}-float16") + zero
