@@ -161,8 +161,8 @@ class EngineOptions:
         None,
         Words(WEIGHT_DTYPES),
         "Dtype of the weight matrices. Formats of 8 and 4 bits quantise those of a plain checkpoint while loading, to "
-        "save memory and bandwidth. "
-        "GGUF files are expanded first. [default: as the checkpoint packs them, or else the value of --dtype]",
+        "save memory and bandwidth. Weights of a GGUF file are expanded first. "
+        "[default: as the checkpoint packs them, or else the value of --dtype]",
     )
     activation_dtype: str | None = _setting(
         None,

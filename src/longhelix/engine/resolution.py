@@ -268,9 +268,9 @@ def _warn_of_weights(spec: ModelSpec, layout: Layout, device: str, weight_dtype:
     quantisation = spec.checkpoint.quantisation
     if quantisation is not None and quantisation.gguf and quantisation.plain.names:
         warnings.warn(
-            f"the GGUF file has experts of one layer in different formats, such as "
-            f"{min(quantisation.plain.names)}, so "
-            f"all experts of such layers become {weight_dtype} in memory: use a file with K-quants alone",
+            "the GGUF file has experts of one layer in different formats, such as "
+            f"{min(quantisation.plain.names)}, so all experts of such layers become "
+            f"{weight_dtype} in memory: use a file with K-quants alone",
             stacklevel=4,
         )
     slow = slow_weight(spec, layout, weight_dtype) if device == "cpu" and has_native_kernels() else None

@@ -35,7 +35,7 @@ class AccuracyScores:
         losses_S: Negative log-probability of each scored token, in nats.
         best_S: The most likely token in place of each scored token.
         attention_error: Relative RMS error of attention outputs: the mean over layers. NaN without attention layers.
-        logits_error: Relative RMS error of logits, of which the mean of each row is subtracted first.
+        logits_error: Relative RMS error of logits, after the mean of each row is subtracted.
         compared: Number of scored tokens over which both errors are computed.
     """
 
