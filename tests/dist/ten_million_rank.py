@@ -133,11 +133,11 @@ class Watch:
         self.last = {}
         self.steps = []
 
-    def attend(self, q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, *rest):
+    def attend(self, q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, *rest, **options):
         if len(q_TqC) == CHUNK_TOKENS:
             self.last = {}
             return torch.zeros_like(q_TqC), q_TqC.new_zeros(q_TqC.shape[:2])
-        out_TqC, lse_Tq = self._attend(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, *rest)
+        out_TqC, lse_Tq = self._attend(q_TqC, layer, blocks_X, extents_B2, row_starts_B, limits_T, *rest, **options)
         self.last = {"q": q_TqC, "limits": limits_T, "out": out_TqC, "lse": lse_Tq}
         return out_TqC, lse_Tq
 
@@ -183,6 +183,7 @@ class Recorded(toy.AtOnce):
 
 def run_engine(mesh, tensors, prompt, kv_dtype, placement):
     num_blocks = FIRST // toy.BLOCK_TOKENS // KVP + 50
+    watch = Watch()  # before the layers, which keep the function that attends
     runner = toy.make_runner(SPEC, mesh, tensors, kv_dtype, num_blocks)
     scheduler = Scheduler(
         scheduler_config(
@@ -199,7 +200,7 @@ def run_engine(mesh, tensors, prompt, kv_dtype, placement):
         random.Random(3).shuffle(ids)  # so that no block lies where it would by chance
         allocator._free[0].ids = array("q", ids)
     at_once = Recorded(runner)
-    loop, watch, tokens, logprobs = Loop(scheduler, at_once, lambda: 0.0), Watch(), [], []
+    loop, tokens, logprobs = Loop(scheduler, at_once, lambda: 0.0), [], []
     sampling = SamplingParams(max_new_tokens=ROWS, logprobs=VOCAB)
     loop.add(Request(0, array("i", prompt.tolist()), sampling, frozenset(), 0, 0.0))
     while (stepped := loop.step()) is not None:
