@@ -35,6 +35,7 @@ struct PairUnits {
 #if defined(LONGHELIX_AVX512)
     using Operand = __m512bh;
     INLINE Operand operand(u32x16 raw) { return (__m512bh)raw; }
+    INLINE u32x16 raw(Operand pairs) { return (u32x16)pairs; }
     INLINE void fma(f32x16& sum, Operand panel, u32 unit) {
         sum = (f32x16)_mm512_dpbf16_ps((__m512)sum, panel, (__m512bh)_mm512_set1_epi32(static_cast<int>(unit)));
     }
@@ -43,6 +44,7 @@ struct PairUnits {
         f32x16 even, odd;
     };
     INLINE Operand operand(u32x16 raw) { return {as<f32x16>(raw << 16), as<f32x16>(raw & 0xffff0000u)}; }
+    INLINE u32x16 raw(const Operand& pairs) { return as<u32x16>(pairs.even) >> 16 | as<u32x16>(pairs.odd); }
     INLINE void fma(f32x16& sum, const Operand& panel, u32 unit) {
         Operand both = operand(u32x16{} + unit);
         sum = multiply_add(panel.even, both.even, sum);

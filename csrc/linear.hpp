@@ -11,8 +11,8 @@
 #include "bytes.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"
+#include "packed_panel.hpp"
 #include "runs.hpp"
-#include "scales.hpp"
 #include "threads.hpp"
 #include "work.hpp"
 
@@ -62,59 +62,6 @@ struct Inputs {
         }
         return x;
     }
-};
-
-// The places of codes, scales, zero points and offsets in a panel of a packed weight.
-template <typename E>
-struct PackedPanel {
-    std::int64_t depth, block;
-    std::int64_t lead;                // inputs of the first block that another rank has
-    std::int64_t blocks, first;       // of a whole superblock, and those of the first superblock that another rank has
-    std::int64_t num_blocks;
-    std::size_t side_bytes;           // of a block, after its codes
-    std::size_t superblock_bytes;     // of a superblock, before its blocks
-    std::size_t bytes;
-
-    explicit PackedPanel(const Weight& weight)
-        : depth(weight.depth),
-          block(weight.block),
-          lead(weight.lead % block),
-          blocks(std::max<std::int64_t>(weight.superblock / block, 1)),
-          first(weight.superblock ? weight.lead / block : 0),
-          num_blocks((lead + depth + block - 1) / block),
-          side_bytes(kLanes * (scale_bytes(weight.scale) * (weight.offsets ? 2 : 1) + (weight.zeros ? 1 : 0))),
-          superblock_bytes(weight.superblock ? kLanes * 2 * (weight.offsets ? 2 : 1) : 0),
-          bytes(static_cast<std::size_t>(depth) * kInputBytes + num_blocks * side_bytes + num_superblocks() * superblock_bytes +
-                (weight.output_scales ? kLanes * 4 : 0)) {}
-
-    static constexpr std::size_t kInputBytes = E::kRowBytes / E::kStep;
-
-    std::int64_t num_superblocks() const { return superblock_bytes ? (first + num_blocks + blocks - 1) / blocks : 0; }
-
-    // The first input of a block, and the one after its last.
-    std::int64_t start(std::int64_t number) const { return std::max<std::int64_t>(number * block - lead, 0); }
-    std::int64_t stop(std::int64_t number) const { return std::min<std::int64_t>((number + 1) * block - lead, depth); }
-
-    // Of a block's codes and what follows them.
-    std::size_t block_bytes(std::int64_t number) const {
-        return (stop(number) - start(number)) * kInputBytes + side_bytes;
-    }
-
-    // Whether a block is the first one of a superblock here.
-    bool begins_superblock(std::int64_t number) const {
-        return superblock_bytes && (number == 0 || (first + number) % blocks == 0);
-    }
-
-    // Bytes of blocks' sides, and of superblocks, that lie before a block's codes.
-    std::size_t bytes_before(std::int64_t number) const {
-        return number * side_bytes + (superblock_bytes ? ((first + number) / blocks + 1) * superblock_bytes : 0);
-    }
-
-    // Where a block's codes begin.
-    std::size_t offset(std::int64_t number) const { return start(number) * kInputBytes + bytes_before(number); }
-
-    // The block that has an input.
-    std::int64_t block_of(std::int64_t input) const { return (input + lead) / block; }
 };
 
 // The panel of a packed weight. Weights of other numbers have none.
@@ -173,14 +120,14 @@ struct Multiply {
     static constexpr int kPanelsAtOnce = 2;  // stay in the cache while all rows pass
     static constexpr int kPanelsToTake = 4;  // that a thread takes
     static constexpr std::int64_t kManyRows = 64;
+    static constexpr std::int64_t kOpenRows = 48;  // from here on, codes of packed weights are read once for all rows
     static constexpr int kMostRows = (E::kScaled || kPacked) && kRowTile > 6 ? 6 : kRowTile;
 
     // What stands beside a row's units: the sums of its scale blocks, or their scales.
     using Side = std::conditional_t<E::kWhole, RowScale, float>;
     static std::int64_t sides_of(const Weight& weight) {
         if constexpr (kPacked) {
-            bool needed = E::kShift + weight.zero != 0.0f || weight.zeros || weight.offsets;
-            return needed ? PackedPanel<E>(weight).num_blocks : 0;
+            return needs_sums<E>(weight) ? PackedPanel<E>(weight).num_blocks : 0;
         }
         return E::kScaled ? weight.depth / kScaleBlock : E::kWhole ? num_row_blocks(weight.depth) : 0;
     }
@@ -320,89 +267,85 @@ struct Multiply {
             default: multiply_blocks<R, V, 0>(x, sides, panels, sums);
         }
         if (!call.weight.output_scales) return;
-        for (int v = 0; v < V; ++v) {
-            f32x16 scale = load<f32x16>(panels[v] + panel_bytes - kLanes * 4);
-            for (int r = 0; r < R; ++r) sums[r][v] = sums[r][v] * scale;
-        }
+        for (int v = 0; v < V; ++v) scale_outputs(panels[v], v, sums);
     }
 
-    // Scales and offsets of the superblocks that are read, of each panel.
-    template <int V>
-    struct Superblocks {
-        f32x16 scales[V], offsets[V];
-    };
+    template <int R, int V>
+    void scale_outputs(const u8* panel, int v, f32x16 (&sums)[R][V]) const {
+        f32x16 scale = load<f32x16>(panel + panel_bytes - kLanes * 4);
+        for (int r = 0; r < R; ++r) sums[r][v] = sums[r][v] * scale;
+    }
 
     // kBlock: inputs of whole scale blocks, or 0 for any number.
     template <int R, int V, int kBlock>
     void multiply_blocks(const u32* x, const float* sides, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
-        const u8* at[V];
-        for (int v = 0; v < V; ++v) at[v] = panels[v];
-        Superblocks<V> superblocks{};
-        std::int64_t left = 0;  // blocks of the superblock
-        for (std::int64_t block = 0; block < panel_of.num_blocks; ++block, --left) {
+        BlockReader<E, V> reader(panel_of, call.weight, panels);
+        for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
             std::int64_t first = panel_of.start(block), count = panel_of.stop(block) - first;
-            if (panel_of.superblock_bytes && left == 0) {
-                left = block ? panel_of.blocks : panel_of.blocks - panel_of.first;
-                for (int v = 0; v < V; ++v) {
-                    superblocks.scales[v] = load_f16(at[v]);
-                    if (call.weight.offsets) superblocks.offsets[v] = load_f16(at[v] + kLanes * 2);
-                    at[v] += panel_of.superblock_bytes;
-                }
-            }
+            reader.begin();
             if constexpr (R == 1) {
-                for (int v = 0; v < V; ++v) ask_for(at[v] + panels_ahead(V) * panel_bytes, panel_of.block_bytes(block));
+                for (int v = 0; v < V; ++v) ask_for(reader.at[v] + panels_ahead(V) * panel_bytes, panel_of.block_bytes(block));
             }
-            const u32* units_of_block = x + first / kStep;
             f32x16 of_block[R][V] = {};
-            if (kBlock && count == kBlock) {
-                add_codes<R, V>(units_of_block, at, kBlock / kStep, of_block);
-            } else {
-                add_codes<R, V>(units_of_block, at, static_cast<int>(count / kStep), of_block);
-            }
-            for (int v = 0; v < V; ++v) at[v] += count * panel_of.kInputBytes;
-            scale_block<R, V>(at, sides + block, superblocks, of_block, sums);
-            for (int v = 0; v < V; ++v) at[v] += panel_of.side_bytes;
+            add_codes<E, R, V, kBlock>(x + first / kStep, reader.at, count, of_block);
+            reader.skip(count * panel_of.kInputBytes);
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) add_block<R, V>(reader.scale(v), sides + block, v, of_block, sums);
+            reader.skip(panel_of.side_bytes);
         }
     }
 
-    // of_block[r][v] += rows r times codes of panels v.
+    // As `multiply`, of open panels.
     template <int R, int V>
-    [[gnu::always_inline]] void add_codes(const u32* x, const u8* const (&at)[V], int count, f32x16 (&of_block)[R][V]) const {
+    void multiply_open(const u32* x, const float* sides, const OpenPanel<E> (&panels)[V], f32x16 (&sums)[R][V]) const {
+        switch (call.weight.block) {
+            case 16: multiply_open_blocks<R, V, 16>(x, sides, panels, sums); break;
+            case 32: multiply_open_blocks<R, V, 32>(x, sides, panels, sums); break;
+            default: multiply_open_blocks<R, V, 0>(x, sides, panels, sums);
+        }
+    }
+
+    template <int R, int V, int kBlock>
+    void multiply_open_blocks(const u32* x, const float* sides, const OpenPanel<E> (&panels)[V], f32x16 (&sums)[R][V]) const {
+        for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
+            std::int64_t first = panel_of.start(block), count = panel_of.stop(block) - first;
+            const u8* at[V];
+            for (int v = 0; v < V; ++v) at[v] = panels[v].codes(first);
+            f32x16 of_block[R][V] = {};
+            add_codes<BFloat16, R, V, kBlock>(x + first / kStep, at, count, of_block);
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) add_block<R, V>(panels[v].scale(block), sides + block, v, of_block, sums);
+        }
+    }
+
+    // of_block[r][v] += rows r times `count` codes of panels v, as F has them. kBlock: how many whole blocks have, if known.
+    template <typename F, int R, int V, int kBlock>
+    [[gnu::always_inline]] void add_codes(const u32* x, const u8* const (&at)[V], std::int64_t count,
+                                          f32x16 (&of_block)[R][V]) const {
         const u8* none[2] = {};
-        accumulate<E, R, V, false>(of_block, x, row_units(), at, count, none);
-        for (int plane = 1; plane < num_planes; ++plane) {
-            accumulate<E, R, V, false>(of_block, x + plane * units, row_units(), at, count, none);
-        }
+        auto add = [&](int rows) {
+            accumulate<F, R, V, false>(of_block, x, row_units(), at, rows, none);
+            for (int plane = 1; plane < num_planes; ++plane) {
+                accumulate<F, R, V, false>(of_block, x + plane * units, row_units(), at, rows, none);
+            }
+        };
+        if (kBlock && count == kBlock) return add(kBlock / kStep);
+        add(static_cast<int>(count / kStep));
     }
 
-    // sums[r][v] += of_block[r][v] with the scales, zero points and offsets that follow a block's codes.
+    // sums[r][v] += of_block[r][v], scaled, for a panel v.
     template <int R, int V>
-    [[gnu::always_inline]] void scale_block(const u8* const (&at)[V], const float* sides, const Superblocks<V>& superblocks,
-                                   const f32x16 (&of_block)[R][V], f32x16 (&sums)[R][V]) const {
-        const Weight& weight = call.weight;
-        std::size_t bytes = kLanes * scale_bytes(weight.scale);
+    [[gnu::always_inline]] void add_block(const BlockScale& block, const float* sides, int v, const f32x16 (&of_block)[R][V],
+                                          f32x16 (&sums)[R][V]) const {
 #pragma GCC unroll 16
-        for (int v = 0; v < V; ++v) {
-            f32x16 scale = load_scales(at[v], weight.scale, E::kFactor);
-            if (weight.superblock) scale = scale * superblocks.scales[v];
-            if (!num_sides) {
-#pragma GCC unroll 16
-                for (int r = 0; r < R; ++r) sums[r][v] = multiply_add(scale, of_block[r][v], sums[r][v]);
-                continue;
+        for (int r = 0; r < R; ++r) {
+            f32x16 side = num_sides ? splat(sides[r * num_sides]) : f32x16{}, sum = of_block[r][v];
+            if (call.weight.offsets) {
+                sums[r][v] = multiply_add(block.shift, side, sums[r][v]);
+            } else if (num_sides) {
+                sum = multiply_add(block.shift, side, sum);
             }
-            f32x16 shift = splat(-E::kShift - weight.zero), offset{};
-            if (weight.zeros) shift = shift - to_floats(load_bytes<i32x16>(at[v] + bytes));
-            if (weight.offsets) {
-                offset = load_scales(at[v] + bytes, weight.scale, 1.0f);
-                if (weight.superblock) offset = offset * superblocks.offsets[v];
-            }
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                f32x16 side = splat(sides[r * num_sides]);
-                f32x16 sum = multiply_add(shift, side, of_block[r][v]);
-                sums[r][v] = multiply_add(scale, sum, sums[r][v]);
-                if (weight.offsets) sums[r][v] = multiply_add(offset, side, sums[r][v]);
-            }
+            sums[r][v] = multiply_add(block.scale, sum, sums[r][v]);
         }
     }
 
@@ -460,18 +403,26 @@ struct Multiply {
         return value + load_some(call.bias, number, half * call.outputs + column, call.outputs - column);
     }
 
+    // Where panel v of those that are read for panels of outputs from `panel` on begins.
+    const u8* panel_at(int panel, int v) const {
+        int number = call.activation.gated ? panel + v / 2 + v % 2 * num_panels : panel + v;
+        return call.weight.data + static_cast<std::size_t>(number) * panel_bytes;
+    }
+
     // Rows [row, row + R) that exist, times panels [panel, panel + V) of outputs.
     template <int R, int V, bool Ahead>
     void tile(const u32* x, const Side* sides, std::int64_t row, int panel) const {
         constexpr int kReads = V;
         const u8* panels[kReads];
-        for (int v = 0; v < V; ++v) {
-            int number = call.activation.gated ? panel + v / 2 + v % 2 * num_panels : panel + v;
-            panels[v] = call.weight.data + static_cast<std::size_t>(number) * panel_bytes;
-        }
+        for (int v = 0; v < V; ++v) panels[v] = panel_at(panel, v);
         const u8* ahead[2] = {panels[0] + V * panel_bytes, panels[0] + V * panel_bytes + V * panel_bytes / 2};
         f32x16 sums[R][V];
         multiply<R, V, Ahead>(x, sides, panels, ahead, sums);
+        finish<R, V>(row, panel, sums);
+    }
+
+    template <int R, int V>
+    void finish(std::int64_t row, int panel, const f32x16 (&sums)[R][V]) const {
         for (int r = 0; r < R && row + r < call.num_rows; ++r) {
             if (!call.activation.gated) {
                 for (int v = 0; v < V; ++v) put(row + r, panel + v, activated(biased(sums[r][v], 0, panel + v)));
@@ -545,11 +496,39 @@ struct Multiply {
         done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.activation.gated ? 2 : 1) * kLanes * call.weight.depth,
                                   std::memory_order_relaxed);
         if (call.num_rows <= kMostRows) return some_rows(x, sides, 0, first, stop);
+        if constexpr (kPacked) {
+            if (call.num_rows >= kOpenRows) {
+                int each = call.activation.gated ? 1 : 2;
+                for (; first + each <= stop; first += each) open_rows<2>(x, sides, first);
+                if (first < stop) open_rows<1>(x, sides, first);
+                return;
+            }
+        }
         for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
             int last = panel + kPanelsAtOnce < stop ? panel + kPanelsAtOnce : stop;
             for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
                 some_rows(x + row * row_units(), sides + row * num_sides, row, panel, last);
             }
+        }
+    }
+
+    // All rows times V panels, whose codes are read once.
+    template <int V>
+    void open_rows(const u32* x, const float* sides, int panel) const {
+        std::size_t bytes = OpenPanel<E>::bytes(panel_of);
+        u8* memory = static_cast<u8*>(scratch(8, V * bytes));
+        OpenPanel<E> panels[V];
+        for (int v = 0; v < V; ++v) {
+            panels[v] = {memory + v * bytes, call.weight.depth};
+            panels[v].fill(panel_of, call.weight, panel_at(panel, v));
+        }
+        for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
+            f32x16 sums[kMostRows][V] = {};
+            multiply_open<kMostRows, V>(x + row * row_units(), sides + row * num_sides, panels, sums);
+            if (call.weight.output_scales) {
+                for (int v = 0; v < V; ++v) scale_outputs(panel_at(panel, v), v, sums);
+            }
+            finish<kMostRows, V>(row, panel, sums);
         }
     }
 

@@ -62,7 +62,7 @@ void parallel(void (*body)(void*, int), void* context) {
 }
 
 void* scratch(int slot, std::size_t bytes) {
-    thread_local Buffer buffers[8];
+    thread_local Buffer buffers[9];
     Buffer& buffer = buffers[slot];
     if (buffer.bytes < bytes) {
         std::free(buffer.data);

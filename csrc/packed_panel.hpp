@@ -1,0 +1,163 @@
+// Panels of packed weights: where codes, scales, zero points and offsets lie, and what they become.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels.hpp"
+#include "lanes.hpp"
+#include "scales.hpp"
+
+namespace longhelix::ISA {
+
+// The places of codes, scales, zero points and offsets in a panel of a packed weight.
+template <typename E>
+struct PackedPanel {
+    std::int64_t depth, block;
+    std::int64_t lead;                // inputs of the first block that another rank has
+    std::int64_t blocks, first;       // of a whole superblock, and those of the first superblock that another rank has
+    std::int64_t num_blocks;
+    std::size_t side_bytes;           // of a block, after its codes
+    std::size_t superblock_bytes;     // of a superblock, before its blocks
+    std::size_t bytes;
+
+    explicit PackedPanel(const Weight& weight)
+        : depth(weight.depth),
+          block(weight.block),
+          lead(weight.lead % block),
+          blocks(std::max<std::int64_t>(weight.superblock / block, 1)),
+          first(weight.superblock ? weight.lead / block : 0),
+          num_blocks((lead + depth + block - 1) / block),
+          side_bytes(kLanes * (scale_bytes(weight.scale) * (weight.offsets ? 2 : 1) + (weight.zeros ? 1 : 0))),
+          superblock_bytes(weight.superblock ? kLanes * 2 * (weight.offsets ? 2 : 1) : 0),
+          bytes(static_cast<std::size_t>(depth) * kInputBytes + num_blocks * side_bytes + num_superblocks() * superblock_bytes +
+                (weight.output_scales ? kLanes * 4 : 0)) {}
+
+    static constexpr std::size_t kInputBytes = E::kRowBytes / E::kStep;
+
+    std::int64_t num_superblocks() const { return superblock_bytes ? (first + num_blocks + blocks - 1) / blocks : 0; }
+
+    // The first input of a block, and the one after its last.
+    std::int64_t start(std::int64_t number) const { return std::max<std::int64_t>(number * block - lead, 0); }
+    std::int64_t stop(std::int64_t number) const { return std::min<std::int64_t>((number + 1) * block - lead, depth); }
+
+    // Of a block's codes and what follows them.
+    std::size_t block_bytes(std::int64_t number) const {
+        return (stop(number) - start(number)) * kInputBytes + side_bytes;
+    }
+
+    // Whether a block is the first one of a superblock here.
+    bool begins_superblock(std::int64_t number) const {
+        return superblock_bytes && (number == 0 || (first + number) % blocks == 0);
+    }
+
+    // Bytes of blocks' sides, and of superblocks, that lie before a block's codes.
+    std::size_t bytes_before(std::int64_t number) const {
+        return number * side_bytes + (superblock_bytes ? ((first + number) / blocks + 1) * superblock_bytes : 0);
+    }
+
+    // Where a block's codes begin.
+    std::size_t offset(std::int64_t number) const { return start(number) * kInputBytes + bytes_before(number); }
+
+    // The block that has an input.
+    std::int64_t block_of(std::int64_t input) const { return (input + lead) / block; }
+};
+
+// Whether products need the sums of rows' scale blocks.
+template <typename E>
+bool needs_sums(const Weight& weight) {
+    return E::kShift + weight.zero != 0.0f || weight.zeros || weight.offsets;
+}
+
+// What a block adds to an output: scale * (sum of products + shift * sum of inputs), or, in formats with offsets,
+// scale * sum of products + shift * sum of inputs. A block of zeros is nothing but zeros so.
+struct BlockScale {
+    f32x16 scale, shift;
+};
+
+// Reads the blocks of V panels, one after the other.
+template <typename E, int V>
+class BlockReader {
+  public:
+    const u8* at[V];  // the codes of the block
+
+    BlockReader(const PackedPanel<E>& panel, const Weight& weight, const u8* const (&panels)[V])
+        : panel_(panel), weight_(weight), next_(panel.blocks - panel.first), summed_(needs_sums<E>(weight)) {
+        for (int v = 0; v < V; ++v) at[v] = panels[v];
+    }
+
+    // Before the codes of a block.
+    [[gnu::always_inline]] void begin() {
+        if (!panel_.superblock_bytes || left_-- > 0) return;
+        left_ = next_ - 1, next_ = panel_.blocks;
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+            scales_[v] = load_f16(at[v]);
+            if (weight_.offsets) offsets_[v] = load_f16(at[v] + kLanes * 2);
+            at[v] += panel_.superblock_bytes;
+        }
+    }
+
+    // What follows a block's codes in panel v.
+    [[gnu::always_inline]] BlockScale scale(int v) const {
+        std::size_t bytes = kLanes * scale_bytes(weight_.scale);
+        BlockScale block{load_scales(at[v], weight_.scale, E::kFactor), {}};
+        if (weight_.superblock) block.scale = block.scale * scales_[v];
+        if (!summed_) return block;
+        block.shift = splat(-E::kShift - weight_.zero);
+        if (weight_.zeros) block.shift = block.shift - to_floats(load_bytes<i32x16>(at[v] + bytes));
+        if (weight_.offsets) {
+            f32x16 offset = load_scales(at[v] + bytes, weight_.scale, 1.0f);
+            if (weight_.superblock) offset = offset * offsets_[v];
+            block.shift = multiply_add(block.scale, block.shift, offset);
+        }
+        return block;
+    }
+
+    [[gnu::always_inline]] void skip(std::size_t bytes) {
+        for (int v = 0; v < V; ++v) at[v] += bytes;
+    }
+
+  private:
+    const PackedPanel<E>& panel_;
+    const Weight& weight_;
+    std::int64_t next_, left_ = 0;  // blocks of the next superblock, and those of this one that are left
+    bool summed_;
+    f32x16 scales_[V], offsets_[V];  // of the superblocks
+};
+
+// A panel's codes as pairs of bfloat16, which are exact, and after them each block's scale and shift: for many rows, codes
+// are read once.
+template <typename E>
+struct OpenPanel {
+    u8* data;
+    std::int64_t depth;
+
+    static std::size_t bytes(const PackedPanel<E>& panel) { return panel.depth * 32 + panel.num_blocks * 2 * 64; }
+
+    const u8* codes(std::int64_t input) const { return data + input * 32; }
+    u8* scales(std::int64_t block) const { return data + depth * 32 + block * 2 * 64; }
+
+    BlockScale scale(std::int64_t block) const {
+        return {load<f32x16>(scales(block)), load<f32x16>(scales(block) + 64)};
+    }
+
+    void fill(const PackedPanel<E>& panel, const Weight& weight, const u8* from) const {
+        BlockReader<E, 1> reader(panel, weight, {from});
+        u8* to = data;
+        for (std::int64_t block = 0; block < panel.num_blocks; ++block) {
+            reader.begin();
+            std::int64_t count = panel.stop(block) - panel.start(block);
+            for (std::int64_t row = 0; row < count / E::kStep; row += E::kRowsAtOnce) {
+                auto rows = E::load_rows(reader.at[0] + row * E::kRowBytes);
+#pragma GCC unroll 8
+                for (int i = 0; i < E::kRowsAtOnce; ++i, to += 64) store(to, E::raw(E::operand(rows, i)));
+            }
+            reader.skip(count * panel.kInputBytes);
+            BlockScale scale = reader.scale(0);
+            store(scales(block), scale.scale), store(scales(block) + 64, scale.shift);
+            reader.skip(panel.side_bytes);
+        }
+    }
+};
+
+}  // namespace longhelix::ISA
