@@ -99,7 +99,8 @@ struct W8A8 : Int8Units<1> {
         store_bytes(reinterpret_cast<u8*>(units) + input, whole);
     }
     // What sums start with, where a block adds up to `total`.
-    INLINE std::int32_t start(i32x16 total) { return -128 * _mm512_reduce_add_epi32((__m512i)total); }
+    INLINE std::int32_t start(i32x16 total) { return start_of(_mm512_reduce_add_epi32((__m512i)total)); }
+    INLINE std::int32_t start_of(std::int32_t total) { return -128 * total; }
     INLINE std::size_t offset(int row, int lane, int position) { return four_offset(row * kStep + position, lane); }
 };
 #else
@@ -150,6 +151,7 @@ struct W8A8 {
         }
     }
     INLINE std::int32_t start(i32x16) { return 0; }
+    INLINE std::int32_t start_of(std::int32_t) { return 0; }
     INLINE std::size_t offset(int row, int lane, int position) { return four_offset(row * kStep + position, lane); }
 };
 #endif

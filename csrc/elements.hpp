@@ -93,6 +93,38 @@ INLINE std::size_t byte_offset(int row, int lane, int position) {
     return row / 2 * 64 + lane / 4 * 16 + row % 2 * 8 + lane % 4 * 2 + position;
 }
 
+template <typename V, typename F>
+INLINE auto each_register(V lanes, F of_register) {
+    if constexpr (is_halves<V>) {
+        return halves(each_register(lanes.low, of_register), each_register(lanes.high, of_register));
+    } else {
+        return of_register(lanes);
+    }
+}
+
+INLINE Floats signed_number(Words high_bytes) { return __builtin_convertvector((Ints)high_bytes >> 24, Floats); }
+
+using Pairs [[gnu::vector_size(4 * kRegisterLanes)]] = std::uint16_t;
+
+// Two unit rows of bytes, as `byte_offset` has them, as fours: the bytes of a lane side by side.
+INLINE Words fours_of(Bytes rows) {
+    Pairs pairs = (Pairs)rows;
+#if defined(LONGHELIX_AVX512)
+    return (Words)__builtin_shufflevector(pairs, pairs, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15, 16, 20, 17, 21, 18,
+                                          22, 19, 23, 24, 28, 25, 29, 26, 30, 27, 31);
+#elif defined(LONGHELIX_AVX2)
+    return (Words)__builtin_shufflevector(pairs, pairs, 0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+#else
+    return (Words)__builtin_shufflevector(pairs, pairs, 0, 4, 1, 5, 2, 6, 3, 7);
+#endif
+}
+
+// What 64 bytes of codes stand for, as fours of bytes.
+template <typename Code>
+INLINE void put_whole(u8* fours, u32x16 codes) {
+    store(fours, each_register(codes, [](Words bytes) { return fours_of(Code::stored((Bytes)bytes)); }));
+}
+
 #if defined(LONGHELIX_AVX512)
 // Codes of up to 7 bits as bfloat16, low and high bytes apart, for look-ups of bytes. Bit 7 of a code of 8 bits is its sign.
 struct Table {
@@ -142,21 +174,10 @@ struct Rows2 {
     u32x16 codes;
 };
 
-template <typename V, typename F>
-INLINE auto each_register(V lanes, F of_register) {
-    if constexpr (is_halves<V>) {
-        return halves(each_register(lanes.low, of_register), each_register(lanes.high, of_register));
-    } else {
-        return of_register(lanes);
-    }
-}
-
 template <typename Code>
 INLINE Rows2 decode(u32x16 codes) {
     return {each_register(codes, [](Words bytes) { return (Words)Code::stored((Bytes)bytes); })};
 }
-
-using Pairs [[gnu::vector_size(4 * kRegisterLanes)]] = std::uint16_t;
 
 // The bytes of one unit row at `position`, each in the high byte of its lane.
 INLINE Words lane_bytes(Words codes, int row, int position) {
@@ -186,8 +207,6 @@ template <typename Code>
 INLINE PairUnits::Operand row_of(const Rows2& rows, int row) {
     return {numbers<Code>(rows.codes, row, 0), numbers<Code>(rows.codes, row, 1)};
 }
-
-INLINE Floats signed_number(Words high_bytes) { return __builtin_convertvector((Ints)high_bytes >> 24, Floats); }
 #endif
 
 // Elements of 8 bits, a sign and the code of a magnitude.
@@ -209,14 +228,12 @@ struct Byte : PairUnits {
 struct Int8Code {
     static constexpr int kBits = 8;
     static constexpr float value(int code) { return static_cast<float>(code); }
-#if !defined(LONGHELIX_AVX512)
     // Sign and magnitude to two's complement.
     INLINE Bytes stored(Bytes codes) {
         Bytes negative = (Bytes)(codes > 127);
         return ((codes & 127) ^ negative) - negative;
     }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
-#endif
 };
 
 // OCP 8-bit floating point, e4m3: bias 7, no infinities, code 127 is NaN.
@@ -231,14 +248,12 @@ struct Float8Code {
         for (int i = exponent; i > 10; --i) value *= 2;
         return value;
     }
-#if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) { return codes; }
     // Exponent and mantissa where float32 has them, whose exponents are larger by 120: the smallest codes are subnormal
     // on the way. No pool holds code 127, the NaN.
     INLINE Floats number(Words high_bytes) {
         return (Floats)((Words)((Ints)high_bytes >> 4) & 0x87ffffffu) * 0x1p120f;
     }
-#endif
     INLINE u8 nearest(float value) {
         if (value < 0.015625f) return static_cast<u8>(__builtin_rintf(value * 512.0f));
         u32 bits;
@@ -255,10 +270,8 @@ using Float8 = Byte<Float8Code>;
 struct Int4Code {
     static constexpr int kBits = 4;
     static constexpr float value(int code) { return static_cast<float>(code - 8); }
-#if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) { return codes - 8; }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
-#endif
 };
 
 // Elements of 4 bits, -8 to 7. The low nibbles of 64 bytes are two unit rows, the high nibbles the next two.
@@ -300,10 +313,9 @@ struct E4M3 : Float8 {
 struct HalvesCode {
     static constexpr int kBits = 8;
     static constexpr float value(int code) { return static_cast<float>(code) + 0.5f; }
-#if !defined(LONGHELIX_AVX512)
+    // The whole numbers.
     INLINE Bytes stored(Bytes codes) { return codes ^ ((Bytes)(codes > 127) & 127); }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes) + 0.5f; }
-#endif
 };
 
 struct Code8 : Byte<HalvesCode> {
@@ -314,6 +326,7 @@ struct Code8 : Byte<HalvesCode> {
     INLINE V stored_bytes(V codes) {
         return codes ^ ((codes >> 7) & 0x01010101u) * 127u;
     }
+    INLINE void put_fours(const u8* from, u8* fours) { put_whole<HalvesCode>(fours, load<u32x16>(from)); }
 };
 
 // Codes of 4 bits: the low nibbles of 64 bytes are two unit rows, the high nibbles the next two.
@@ -326,6 +339,11 @@ struct Nibble : Int4 {
         return {decode<Code>(codes & 0x0f0f0f0fu), decode<Code>((codes >> 4) & 0x0f0f0f0fu)};
     }
     INLINE Operand operand(const Rows4& rows, int row) { return row_of<Code>(row < 2 ? rows.low : rows.high, row % 2); }
+    INLINE void put_fours(const u8* from, u8* fours) {
+        u32x16 codes = load<u32x16>(from);
+        put_whole<Code>(fours, codes & 0x0f0f0f0fu);
+        put_whole<Code>(fours + 64, (codes >> 4) & 0x0f0f0f0fu);
+    }
 };
 
 // Twice the number, which is whole.
@@ -335,14 +353,12 @@ struct E2M1Code {
         constexpr float kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12};
         return code & 8 ? -kTwice[code & 7] : kTwice[code & 7];
     }
-#if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) {
         Bytes magnitude = codes & 7, negative = (Bytes)(codes > 7);
         Bytes twice = magnitude + ((Bytes)(magnitude > 4) & 1) + ((Bytes)(magnitude > 5) & 1) + ((Bytes)(magnitude > 6) & 3);
         return (twice ^ negative) - negative;
     }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
-#endif
 };
 
 struct E2M1 : Nibble<E2M1Code> {
@@ -360,14 +376,18 @@ constexpr std::int8_t kNl4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10
 struct Nl4Code {
     static constexpr int kBits = 4;
     static constexpr float value(int code) { return kNl4Values[code & 15]; }
-#if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) {
+#if defined(LONGHELIX_AVX512)
+        return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(kNl4Values)), (__m512i)(codes & 15));
+#elif defined(LONGHELIX_AVX2)
+        return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(kNl4Values)), (__m256i)(codes & 15));
+#else
         Bytes values;
         for (std::size_t i = 0; i < sizeof values; ++i) values[i] = static_cast<u8>(kNl4Values[codes[i] & 15]);
         return values;
+#endif
     }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
-#endif
 };
 
 struct Nl4 : Nibble<Nl4Code> {
@@ -377,10 +397,8 @@ struct Nl4 : Nibble<Nl4Code> {
 struct Int6Code {
     static constexpr int kBits = 6;
     static constexpr float value(int code) { return static_cast<float>(code - 32); }
-#if !defined(LONGHELIX_AVX512)
     INLINE Bytes stored(Bytes codes) { return codes - 32; }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
-#endif
 };
 
 // From 0 to 63, less 32. The low four bits of eight unit rows are as nibbles are; then come 64 bytes, of which each has the
@@ -400,16 +418,25 @@ struct Code6 : PairUnits {
     INLINE Rows8 load_rows(const u8* from) {
         return {{load<u32x16>(from), load<u32x16>(from + 64)}, load<u32x16>(from + kHighBytes)};
     }
-    INLINE Operand operand(const Rows8& rows, int row) {
-        u32x16 low = rows.low[row / 4], high = rows.high;
-        low = (row % 4 < 2 ? low : low >> 4) & 0x0f0f0f0fu;
-        switch (row / 2) {
+    // Codes of the unit rows 2 * pair and 2 * pair + 1.
+    INLINE u32x16 codes_of(const Rows8& rows, int pair) {
+        u32x16 low = rows.low[pair / 2], high = rows.high;
+        low = (pair % 2 == 0 ? low : low >> 4) & 0x0f0f0f0fu;
+        switch (pair) {
             case 0: high = high << 4; break;
             case 1: high = high << 2; break;
             case 2: break;
             default: high = high >> 2;
         }
-        return row_of<Int6Code>(decode<Int6Code>(low | (high & 0x30303030u)), row % 2);
+        return low | (high & 0x30303030u);
+    }
+    INLINE Operand operand(const Rows8& rows, int row) {
+        return row_of<Int6Code>(decode<Int6Code>(codes_of(rows, row / 2)), row % 2);
+    }
+    INLINE void put_fours(const u8* from, u8* fours) {
+        Rows8 rows = load_rows(from);
+#pragma GCC unroll 4
+        for (int pair = 0; pair < 4; ++pair) put_whole<Int6Code>(fours + pair * 64, codes_of(rows, pair));
     }
 };
 

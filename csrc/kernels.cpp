@@ -68,20 +68,21 @@ void with_numbers(Number number, const Call& call) {
 }
 
 template <typename Call, template <typename> typename Kernel>
-void with_weight(Number number, const Call& call) {
-    if (is_code(number)) return with_codes<Call, Kernel>(number, call);
-    with_numbers<Call, Kernel>(number, call);
+void with_weight(const Weight& weight, const Call& call) {
+    if (weight.rounds_inputs) return Kernel<Rounded>(call).run();
+    if (is_code(weight.number)) return with_codes<Call, Kernel>(weight.number, call);
+    with_numbers<Call, Kernel>(weight.number, call);
 }
 
-void linear(const Linear& call) { with_weight<Linear, Multiply>(call.weight.number, call); }
+void linear(const Linear& call) { with_weight<Linear, Multiply>(call.weight, call); }
 
 void round(const Rounding& call) { RoundRows(call).run(); }
 
 void route(const Route& call) { RouteRows(call).run(); }
 
 void experts(const Experts& call) {
-    bool any = !call.set->down.empty();
-    with_weight<Experts, RunExperts>(any ? call.set->down[0].number : Number::bfloat16, call);
+    const std::vector<Weight>& down = call.set->down;
+    with_weight<Experts, RunExperts>(down.empty() ? Weight{nullptr, Number::bfloat16, 0} : down[0], call);
 }
 
 void angles(const Angles& call) { TakeAngles(call).run(); }

@@ -125,6 +125,7 @@ struct Weight {
     bool offsets = false;
     float zero = 0.0f;            // the zero point of all blocks, where these have none
     std::int64_t superblock = 0;  // inputs of a superblock, or 0
+    bool rounds_inputs = false;   // rows become bytes as of w8a8; no weight of e4m3
 };
 
 // What an FFN does between its products. compute/kernels/reference.py has the functions.

@@ -64,14 +64,46 @@ struct Inputs {
     }
 };
 
+// Packed weights times rows of bytes: the whole numbers that codes stand for.
+struct Rounded : W8A8 {};
+
+// What stands beside a row of bytes for each run of inputs that have one scale in the row and one in the weight.
+struct RoundedSide {
+    float scale, sum, scaled_sum;  // of the row, and of its bytes
+    std::int32_t start;            // what sums of products start with
+};
+
+// The runs of a weight's inputs: f(run, its block, its first input, the one after its last).
+template <typename F>
+INLINE void each_run(const PackedPanel& panel, F f) {
+    std::int64_t run = 0;
+    for (std::int64_t block = 0; block < panel.num_blocks; ++block) {
+        std::int64_t stop = panel.stop(block);
+        for (std::int64_t first = panel.start(block), last; first < stop; first = last, ++run) {
+            last = std::min(block_stop(first / kRowBlock * kRowBlock, panel.depth), stop);
+            f(run, block, first, last);
+        }
+    }
+}
+
+inline std::int64_t num_runs(const PackedPanel& panel) {
+    std::int64_t count = 0;
+    each_run(panel, [&](std::int64_t run, std::int64_t, std::int64_t, std::int64_t) { count = run + 1; });
+    return count;
+}
+
+// Whether panels are of codes.
+template <typename E>
+constexpr bool has_codes = is_packed<E> || std::is_same_v<E, Rounded>;
+
 // The panel of a packed weight. Weights of other numbers have none.
-template <typename E, bool = is_packed<E>>
+template <typename E, bool = has_codes<E>>
 struct PanelOf {
     explicit PanelOf(const Weight&) {}
 };
 template <typename E>
-struct PanelOf<E, true> : PackedPanel<E> {
-    using PackedPanel<E>::PackedPanel;
+struct PanelOf<E, true> : PackedPanel {
+    using PackedPanel::PackedPanel;
 };
 
 template <typename E>
@@ -80,7 +112,7 @@ struct Multiply {
     static constexpr int kBlockUnits = kScaleBlock / kStep;
     static constexpr std::size_t kBlockBytes = kBlockUnits * E::kRowBytes + kLanes * 4;
 
-    static constexpr bool kPacked = is_packed<E>;
+    static constexpr bool kPacked = is_packed<E>, kRounded = std::is_same_v<E, Rounded>;
 
     const Linear& call;
     PanelOf<E> panel_of;
@@ -100,7 +132,7 @@ struct Multiply {
           num_sides(static_cast<int>(sides_of(linear.weight))) {}
 
     std::size_t bytes_of_panel() const {
-        if constexpr (kPacked) {
+        if constexpr (has_codes<E>) {
             return panel_of.bytes;
         } else if constexpr (E::kScaled) {
             return call.weight.depth / kScaleBlock * kBlockBytes;
@@ -121,20 +153,21 @@ struct Multiply {
     static constexpr int kPanelsToTake = 4;  // that a thread takes
     static constexpr std::int64_t kManyRows = 64;
     static constexpr std::int64_t kOpenRows = 48;  // from here on, codes of packed weights are read once for all rows
-    static constexpr int kMostRows = (E::kScaled || kPacked) && kRowTile > 6 ? 6 : kRowTile;
+    static constexpr int kMostRows = (E::kScaled || has_codes<E>) && kRowTile > 6 ? 6 : kRowTile;
 
     // What stands beside a row's units: the sums of its scale blocks, or their scales.
-    using Side = std::conditional_t<E::kWhole, RowScale, float>;
+    using Side = std::conditional_t<kRounded, RoundedSide, std::conditional_t<E::kWhole, RowScale, float>>;
     static std::int64_t sides_of(const Weight& weight) {
         if constexpr (kPacked) {
-            return needs_sums<E>(weight) ? PackedPanel<E>(weight).num_blocks : 0;
+            return needs_sums<E>(weight) ? PackedPanel(weight).num_blocks : 0;
         }
+        if constexpr (kRounded) return num_runs(PackedPanel(weight));
         return E::kScaled ? weight.depth / kScaleBlock : E::kWhole ? num_row_blocks(weight.depth) : 0;
     }
 
     // One row of x as units, normalised.
     void prepare(std::int64_t row, u32* to, Side* sides) const {
-        if constexpr (E::kWhole) {
+        if constexpr (E::kWhole && !kRounded) {
             if (call.x.number == Number::int8) return take(row, to, sides);
         }
         with_number(call.x.number, [&]<Number kNumber>() { prepare<kNumber>(row, to, sides); });
@@ -167,6 +200,8 @@ struct Multiply {
                 }
                 if (num_sides) sides[block] = total(sum);
             }
+        } else if constexpr (kRounded) {
+            prepare_rounded(depth, inputs, to, sides);
         } else if constexpr (E::kWhole) {
             for (std::int64_t first = 0; first < depth; first += kRowBlock, ++sides) {
                 i32x16 sum{};
@@ -187,6 +222,25 @@ struct Multiply {
                 }
             }
         }
+    }
+
+    template <typename F>
+    void prepare_rounded(std::int64_t depth, const F& inputs, u32* to, RoundedSide* sides) const {
+        std::int32_t sums[kRowBlock / kLanes];  // of sixteen inputs each
+        float scale = 0.0f;
+        std::int64_t known = 0;  // inputs that are rounded
+        each_run(panel_of, [&](std::int64_t run, std::int64_t, std::int64_t first, std::int64_t last) {
+            if (first == known) {
+                scale = round_to_bytes(first, depth, inputs, [&](std::int64_t c, i32x16 whole) {
+                    E::put(to, c, whole);
+                    sums[c % kRowBlock / kLanes] = static_cast<std::int32_t>(total(to_floats(whole)));
+                });
+                known = block_stop(first, depth);
+            }
+            std::int32_t sum = 0;
+            for (std::int64_t c = first; c < last; c += kLanes) sum += sums[c % kRowBlock / kLanes];
+            sides[run] = {scale, static_cast<float>(sum), scale * static_cast<float>(sum), E::start_of(sum)};
+        });
     }
 
     // One row of bytes as units.
@@ -221,6 +275,7 @@ struct Multiply {
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) sums[r][v] = f32x16{};
         }
+        static_assert(!kRounded, "panels are opened");
         if constexpr (kPacked) {
             multiply_packed<R, V>(x, sides, panels, sums);
         } else if constexpr (E::kWhole) {
@@ -288,16 +343,18 @@ struct Multiply {
             }
             f32x16 of_block[R][V] = {};
             add_codes<E, R, V, kBlock>(x + first / kStep, reader.at, count, of_block);
-            reader.skip(count * panel_of.kInputBytes);
+            reader.skip(count * panel_of.input_bytes);
 #pragma GCC unroll 16
             for (int v = 0; v < V; ++v) add_block<R, V>(reader.scale(v), sides + block, v, of_block, sums);
             reader.skip(panel_of.side_bytes);
         }
     }
 
+    using Open = OpenPanel<std::conditional_t<kRounded, W8A8, BFloat16>>;
+
     // As `multiply`, of open panels.
     template <int R, int V>
-    void multiply_open(const u32* x, const float* sides, const OpenPanel<E> (&panels)[V], f32x16 (&sums)[R][V]) const {
+    void multiply_open(const u32* x, const Side* sides, const Open (&panels)[V], f32x16 (&sums)[R][V]) const {
         switch (call.weight.block) {
             case 16: multiply_open_blocks<R, V, 16>(x, sides, panels, sums); break;
             case 32: multiply_open_blocks<R, V, 32>(x, sides, panels, sums); break;
@@ -306,15 +363,57 @@ struct Multiply {
     }
 
     template <int R, int V, int kBlock>
-    void multiply_open_blocks(const u32* x, const float* sides, const OpenPanel<E> (&panels)[V], f32x16 (&sums)[R][V]) const {
-        for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
-            std::int64_t first = panel_of.start(block), count = panel_of.stop(block) - first;
+    void multiply_open_blocks(const u32* x, const Side* sides, const Open (&panels)[V], f32x16 (&sums)[R][V]) const {
+        auto add = [&](std::int64_t run, std::int64_t block, std::int64_t first, std::int64_t last) {
             const u8* at[V];
             for (int v = 0; v < V; ++v) at[v] = panels[v].codes(first);
-            f32x16 of_block[R][V] = {};
-            add_codes<BFloat16, R, V, kBlock>(x + first / kStep, at, count, of_block);
+            if constexpr (kRounded) {
+                add_run<R, V, kBlock>(x + first / kStep, sides + run, at, last - first, panels, block, sums);
+            } else {
+                f32x16 of_block[R][V] = {};
+                add_codes<BFloat16, R, V, kBlock>(x + first / kStep, at, last - first, of_block);
 #pragma GCC unroll 16
-            for (int v = 0; v < V; ++v) add_block<R, V>(panels[v].scale(block), sides + block, v, of_block, sums);
+                for (int v = 0; v < V; ++v) add_block<R, V>(panels[v].scale(block), sides + block, v, of_block, sums);
+            }
+        };
+        if constexpr (kRounded) {
+            each_run(panel_of, add);
+        } else {
+            for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
+                add(block, block, panel_of.start(block), panel_of.stop(block));
+            }
+        }
+    }
+
+    // sums[r][v] += the products of a run of inputs, added in integers.
+    template <int R, int V, int kBlock>
+    [[gnu::always_inline]] void add_run(const u32* x, const RoundedSide* sides, const u8* const (&at)[V], std::int64_t count,
+                                        const Open (&panels)[V], std::int64_t block, f32x16 (&sums)[R][V]) const {
+        const u8* none[2] = {};
+        i32x16 whole[R][V];
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < V; ++v) whole[r][v] = i32x16{} + sides[r * num_sides].start;
+        }
+        if (kBlock && count == kBlock) {
+            accumulate<W8A8, R, V, false>(whole, x, units, at, kBlock / kStep, none);
+        } else {
+            accumulate<W8A8, R, V, false>(whole, x, units, at, static_cast<int>(count / kStep), none);
+        }
+        bool shifted = needs_sums_of_fours(call.weight);
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+            BlockScale scale = panels[v].scale(block);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                const RoundedSide& side = sides[r * num_sides];
+                f32x16 sum = to_floats(whole[r][v]);
+                if (call.weight.offsets) {
+                    sums[r][v] = multiply_add(scale.shift, splat(side.scaled_sum), sums[r][v]);
+                } else if (shifted) {
+                    sum = multiply_add(scale.shift, splat(side.sum), sum);
+                }
+                sums[r][v] = multiply_add(scale.scale * side.scale, sum, sums[r][v]);
+            }
         }
     }
 
@@ -495,15 +594,19 @@ struct Multiply {
     void all_rows(const u32* x, const Side* sides, int first, int stop) const {
         done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.activation.gated ? 2 : 1) * kLanes * call.weight.depth,
                                   std::memory_order_relaxed);
-        if (call.num_rows <= kMostRows) return some_rows(x, sides, 0, first, stop);
-        if constexpr (kPacked) {
-            if (call.num_rows >= kOpenRows) {
+        if constexpr (has_codes<E>) {
+            if (kRounded || call.num_rows >= kOpenRows) {
                 int each = call.activation.gated ? 1 : 2;
                 for (; first + each <= stop; first += each) open_rows<2>(x, sides, first);
                 if (first < stop) open_rows<1>(x, sides, first);
                 return;
             }
         }
+        if constexpr (!kRounded) rows_of_panels(x, sides, first, stop);
+    }
+
+    void rows_of_panels(const u32* x, const Side* sides, int first, int stop) const {
+        if (call.num_rows <= kMostRows) return some_rows(x, sides, 0, first, stop);
         for (int panel = first; panel < stop; panel += kPanelsAtOnce) {
             int last = panel + kPanelsAtOnce < stop ? panel + kPanelsAtOnce : stop;
             for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
@@ -514,22 +617,34 @@ struct Multiply {
 
     // All rows times V panels, whose codes are read once.
     template <int V>
-    void open_rows(const u32* x, const float* sides, int panel) const {
-        std::size_t bytes = OpenPanel<E>::bytes(panel_of);
+    void open_rows(const u32* x, const Side* sides, int panel) const {
+        std::size_t bytes = Open::bytes(panel_of);
         u8* memory = static_cast<u8*>(scratch(8, V * bytes));
-        OpenPanel<E> panels[V];
+        Open panels[V];
         for (int v = 0; v < V; ++v) {
             panels[v] = {memory + v * bytes, call.weight.depth};
-            panels[v].fill(panel_of, call.weight, panel_at(panel, v));
-        }
-        for (std::int64_t row = 0; row < call.num_rows; row += kMostRows) {
-            f32x16 sums[kMostRows][V] = {};
-            multiply_open<kMostRows, V>(x + row * row_units(), sides + row * num_sides, panels, sums);
-            if (call.weight.output_scales) {
-                for (int v = 0; v < V; ++v) scale_outputs(panel_at(panel, v), v, sums);
+            if constexpr (kRounded) {
+                open_fours(panel_of, call.weight, panel_at(panel, v), panels[v]);
+            } else {
+                open_pairs<E>(panel_of, call.weight, panel_at(panel, v), panels[v]);
             }
-            finish<kMostRows, V>(row, panel, sums);
         }
+        std::int64_t row = 0;
+        for (; row + kMostRows <= call.num_rows; row += kMostRows) open_tile<kMostRows, V>(x, sides, row, panel, panels);
+        std::int64_t left = call.num_rows - row;
+        if (left > 2) return open_tile<kMostRows, V>(x, sides, row, panel, panels);
+        if (left == 2) open_tile<2, V>(x, sides, row, panel, panels);
+        if (left == 1) open_tile<1, V>(x, sides, row, panel, panels);
+    }
+
+    template <int R, int V>
+    void open_tile(const u32* x, const Side* sides, std::int64_t row, int panel, const Open (&panels)[V]) const {
+        f32x16 sums[R][V] = {};
+        multiply_open<R, V>(x + row * row_units(), sides + row * num_sides, panels, sums);
+        if (call.weight.output_scales) {
+            for (int v = 0; v < V; ++v) scale_outputs(panel_at(panel, v), v, sums);
+        }
+        finish<R, V>(row, panel, sums);
     }
 
     // Whoever comes first asks for the next panels, where these are short: for other rows they are in the cache. Of long

@@ -195,13 +195,18 @@ void bind_kernels(nb::module_& module) {
         .def(
             "__init__",
             [](Weight* self, Address data, Number number, std::int64_t depth, Number scale, std::int64_t block,
-               std::int64_t lead, bool zeros, bool output_scales, bool offsets, float zero, std::int64_t superblock) {
+               std::int64_t lead, bool zeros, bool output_scales, bool offsets, float zero, std::int64_t superblock,
+               bool rounds_inputs) {
                 check_weight_number(number);
+                if (rounds_inputs && (!longhelix::is_code(number) || number == Number::e4m3)) {
+                    throw std::invalid_argument("only codes of whole numbers are multiplied by bytes");
+                }
                 new (self) Weight{at<const std::uint8_t>(data), number, depth, scale, block, lead, zeros, output_scales,
-                                  offsets, zero, superblock};
+                                  offsets, zero, superblock, rounds_inputs};
             },
             "data"_a, "number"_a, "depth"_a, "scale"_a = Number::float32, "block"_a = 1, "lead"_a = 0, "zeros"_a = false,
-            "output_scales"_a = false, "offsets"_a = false, "zero"_a = 0.0f, "superblock"_a = 0);
+            "output_scales"_a = false, "offsets"_a = false, "zero"_a = 0.0f, "superblock"_a = 0,
+            "rounds_inputs"_a = false);
 
     nb::class_<ExpertSet>(module, "ExpertSet")
         .def(nb::init<const std::vector<int>&, std::vector<Weight>, std::vector<Weight>>(), "ids"_a, "gate_up"_a,

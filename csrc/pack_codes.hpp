@@ -11,7 +11,7 @@ namespace longhelix::ISA {
 template <typename E>
 struct PackCodes {
     const CodePacking& call;
-    PackedPanel<E> panel_of;
+    PackedPanel panel_of;
 
     explicit PackCodes(const CodePacking& packing) : call(packing), panel_of(packing.weight) {}
 
@@ -53,7 +53,7 @@ struct PackCodes {
             in_group = kInputs == kHighInputs ? E::kHighBytes : input % kHighInputs / kUnitInputs * 64;
             input -= input % kHighInputs;
         }
-        return input * static_cast<std::int64_t>(panel_of.kInputBytes) + in_group +
+        return input * static_cast<std::int64_t>(panel_of.input_bytes) + in_group +
                static_cast<std::int64_t>(panel_of.bytes_before(panel_of.block_of(input)));
     }
 
@@ -144,7 +144,7 @@ struct PackCodes {
         std::int64_t superblock = 0;
         for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
             u8* codes = panel + panel_of.offset(block);
-            u8* to = codes + (panel_of.stop(block) - panel_of.start(block)) * panel_of.kInputBytes;
+            u8* to = codes + (panel_of.stop(block) - panel_of.start(block)) * panel_of.input_bytes;
             copy_side<kBytes>(call.scales, call.scale_stride, block, row, count, to + lane * kBytes);
             if (call.weight.zeros) copy_side<1>(call.zeros, call.zero_stride, block, row, count, to + kLanes * kBytes + lane);
             if (call.weight.offsets) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "bytes.hpp"
 #include "kernels.hpp"
 #include "lanes.hpp"
 #include "scales.hpp"
@@ -10,9 +11,9 @@
 namespace longhelix::ISA {
 
 // The places of codes, scales, zero points and offsets in a panel of a packed weight.
-template <typename E>
 struct PackedPanel {
     std::int64_t depth, block;
+    std::size_t input_bytes;          // of the codes of an input
     std::int64_t lead;                // inputs of the first block that another rank has
     std::int64_t blocks, first;       // of a whole superblock, and those of the first superblock that another rank has
     std::int64_t num_blocks;
@@ -23,16 +24,21 @@ struct PackedPanel {
     explicit PackedPanel(const Weight& weight)
         : depth(weight.depth),
           block(weight.block),
+          input_bytes(code_bytes(weight.number)),
           lead(weight.lead % block),
           blocks(std::max<std::int64_t>(weight.superblock / block, 1)),
           first(weight.superblock ? weight.lead / block : 0),
           num_blocks((lead + depth + block - 1) / block),
           side_bytes(kLanes * (scale_bytes(weight.scale) * (weight.offsets ? 2 : 1) + (weight.zeros ? 1 : 0))),
           superblock_bytes(weight.superblock ? kLanes * 2 * (weight.offsets ? 2 : 1) : 0),
-          bytes(static_cast<std::size_t>(depth) * kInputBytes + num_blocks * side_bytes + num_superblocks() * superblock_bytes +
+          bytes(static_cast<std::size_t>(depth) * input_bytes + num_blocks * side_bytes + num_superblocks() * superblock_bytes +
                 (weight.output_scales ? kLanes * 4 : 0)) {}
 
-    static constexpr std::size_t kInputBytes = E::kRowBytes / E::kStep;
+    // Of sixteen outputs.
+    static std::size_t code_bytes(Number number) {
+        if (number == Number::code6) return 12;
+        return number == Number::e4m3 || number == Number::code8 ? 16 : 8;
+    }
 
     std::int64_t num_superblocks() const { return superblock_bytes ? (first + num_blocks + blocks - 1) / blocks : 0; }
 
@@ -42,7 +48,7 @@ struct PackedPanel {
 
     // Of a block's codes and what follows them.
     std::size_t block_bytes(std::int64_t number) const {
-        return (stop(number) - start(number)) * kInputBytes + side_bytes;
+        return (stop(number) - start(number)) * input_bytes + side_bytes;
     }
 
     // Whether a block is the first one of a superblock here.
@@ -56,7 +62,7 @@ struct PackedPanel {
     }
 
     // Where a block's codes begin.
-    std::size_t offset(std::int64_t number) const { return start(number) * kInputBytes + bytes_before(number); }
+    std::size_t offset(std::int64_t number) const { return start(number) * input_bytes + bytes_before(number); }
 
     // The block that has an input.
     std::int64_t block_of(std::int64_t input) const { return (input + lead) / block; }
@@ -80,7 +86,7 @@ class BlockReader {
   public:
     const u8* at[V];  // the codes of the block
 
-    BlockReader(const PackedPanel<E>& panel, const Weight& weight, const u8* const (&panels)[V])
+    BlockReader(const PackedPanel& panel, const Weight& weight, const u8* const (&panels)[V])
         : panel_(panel), weight_(weight), next_(panel.blocks - panel.first), summed_(needs_sums<E>(weight)) {
         for (int v = 0; v < V; ++v) at[v] = panels[v];
     }
@@ -118,46 +124,86 @@ class BlockReader {
     }
 
   private:
-    const PackedPanel<E>& panel_;
+    const PackedPanel& panel_;
     const Weight& weight_;
     std::int64_t next_, left_ = 0;  // blocks of the next superblock, and those of this one that are left
     bool summed_;
     f32x16 scales_[V], offsets_[V];  // of the superblocks
 };
 
-// A panel's codes as pairs of bfloat16, which are exact, and after them each block's scale and shift: for many rows, codes
-// are read once.
-template <typename E>
+// A panel whose codes are read once, for many rows: F's rows, and after them each block's scale and shift.
+template <typename F>
 struct OpenPanel {
+    static constexpr std::size_t kInputBytes = F::kRowBytes / F::kStep;
+
     u8* data;
     std::int64_t depth;
 
-    static std::size_t bytes(const PackedPanel<E>& panel) { return panel.depth * 32 + panel.num_blocks * 2 * 64; }
+    static std::size_t bytes(const PackedPanel& panel) { return panel.depth * kInputBytes + panel.num_blocks * 2 * 64; }
 
-    const u8* codes(std::int64_t input) const { return data + input * 32; }
-    u8* scales(std::int64_t block) const { return data + depth * 32 + block * 2 * 64; }
+    u8* codes(std::int64_t input) const { return data + input * kInputBytes; }
+    u8* scales(std::int64_t block) const { return data + depth * kInputBytes + block * 2 * 64; }
 
     BlockScale scale(std::int64_t block) const {
         return {load<f32x16>(scales(block)), load<f32x16>(scales(block) + 64)};
     }
 
-    void fill(const PackedPanel<E>& panel, const Weight& weight, const u8* from) const {
+    // From a panel of E, of whose codes put(from, to) writes what one load brings.
+    template <typename E, typename Put>
+    void fill(const PackedPanel& panel, const Weight& weight, const u8* from, Put put) const {
+        constexpr std::int64_t kInputs = E::kRowsAtOnce * E::kStep;
         BlockReader<E, 1> reader(panel, weight, {from});
-        u8* to = data;
         for (std::int64_t block = 0; block < panel.num_blocks; ++block) {
             reader.begin();
-            std::int64_t count = panel.stop(block) - panel.start(block);
-            for (std::int64_t row = 0; row < count / E::kStep; row += E::kRowsAtOnce) {
-                auto rows = E::load_rows(reader.at[0] + row * E::kRowBytes);
-#pragma GCC unroll 8
-                for (int i = 0; i < E::kRowsAtOnce; ++i, to += 64) store(to, E::raw(E::operand(rows, i)));
-            }
-            reader.skip(count * panel.kInputBytes);
+            std::int64_t first = panel.start(block), count = panel.stop(block) - first;
+            for (std::int64_t c = 0; c < count; c += kInputs) put(reader.at[0] + c * panel.input_bytes, codes(first + c));
+            reader.skip(count * panel.input_bytes);
             BlockScale scale = reader.scale(0);
             store(scales(block), scale.scale), store(scales(block) + 64, scale.shift);
             reader.skip(panel.side_bytes);
         }
     }
 };
+
+// Codes as pairs of bfloat16, which are exact.
+template <typename E>
+void open_pairs(const PackedPanel& panel, const Weight& weight, const u8* from, const OpenPanel<BFloat16>& to) {
+    to.fill<E>(panel, weight, from, [](const u8* codes, u8* pairs) {
+        auto rows = E::load_rows(codes);
+#pragma GCC unroll 8
+        for (int i = 0; i < E::kRowsAtOnce; ++i) store(pairs + i * 64, E::raw(E::operand(rows, i)));
+    });
+}
+
+// The same codes as whole numbers: bytes in two's complement.
+template <typename E>
+struct WholeOf : E {
+    static constexpr float kShift = std::is_same_v<E, Code8> ? 0.0f : E::kShift;
+};
+
+// Codes as fours of bytes. Those of e4m3 are no whole numbers.
+template <typename E>
+void open_fours(const PackedPanel& panel, const Weight& weight, const u8* from, const OpenPanel<W8A8>& to) {
+    to.fill<WholeOf<E>>(panel, weight, from, [](const u8* codes, u8* fours) { E::put_fours(codes, fours); });
+}
+
+inline bool needs_sums_of_fours(const Weight& weight) {
+    switch (weight.number) {
+        case Number::code8: return needs_sums<WholeOf<Code8>>(weight);
+        case Number::code6: return needs_sums<Code6>(weight);
+        case Number::code4: return needs_sums<Code4>(weight);
+        default: return needs_sums<Nl4>(weight);
+    }
+}
+
+inline void open_fours(const PackedPanel& panel, const Weight& weight, const u8* from, const OpenPanel<W8A8>& to) {
+    switch (weight.number) {
+        case Number::code8: return open_fours<Code8>(panel, weight, from, to);
+        case Number::code6: return open_fours<Code6>(panel, weight, from, to);
+        case Number::code4: return open_fours<Code4>(panel, weight, from, to);
+        case Number::nl4: return open_fours<Nl4>(panel, weight, from, to);
+        default: return open_fours<E2M1>(panel, weight, from, to);
+    }
+}
 
 }  // namespace longhelix::ISA

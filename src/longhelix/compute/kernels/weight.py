@@ -194,6 +194,7 @@ class Panels:
             offsets=format.codes.offsets,
             zero=format.codes.zero,
             superblock=format.weight_scales.superblock or 0,
+            rounds_inputs=weight.rounds_inputs,
         )
 
 

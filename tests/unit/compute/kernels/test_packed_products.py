@@ -1,11 +1,13 @@
 """Products with packed weights equal float64 products with the numbers that their codes stand for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import linear as multiply
 from torch.nn.functional import silu
 
-from longhelix.compute.kernels import PANELS, Experts, linear, native, run_experts
+from longhelix.compute.kernels import PANELS, Experts, linear, native, reference, run_experts
 from longhelix.compute.kernels.packed_rows import PackedRows, encoded, joined, ordered, unpacked
 from longhelix.compute.kernels.weight import PACKED
 from longhelix.spec import FORMATS, Activation
@@ -217,3 +219,28 @@ def test_encoded_numbers_are_near(name):
         block = x_OI[:, first : first + numbers]
         error = (rows.numbers()[:, first : first + numbers] - block).abs().amax(1)
         assert (error <= 1.1 * step * block.abs().amax(1)).all()
+
+
+def rounded(x_TX: torch.Tensor) -> torch.Tensor:
+    """What products see of rows that they round to bytes. float64."""
+    q_TX, scales_TX = reference.quantise_rows(x_TX)
+    return q_TX.double() * scales_TX.double().repeat_interleave(64, dim=1)[:, : x_TX.shape[1]]
+
+
+@pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
+@pytest.mark.parametrize("name", [name for name in NAMES if FORMATS[name].codes.element != "e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_products_that_round_their_inputs_equal_float64(name, dtype):
+    """A row's result does not depend on the rows beside it."""
+    generator = torch.Generator().manual_seed(1)
+    for outputs, depth, lead in ((40, 256, 0), (17, 208, 16), (3, 48, 96), (1, 16, 0), (35, 336, 208)):
+        rows = random_rows(name, outputs, depth, lead)
+        weight, numbers_OI = replace(PANELS.of_rows(rows, 1), rounds_inputs=True), rows.numbers().double()
+        for count in (0, 1, 2, 3, 5, 13, 70):
+            x_TX = (3 * torch.randn(count, depth, generator=generator)).to(dtype)
+            wide_TX = rounded(x_TX)
+            size = multiply(wide_TX.abs(), sizes(rows))
+            found = linear(x_TX, weight, dtype=torch.float32)
+            assert_near(found, multiply(wide_TX, numbers_OI), size)
+            for row in range(0, count, 4):
+                assert torch.equal(linear(x_TX[row : row + 1], weight, dtype=torch.float32)[0], found[row])
