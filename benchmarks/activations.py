@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = {
     "bfloat16": {},
     "int8 weights": {"weight_dtype": "int8"},
-    "int8 weights and activations": {"activation_dtype": "int8"},
+    "int8 weights and activations": {"weight_dtype": "int8", "activation_dtype": "int8"},
 }
 WINDOW_TOKENS, CONTEXT_TOKENS = 1024, 1024
 

@@ -212,13 +212,17 @@ class GgufWriter:
         return blocks.reshape(*array.shape[:-1], -1)
 
 
-def make_gguf_oracle(path, folder, kind=Q.F32, seed=0, split_latents=True, **overrides):
-    """Write a saved model as a GGUF file. Returns what transformers says about the file's numbers."""
+def make_gguf_oracle(path, folder, kind=Q.F32, seed=0, split_latents=True, prepare=lambda model: None, **overrides):
+    """Write a saved model as a GGUF file. Returns what transformers says about the file's numbers.
+
+    prepare: changes the model of transformers first.
+    """
     writer = GgufWriter(path, folder, kind, split_latents=split_latents)
     writer.write(**overrides)
     numbers = writer.save_numbers(Path(f"{path}.numbers"))
     forms = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(numbers, dtype=torch.float32, **forms).eval()
+    prepare(model)
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
     tokens, logits = zip(*(greedy(model, prompt, NEW_TOKENS) for prompt in prompts), strict=True)

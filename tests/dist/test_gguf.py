@@ -2,10 +2,13 @@
 
 import copy
 
+import numpy as np
 import pytest
+import torch
 from test_equality import assert_equal, make_case
 
 from gguf_files import Q, make_gguf_oracle, split_gguf
+from longhelix.compute.kernels import native, reference
 from oracle import FAMILIES, WITH_EXPERTS, make_oracle
 from tiers import few
 
@@ -111,6 +114,57 @@ def test_files_that_mix_k_quants_equal_transformers_on_their_numbers(worlds, tmp
     oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, _mixed)
     for layout in layouts(family).values():
         assert_equal(oracle, run(worlds, oracle, **layout))
+
+
+def _round_inputs(model):
+    """Let products see their inputs as bytes, with a scale for each 64 of a row, if their weights are whole blocks."""
+
+    def rounded(_module, inputs):
+        q_TX, scales_TX = reference.quantise_rows(inputs[0].flatten(0, -2))
+        steps_TX = scales_TX.repeat_interleave(64, dim=1)[:, : q_TX.shape[1]]
+        return (q_TX * steps_TX).view_as(inputs[0])
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module.in_features % 256 == 0:
+            module.register_forward_pre_hook(rounded)
+
+
+def _error(found, wanted):
+    return np.median(np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1))
+
+
+@pytest.mark.skipif(native.module is None, reason="this install has no native kernels, which multiply bytes")
+def test_products_of_packed_weights_may_round_their_inputs(worlds, tmp_path):
+    """The logits are those of inputs that are rounded in the same way, in every layout."""
+    saved = make_oracle(_of_blocks(CONFIGS["llama"]), tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
+    exact = make_gguf_oracle(tmp_path / "exact.gguf", saved.path, _mixed)
+    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, _mixed, prepare=_round_inputs)
+    prompt = len(oracle.prompts[3])
+    wanted = oracle.logits[3][:prompt]
+    for layout in LAYOUTS.values():
+        (found,) = (
+            rank["logits_3"][:prompt]
+            for rank in run(worlds, oracle, **layout, activation_dtype="int8")
+            if "logits_3" in rank
+        )
+        # Sums in another order round a few inputs to other bytes.
+        assert _error(found, wanted) < 0.01 * _error(exact.logits[3][:prompt], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.module is None, reason="this install has no native kernels, which multiply bytes")
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q5_1, Q.Q8_0, Q.Q3_K, Q.Q4_K, Q.Q6_K, Q.IQ4_XS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_experts_and_latents_may_round_their_inputs(worlds, ggufs, family, kind):
+    oracle = ggufs(family, kind=kind)
+    prompt = len(oracle.prompts[3])
+    for layout in layouts(family).values():
+        (found,) = (
+            rank["logits_3"][:prompt]
+            for rank in run(worlds, oracle, **layout, activation_dtype="int8")
+            if "logits_3" in rank
+        )
+        assert 0 < _error(found, oracle.logits[3][:prompt]) < 0.15
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ def resolve(
     if not isinstance(layout, Layout):
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
     spec = _spec(checkpoint, options.rope_scaling)
-    if options.weight_dtype is not None or options.activation_dtype is not None or not has_native_kernels():
+    if options.weight_dtype is not None or not has_native_kernels():
         spec = spec.expanded()
     dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
     if options.activation_dtype is not None:
@@ -277,7 +277,7 @@ def _warn_of_weights(spec: ModelSpec, layout: Layout, device: str, weight_dtype:
     if slow is not None:
         rank, parameter = slow
         inputs = parameter.sources[0].slices[1]
-        if parameter.format(weight_dtype) == "w8a8":
+        if parameter.rounds_inputs or parameter.format(weight_dtype) == "w8a8":
             raise UserError(
                 "activation_dtype int8 needs weights with a multiple of 16 inputs on each rank, but rank "
                 f"{rank} has {len(inputs)} of {parameter.sources[0].module}: choose another layout, or leave "

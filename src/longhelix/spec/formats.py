@@ -253,8 +253,12 @@ WEIGHT_DTYPES = (
     *_QUANTISED_TO,
 )
 KV_DTYPES = tuple(format.name for format in _KNOWN if format.kv)
-# To which products may round their inputs, with the packed formats that weights must then have.
-ACTIVATION_DTYPES: Mapping[str, tuple[str, ...]] = {"int8": ("int8-channel",), "fp8": ("fp8-block", "fp8-channel")}
+# To which products may round their inputs, with the packed formats that weights must then have: to int8 those whose codes
+# stand for integers.
+ACTIVATION_DTYPES: Mapping[str, tuple[str, ...]] = {
+    "int8": tuple(format.name for format in _KNOWN if format.codes is not None and format.codes.element != "e4m3"),
+    "fp8": ("fp8-block", "fp8-channel"),
+}
 
 
 def product_dtype(weight_dtype: str, activation_dtype: str | None) -> str:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import msgspec
 
-from longhelix.spec.formats import ACTIVATION_DTYPES
+from longhelix.spec.formats import ACTIVATION_DTYPES, FORMATS
 from longhelix.spec.tensor_names import canonical
 
 # Modules with matrices that no method quantises: embeddings, routers, and what decides or weighs like a router.
@@ -48,7 +48,12 @@ class Storage(msgspec.Struct, frozen=True):
     @property
     def kept(self) -> str:
         """The number format in memory."""
-        return "w8a8" if self.input_dtype == "int8" else self.repacked or self.format
+        return "w8a8" if (self.input_dtype, self.format) == ("int8", "int8-channel") else self.repacked or self.format
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round their inputs, and multiply them with packed codes."""
+        return self.input_dtype is not None and FORMATS[self.kept].codes is not None
 
 
 class Modules(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from anything import VALUES, Text
 from builtin import builtin
 from longhelix import LLM, UserError
+from longhelix.compute.kernels import native
 from longhelix.compute.machine import host
 from longhelix.compute.models.rope import inverse_frequencies
 from longhelix.compute.runner import pool_size
@@ -117,13 +118,22 @@ def test_attention_in_bytes_wants_a_processor_that_multiplies_them(monkeypatch, 
         resolved(**options)
 
 
-@pytest.mark.parametrize("weight_dtype", [None, "int8"])
-def test_products_in_bytes_have_weights_of_bytes(weight_dtype):
-    config, plain = resolved(activation_dtype="int8", weight_dtype=weight_dtype, device="cpu"), resolved(device="cpu")
+def test_products_in_bytes_have_weights_of_bytes():
+    config, plain = resolved(activation_dtype="int8", weight_dtype="int8", device="cpu"), resolved(device="cpu")
     formats, plain_formats = config.formats, plain.formats
     assert (formats.weight_dtype, formats.activation_dtype, formats.product_dtype) == ("int8", "int8", "w8a8")
     assert (plain_formats.activation_dtype, plain_formats.product_dtype) == (None, plain_formats.weight_dtype)
     assert config.weight_bytes(0) < resolved(weight_dtype="int8", device="cpu").weight_bytes(0)
+
+
+@pytest.mark.skipif(native.module is None, reason="GGUF files are expanded without native kernels")
+def test_products_in_bytes_keep_the_packed_weights_of_gguf_files():
+    config, plain = resolved(activation_dtype="int8", device="cpu"), resolved(device="cpu")
+    assert config.weight_bytes(0) == plain.weight_bytes(0)
+    for rounds, each in ((True, config), (False, plain)):
+        rules = each.spec.checkpoint.quantisation.rules
+        assert {rule.storage.rounds_inputs for rule in rules} == {rounds}
+        assert {rule.storage.kept for rule in rules} == {rule.storage.repacked or rule.storage.format for rule in rules}
 
 
 def test_products_in_bytes_run_on_cpus_with_native_kernels(monkeypatch):

@@ -310,11 +310,11 @@ def _run_experts(
         return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *options)
     if not addresses and arrangement == PANELS.name and _is_native(x_TH):
         gate_ups = (
-            Weight(w, weight_dtype, activation.projections * f, hidden, arrangement=PANELS)
+            Weight(w, weight_dtype, activation.projections * f, hidden, PANELS, rounds_inputs=rounds_inputs)
             for w, f in zip(gate_up, columns, strict=True)
         )
         downs = (
-            Weight(w, weight_dtype, hidden, f, arrangement=PANELS, lead=lead)
+            Weight(w, weight_dtype, hidden, f, PANELS, lead, rounds_inputs=rounds_inputs)
             for w, f in zip(down, columns, strict=True)
         )
         experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)

@@ -263,7 +263,7 @@ class Weight:
     arrangement: WeightArrangement
     lead: int = 0  # how many inputs of the first scale block belong to another rank
     order: "InputOrder | None" = None  # in which W takes its inputs from x. None: as they are
-    rounds_inputs: bool = False  # products round x to e4m3. Only for packed rows in e4m3
+    rounds_inputs: bool = False  # products round x: to bytes (panels), or to e4m3 (packed rows in e4m3)
 
     @cached_property
     def handle(self):

@@ -58,8 +58,8 @@ class Parameter:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether products round their inputs to e4m3."""
-        return self.storage is not None and self.storage.input_dtype == "fp8"
+        """Whether products round their inputs, and multiply them with packed codes."""
+        return self.storage is not None and self.storage.rounds_inputs
 
     def format(self, weight_dtype: str) -> str | None:
         """Return the number format in which it stays packed, None if it does not. weight_dtype: see `share`."""

@@ -91,7 +91,7 @@ class Weights:
             UserError: There is none.
         """
         parameters = [self._unused[name] for name in names]
-        if any(parameter.rounds_inputs for parameter in parameters):
+        if self._device.type != "cpu" and any(parameter.rounds_inputs for parameter in parameters):
             return PACKED
         shapes = (parameter.product_shape(self.weight_dtype) for parameter in parameters)
         lead = max((parameter.lead(self.weight_dtype) for parameter in parameters), default=0)
@@ -124,7 +124,7 @@ class Weights:
             weight_OI = self.take(name)
             return self.lay_out(weight_OI if order_O is None else weight_OI[order_O], halves, arrangement)
         shape_OI, dtype, lead = self._unused[name].local_shape, self.format(name), self.lead(name)
-        weight = PANELS.new_panels(*shape_OI, dtype, halves, lead)
+        weight = replace(PANELS.new_panels(*shape_OI, dtype, halves, lead), rounds_inputs=rounds_inputs)
         parameter = self._unused.pop(name)
         if share is not None:
             for first, rows in self._packed_pieces(parameter):
