@@ -253,7 +253,7 @@ WEIGHT_DTYPES = (
     *_QUANTISED_TO,
 )
 KV_DTYPES = tuple(format.name for format in _KNOWN if format.kv)
-# To which products may round their inputs, with the packed formats that weights must then have: to int8 those whose codes
+# To which products may round their inputs, with the packed formats that weights must then have. With int8, their codes
 # stand for integers.
 ACTIVATION_DTYPES: Mapping[str, tuple[str, ...]] = {
     "int8": tuple(format.name for format in _KNOWN if format.codes is not None and format.codes.element != "e4m3"),
