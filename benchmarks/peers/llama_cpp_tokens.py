@@ -1,7 +1,7 @@
 """Tokens of longhelix's tokenizers for GGUF files against llama.cpp's: the same file, the same texts, the same tokens.
 
 Vocabularies are learned here, from texts that are not split into words. Merges therefore cross words, and any place
-where the two split a text differently changes tokens. It is the one program here that imports longhelix.
+where the two split a text differently changes tokens.
 """
 
 import argparse
@@ -68,6 +68,7 @@ CODE = (
     'let x = match y { Some(z) => z?, None => return Err("…".into()), };',
     "#include <vector>\n#define A(x) ((x)+1)\nstd::vector<int> v{1,2,3};",
 )
+NAMED = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>")  # the last one is no control token
 # Pieces that texts are joined of: what the patterns of pre-tokenizers look at.
 PIECES = (
     *(" ", "  ", "   ", "    ", "        ", "\n", "\n\n", "\r\n", "\t", "\t\t", "\r", " \n", "\n "),
@@ -79,6 +80,7 @@ PIECES = (
     *("{", "}", "+", "=", "==", "=>", "<", ">", "^", "~", "`", "$", "€", "%", "&", "&&", "@", "#", "*", "**"),
     *('"', "…", "。", "、", "！", "？", "～", "「", "」", "·", "¿", "§", "©", "™", "→", "∑", "≠"),
     *("中", "中文", "漢字", "ひらがな", "カタカナ", "ー", "々", "〇", "한국어", "ㄱ", "ㄅ", "ก", "ไทย", "日本、。"),
+    *(*NAMED, "<unk>", "<0x41>", "▁"),
     *("😀", "👍🏽", "👨‍👩‍👧", "🇩🇪", "❤️", "☃", "𝒳", "𠀀", "🀄", "\u0940", "\u0301", "क्", "\u0e31"),
 )  # fmt: skip
 
@@ -134,9 +136,9 @@ def byte_level(name: str, learned: list[str], num_tokens: int) -> dict[str, Any]
     # Tokens that no merges make.
     words = [word.replace(" ", "Ġ") for text in LANGUAGES[:6] for word in text.split() if word.isascii()]
     tokens += [word for word in dict.fromkeys(words) if word not in found["vocab"]]
-    controls = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-    kinds = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(controls)
-    tokens += controls
+    kinds = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * (len(NAMED) - 1)
+    kinds.append(gguf.TokenType.USER_DEFINED)
+    tokens += NAMED
     return {
         "model": "gpt2", "pre": name, "tokens": tokens, "token_type": [int(kind) for kind in kinds],
         "merges": [" ".join(pair) for pair in found["merges"]],
@@ -157,9 +159,9 @@ def sentencepiece(learned: list[str], num_tokens: int, *, prefix: bool) -> dict[
     kinds = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType.BYTE] * 256]
     pieces = [piece for piece in pieces if piece not in named]
     return {
-        "model": "llama", "tokens": named + pieces,
-        "token_type": [int(kind) for kind in kinds] + [int(gguf.TokenType.NORMAL)] * len(pieces),
-        "scores": [0.0] * len(named) + [-float(rank) for rank in range(len(pieces))],
+        "model": "llama", "tokens": [*named, *pieces, "<think>"],
+        "token_type": [*map(int, kinds), *[int(gguf.TokenType.NORMAL)] * len(pieces), int(gguf.TokenType.USER_DEFINED)],
+        "scores": [*[0.0] * len(named), *(-float(rank) for rank in range(len(pieces))), 0.0],
         "bos_token_id": 1, "eos_token_id": 2, "add_space_prefix": prefix,
     }  # fmt: skip
 
@@ -183,6 +185,7 @@ def write(path: Path, keys: Mapping[str, Any]) -> None:
 def vocabularies(names: Sequence[str], folder: Path, num_tokens: int) -> Iterator[tuple[str, Path]]:
     """Yield the files to try, by name."""
     learned = [*LANGUAGES, *CODE, *(random_text(random.Random(seed)) for seed in range(1000))]
+    learned = [text for text in learned if not any(token in text for token in (*NAMED, "<unk>", "<0x"))]
     for name in names:
         path = folder / f"{name}.gguf"
         if name == "builtin":
