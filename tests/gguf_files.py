@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 from oracle import NEW_TOKENS, PROMPT_LENGTHS, VOCAB, Oracle, greedy
@@ -70,6 +71,7 @@ class GgufWriter:
             if value is not None:
                 kind = {bool: self.writer.add_bool, int: self.writer.add_uint32, float: self.writer.add_float32}
                 kind.get(type(value), self.writer.add_string)(key, value)
+        self._write_tokenizer()
         self._write_tensors()
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
@@ -147,6 +149,15 @@ class GgufWriter:
             "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"] if "mscale_all_dim" in rope else None,
         }
 
+    def _write_tokenizer(self):
+        """Write a vocabulary of single bytes and a pair. None of its tokens ends an answer."""
+        tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - 1], "ab"]
+        self.writer.add_tokenizer_model("gpt2")
+        self.writer.add_tokenizer_pre("gpt-2")
+        self.writer.add_token_list(tokens)
+        self.writer.add_token_types([gguf.TokenType.NORMAL] * VOCAB)
+        self.writer.add_token_merges(["a b"])
+
     def _write_tensors(self):
         experts = {}
         for name, array in self.tensors.items():
@@ -212,7 +223,16 @@ class GgufWriter:
         return blocks.reshape(*array.shape[:-1], -1)
 
 
-def make_gguf_oracle(path, folder, kind=Q.F32, seed=0, split_latents=True, prepare=lambda model: None, **overrides):
+def make_gguf_oracle(
+    path,
+    folder,
+    kind=Q.F32,
+    seed=0,
+    split_latents=True,
+    prompt_lengths=PROMPT_LENGTHS,
+    prepare=lambda model: None,
+    **overrides,
+):
     """Write a saved model as a GGUF file. Returns what transformers says about the file's numbers.
 
     prepare: changes the model of transformers first.
@@ -224,7 +244,7 @@ def make_gguf_oracle(path, folder, kind=Q.F32, seed=0, split_latents=True, prepa
     model = AutoModelForCausalLM.from_pretrained(numbers, dtype=torch.float32, **forms).eval()
     prepare(model)
     generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in prompt_lengths]
     tokens, logits = zip(*(greedy(model, prompt, NEW_TOKENS) for prompt in prompts), strict=True)
     return Oracle(Path(path), prompts, list(tokens), list(logits))
 

@@ -15,7 +15,7 @@ from tiers import few
 pytestmark = pytest.mark.dist
 
 
-def _of_blocks(config):
+def of_blocks(config):
     """The config with rows that are whole blocks of 256 numbers, or of 32 where heads are small."""
     found = copy.deepcopy(config)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank"), 256)
@@ -78,7 +78,7 @@ def ggufs(tmp_path_factory):
         key = family, split_latents, kind
         if key not in made:
             folder = tmp_path_factory.mktemp(family)
-            config = CONFIGS[family] if kind == Q.F32 else _of_blocks(CONFIGS[family])
+            config = CONFIGS[family] if kind == Q.F32 else of_blocks(CONFIGS[family])
             saved = make_oracle(config, folder / "saved", prompt_lengths=(1,), new_tokens=1)
             made[key] = make_gguf_oracle(folder / "toy.gguf", saved.path, kind, split_latents=split_latents)
         return made[key]
@@ -103,15 +103,15 @@ def test_quantised_files_equal_transformers_on_their_numbers(worlds, ggufs, fami
         assert_equal(oracle, run(worlds, oracle, **layout))
 
 
-def _mixed(name):
+def mixed(name):
     """As llama.cpp mixes K-quants: weights that lie together in memory differ."""
     return Q.Q6_K if any(part in name for part in ("attn_v", "ffn_down", "token_embd")) else Q.Q4_K
 
 
 @pytest.mark.parametrize("family", few(["llama", "qwen3_moe", "deepseek_v3"]))
 def test_files_that_mix_k_quants_equal_transformers_on_their_numbers(worlds, tmp_path, family):
-    saved = make_oracle(_of_blocks(CONFIGS[family]), tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
-    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, _mixed)
+    saved = make_oracle(of_blocks(CONFIGS[family]), tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
+    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, mixed)
     for layout in layouts(family).values():
         assert_equal(oracle, run(worlds, oracle, **layout))
 

@@ -263,6 +263,22 @@ def test_gguf_files_are_chosen_by_name_or_quantisation(find, hub, ggufs):
     assert find("toys/ggufs:Q8_0")[1] == f"toys/ggufs has 2 GGUF files for Q8_0: {known}"
 
 
+def test_a_mistyped_path_of_a_gguf_file_is_read_as_both(find, hub, ggufs, tmp_path):
+    status, out, _ = find("toys/missing/toy-Q8_0.gguf")
+    words = "there is neither a file toys/missing/toy-Q8_0.gguf on this machine nor a repository toys/missing at "
+    assert (status, out.startswith(words)) == (2, True), out
+    words = "there is no file toys/ggufs/mine.gguf on this machine, and on the hub toys/ggufs has no GGUF file for mine"
+    assert find("toys/ggufs/mine.gguf")[1].startswith(words)
+    words = "there is no file toys/other/mine.gguf, the cache "
+    assert find("toys/other/mine.gguf", HF_HUB_OFFLINE="1")[1].startswith(words)
+    (tmp_path / "toys").mkdir()
+    local = "toys/ggufs/toy-Q8_0.gguf", "./toys/ggufs/toy-Q8_0.gguf", str(tmp_path / "toys/x.gguf"), "../a/b/x.gguf"
+    for path in local:
+        # Without asking the hub. Whoever opens it says that there is no such file.
+        assert find(path, HF_ENDPOINT="http://127.0.0.1:9")[:2] == (0, path)
+    assert find("toys/ggufs:toy-Q8_0.gguf")[1].endswith("/toy-Q8_0.gguf")
+
+
 def test_without_a_quantisation_a_gguf_repository_gives_q4_k_m_or_its_first_model(find, hub, ggufs):
     (ggufs / "Q6_K" / "big-Q6_K-00001-of-00003.gguf").unlink()
     assert find("toys/ggufs")[1].endswith("/toy-BF16.gguf")

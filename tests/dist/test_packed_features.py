@@ -2,30 +2,38 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import psutil
 import pytest
 from serving_process import serving
 from test_cached_prefix import assert_continues, assert_moved, cached_tokens_of, run
-from test_contexts import GREEDY, engine, refusal, split
+from test_contexts import GREEDY, refusal, split
+from test_contexts import engine as engine_with_contexts
 from test_equality import assert_batch_invariant
+from test_gguf import CONFIGS as GGUF_CONFIGS
+from test_gguf import mixed, of_blocks
 from test_packed_weights import CONFIGS, changed
 
+from gguf_files import Q, make_gguf_oracle
 from longhelix import Layout, SamplingParams, ServiceLevel
 from longhelix.compute.kernels import native
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
-from oracle import save_tokenizer_files
+from oracle import make_oracle, save_tokenizer_files
 from packed_checkpoints import FORMS, make_packed_oracle, save_large
 from tiers import few
 
 pytestmark = pytest.mark.dist
 
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
+engine = partial(engine_with_contexts, dtype="float32")  # GGUF files do not say a dtype
 ONE, TWO = Layout(), Layout(kvp=2)
 LENGTHS = (38, 33, 1, 41)
+# Kinds of the weights of GGUF files.
+GGUF = {"gguf-q4_k_m": mixed, "gguf-q8_0": Q.Q8_0, "gguf-q6_k": Q.Q6_K}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,11 @@ def oracles(tmp_path_factory):
     made = {}
 
     def oracle(family, form):
-        if (family, form) not in made:
+        if (family, form) not in made and form in GGUF:
+            folder = tmp_path_factory.mktemp(f"{family}-{form}")
+            saved = make_oracle(of_blocks(GGUF_CONFIGS[family]), folder / "saved", prompt_lengths=(1,), new_tokens=1)
+            made[family, form] = make_gguf_oracle(folder / "toy.gguf", saved.path, GGUF[form], prompt_lengths=LENGTHS)
+        elif (family, form) not in made:
             folder = tmp_path_factory.mktemp(f"{family}-{form}")
             made[family, form] = make_packed_oracle(CONFIGS[family], FORMS[form], folder, LENGTHS)
             for name in ("packed", "plain"):
@@ -49,12 +61,16 @@ def oracles(tmp_path_factory):
     few(
         [
             ("deepseek_v3", "nvfp4", TWO, Layout(tpa=2)),
+            ("deepseek_v3", "gguf-q4_k_m", TWO, Layout(tpa=2)),
+            ("llama", "gguf-q4_k_m", Layout(tpa=2), Layout(kvp=3)),
+            ("qwen3_moe", "gguf-q6_k", ONE, Layout(kvp=2, tpa=2, ep=2)),
             ("llama", "fp8-block", Layout(tpa=2), Layout(kvp=3)),
             ("llama", "int4-zero", TWO, ONE),
             ("qwen3_moe", "kimi-int4", ONE, Layout(kvp=2, tpa=2, ep=2)),
             ("qwen3_moe", "nvfp4", Layout(kvp=2, pp=2), TWO),
             ("deepseek_v3", "fp8-block", Layout(pp=2), Layout(kvp=2, tpa=2)),
-        ]
+        ],
+        2,
     ),
 )
 def test_a_saved_context_answers_in_another_layout(oracles, tmp_path, family, form, saved_by, loaded_by):
@@ -98,15 +114,25 @@ def test_a_context_is_refused_with_weights_of_another_format(oracles, tmp_path, 
 
 @pytest.mark.parametrize(
     ("family", "form", "kvp", "tpa"),
-    few([("deepseek_v3", "nvfp4", 2, 1), ("llama", "fp8-block", 2, 2), ("llama", "int4-zero", 3, 1)]),
+    few(
+        [
+            ("deepseek_v3", "nvfp4", 2, 1),
+            ("llama", "gguf-q4_k_m", 2, 2),
+            ("deepseek_v3", "gguf-q8_0", 2, 1),
+            ("llama", "fp8-block", 2, 2),
+            ("llama", "int4-zero", 3, 1),
+        ]
+    ),
 )
 @pytest.mark.parametrize("moved", [False, True], ids=["left", "moved"])
 def test_a_request_goes_on_from_another_ones_blocks(worlds, oracles, family, form, kvp, tpa, moved):
     """The logits are those of transformers, whether or not the blocks were moved to other ranks."""
     oracle, kind = oracles(family, form), "mla-packed" if family == "deepseek_v3" else "gqa-packed"
-    ranks = run(worlds, oracle, kind, kvp, tpa, whole=False, moved=moved)
+    ranks = run(worlds, oracle, kind, kvp, tpa, whole=False, moved=moved, dtype="float32")
     assert_continues(oracle, ranks, cached_tokens_of(kind, whole=False))
-    if moved:
+    if moved and form in GGUF:  # with other heads
+        assert any(int(rank["copied_bytes"]) for rank in ranks)
+    elif moved:
         assert_moved(kind, kvp, tpa, ranks)
 
 
@@ -115,10 +141,14 @@ def test_a_request_goes_on_from_another_ones_blocks(worlds, oracles, family, for
     few(
         [
             ("qwen3_moe", "kimi-int4", TWO),
+            ("qwen3_moe", "gguf-q4_k_m", TWO),
+            ("llama", "gguf-q6_k", Layout(kvp=2, tpa=2)),
+            ("deepseek_v3", "gguf-q4_k_m", Layout(kvp=2, pp=2)),
             ("llama", "fp8-block", ONE),
             ("llama", "int4-zero", Layout(kvp=2, tpa=2)),
             ("deepseek_v3", "nvfp4", Layout(kvp=2, pp=2)),
-        ]
+        ],
+        2,
     ),
 )
 def test_a_cached_prefix_changes_no_token(oracles, tmp_path, family, form, layout):
@@ -139,11 +169,15 @@ def test_a_cached_prefix_changes_no_token(oracles, tmp_path, family, form, layou
     few(
         [
             ("llama", "int4-zero", TWO),
+            ("llama", "gguf-q4_k_m", TWO),
+            ("qwen3_moe", "gguf-q6_k", Layout(kvp=2, tpa=2, ep=2)),
+            ("deepseek_v3", "gguf-q4_k_m", Layout(pp=2)),
             ("qwen3_moe", "fp8-block", Layout(kvp=2, tpa=2, ep=2)),
             ("qwen3_moe", "kimi-int4", ONE),
             ("deepseek_v3", "nvfp4", Layout(pp=2)),
             ("deepseek_v3", "fp8-block", TWO),
-        ]
+        ],
+        2,
     ),
 )
 def test_preempted_requests_have_the_same_tokens(oracles, tmp_path, family, form, layout, swap_tokens, counted):
@@ -162,13 +196,17 @@ def test_preempted_requests_have_the_same_tokens(oracles, tmp_path, family, form
     few(
         [
             ("llama", "fp8-block", 2, 1, {}),
+            ("llama", "gguf-q4_k_m", 2, 1, {"dtype": "float32"}),
+            ("qwen3_moe", "gguf-q4_k_m", 2, 1, {"ep": 2, "dtype": "bfloat16"}),
+            ("llama", "gguf-q8_0", 2, 2, {"dtype": "bfloat16"}),
             ("qwen3_moe", "kimi-int4", 2, 1, {"ep": 2}),
             ("llama", "nvfp4", 2, 2, {"dtype": "bfloat16"}),
             ("llama", "int4-zero", 3, 1, {}),
             ("llama", "int4-zero", 1, 1, {"dtype": "bfloat16"}),
             ("qwen3_moe", "fp8-block", 1, 1, {}),
             ("qwen3_moe", "nvfp4", 2, 2, {"ep": 2}),
-        ]
+        ],
+        2,
     ),
 )
 def test_logits_are_batch_invariant(worlds, oracles, family, form, kvp, tpa, more):
@@ -182,6 +220,8 @@ def test_logits_are_batch_invariant(worlds, oracles, family, form, kvp, tpa, mor
     few(
         [
             ("qwen3_moe", "kimi-int4", TWO),
+            ("qwen3_moe", "gguf-q4_k_m", TWO),
+            ("llama", "gguf-q6_k", Layout(kvp=2, tpa=2)),
             ("llama", "int4-zero", Layout(kvp=2, tpa=2)),
             ("llama", "fp8-block", Layout(tpa=2, pp=2)),
             ("qwen3_moe", "nvfp4", Layout(kvp=2, ep=2)),

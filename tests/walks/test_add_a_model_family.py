@@ -89,7 +89,7 @@ def test_a_family_with_other_names_and_norms_is_one_module(monkeypatch):
     qwen = replace(spec, architecture="qwen3")
     shapes = {source.name: source.shape for p in declare(qwen, Layout(), 0) for source in p.sources}
     shapes = with_own_names(shapes, layers=2)
-    check(spec, {name: (shape, "float32") for name, shape in shapes.items()}, quantised=False)
+    check(spec, {name: (shape, "float32") for name, shape in shapes.items()}, gguf=False)
     assert [p.name for p in declare(spec, Layout(), 0)] == [p.name for p in declare(qwen, Layout(), 0)]
     assert num_parameters(spec) == num_parameters(qwen)
 

@@ -62,15 +62,24 @@ class HubModel:
     name: str  # ORG/NAME
     gguf: str | None  # name of the GGUF file, or its quantisation such as Q4_K_M
     revision: str  # branch, tag or commit
+    local: str  # what the user may have meant on this machine: "folder ORG/NAME" or "file ORG/NAME/FILE.gguf"
 
     @classmethod
     def of(cls, model: str, revision: str | None = None) -> HubModel | None:
-        """Parse a model name. Returns None if it has another form, or if a file or folder of that name exists."""
+        """Parse a model name.
+
+        Returns None if it has another form, if a file or folder of that name exists, or if ORG/NAME/FILE.gguf begins
+        with the name of a folder.
+        """
         part = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
         match = re.fullmatch(rf"({part}/{part})(?::([A-Za-z0-9._/-]+)|/([A-Za-z0-9._/-]+\.gguf))?", model)
         if match is None or os.path.exists(model) or re.search(r"--|\.\.|[.-](/|$)|\.git$", match[1]):
             return None
-        return cls(match[1], match[2] or match[3], revision or "main")
+        if match[3] is None:
+            return cls(match[1], match[2], revision or "main", f"folder {match[1]}")
+        if os.path.isdir(model.partition("/")[0]):
+            return None
+        return cls(match[1], match[3], revision or "main", f"file {model}")
 
     def wanted(self, files: Files) -> list[str]:
         """Return which of a repository's files to download. Raises UserError if it has no model that can run."""
@@ -105,7 +114,10 @@ class HubModel:
         found = [file for file in found if not _GGUF_PART.fullmatch(file)] or found
         if not found:
             advice = f"choose one of {', '.join(ggufs)}" if ggufs else f"leave out {asked}"
-            raise UserError(f"{self.name} has no GGUF file for {asked}: {advice}", "invalid_checkpoint")
+            which = f"{self.name} has no GGUF file for {asked}"
+            if self.local.startswith("file"):
+                which = f"there is no {self.local} on this machine, and on the hub {which}"
+            raise UserError(f"{which}: {advice}", "invalid_checkpoint")
         if len(found) > 1:
             raise UserError(
                 f"{self.name} has {len(found)} GGUF files for {asked}: choose one of {', '.join(found)}",
@@ -335,7 +347,7 @@ def _repository(asked: HubModel, cache: Path) -> _Repository:
             else (f"{constants.ENDPOINT} cannot be reached ({error})", "check the network")
         )
         raise UserError(
-            f"there is no folder {asked.name}, the cache {cache} does not contain that model, and {why}: {what}, or "
+            f"there is no {asked.local}, the cache {cache} does not contain that model, and {why}: {what}, or "
             "give the path of a model",
             "download_failed",
         ) from error
@@ -397,7 +409,7 @@ def _errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            f"there is neither a folder {name} on this machine nor a repository {name} at {hub}: check the name, and "
+            f"there is neither a {asked.local} on this machine nor a repository {name} at {hub}: check the name, and "
             "set HF_TOKEN if the repository is private",
             "download_failed",
         ) from error

@@ -40,6 +40,7 @@ from longhelix.spec import (
 from longhelix.spec.attention import GroupedQueryAttention
 from longhelix.spec.layout import Layout
 from longhelix.spec.missing_parts import missing_parts
+from longhelix.spec.quantised_modules import Quantisation
 from longhelix.values import one_of, refused
 
 # Limit on the ranks per core. Ranks that share a core take turns, and all ranks wait for each other at every exchange.
@@ -70,11 +71,12 @@ def resolve(
     if not isinstance(layout, Layout):
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
     spec = _spec(checkpoint, options.rope_scaling)
+    stored = spec.checkpoint.quantisation
     if options.weight_dtype is not None or not has_native_kernels():
         spec = spec.expanded()
     dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
     if options.activation_dtype is not None:
-        spec = _rounding_inputs(spec, options.activation_dtype)
+        spec = _rounding_inputs(spec, options.activation_dtype, stored)
     max_model_len = _max_model_len(spec, options.max_model_len)
     if options.attention == "flashinfer":  # which takes no limits
         spec = spec.within(max_model_len)
@@ -177,21 +179,24 @@ def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
     return dtype, weight_dtype, options.kv_dtype or dtype
 
 
-def _rounding_inputs(spec: ModelSpec, dtype: str) -> ModelSpec:
-    """Return the spec of a model whose products round their inputs to `dtype`, as weights of the checkpoint are."""
+def _rounding_inputs(spec: ModelSpec, dtype: str, stored: Quantisation | None) -> ModelSpec:
+    """Return the spec of a model whose products round their inputs to `dtype`, as weights of the checkpoint are.
+
+    stored: How the checkpoint is quantised. The spec of a GGUF file may have its weights expanded.
+    """
     quantisation = spec.checkpoint.quantisation
     if quantisation is None and dtype == "int8":
         return spec  # weights are quantised while they load
-    if quantisation is None:
+    if stored is None:
         raise UserError(
             f"activation_dtype {dtype} needs a checkpoint with {dtype} weights, but this one is not quantised: leave "
             "out activation_dtype"
         )
-    rounding = quantisation.rounding_inputs(dtype)
+    rounding = None if quantisation is None else quantisation.rounding_inputs(dtype)
     if rounding is None:
         raise UserError(
             f"activation_dtype {dtype} needs {dtype} weights, but those of the checkpoint are quantised otherwise "
-            f"({quantisation.formats}): leave out activation_dtype"
+            f"({stored.formats}): leave out activation_dtype"
         )
     return spec.quantised_by(rounding)
 
@@ -385,7 +390,6 @@ def _memories(
 
 def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapping[str, Any] | None) -> ModelSpec:
     tensors = {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}
-    quantised = isinstance(checkpoint, GgufCheckpoint)
     if isinstance(checkpoint, GgufCheckpoint):
         spec = checkpoint.spec(rope_scaling)
         _check_runs(spec)
@@ -395,7 +399,7 @@ def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapp
         spec = _with_own_head(spec, checkpoint)
         _warn_of_unread(checkpoint.config)
     spec = with_stored_formats(spec, checkpoint.tensors)
-    check(spec, tensors, quantised)
+    check(spec, tensors, gguf=isinstance(checkpoint, GgufCheckpoint))
     return spec
 
 

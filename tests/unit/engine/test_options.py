@@ -41,6 +41,13 @@ def test_no_rank_is_meant_to_have_more_of_a_request_than_its_pool_holds(settings
     assert max(scheduler.placement.kvp_threshold_tokens, scheduler.placement.growth_limit_tokens) == 1024
 
 
+def test_activations_in_fp8_are_refused_with_the_formats_of_a_gguf_file():
+    words = r"needs fp8 weights, but those of the checkpoint are quantised otherwise \(q8_0 and q4_1\): leave out"
+    for more in ({}, {"weight_dtype": "fp8-block"}):
+        with pytest.raises(UserError, match=words):
+            resolved(activation_dtype="fp8", **more)
+
+
 ROPE_KEYS = ["rope_type", "type", "factor", "rope_theta", "truncate", "mscale", "mscale_all_dim", "beta_fast",
              "original_max_position_embeddings", "attention_factor", "partial_rotary_factor"]  # fmt: skip
 ROPE = st.dictionaries(st.sampled_from(ROPE_KEYS), VALUES | st.sampled_from(["yarn", "dynamic", 2.0]), max_size=4)

@@ -202,25 +202,30 @@ def _items(dim: Dim, layout: Layout, rank: int) -> range:
             return layout.vocabulary(dim.count, rank)
 
 
-def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], quantised: bool) -> None:
+def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], *, gguf: bool) -> None:
     """Check a checkpoint's tensors (name -> shape, dtype) against the table. Raises UserError at the first error.
 
-    quantised: Whether dtypes other than floats can be read. GGUF files are dequantised, safetensors are not.
+    gguf: Whether the tensors are those of a GGUF file, which can have dtypes other than floats. The file's metadata say
+        what config.json says for safetensors.
     """
     declared = set()
+    config, apart = (
+        ("the file's metadata", "convert the model again")
+        if gguf
+        else ("the model's config", "the config and the weights do not belong together")
+    )
     for source in _sources(spec):
         if source.storage is not None:
-            declared.update(_check_packed(source, source.storage, tensors))
+            declared.update(_check_packed(source, source.storage, tensors, config, apart))
             continue
         declared.add(source.name)
-        shape, dtype = _found(source.name, tensors)
+        shape, dtype = _found(source.name, tensors, config)
         if shape != source.shape:
             raise UserError(
-                f"tensor {source.name!r} has shape {list(shape)}, but the model's config requires "
-                f"{list(source.shape)}: the config and the weights do not belong together",
+                f"tensor {source.name!r} has shape {list(shape)}, but {config} requires {list(source.shape)}: {apart}",
                 "invalid_checkpoint",
             )
-        if dtype not in DTYPES and not quantised:
+        if dtype not in DTYPES and not gguf:
             raise UserError(
                 f"tensor {source.name!r} has dtype {dtype}: longhelix reads {', '.join(DTYPES)}", "invalid_checkpoint"
             )
@@ -230,7 +235,7 @@ def check(spec: ModelSpec, tensors: Mapping[str, tuple[tuple[int, ...], str]], q
     if needed:
         raise UserError(
             f"the checkpoint has tensors that a {spec.architecture} model does not use ({len(needed)}, such as "
-            f"{shown(needed[0])}): the config and the weights do not belong together",
+            f"{shown(needed[0])}): {apart}",
             "invalid_checkpoint",
         )
     if unused:
@@ -299,31 +304,33 @@ def _check_alike(first: Parameter, other: Parameter, dtype: str) -> None:
 
 
 def _check_packed(
-    source: Source, storage: Storage, tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    source: Source, storage: Storage, tensors: Mapping[str, tuple[tuple[int, ...], str]], config: str, apart: str
 ) -> Iterable[str]:
-    """Check the tensors of a packed weight, and return their names."""
+    """Check the tensors of a packed weight, and return their names.
+
+    config, apart: What requires the tensors, and what to do if it requires others, in words.
+    """
     rows, columns = source.shape
     forms = SCHEMES[storage.scheme].tensors(source.module, (rows, columns), storage)
     for name, form in forms.items():
         if name not in tensors and not form.required:
             continue
-        shape, dtype = _found(name, tensors)
+        shape, dtype = _found(name, tensors, config)
         if not form.allows(shape, dtype):
             raise UserError(
                 f"tensor {name!r} has dtype {dtype} and shape {list(shape)}, but a weight of {rows} rows and "
-                f"{columns} columns in {storage.format} needs {form}: the config and the weights do not belong "
-                "together",
+                f"{columns} columns in {storage.format} needs {form}: {apart}",
                 "invalid_checkpoint",
             )
     return forms
 
 
-def _found(name: str, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> tuple[tuple[int, ...], str]:
-    """Return the shape and the dtype of a tensor that the model needs."""
+def _found(name: str, tensors: Mapping[str, tuple[tuple[int, ...], str]], config: str) -> tuple[tuple[int, ...], str]:
+    """Return the shape and the dtype of a tensor that the model needs. config: What requires it, in words."""
     if name not in tensors:
         raise UserError(
-            f"the checkpoint has no tensor {name!r}, which the model's config requires: check that all files of "
-            "the model are present and belong together",
+            f"the checkpoint has no tensor {name!r}, which {config} requires: check that all files of the model are "
+            "present and belong together",
             "invalid_checkpoint",
         )
     return tensors[name]

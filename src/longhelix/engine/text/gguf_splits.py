@@ -44,11 +44,13 @@ _GPT4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ANY_CASE}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ANY_CASE}?"
     rf"|\p{{N}}{{1,3}}|{_SIGNS}[\r\n/]*|{_BLANKS}"
 )
-_DEEPSEEK3_SIGN = r"[\p{P}\p{S}&&[^~]]"  # llama.cpp does not treat ~ as a sign
 _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
-    rf"|[^\r\n\p{{L}}{_DEEPSEEK3_SIGN}]?[\p{{L}}\p{{M}}]+| ?{_DEEPSEEK3_SIGN}+[\r\n]*|{_BLANKS}"
+    rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_BLANKS}"
 )
+# llama.cpp's ranges, which have neither all characters of the script nor only those.
+_HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002ebef\U0002f800-\U0002fa1f"
+_KIMI = rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_ANY_CASE}?|\p{{N}}{{1,3}}|{_SIGNS}[\r\n]*|{_BLANKS}"
 _CHINESE_AND_KANA = "[一-龥぀-ゟ゠-ヿ]+"
 _CHINESE_AND_KOREAN = r"[一-龥[ࠀ-一&&\S]가-퟿]+"
 _LETTERS_OF_DEEPSEEK = (
@@ -62,7 +64,8 @@ _SPLITS_BY_NAMES = {
      "trillion", "granite-docling"): GGUFSplit((_GPT2,)),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"):
         GGUFSplit((_LLAMA3,), takes_whole_words=True, begins_with_bos=True),
-    ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"): GGUFSplit((_LLAMA3,)),
+    ("dbrx", "smaug-bpe", "chatglm-bpe"): GGUFSplit((_LLAMA3,)),
+    ("glm4", "glm5"): GGUFSplit((_LLAMA3,), takes_whole_words=True),
     ("qwen2", "deepseek-r1-qwen"): GGUFSplit((_QWEN2,), composes=True),
     ("stablelm2", "kormo", "f2llmv2", "megrez", "hunyuan", "solar-open", "grok-2", "bailingmoe", "bailingmoe2",
      "llada-moe"): GGUFSplit((_QWEN2,)),
@@ -85,6 +88,7 @@ _SPLITS_BY_NAMES = {
     ("deepseek-v3", "hunyuan-dense", "joyai-llm"): GGUFSplit(
         (_UP_TO_THREE, _CHINESE_AND_KANA, _DEEPSEEK3)
     ),
+    ("kimi-k2",): GGUFSplit((_KIMI,)),
     ("poro-chat", "bloom", "gpt3-finnish"): GGUFSplit((r" ?[^(\s|.,!?…。，、।۔،)]+",)),
     ("viking",): GGUFSplit((r" ?[^(\s|.,!?…。，、।۔،)]+", _DIGIT)),
     ("chameleon",): GGUFSplit(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from longhelix.errors import UserError
-from longhelix.spec import HardwareSpec, ModelSpec, read_hf_config
+from longhelix.spec import HardwareSpec, ModelSpec, gguf_quantisation, read_hf_config
 
 __all__ = [
     "load_model",
@@ -24,6 +24,12 @@ __all__ = [
 
 _FOLDER = Path(__file__).parent
 _BUILTIN = "smollm2-135m"
+# Kinds of the matrices in the built-in model's GGUF file, for plans without the file.
+_BUILTIN_EMBEDDING, _BUILTIN_LAYERS = "Q8_0", "Q4_1"
+_BUILTIN_MODULES = (
+    *(f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")),
+    *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+)
 
 
 def model_names() -> tuple[str, ...]:
@@ -41,7 +47,9 @@ def load_model(name_or_path: str) -> ModelSpec:
 
     Raises UserError: code "unknown_model" where there is none, else that of what is wrong with it.
     """
-    name = _BUILTIN if name_or_path == "builtin" else name_or_path
+    name = name_or_path
+    if name == "builtin":
+        return _builtin()
     if name in model_names():
         path = _FOLDER / "models" / f"{name}.json"
     elif os.path.isdir(name):
@@ -57,6 +65,14 @@ def load_model(name_or_path: str) -> ModelSpec:
             "unknown_model",
         )
     return read_hf_config(with_quantisation_file(_read_json(path), path.parent))
+
+
+def _builtin() -> ModelSpec:
+    """The built-in model, with its weights as its GGUF file packs them."""
+    spec = load_model(_BUILTIN)
+    modules = (f"model.layers.{layer}.{module}" for layer in range(spec.num_layers) for module in _BUILTIN_MODULES)
+    kinds = {"model.embed_tokens": _BUILTIN_EMBEDDING} | dict.fromkeys(modules, _BUILTIN_LAYERS)
+    return spec.quantised_by(gguf_quantisation(kinds))
 
 
 def with_quantisation_file(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

@@ -61,7 +61,7 @@ def test_configuration_size_and_content_count(tmp_path):
     ("name", "model", "rope"),
     [
         (
-            "builtin",
+            "smollm2-135m",
             "963bdd334e002edc6cbd644427f857c497179d4868bcc9b2464ff0fab2dd9bcb",
             "6fdb64e796dc5c153e7892becc1a41583b7a13c9d02bba4fc360f17cfaf1663e",
         ),

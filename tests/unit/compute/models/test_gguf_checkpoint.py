@@ -117,7 +117,7 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path
     with pytest.warns(
         UserWarning, match="5 tensors of the checkpoint, such as 'model.layers.4.eh_proj.weight', are not"
     ):
-        check(spec, needed | {name: (info.shape, info.dtype) for name, info in predicting.items()}, quantised=True)
+        check(spec, needed | {name: (info.shape, info.dtype) for name, info in predicting.items()}, gguf=True)
 
 
 def test_half_precision_stays_what_it_is(tmp_path):

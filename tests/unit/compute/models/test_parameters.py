@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from longhelix.compute.models.parameter import Source
 from longhelix.compute.models.parameters import check, declare
 from longhelix.errors import UserError
-from longhelix.spec import MLP, ModelSpec, MoE, read_hf_config
+from longhelix.spec import MLP, ModelSpec, MoE, gguf_quantisation, read_hf_config
 from longhelix.spec.layout import HeadShape, Layout
 from toy_model import attention_of, with_ffns
 
@@ -64,9 +64,9 @@ def owned_elements(sources: list[Source]) -> Counter:
     return Counter(index for source in sources for index in product(*source.slices))
 
 
-def refused(spec: ModelSpec, tensors, *words: str, quantised: bool = False) -> None:
+def refused(spec: ModelSpec, tensors, *words: str, gguf: bool = False) -> None:
     with pytest.raises(UserError) as caught:
-        check(spec, tensors, quantised)
+        check(spec, tensors, gguf=gguf)
     assert caught.value.code == "invalid_checkpoint"
     for word in words:
         assert word in str(caught.value)
@@ -87,10 +87,10 @@ def layout_id(layout: Layout) -> str:
 def test_the_table_is_transformers_state_dict(family, changes, tied):
     changes = changes | {"tie_word_embeddings": tied}
     spec, state = spec_of(family, **changes), state_of(family, **changes)
-    check(spec, state, quantised=False)
+    check(spec, state, gguf=False)
     if tied:
         del state["lm_head.weight"]
-        check(spec, state, quantised=False)
+        check(spec, state, gguf=False)
     declared = {name: source.shape for name, source in sources_of(spec, Layout(), 0).items()}
     assert declared == {name: shape for name, (shape, _) in state.items()}
 
@@ -243,19 +243,19 @@ def test_an_unused_tensor_is_refused_by_name(name):
 
 def test_a_name_of_an_unused_tensor_is_cut_where_it_is_long():
     with pytest.raises(UserError) as caught:
-        check(spec_of("llama"), state_of("llama") | {f"model.layers.{'9' * 1000}": ((36,), "float32")}, False)
+        check(spec_of("llama"), state_of("llama") | {f"model.layers.{'9' * 1000}": ((36,), "float32")}, gguf=False)
     assert len(str(caught.value)) < 300
 
 
 def test_tensors_that_the_model_derives_may_be_there():
     state = state_of("llama") | {"model.layers.0.self_attn.rotary_emb.inv_freq": ((2,), "float32")}
-    check(spec_of("llama"), state, quantised=False)
+    check(spec_of("llama"), state, gguf=False)
 
 
 def test_heads_that_look_further_ahead_may_be_there_in_layers_after_the_last_alone():
     spec, state = spec_of("llama"), state_of("llama")
     ahead, other = ((36, 72), "float32"), {"model.layers.2.mlp.up_proj.weight": ((5, 36), "float32")}
-    check(spec, state | {"model.layers.2.eh_proj.weight": ahead} | other, quantised=False)
+    check(spec, state | {"model.layers.2.eh_proj.weight": ahead} | other, gguf=False)
     refused(spec, state | other, "does not use")
     for layer in ("1", "3", "²", "9" * 5000):  # the third is a digit, but no number
         refused(spec, state | {f"model.layers.{layer}.eh_proj.weight": ahead} | other, "does not use")
@@ -263,9 +263,9 @@ def test_heads_that_look_further_ahead_may_be_there_in_layers_after_the_last_alo
 
 def test_a_head_of_its_own_is_needed_only_where_embeddings_are_not_tied():
     state = state_of("llama")
-    check(spec_of("llama", tie_word_embeddings=True), state, quantised=False)
+    check(spec_of("llama", tie_word_embeddings=True), state, gguf=False)
     del state["lm_head.weight"]
-    check(spec_of("llama", tie_word_embeddings=True), state, quantised=False)
+    check(spec_of("llama", tie_word_embeddings=True), state, gguf=False)
     refused(spec_of("llama"), state, "'lm_head.weight'")
 
 
@@ -275,9 +275,24 @@ def test_a_dtype_that_is_no_usable_float_is_refused_unless_the_format_dequantise
     name = "model.layers.0.mlp.up_proj.weight"
     changed = state | {name: (state[name][0], dtype)}
     refused(spec, changed, repr(name), dtype, "float32, bfloat16, float16")
-    check(spec, changed, quantised=True)
+    check(spec, changed, gguf=True)
+
+
+def test_what_does_not_fit_a_gguf_file_is_said_of_its_metadata():
+    spec, state = spec_of("llama"), state_of("llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    rows, columns = state[name][0]
+    words = f"{name!r} has shape [{rows}, 7], but the file's metadata requires [{rows}, {columns}]: convert the model"
+    refused(spec, state | {name: ((rows, 7), "float32")}, words, gguf=True)
+    refused(spec, state | {"x": ((7,), "float32")}, "'x'): convert the model again", gguf=True)
+    del state[name]
+    refused(spec, state, f"no tensor {name!r}, which the file's metadata requires", gguf=True)
+    packed = spec.quantised_by(gguf_quantisation({name.removesuffix(".weight"): "Q8_0"}))
+    refused(packed, state, f"no tensor {name!r}, which the file's metadata requires", gguf=True)
+    words = f"{name!r} has dtype Q8_0 and shape [{rows}, 7], but a weight of {rows} rows and {columns} columns in q8_0"
+    refused(packed, state | {name: ((rows, 7), "Q8_0")}, words, ": convert the model again", gguf=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_float_dtypes_are_accepted(dtype):
-    check(spec_of("llama"), {name: (shape, dtype) for name, (shape, _) in state_of("llama").items()}, quantised=False)
+    check(spec_of("llama"), {name: (shape, dtype) for name, (shape, _) in state_of("llama").items()}, gguf=False)

@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from builtin import builtin
 from longhelix.cli.planning import PlannedModel
 from longhelix.compute.models.parameters import declare
 from longhelix.compute.models.parameters import stored_bytes as engine_bytes
+from longhelix.engine.options import EngineOptions
+from longhelix.engine.resolution import resolve
 from longhelix.perf import weights as perf_weights
 from longhelix.perf.layouts import Layouts
 from longhelix.perf.memory import weights_bytes
@@ -258,6 +261,17 @@ def test_tensors_that_are_stacked_are_packed_only_together():
     spec = model_of("llama", "int4-g32", quantization_config=settings)
     assert planned(setting_of(spec), Layout()) == by_weight(spec, Layout())
     assert planned(setting_of(spec), Layout())["layers.0.qkv"] == 2 * 160 * 24 * (8 + 2 + 2)
+
+
+def test_a_plan_for_the_built_in_model_has_the_engines_bytes():
+    """Without the model's file, which need not be installed."""
+    setting = PlannedModel(model="builtin", system="cpu").setting()
+    layout = Layout(tpa=2)
+    config = resolve(builtin(), layout, EngineOptions.of({"device": "cpu", "kv_cache_tokens": 1024}))
+    held = max(config.weight_bytes(rank) for rank in range(layout.num_ranks))
+    assert weights_bytes(setting, Layouts.of([layout]))[0] == held
+    on_gpu = PlannedModel(model="builtin", system="h100").setting()  # which has no blocks of GGUF files
+    assert {weight.dtype for layer in on_gpu.stored.layers for weight in layer.weights} == {"bfloat16"}
 
 
 def test_an_option_is_above_the_checkpoint():

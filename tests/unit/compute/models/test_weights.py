@@ -60,7 +60,7 @@ def test_a_rank_reads_its_own_share(tensors, layout):
     total = sum(tensor.numel() for tensor in made.values())
     for rank in range(layout.world_size):
         checkpoint, told = CountingCheckpoint(folder), []
-        check(SPEC, {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}, quantised=False)
+        check(SPEC, {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}, gguf=False)
         parameters = declare(SPEC, layout, rank)
         weights = Weights(checkpoint, parameters, torch.float32, "float32", CPU, told.append)
         taken = {parameter.name: weights.take(parameter.name) for parameter in parameters}

@@ -122,8 +122,18 @@ RECORDED = {
     ),
     "deepseek-v3": (
         "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! "
-        "ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼ "
-        "íķ ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+        "ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼ íķ "
+        "ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġgà¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+    ),
+    "kimi-k2": (
+        "DON'T Ġdon't Ġwe'Ll Ġab's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! ĠÃ©Ab "
+        "ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġ æ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ ľêµŃ "
+        "Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
+    ),
+    "glm4": (
+        "DON 'T Ġdon 't Ġw e ' Ll Ġab 's Ġ 12 3 4 5 6 7 Ġ 12 3 4 Ġ Ù £4 x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! "
+        "ĠÃ©Ab ĠÃ©Ac ĠÃ©A d Ġ~ x Ġ` y ` Ġ==> Ġ( a / b ) . ĊĊ Ġ Ġ x čĊĠ Ċ ĉ ab Ġcd ĠĠĠ Ġ e Ġæ Ĺ¥æ ľ¬ ãĢ ģãĢ Ĥ ã ĥ¼íķ "
+        "ľêµŃ Ġab ãĢ Ģ â Ģ¦/ Ċ ? ! čĊ Ġ IMG IMGABZ Ġg à¥ Ģh Ġ< sen tin el : 12 ># if Ċ O h !Ċ A h !Ċ No !Ċ ĠĠĠ"
     ),
     "poro-chat": (
         "DON'T Ġdon't Ġwe'Ll Ġab's Ġ1234567 Ġ1234 ĠÙ£4x ĠcamelCa se ĠHTM LPag e ĠÃī col e ĠÃī a ! ĠÃ©Ab ĠÃ©Ac ĠÃ©A d "
@@ -183,16 +193,19 @@ def test_names_for_the_same_way_of_splitting():
         ("ufakzeka", "we's 1234?!\n", "we 's Ġ 1 2 3 4 ?!Ċ"),
         ("ufakzeka", "we'sek", "we 'sek"),
         ("stablelm2", "we'sek", "we 's ek"),
+        # Han characters beyond the basic plane, and the two next to the ranges.
+        ("kimi-k2", "ab中𠀀豈cd가〇々漢", "ab 中𠀀豈 cd가 〇 々 漢"),
+        ("deepseek-v3", "a~~b ~(", "a ~~ b Ġ~("),
     ],
 )
-def test_ways_that_only_the_newest_llama_cpp_has(name, text, expected):
+def test_words_of_texts(name, text, expected):
     words = SPLITS[name].pre_tokenizer().pre_tokenize_str(text)
-    assert " ".join(word for word, _ in words) == expected
+    assert " ".join(text[start:end].replace(" ", "Ġ").replace("\n", "Ċ") for _, (start, end) in words) == expected
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_words_that_are_tokens_stay_whole_where_the_merges_do_not_count(name):
-    is_whole = name in {"minicpm5", "youtu", "tekken"} or SPLITS[name] is SPLITS["llama-bpe"]
+    is_whole = name in {"minicpm5", "youtu", "tekken", "glm4", "glm5"} or SPLITS[name] is SPLITS["llama-bpe"]
     file = metadata(name, text="ab", whole_words=["zq"], add_bos_token=False)
     assert pieces(file, "zq") == ("zq" if is_whole else "z q")
 
@@ -204,7 +217,7 @@ def test_long_runs_are_split_in_steps_that_do_not_grow_with_them(name):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("name", ["gemma4", "kimi-k2", "afmoe", "whitespace", "", "Llama-bpe"])
+@pytest.mark.parametrize("name", ["gemma4", "afmoe", "whitespace", "", "Llama-bpe"])
 def test_another_way_is_refused(name):
     with pytest.raises(UserError, match=f"tokenizer.ggml.pre is '{name}', which is not supported"):
         Tokenizer.from_gguf(metadata(name))

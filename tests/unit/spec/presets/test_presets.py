@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from builtin import builtin
 from longhelix.cli.calibrate import calibrate
 from longhelix.compute.machine.system import machine
 from longhelix.errors import UserError
@@ -137,8 +138,10 @@ def test_sparse_and_linear_attention_keep_what_they_keep():
     assert kv_elements(linear) == 12 * 2 * 2 * 256
 
 
-def test_builtin_is_smollm2():
-    assert load_model("builtin") == load_model("smollm2-135m")
+def test_builtin_is_smollm2_with_weights_packed_as_in_its_file():
+    spec = load_model("builtin")
+    assert spec.expanded() == load_model("smollm2-135m")
+    assert spec.checkpoint.quantisation == builtin().spec().checkpoint.quantisation
 
 
 def test_a_folder_and_a_file_are_read(tmp_path):
