@@ -17,6 +17,7 @@ struct Dequantise {
             case BlockKind::q4_0: return rows<18>(q4_0);
             case BlockKind::q4_1: return rows<20>(q4_1);
             case BlockKind::q8_0: return rows<34>(q8_0);
+            default: return;  // `bind_loading` refuses other kinds
         }
     }
 

@@ -10,6 +10,7 @@
 #include "pack.hpp"
 #include "pack_codes.hpp"
 #include "route.hpp"
+#include "split_blocks.hpp"
 #include "write.hpp"
 
 namespace longhelix::ISA {
@@ -95,6 +96,8 @@ void draw(const Draws& call) { TakeDraws(call).run(); }
 
 void dequantise(const Blocks& call) { Dequantise(call).run(); }
 
+void split_blocks(const BlockSplit& call) { SplitBlocks(call).run(); }
+
 void pack(const Packing& call) { with_numbers<Packing, PackRows>(call.number, call); }
 
 void pack_codes(const CodePacking& call) { with_codes<CodePacking, PackCodes>(call.weight.number, call); }
@@ -140,6 +143,7 @@ extern const Kernels table{LONGHELIX_ISA_NAME,
                            candidates,
                            draw,
                            dequantise,
+                           split_blocks,
                            pack,
                            pack_codes,
                            read};

@@ -264,10 +264,10 @@ struct Draws {
     std::int64_t* tokens;
 };
 
-// Of 32 numbers each, as GGUF files hold them: a scale in float16 (q4_1: and what is added), then the numbers.
-enum class BlockKind { q4_0, q4_1, q8_0 };
+// Kinds of blocks of numbers in GGUF files (llama.cpp, ggml-common.h).
+enum class BlockKind { q4_0, q4_1, q8_0, q5_0, q5_1, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4 };
 
-// Rows of such blocks, as float32.
+// Rows of blocks of a kind up to q8_0, as float32.
 struct Blocks {
     const void* from;
     std::int64_t stride_bytes;  // from one row to the next
@@ -275,6 +275,23 @@ struct Blocks {
     std::int64_t blocks_per_row;
     BlockKind kind;
     float* to;
+};
+
+// Rows of blocks, split into rows of a packed weight. Those that its format does not have are null.
+struct BlockSplit {
+    const std::uint8_t* blocks;
+    std::int64_t stride;  // bytes from one row to the next, as the following
+    std::int64_t num_rows;
+    std::int64_t blocks_per_row;
+    BlockKind kind;
+    std::uint8_t* codes;  // as of `CodePacking`
+    std::int64_t code_stride;
+    std::uint8_t* scales;
+    std::uint8_t* offsets;
+    std::int64_t scale_stride;  // as that of offsets
+    std::uint8_t* superblock_scales;
+    std::uint8_t* superblock_offsets;
+    std::int64_t superblock_stride;
 };
 
 // Rows of a weight, laid out in its panels as the outputs `first` and those after it. Lanes of other outputs stay as they
@@ -323,6 +340,7 @@ struct Kernels {
     void (*candidates)(const Candidates&);
     void (*draw)(const Draws&);
     void (*dequantise)(const Blocks&);
+    void (*split_blocks)(const BlockSplit&);
     void (*pack)(const Packing&);
     void (*pack_codes)(const CodePacking&);
     double (*read)(const void* data, std::size_t bytes);  // sums all bytes: what reading memory costs

@@ -965,6 +965,114 @@ void test_dequantise(const Kernels& kernels, Random& random) {
     }
 }
 
+// The parts of a block, by the byte at which each begins; -1: it has none.
+struct BlockForm {
+    BlockKind kind;
+    int bytes, inputs, bits, num_scales, scale_bytes, low, high;  // codes of more than four bits are low and high parts
+};
+
+constexpr BlockForm kBlockForms[] = {
+    {BlockKind::q4_0, 18, 32, 4, 1, 2, 2, -1},      {BlockKind::iq4_nl, 18, 32, 4, 1, 2, 2, -1},
+    {BlockKind::q4_1, 20, 32, 4, 1, 2, 4, -1},      {BlockKind::q5_0, 22, 32, 6, 1, 2, 6, 2},
+    {BlockKind::q5_1, 24, 32, 6, 1, 2, 8, 4},       {BlockKind::q8_0, 34, 32, 8, 1, 2, 2, -1},
+    {BlockKind::mxfp4, 17, 32, 4, 1, 1, 1, -1},     {BlockKind::q2_k, 84, 256, 4, 16, 1, 16, -1},
+    {BlockKind::q3_k, 110, 256, 4, 16, 1, 32, 0},   {BlockKind::q4_k, 144, 256, 4, 8, 1, 16, -1},
+    {BlockKind::q5_k, 176, 256, 6, 8, 1, 48, 16},   {BlockKind::q6_k, 210, 256, 6, 16, 1, 0, 128},
+    {BlockKind::iq4_xs, 136, 256, 4, 8, 1, 8, -1},
+};
+
+// The code of an input of a block.
+int block_code(const BlockForm& form, const std::uint8_t* block, int input) {
+    const std::uint8_t *low = block + form.low, *high = block + form.high;
+    auto nibble = [&](int half) { return low[input / (2 * half) * half + input % half] >> input / half % 2 * 4 & 15; };
+    int pair = input / 128 * 32 + input % 32, shift = input % 128 / 32 * 2;  // where two bits of an input lie
+    switch (form.kind) {
+        case BlockKind::q5_0:
+        case BlockKind::q5_1: return nibble(16) | (high[input / 8] >> input % 8 & 1) << 4;
+        case BlockKind::q8_0: return low[input];
+        case BlockKind::q2_k: return low[pair] >> shift & 3;
+        case BlockKind::q3_k: return (low[pair] >> shift & 3) | (high[input % 32] >> input / 32 & 1) << 2;
+        case BlockKind::q4_k: return nibble(32);
+        case BlockKind::q5_k: return nibble(32) | (high[input % 32] >> input / 32 & 1) << 4;
+        case BlockKind::q6_k: return nibble(64) | (high[pair] >> shift & 3) << 4;
+        default: return nibble(16);
+    }
+}
+
+// Scale and offset `number` of a superblock.
+std::pair<int, int> block_sides(BlockKind kind, const std::uint8_t* block, int number) {
+    const std::uint8_t *sixes = block + 4, *threes = block + 96;
+    switch (kind) {
+        case BlockKind::q2_k: return {block[number] & 15, -(block[number] >> 4)};
+        case BlockKind::q3_k:
+            return {((threes[number % 8] >> number / 8 * 4 & 15) | (threes[8 + number % 4] >> number / 4 * 2 & 3) << 4) - 32, 0};
+        case BlockKind::q6_k: return {static_cast<std::int8_t>(block[192 + number]), 0};
+        case BlockKind::iq4_xs:
+            return {((block[4 + number / 2] >> number % 2 * 4 & 15) | (block[2 + number / 4] >> number % 4 * 2 & 3) << 4) - 32, 0};
+        default: break;
+    }
+    if (number < 4) return {sixes[number] & 63, -(sixes[number + 4] & 63)};
+    return {(sixes[number + 4] & 15) | sixes[number - 4] >> 6 << 4, -((sixes[number + 4] >> 4) | sixes[number] >> 6 << 4)};
+}
+
+// Bytes of a block that the format keeps as they are: its scale, or that of the superblock, and then its offset.
+std::pair<int, int> kept_sides(BlockKind kind) {
+    switch (kind) {
+        case BlockKind::q4_1:
+        case BlockKind::q5_1:
+        case BlockKind::q4_k:
+        case BlockKind::q5_k: return {0, 2};
+        case BlockKind::q2_k: return {80, 82};
+        case BlockKind::q3_k: return {108, -1};
+        case BlockKind::q6_k: return {208, -1};
+        default: return {0, -1};
+    }
+}
+
+void test_split_blocks(const Kernels& kernels, Random& random) {
+    BlockForm form = kBlockForms[random.below(std::size(kBlockForms))];
+    bool super = form.inputs == 256;
+    std::int64_t rows = random.of({0, 1, 5, 18}), blocks = random.of({1, 2, 3}), stride = blocks * form.bytes + 5;
+    std::int64_t depth = blocks * form.inputs, code_bytes = form.bits == 6 ? depth / 4 * 3 : depth * form.bits / 8;
+    std::int64_t side_bytes = blocks * form.num_scales * form.scale_bytes;
+    Bytes stored(rows == 0 ? 0 : (rows - 1) * stride + blocks * form.bytes);
+    for (std::size_t i = 0; i < stored.size; ++i) stored.data[i] = static_cast<std::uint8_t>(random.below(256));
+    auto [scale_at, offset_at] = kept_sides(form.kind);
+    bool offsets = offset_at >= 0;
+    Bytes codes(rows * code_bytes), scales(rows * side_bytes), of_scales(offsets ? rows * side_bytes : 0);
+    Bytes superblocks(super ? rows * blocks * 2 : 0), of_superblocks(super && offsets ? rows * blocks * 2 : 0);
+    on_threads([&] {
+        codes.reset();
+        kernels.split_blocks({stored.data.get(), stride, rows, blocks, form.kind, codes.data.get(), code_bytes,
+                              scales.data.get(), offsets ? of_scales.data.get() : nullptr, side_bytes,
+                              super ? superblocks.data.get() : nullptr,
+                              super && offsets ? of_superblocks.data.get() : nullptr, blocks * 2});
+        return codes.copy();
+    });
+    for (std::int64_t row = 0; row < rows; ++row) {
+        const std::uint8_t* of_row = codes.data.get() + row * code_bytes;
+        for (std::int64_t i = 0; i < depth; ++i) {
+            const std::uint8_t* block = stored.data.get() + row * stride + i / form.inputs * form.bytes;
+            int code = form.bits == 8 ? of_row[i] : of_row[i / 2] >> i % 2 * 4 & 15;
+            if (form.bits == 6) code |= (of_row[depth / 2 + i / 4] >> i % 4 * 2 & 3) << 4;
+            check(code == block_code(form, block, static_cast<int>(i % form.inputs)), "a code of a block");
+        }
+        for (std::int64_t i = 0; i < blocks; ++i) {
+            const std::uint8_t* block = stored.data.get() + row * stride + i * form.bytes;
+            std::int64_t place = row * blocks + i, first = place * form.num_scales;
+            const Bytes &kept = super ? superblocks : scales, &kept_offsets = super ? of_superblocks : of_scales;
+            int bytes = super ? 2 : form.scale_bytes;
+            check(!std::memcmp(kept.data.get() + place * bytes, block + scale_at, bytes), "a scale");
+            check(!offsets || !std::memcmp(kept_offsets.data.get() + place * bytes, block + offset_at, bytes), "an offset");
+            for (int number = 0; super && number < form.num_scales; ++number) {
+                auto [scale, offset] = block_sides(form.kind, block, number);
+                check(static_cast<std::int8_t>(scales.data[first + number]) == scale, "a scale of a superblock");
+                check(!offsets || static_cast<std::int8_t>(of_scales.data[first + number]) == offset, "an offset of a superblock");
+            }
+        }
+    }
+}
+
 // What (output, input) of a weight stands for in panels of `number`; kernels.hpp has their description.
 double packed_value(const std::uint8_t* panels, Number number, std::int64_t depth, std::int64_t output, std::int64_t input) {
     std::int64_t panel = output / kLanes, lane = output % kLanes;
@@ -1038,7 +1146,7 @@ void test_kernels() {
         {"linear", test_linear}, {"round", test_round}, {"route", test_route}, {"read", test_read},
         {"experts", test_experts},
         {"angles", test_angles}, {"candidates", test_candidates}, {"draw", test_draw}, {"dequantise", test_dequantise},
-        {"pack", test_pack}};
+        {"split_blocks", test_split_blocks}, {"pack", test_pack}};
     for (const Kernels* table : usable_kernels()) {
         for (auto [name, test] : kTests) {
             for (int number = 0; number < kCases; ++number) {

@@ -138,12 +138,19 @@ class Weights:
     def _packed(self, name: str) -> PackedRows:
         """Return a packed parameter as rows."""
         parameter = self._unused.pop(name)
-        pieces = [rows for _, rows in self._packed_pieces(parameter)]
-        pieces = [rows for rows in pieces if rows.outputs] or pieces[:1]  # a source without rows has no order
-        _check_orders(parameter, pieces)
-        rows = joined(pieces)
-        order_I = None if rows.order_I is None else rows.order_I.to(self._device)
-        return PackedRows(rows.buffer.to(self._device), rows.dtype, rows.outputs, rows.depth, rows.lead, order_I)
+        whole: PackedRows | None = None
+        for first, rows in self._packed_pieces(parameter):
+            if whole is None or not first:  # a source without rows has no order
+                whole = PackedRows.empty(
+                    rows.dtype, parameter.local_shape[0], rows.depth, rows.lead, order_I=rows.order_I
+                )
+            elif rows.outputs:
+                _check_orders(parameter, whole, rows)
+            for to, section in zip(whole.sections, rows.sections, strict=True):
+                to[first : first + rows.outputs] = section
+        assert whole is not None
+        order_I = None if whole.order_I is None else whole.order_I.to(self._device)
+        return PackedRows(whole.buffer.to(self._device), whole.dtype, whole.outputs, whole.depth, whole.lead, order_I)
 
     def lay_out(self, weight_OI: Tensor, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
         """Arrange a tensor that was taken as the weight of a product."""
@@ -193,10 +200,9 @@ class Weights:
         return scheme.read(self._checkpoint, source.module, shape, source.storage, (rows, inputs))
 
 
-def _check_orders(parameter: Parameter, pieces: Sequence[PackedRows]) -> None:
+def _check_orders(parameter: Parameter, first: PackedRows, other: PackedRows) -> None:
     """Raise UserError if the sources of a parameter have their inputs in different orders."""
-    first, *others = (piece.order_I for piece in pieces)
-    if first is None or all(other is not None and torch.equal(first, other) for other in others):
+    if first.order_I is None or (other.order_I is not None and torch.equal(first.order_I, other.order_I)):
         return
     names = " and ".join(repr(source.module) for source in parameter.sources)
     raise invalid_checkpoint(

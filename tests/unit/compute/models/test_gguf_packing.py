@@ -6,11 +6,14 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+import gguf_packing
+from longhelix.compute.kernels import native
 from longhelix.compute.kernels.packed_rows import PackedRows, repacked
 from longhelix.compute.models.gguf_packing import pack
 from longhelix.spec.gguf_quantisation import GGUF_FORMATS, gguf_quantisation
 
 pytestmark = pytest.mark.unit
+is_native = pytest.mark.skipif(native.module is None, reason="the native kernels were not built")
 
 # Where the bytes of the float16 numbers of a block begin.
 FLOATS = {
@@ -30,6 +33,23 @@ def random_blocks(kind, rows, blocks):
     return raw
 
 
+@is_native
+@pytest.mark.parametrize("kind", GGUF_FORMATS)
+@pytest.mark.parametrize(("outputs", "blocks"), [(1, 1), (2, 3), (37, 2), (16, 5)])
+def test_bytes_are_those_of_the_reference(kind, outputs, blocks):
+    """Also those of some blocks of each row, as a rank's share of the inputs."""
+    raw_OBX = torch.from_numpy(random_blocks(kind, outputs, blocks + 2))
+    depth = blocks * GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    for first in range(3):
+        part_OBX = raw_OBX[:, first : first + blocks]
+        found, expected = (PackedRows.empty(GGUF_FORMATS[kind], outputs, depth) for _ in range(2))
+        found.buffer.fill_(0xA5)
+        expected.buffer.fill_(0xA5)
+        pack(part_OBX, kind, found)
+        gguf_packing.pack(part_OBX, kind, expected)
+        assert torch.equal(found.buffer, expected.buffer)
+
+
 def packed(kind):
     """Packed rows of three blocks, and their numbers."""
     raw = random_blocks(kind, 5, 3)
@@ -45,6 +65,7 @@ def cuts(depth):
             slice(depth // 3 + 3, depth // 3 + 4), slice(depth - 3, depth)]  # fmt: skip
 
 
+@is_native
 @pytest.mark.parametrize("kind", GGUF_FORMATS)
 def test_numbers_are_those_of_the_file(kind):
     rows, numbers_OI = packed(kind)
@@ -57,6 +78,7 @@ def test_numbers_are_those_of_the_file(kind):
         assert torch.equal(again.numbers(), numbers_OI[:, cut][:, 1:])
 
 
+@is_native
 @pytest.mark.parametrize("kind", K_QUANTS)
 def test_one_format_has_the_numbers_of_all_k_quants(kind):
     rows, numbers_OI = packed(kind)
