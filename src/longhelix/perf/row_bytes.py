@@ -79,10 +79,15 @@ def _priced(setting: Setting, layouts: Layouts, weight: StoredWeight, size: Size
 
 
 def _each(sizes: Callable[..., tuple[float, float]], *degrees: Array) -> list[Array]:
-    """Return arrays of the two numbers that `sizes` returns for degrees of parallelism."""
-    different, which = np.unique(np.stack([degree.ravel() for degree in degrees]), axis=1, return_inverse=True)
-    found = np.array([sizes(*map(int, each)) for each in different.T]).reshape(-1, 2)  # there may be no layouts
-    return [values[which.ravel()].reshape(degrees[0].shape) for values in found.T]
+    """Return arrays of the two numbers that `sizes` returns for degrees of parallelism, which are small integers."""
+    shape = tuple(int(degree.max(initial=0)) + 1 for degree in degrees)
+    keys = np.ravel_multi_index([degree.astype(np.int64) for degree in degrees], shape)
+    # Counted, because sorting the keys of all layouts takes longer than everything else here.
+    different = np.flatnonzero(np.bincount(keys.ravel(), minlength=1))
+    by_key = np.zeros((2, int(different[-1]) + 1 if len(different) else 1))
+    for key, each in zip(different, zip(*np.unravel_index(different, shape), strict=True), strict=True):
+        by_key[:, key] = sizes(*map(int, each))
+    return [values[keys] for values in by_key]
 
 
 @lru_cache(_KEPT)
