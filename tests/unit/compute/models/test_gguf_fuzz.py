@@ -318,13 +318,47 @@ def damaged_tensors(draw, file: File) -> File:
     return replace(file, tensors=tuple(tensors))
 
 
-def fitting(draw, each: Tensor) -> Tensor:
-    """Return the tensor, in some cases with as many bytes as its kind and its shape say."""
-    if each.kind not in GGML_QUANT_SIZES or draw(st.booleans()):
-        return each
+def filled(each: Tensor) -> Tensor:
+    """Return the tensor with as many bytes as its kind and its shape say, unless these are many."""
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(each.kind)]
     size = prod(each.shape) // block * block_bytes
     return replace(each, data=(each.data * 9)[:size].ljust(size, b"\0")) if size < 2**20 else each
+
+
+def fitting(draw, each: Tensor) -> Tensor:
+    return each if each.kind not in GGML_QUANT_SIZES or draw(st.booleans()) else filled(each)
+
+
+def others(each: Tensor) -> list[Tensor]:
+    """Return the tensor with other kinds, shapes and places, each of which is wrong."""
+    kinds = [kind for kind in ("Q2_K", "Q8_0", "I32", "IQ2_XXS") if GGMLQuantizationType[kind] != each.kind]
+    shapes = [each.shape[1:], (*each.shape[:-1], each.shape[-1] + 32), (*each.shape[:-1], 0), (1, *each.shape, 1)]
+    shapes += [(each.shape[0] + 1, *each.shape[1:]), (2**62, *each.shape[1:])]
+    found = [filled(replace(each, kind=GGMLQuantizationType[kind])) for kind in kinds]
+    found += [filled(replace(each, shape=shape)) for shape in shapes if shape]
+    return [*found, replace(each, shift=-32), replace(each, shift=2**40), replace(each, shift=4)]
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_each_tensor_of_another_kind_shape_or_place_is_refused(family, folder):
+    file = sound(family, "Q4_K")
+    for place, each in enumerate(file.tensors):
+        for other in others(each):
+            damaged = replace(file, tensors=(*file.tensors[:place], other, *file.tensors[place + 1 :]))
+            message = outcome(write(folder, [damaged]), LAYOUTS[0])
+            # All kinds can be read that can become numbers.
+            assert message is not None or (other.shape == each.shape and other.shift == 0)
+
+
+@pytest.mark.parametrize("count", [2**24, 2**31, 2**62])
+def test_each_list_with_more_values_than_the_file_is_refused_in_little_memory(count, folder):
+    file = sound("llama", "Q4_K")
+    for place, (name, kind, value) in enumerate(file.fields):
+        if kind in (ARRAY, STRING):
+            at = 4 if kind == ARRAY else 0
+            longer = name, kind, value[:at] + struct.pack("<Q", count) + value[at + 8 :]
+            damaged = replace(file, fields=(*file.fields[:place], longer, *file.fields[place + 1 :]))
+            assert outcome(write(folder, [damaged]), LAYOUTS[0]) is not None
 
 
 @pytest.mark.parametrize("family", SHAPES)
