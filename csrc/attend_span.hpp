@@ -7,6 +7,7 @@
 
 #include "kernels.hpp"
 #include "lanes.hpp"
+#include "nvfp4.hpp"
 #include "threads.hpp"
 #include "turn.hpp"
 #include "weigh.hpp"
@@ -31,6 +32,8 @@ template <typename E>
 struct AttendSpan {
     static constexpr int kStep = E::kStep, kPlanes = E::kPlanes;
     static constexpr int kMostRows = kRowTile / kPlanes;
+    // Products ask the memory for the next strip while they read this one. Expanded tiles are in the cache.
+    static constexpr bool kAhead = !is_expanded<E>;
 
     const Attention& call;
     int group, key_size, value_size, key_units;  // of a plane
@@ -71,6 +74,7 @@ struct AttendSpan {
         float* value_scales;        // (2, 256): of all tokens of a strip, and of those that a row sees
         u8* values;                 // one tile's values, with the tokens after the last one as zeros
         u8* turned;                 // values of a strip made from shared keys
+        u8* expanded;               // tiles of a strip whose numbers are not read as they are stored
         State run, span;
     };
 
@@ -88,10 +92,11 @@ struct AttendSpan {
 
     Memory memory(int rows) const {
         std::size_t padded = padded_rows(rows), turned = call.pool.shared ? kStripTiles * values_bytes() : 0;
+        std::size_t expanded = is_expanded<E> ? kStripTiles * number_bytes() : 0;
         std::size_t strip_bytes = kRowTile * kStripTokens * 4, state_bytes = padded * value_size * 4;
         std::size_t sizes[] = {padded * kPlanes * key_units * 4, padded * sizeof(RowScale), strip_bytes, strip_bytes,
-                               2 * kStripTokens * 4, values_bytes(), turned, padded * 4, padded * 4, state_bytes,
-                               padded * 4, padded * 4, state_bytes};
+                               2 * kStripTokens * 4, values_bytes(), turned, expanded, padded * 4, padded * 4,
+                               state_bytes, padded * 4, padded * 4, state_bytes};
         constexpr int kPieces = sizeof sizes / sizeof *sizes;
         std::size_t bytes = 0;
         for (std::size_t& size : sizes) bytes += size = (size + 63) / 64 * 64;
@@ -108,8 +113,9 @@ struct AttendSpan {
                 floats(4),
                 pieces[5],
                 pieces[6],
-                {floats(7), floats(8), floats(9)},
-                {floats(10), floats(11), floats(12)}};
+                pieces[7],
+                {floats(8), floats(9), floats(10)},
+                {floats(11), floats(12), floats(13)}};
     }
 
     std::size_t values_bytes() const { return panel_bytes * (value_size / kLanes); }
@@ -132,7 +138,12 @@ struct AttendSpan {
             std::int64_t from = (block.first_row + r / group) * call.q.stride +
                                 static_cast<std::int64_t>(block.head * group + r % group) * key_size;
             auto numbers = [&](int c) { return load_number(call.q.data, from + c, call.q.number); };
-            if constexpr (E::kWhole) {
+            if constexpr (is_expanded<E>) {
+                // Scores have not been written yet: they have room for 1,024 numbers.
+                for (int c = 0; c < key_size; c += kLanes) store(memory.scores + c, numbers(c));
+                if (!call.pool.shared) rotate_channels(memory.scores, key_size);
+                for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, load<f32x16>(memory.scores + c));
+            } else if constexpr (E::kWhole) {
                 memory.scales[r] = E::from_floats(to, key_units, key_size, numbers);
             } else {
                 for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, numbers(c));
@@ -156,7 +167,7 @@ struct AttendSpan {
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
             f32x16 factor = splat(scale);
-            if constexpr (E::kScaled) factor = factor * load_bf16(tiles[v] + scales_offset());
+            if constexpr (E::kScaled) factor = factor * load_bf16(tiles[v] + number_bytes());
             i32x16 lanes = lane_indices() + v * kLanes;
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
@@ -179,7 +190,8 @@ struct AttendSpan {
         return choose(negative, -size, size);
     }
 
-    std::size_t scales_offset() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }
+    // Of a tile's keys and values as products read them. Its scales follow, where it has any.
+    std::size_t number_bytes() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }
 
     INLINE int clamp(std::int64_t tokens) { return tokens < kStripTokens ? static_cast<int>(tokens) : kStripTokens; }
 
@@ -188,7 +200,7 @@ struct AttendSpan {
     // Of a strip's tokens [hidden, seen); 0 for the others.
     void gather_value_scales(const u8* const* tiles, int num_tiles, int hidden, int seen, float* scales) const {
         for (int t = 0; t < num_tiles; ++t) {
-            f32x16 scale = load_bf16(tiles[t] + scales_offset() + value_scales_offset());
+            f32x16 scale = load_bf16(tiles[t] + number_bytes() + value_scales_offset());
             // The scale of a token that was never written may be anything.
             i32x16 token = lane_indices() + t * kLanes;
             store(scales + t * kLanes, choose(token < hidden, f32x16{}, choose(token < seen, scale, f32x16{})));
@@ -287,6 +299,13 @@ struct AttendSpan {
         }
     }
 
+    // A tile of the strip as numbers that products read.
+    const u8* expanded(const u8* stored, int t, const Memory& memory) const {
+        u8* to = memory.expanded + t * number_bytes();
+        expand_tile(stored, key_size, value_size, call.pool.shared, to);
+        return to;
+    }
+
     void attend_strip(const RowBlock& block, std::int64_t start, std::int64_t stop, const Memory& memory) const {
         Strip strip;
         std::int64_t first = start / kLanes, last = (block.seen + kLanes - 1) / kLanes - 1;
@@ -295,6 +314,7 @@ struct AttendSpan {
         int unread = block.from > start ? static_cast<int>(block.from / kLanes - first) : 0;
         for (int t = 0; t < strip.num_tiles; ++t) {
             strip.tiles[t] = tile(block, first + (t < unread ? unread : t));
+            if constexpr (is_expanded<E>) strip.tiles[t] = expanded(strip.tiles[t], t, memory);
             strip.values[t] = strip.tiles[t] + key_bytes;
             if (call.pool.shared) {
                 u8* turned = memory.turned + t * values_bytes();
@@ -314,7 +334,13 @@ struct AttendSpan {
             strip.ahead_values[t] = (next <= last ? tile(block, next) : strip.tiles[t]) + t % 2 * half;
             if constexpr (E::kScaled) {
                 next = first + kStripTiles + t;
-                if (next <= last) __builtin_prefetch(tile(block, next) + scales_offset(), 0, 3);
+                if (next <= last) __builtin_prefetch(tile(block, next) + number_bytes(), 0, 3);
+            }
+            if constexpr (is_expanded<E>) {
+                next = first + kStripTiles + t;
+                for (std::size_t i = 0; next <= last && i < tile_bytes; i += 64) {
+                    __builtin_prefetch(tile(block, next) + i, 0, 2);
+                }
             }
         }
         if (stop == block.seen && stop % kLanes) {
@@ -329,27 +355,27 @@ struct AttendSpan {
         int rows = block.num_rows, row = 0;
         if constexpr (kMostRows == 6) {
             auto sixes = [&] { return rows - row > 8 || rows - row == 5 || rows - row == 6; };
-            for (; sixes(); row += 6) attend_rows<6, true>(block, strip, start, row, memory);
-            if (rows - row == 3) return attend_rows<3, true>(block, strip, start, row, memory);
+            for (; sixes(); row += 6) attend_rows<6, kAhead>(block, strip, start, row, memory);
+            if (rows - row == 3) return attend_rows<3, kAhead>(block, strip, start, row, memory);
         }
         if constexpr (kMostRows == 12) {
             // Whoever comes first asks for the next strip; for the others this one is in the cache.
             if (rows > 12 && rows <= 16) {
-                attend_rows<8, true>(block, strip, start, 0, memory);
+                attend_rows<8, kAhead>(block, strip, start, 0, memory);
                 return attend_rows<8, false>(block, strip, start, 8, memory);
             }
             if (rows > 8) {
-                attend_rows<12, true>(block, strip, start, 0, memory);
+                attend_rows<12, kAhead>(block, strip, start, 0, memory);
                 for (row = 12; rows - row > 8; row += 12) attend_rows<12, false>(block, strip, start, row, memory);
                 if (rows <= row) return;
             }
-            if (rows - row > 6) return attend_rows<8, true>(block, strip, start, row, memory);
-            if (rows - row > 4) return attend_rows<6, true>(block, strip, start, row, memory);
-            if (rows - row == 3) return attend_rows<3, true>(block, strip, start, row, memory);
+            if (rows - row > 6) return attend_rows<8, kAhead>(block, strip, start, row, memory);
+            if (rows - row > 4) return attend_rows<6, kAhead>(block, strip, start, row, memory);
+            if (rows - row == 3) return attend_rows<3, kAhead>(block, strip, start, row, memory);
         }
-        for (; rows - row > 2; row += 4) attend_rows<4, true>(block, strip, start, row, memory);
-        if (rows - row == 2) return attend_rows<2, true>(block, strip, start, row, memory);
-        if (rows - row == 1) return attend_rows<1, true>(block, strip, start, row, memory);
+        for (; rows - row > 2; row += 4) attend_rows<4, kAhead>(block, strip, start, row, memory);
+        if (rows - row == 2) return attend_rows<2, kAhead>(block, strip, start, row, memory);
+        if (rows - row == 1) return attend_rows<1, kAhead>(block, strip, start, row, memory);
     }
 
     // Zeros in place of the values of tokens from `token` on.

@@ -318,13 +318,17 @@ def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -
 def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
     """Whether ranks can store the model's KV in this format.
 
-    GPUs store rows. CPUs store rows or tiles. On CPUs, narrow formats need tiles, which require separate keys and
-    values.
+    GPUs store rows. CPUs store rows or tiles. On CPUs, narrow formats need tiles. Tiles with one scale for each vector
+    require separate keys and values.
     """
-    if device == "cuda" or "tiles" not in kv.kv or not kv.kv["tiles"].bits:
-        return "rows" in kv.kv
     entries = [attention.cache_entry for attention in model.attentions]
-    return not any(entry.shared_values or entry.key_size % _LANES or entry.value_size % _LANES for entry in entries)
+    if device == "cuda" or "tiles" not in kv.kv or not kv.kv["tiles"].bits:
+        numbers = kv.kv["rows"].numbers if "rows" in kv.kv else None
+        whole = numbers is None or not any(size % numbers for entry in entries for size in entry.vector_sizes)
+        return "rows" in kv.kv and whole
+    if kv.kv["tiles"].numbers is None and any(entry.shared_values for entry in entries):
+        return False
+    return not any(entry.key_size % _LANES or entry.value_size % _LANES for entry in entries)
 
 
 def _held(dim: Dim, layout: Layout, rank: int) -> int:
