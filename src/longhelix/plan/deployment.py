@@ -296,8 +296,12 @@ def _nearest_kv(model: ModelSpec, planned: NumberFormat, device: str) -> NumberF
 
 
 def _narrowest(kept: Iterable[NumberFormat], planned: NumberFormat) -> NumberFormat:
-    """Return the narrowest format with at least as many bits as planned. At equal width, prefer bfloat16."""
-    return min((each for each in kept if each.bits >= planned.bits), key=lambda each: (each.bits, each.name))
+    """Return the narrowest format with at least as many bits as planned.
+
+    At equal width, prefer one with the arithmetic of the planned format, then bfloat16.
+    """
+    wide_enough = (each for each in kept if each.bits >= planned.bits)
+    return min(wide_enough, key=lambda each: (each.bits, each.arithmetic.format != planned.name, each.name))
 
 
 def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -> bool:

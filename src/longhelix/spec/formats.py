@@ -157,8 +157,8 @@ _PLAIN_WEIGHTS, _PLAIN_KV = ("plain", "panels"), {"rows": UNSCALED, "tiles": UNS
 _WEIGHT_BLOCK = Scales(scale_bits=16, offset_bits=16, numbers=32)
 _ACTIVATION, _CONVERTED = Arithmetic(activation=True), Arithmetic(converted=True)
 _KV_ROW, _KV_TILE = Scales(scale_bits=32), Scales(scale_bits=16)
-# A scale in fp8 for 16 channels, and a power of two for the vector. NVIDIA has a float32 scale for a whole tensor in its
-# place, which has to be known before the first token is written.
+# A scale in fp8 for 16 channels, and a power of two for the vector. NVIDIA has a float32 scale for a tensor instead. It
+# would have to be known before the first token is written. Powers of two leave numbers exact in bfloat16.
 _KV_BLOCK = Scales(scale_bits=8, numbers=16, vector_bits=8)
 
 

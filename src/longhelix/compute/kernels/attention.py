@@ -14,7 +14,6 @@ from longhelix.compute.kernels.library import (
     library,
     triton_kernels,
 )
-
 from longhelix.compute.kernels.numbers import rotated_channels
 
 

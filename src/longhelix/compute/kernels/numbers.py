@@ -105,7 +105,7 @@ class Nvfp4(StoredNumbers):
         return (low_TkGX + 16 * high_TkGX).flatten(-2).to(torch.uint8), sides_TkX
 
     def _rounded_blocks(self, x_TkGB: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return scales (e4m3), codes, and the sums of squared errors, if the largest number of a block becomes this."""
+        """Return scales (e4m3), codes and sums of squared errors. largest: what the largest of a block becomes."""
         scales_TkG1 = (x_TkGB.abs().amax(-1, keepdim=True) / largest).to(torch.float8_e4m3fn)
         each_TkG1 = scales_TkG1.float()
         quotients_TkGB = x_TkGB / each_TkG1.masked_fill(each_TkG1 == 0, torch.inf)

@@ -450,7 +450,7 @@ class Case:
         return self.blocks_X[begin:end]
 
     @property
-    def queries_TqC(self) -> Tensor:
+    def queries(self) -> Tensor:
         """What keys are multiplied by, before any rounding: rotated where keys are stored rotated."""
         if self.shape.kv_dtype != "nvfp4" or self.shape.shared:
             return self.q_TqC
@@ -584,7 +584,7 @@ def assert_exact(case: Case, result: tuple[Tensor, Tensor]) -> None:
     out_TqC, lse_Tq = result
     assert (out_TqC.dtype, lse_Tq.dtype) == (dtype, torch.float32)
     paired = shape.kv_dtype in PAIRS
-    rounded_TqC = case.queries_TqC.bfloat16() if paired else case.queries_TqC
+    rounded_TqC = case.queries.bfloat16() if paired else case.queries
     exact = exact_attention(case, rounded_TqC.double().numpy())
     assert out_TqC.shape == exact.out_TqC.shape
     unseeing_Tq = exact.seen_Tq == 0
@@ -608,7 +608,7 @@ def reference_over_decoded(case: Case) -> tuple[Tensor, Tensor]:
     """The reference over float32 rows that hold what the pool holds, which float32 has exactly."""
     k_PDkC, v_PDkC = (torch.from_numpy(side.astype(np.float32)) for side in stored(case.layer).decoded())
     return reference.partial_attention(
-        case.queries_TqC, k_PDkC, v_PDkC, case.blocks_X, case.extents_B2, *case.rows(), case.scale
+        case.queries, k_PDkC, v_PDkC, case.blocks_X, case.extents_B2, *case.rows(), case.scale
     )
 
 
@@ -916,7 +916,7 @@ def test_states_of_two_halves_of_the_blocks_merge_to_the_whole(group, kv_dtype, 
         states.append(replace(case, blocks_X=blocks_X, extents_B2=extents_B2, limits=mine).run())
     merged = merge_states(*(torch.stack(parts) for parts in zip(*states, strict=True)))
     paired = kv_dtype in PAIRS
-    rounded_TqC = case.queries_TqC.bfloat16() if paired else case.queries_TqC
+    rounded_TqC = case.queries.bfloat16() if paired else case.queries
     exact = exact_attention(case, rounded_TqC.double().numpy(), strip=max(map(max, limits)) + 1)
     out_tolerance, lse_tolerance = tolerances(exact, 32, torch.float32, 0.0, PAIR_UNIT if paired else 0.0)
     # Parts are as exact as the whole; the merge itself adds a few roundings of float32.

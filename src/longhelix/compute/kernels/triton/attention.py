@@ -65,9 +65,10 @@ def partial_attention(
     """Attention of packed rows over this rank's shard of their KV: `kernels.attention.partial_attention` over one pool.
 
     q_TqC (float32, bfloat16, float16): channels contiguous. kv_PADkC (the same, or int8 or float8_e4m3fn with
-    scales_PADk in float32, or uint8 for nvfp4, with its scales in uint8): contiguous. value_size: channels of a value, at most 512; C if A is 2. max_rows,
-    most_tokens: no sequence has more rows, no row sees more. They and the shapes decide the launches; nothing is read
-    back from the device. No limit may exceed most_tokens or its sequence's blocks, which is not checked. Returns
+    scales_PADk in float32, or uint8 for nvfp4, with its scales in uint8): contiguous. value_size: channels of a value,
+    at most 512; C if A is 2. max_rows, most_tokens: no sequence has more rows, no row sees more. They and the shapes
+    decide the launches; nothing is read back from the device. No limit may exceed most_tokens or its sequence's
+    blocks, which is not checked. Returns
     out_TqC (dtype of q) and lse_Tq (float32, natural); limit 0 gives 0 and -inf. Where most_tokens exceeds
     SPLIT_TOKENS, the states of splits take memory meanwhile: `splits.state_bytes` for each row, and as many rows at a
     time as `splits.STATES_BYTES` holds.
@@ -221,8 +222,9 @@ def _attend(
 ):
     """M row-heads of one sequence and KV head over one split of SPLIT tokens; or, if 0, over all.
 
-    BLOCKS: scale blocks of a vector of nvfp4, and 0 for other numbers. Of `num_rows` rows from `first_row` on, whose results `out` holds, once for each split. A key is V channels, padded
-    to HEAD, and a tail of C - V, padded to TAIL; a value is V channels.
+    Of `num_rows` rows from `first_row` on, whose results `out` holds, once for each split. A key is V channels, padded
+    to HEAD, and a tail of C - V, padded to TAIL; a value is V channels. BLOCKS: scale blocks of a vector of nvfp4, and
+    0 for other numbers.
     """
     tl.static_assert(SPLIT % N == 0)
     split, sequence = tl.program_id(1), first_sequence + tl.program_id(2)
