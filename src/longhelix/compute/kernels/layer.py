@@ -158,10 +158,10 @@ class KVFormat:
         format = next((format for format in formats if format.arrangement.holds(format, device)), None)
         if format is None:
             lanes = native.LANES
-            raise UserError(
-                f"kv_dtype {dtype} needs the native CPU kernels, KV blocks of a multiple of {lanes} tokens and head "
-                f"sizes of a multiple of {lanes}: set kv_dtype to bfloat16"
-            )
+            sizes = f"head sizes of a multiple of {lanes}"
+            if device.type == "cpu" or ROWS.name not in FORMATS[dtype].kv:
+                sizes = f"the native CPU kernels, KV blocks of a multiple of {lanes} tokens and {sizes}"
+            raise UserError(f"kv_dtype {dtype} needs {sizes}: set kv_dtype to bfloat16")
         return format
 
     @property

@@ -77,6 +77,13 @@ def test_rows_of_nvfp4_are_bytes_of_two_codes_with_bytes_of_scales(shared_values
     assert layer.values.nbytes + layer.scales.nbytes == 5 * format.block_bytes
 
 
+def test_scale_blocks_take_whole_heads():
+    with pytest.raises(
+        UserError, match="kv_dtype nvfp4 needs head sizes of a multiple of 16: set kv_dtype to bfloat16"
+    ):
+        KVFormat.choose("nvfp4", 16, 2, 72, 72, torch.device("cuda"))
+
+
 @needs_native
 @pytest.mark.parametrize(
     ("dtype", "shared_values"),
