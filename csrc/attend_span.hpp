@@ -7,6 +7,7 @@
 
 #include "kernels.hpp"
 #include "lanes.hpp"
+#include "nvfp4.hpp"
 #include "threads.hpp"
 #include "turn.hpp"
 #include "weigh.hpp"
@@ -31,6 +32,10 @@ template <typename E>
 struct AttendSpan {
     static constexpr int kStep = E::kStep, kPlanes = E::kPlanes;
     static constexpr int kMostRows = kRowTile / kPlanes;
+    // Products ask the memory for the next strip while they read this one. Expanded tiles are in the cache.
+    static constexpr bool kAhead = !is_expanded<E>;
+    // So many rows read tiles once. More rows read expanded tiles, with the same bits.
+    static constexpr int kMostCodedRows = !is_expanded<E> ? 0 : kMostRows < 8 ? kMostRows : 8;
 
     const Attention& call;
     int group, key_size, value_size, key_units;  // of a plane
@@ -71,6 +76,7 @@ struct AttendSpan {
         float* value_scales;        // (2, 256): of all tokens of a strip, and of those that a row sees
         u8* values;                 // one tile's values, with the tokens after the last one as zeros
         u8* turned;                 // values of a strip made from shared keys
+        u8* expanded;               // tiles of a strip whose numbers are not read as they are stored
         State run, span;
     };
 
@@ -82,16 +88,19 @@ struct AttendSpan {
         const u8* ahead_keys[kStripTiles];
         const u8* ahead_values[kStripTiles];
         int num_tiles;
+        bool coded;                        // tiles are as they are stored, though products do not read such
+        int num_tokens[kStripTiles] = {};  // of `values`, if coded: those after them may hold anything
     };
 
     int padded_rows(int rows) const { return (rows + kRowTile - 1) / kRowTile * kRowTile; }
 
     Memory memory(int rows) const {
         std::size_t padded = padded_rows(rows), turned = call.pool.shared ? kStripTiles * values_bytes() : 0;
+        std::size_t expanded = is_expanded<E> ? kStripTiles * number_bytes() : 0;
         std::size_t strip_bytes = kRowTile * kStripTokens * 4, state_bytes = padded * value_size * 4;
         std::size_t sizes[] = {padded * kPlanes * key_units * 4, padded * sizeof(RowScale), strip_bytes, strip_bytes,
-                               2 * kStripTokens * 4, values_bytes(), turned, padded * 4, padded * 4, state_bytes,
-                               padded * 4, padded * 4, state_bytes};
+                               2 * kStripTokens * 4, values_bytes(), turned, expanded, padded * 4, padded * 4,
+                               state_bytes, padded * 4, padded * 4, state_bytes};
         constexpr int kPieces = sizeof sizes / sizeof *sizes;
         std::size_t bytes = 0;
         for (std::size_t& size : sizes) bytes += size = (size + 63) / 64 * 64;
@@ -108,8 +117,9 @@ struct AttendSpan {
                 floats(4),
                 pieces[5],
                 pieces[6],
-                {floats(7), floats(8), floats(9)},
-                {floats(10), floats(11), floats(12)}};
+                pieces[7],
+                {floats(8), floats(9), floats(10)},
+                {floats(11), floats(12), floats(13)}};
     }
 
     std::size_t values_bytes() const { return panel_bytes * (value_size / kLanes); }
@@ -132,7 +142,12 @@ struct AttendSpan {
             std::int64_t from = (block.first_row + r / group) * call.q.stride +
                                 static_cast<std::int64_t>(block.head * group + r % group) * key_size;
             auto numbers = [&](int c) { return load_number(call.q.data, from + c, call.q.number); };
-            if constexpr (E::kWhole) {
+            if constexpr (is_expanded<E>) {
+                // Scores have not been written yet: they have room for 1,024 numbers.
+                for (int c = 0; c < key_size; c += kLanes) store(memory.scores + c, numbers(c));
+                if (!call.pool.shared) rotate_channels(memory.scores, key_size);
+                for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, load<f32x16>(memory.scores + c));
+            } else if constexpr (E::kWhole) {
                 memory.scales[r] = E::from_floats(to, key_units, key_size, numbers);
             } else {
                 for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, numbers(c));
@@ -149,14 +164,17 @@ struct AttendSpan {
     // powers of 2: log2(e) is part of the scale.
     template <int R, int V, bool Ahead>
     void score(const u32* q, const RowScale* scales, const u8* const (&tiles)[V], const u8* const (&ahead)[2],
-               const Sight& sight, float* scores) const {
+               const Sight& sight, float* scores, bool coded) const {
         auto sums = Sums<E, R, V>::from(scales);
-        accumulate<E, R * kPlanes, V, Ahead>(sums.of, q, key_units, tiles, key_units, ahead);
+        if constexpr (R <= kMostCodedRows) {
+            if (coded) accumulate_keys(sums.of, q, tiles, ahead);
+        }
+        if (!coded) accumulate<E, R * kPlanes, V, Ahead>(sums.of, q, key_units, tiles, key_units, ahead);
         float scale = call.scale * kLog2e;
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
             f32x16 factor = splat(scale);
-            if constexpr (E::kScaled) factor = factor * load_bf16(tiles[v] + scales_offset());
+            if constexpr (E::kScaled) factor = factor * load_bf16(tiles[v] + number_bytes());
             i32x16 lanes = lane_indices() + v * kLanes;
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
@@ -170,6 +188,48 @@ struct AttendSpan {
         }
     }
 
+    // `accumulate` of the keys of tiles of codes.
+    template <int R, int V>
+    [[gnu::always_inline]] void accumulate_keys(f32x16 (&sums)[R][V], const u32* q, const u8* const (&tiles)[V],
+                                                const u8* const (&ahead)[2]) const {
+        int num_blocks = key_size / kLanes;
+        std::size_t scales_at = nvfp4_code_bytes(key_size) + nvfp4_code_bytes(value_size);
+        const u8* next = ahead[0];
+        for (int block = 0; block < num_blocks; ++block, q += 8, next += V * 128) {
+            if (block == num_blocks / 2) next = ahead[1];
+#pragma GCC unroll 16
+            for (int v = 0; v < V; ++v) {
+                __builtin_prefetch(next + v * 128, 0, 2);
+                __builtin_prefetch(next + v * 128 + 64, 0, 2);
+                PairUnits::Operand rows[8];
+                key_rows(tiles[v] + block * 128, nvfp4_scales(tiles[v] + scales_at, block, num_blocks), rows);
+                add_rows(sums, v, rows, q, key_units);
+            }
+        }
+    }
+
+    // The same for panel v of sums: the values of one block of channels of a tile.
+    template <int R, int V>
+    [[gnu::always_inline]] void accumulate_values(f32x16 (&sums)[R][V], int v, const u32* weights, const u8* tile, int block,
+                                         int num_tokens) const {
+        const u8* scales = tile + nvfp4_code_bytes(key_size) + nvfp4_code_bytes(value_size) + nvfp4_scale_bytes(key_size);
+        f32x16 scale = nvfp4_scales(scales, block, value_size / kLanes);
+        PairUnits::Operand rows[8];
+        value_rows(tile + nvfp4_code_bytes(key_size) + block * 128, choose(lane_indices() < num_tokens, scale, f32x16{}),
+                   rows);
+        add_rows(sums, v, rows, weights, kStripTokens / kStep);
+    }
+
+    template <int R, int V>
+    INLINE void add_rows(f32x16 (&sums)[R][V], int v, const PairUnits::Operand (&rows)[8], const u32* units,
+                         std::ptrdiff_t stride) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) PairUnits::fma(sums[r][v], rows[i], units[r * stride + i]);
+        }
+    }
+
     // cap * tanh(score / cap) of powers of 2; e^-|2 x| cannot overflow.
     f32x16 capped(f32x16 score) const {
         float cap = call.cap * kLog2e;
@@ -179,7 +239,8 @@ struct AttendSpan {
         return choose(negative, -size, size);
     }
 
-    std::size_t scales_offset() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }
+    // Of a tile's keys and values as products read them. Its scales follow, where it has any.
+    std::size_t number_bytes() const { return key_bytes + (call.pool.shared ? 0 : values_bytes()); }
 
     INLINE int clamp(std::int64_t tokens) { return tokens < kStripTokens ? static_cast<int>(tokens) : kStripTokens; }
 
@@ -188,7 +249,7 @@ struct AttendSpan {
     // Of a strip's tokens [hidden, seen); 0 for the others.
     void gather_value_scales(const u8* const* tiles, int num_tiles, int hidden, int seen, float* scales) const {
         for (int t = 0; t < num_tiles; ++t) {
-            f32x16 scale = load_bf16(tiles[t] + scales_offset() + value_scales_offset());
+            f32x16 scale = load_bf16(tiles[t] + number_bytes() + value_scales_offset());
             // The scale of a token that was never written may be anything.
             i32x16 token = lane_indices() + t * kLanes;
             store(scales + t * kLanes, choose(token < hidden, f32x16{}, choose(token < seen, scale, f32x16{})));
@@ -212,11 +273,24 @@ struct AttendSpan {
 
     // Adds weights times values to the state: R rows, V * 16 channels from `channel` on.
     template <int R, int V, bool Ahead>
-    void add_values(const u8* const* values, const u8* const* next, int num_tiles, int channel, const u32* weights,
-                    const RowScale* scales, const float* shrink, float* out) const {
+    void add_values(const Strip& strip, int num_tiles, int channel, const u32* weights, const RowScale* scales,
+                    const float* shrink, float* out) const {
+        const u8 *const *values = strip.values, *const *next = strip.ahead_values;
         auto sums = Sums<E, R, V>::from(scales);
         std::size_t first = channel / kLanes * panel_bytes;
         for (int t = 0; t < num_tiles; ++t) {
+            if constexpr (R <= kMostCodedRows) {
+                if (strip.coded) {
+                    const u8* ahead = next[t] + channel / kLanes * 128;
+                    for (int v = 0; v < V; ++v) {
+                        __builtin_prefetch(ahead + v * 128, 0, 2);
+                        __builtin_prefetch(ahead + v * 128 + 64, 0, 2);
+                        accumulate_values(sums.of, v, weights + t * (kLanes / kStep), values[t], channel / kLanes + v,
+                                          strip.num_tokens[t]);
+                    }
+                    continue;
+                }
+            }
             const u8* panels[V];
             for (int v = 0; v < V; ++v) panels[v] = values[t] + first + v * panel_bytes;
             const u8* ahead[2] = {next[t] + first, next[t] + first + V * panel_bytes / 2};
@@ -265,7 +339,8 @@ struct AttendSpan {
             for (int v = 0; v < V; ++v) tiles[v] = strip.tiles[t + v];
             const u8* middle = V > 1 ? strip.ahead_keys[t + V / 2] : strip.ahead_keys[t] + tile_bytes / 4;
             const u8* ahead[2] = {strip.ahead_keys[t], middle};
-            score<R, V, Ahead>(q, memory.scales + row, tiles, ahead, rest(), memory.scores + t * kLanes);
+            score<R, V, Ahead>(q, memory.scales + row, tiles, ahead, rest(), memory.scores + t * kLanes,
+                                strip.coded);
         };
         for (; t + kTiles <= num_tiles; t += kTiles) score_tiles.template operator()<kTiles>();
         if constexpr (kTiles > 1) {
@@ -278,13 +353,18 @@ struct AttendSpan {
         weigh_rows<R>(strip, {hidden, seen}, num_tiles, run, memory, scales, shrink);
         int channel = 0;
         for (; channel + kPanels * kLanes <= value_size; channel += kPanels * kLanes) {
-            add_values<R, kPanels, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, scales,
-                                          shrink, run.out);
+            add_values<R, kPanels, Ahead>(strip, num_tiles, channel, memory.weights, scales, shrink, run.out);
         }
         for (; channel < value_size; channel += kLanes) {
-            add_values<R, 1, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, scales, shrink,
-                                          run.out);
+            add_values<R, 1, Ahead>(strip, num_tiles, channel, memory.weights, scales, shrink, run.out);
         }
+    }
+
+    // A tile of the strip as numbers that products read.
+    const u8* expanded(const u8* stored, int t, const Memory& memory) const {
+        u8* to = memory.expanded + t * number_bytes();
+        expand_tile(stored, key_size, value_size, call.pool.shared, to);
+        return to;
     }
 
     void attend_strip(const RowBlock& block, std::int64_t start, std::int64_t stop, const Memory& memory) const {
@@ -293,8 +373,15 @@ struct AttendSpan {
         strip.num_tiles = static_cast<int>((stop - start + kLanes - 1) / kLanes);
         // Tiles below the first token that is seen are not read. Their weights are 0, and any values do.
         int unread = block.from > start ? static_cast<int>(block.from / kLanes - first) : 0;
+        strip.coded = block.num_rows <= kMostCodedRows && !call.pool.shared;
         for (int t = 0; t < strip.num_tiles; ++t) {
             strip.tiles[t] = tile(block, first + (t < unread ? unread : t));
+            if (strip.coded) {
+                strip.values[t] = strip.tiles[t];
+                strip.num_tokens[t] = kLanes;
+                continue;
+            }
+            if constexpr (is_expanded<E>) strip.tiles[t] = expanded(strip.tiles[t], t, memory);
             strip.values[t] = strip.tiles[t] + key_bytes;
             if (call.pool.shared) {
                 u8* turned = memory.turned + t * values_bytes();
@@ -314,10 +401,18 @@ struct AttendSpan {
             strip.ahead_values[t] = (next <= last ? tile(block, next) : strip.tiles[t]) + t % 2 * half;
             if constexpr (E::kScaled) {
                 next = first + kStripTiles + t;
-                if (next <= last) __builtin_prefetch(tile(block, next) + scales_offset(), 0, 3);
+                if (next <= last) __builtin_prefetch(tile(block, next) + number_bytes(), 0, 3);
+            }
+            if constexpr (is_expanded<E>) {
+                next = first + kStripTiles + t;
+                for (std::size_t i = 0; !strip.coded && next <= last && i < tile_bytes; i += 64) {
+                    __builtin_prefetch(tile(block, next) + i, 0, 2);
+                }
             }
         }
-        if (stop == block.seen && stop % kLanes) {
+        if (strip.coded && stop == block.seen && stop % kLanes) {
+            strip.num_tokens[strip.num_tiles - 1] = static_cast<int>(stop % kLanes);
+        } else if (stop == block.seen && stop % kLanes) {
             // Tokens after the last one may hold anything, and 0 * NaN is NaN.
             u8* values = memory.values;
             int t = strip.num_tiles - 1;
@@ -325,31 +420,34 @@ struct AttendSpan {
             clear(values, static_cast<int>(stop % kLanes));
             strip.values[t] = values;
         }
-        for (int t = 0; t < unread; ++t) strip.values[t] = strip.values[unread];
+        for (int t = 0; t < unread; ++t) {
+            strip.values[t] = strip.values[unread];
+            strip.num_tokens[t] = strip.num_tokens[unread];
+        }
         int rows = block.num_rows, row = 0;
         if constexpr (kMostRows == 6) {
             auto sixes = [&] { return rows - row > 8 || rows - row == 5 || rows - row == 6; };
-            for (; sixes(); row += 6) attend_rows<6, true>(block, strip, start, row, memory);
-            if (rows - row == 3) return attend_rows<3, true>(block, strip, start, row, memory);
+            for (; sixes(); row += 6) attend_rows<6, kAhead>(block, strip, start, row, memory);
+            if (rows - row == 3) return attend_rows<3, kAhead>(block, strip, start, row, memory);
         }
         if constexpr (kMostRows == 12) {
             // Whoever comes first asks for the next strip; for the others this one is in the cache.
             if (rows > 12 && rows <= 16) {
-                attend_rows<8, true>(block, strip, start, 0, memory);
+                attend_rows<8, kAhead>(block, strip, start, 0, memory);
                 return attend_rows<8, false>(block, strip, start, 8, memory);
             }
             if (rows > 8) {
-                attend_rows<12, true>(block, strip, start, 0, memory);
+                attend_rows<12, kAhead>(block, strip, start, 0, memory);
                 for (row = 12; rows - row > 8; row += 12) attend_rows<12, false>(block, strip, start, row, memory);
                 if (rows <= row) return;
             }
-            if (rows - row > 6) return attend_rows<8, true>(block, strip, start, row, memory);
-            if (rows - row > 4) return attend_rows<6, true>(block, strip, start, row, memory);
-            if (rows - row == 3) return attend_rows<3, true>(block, strip, start, row, memory);
+            if (rows - row > 6) return attend_rows<8, kAhead>(block, strip, start, row, memory);
+            if (rows - row > 4) return attend_rows<6, kAhead>(block, strip, start, row, memory);
+            if (rows - row == 3) return attend_rows<3, kAhead>(block, strip, start, row, memory);
         }
-        for (; rows - row > 2; row += 4) attend_rows<4, true>(block, strip, start, row, memory);
-        if (rows - row == 2) return attend_rows<2, true>(block, strip, start, row, memory);
-        if (rows - row == 1) return attend_rows<1, true>(block, strip, start, row, memory);
+        for (; rows - row > 2; row += 4) attend_rows<4, kAhead>(block, strip, start, row, memory);
+        if (rows - row == 2) return attend_rows<2, kAhead>(block, strip, start, row, memory);
+        if (rows - row == 1) return attend_rows<1, kAhead>(block, strip, start, row, memory);
     }
 
     // Zeros in place of the values of tokens from `token` on.

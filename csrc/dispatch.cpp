@@ -62,6 +62,7 @@ std::size_t tile_bytes(const Pool& pool) {
         case Number::int8:
         case Number::float8: return channels * 16 + scales;
         case Number::int4: return channels * 8 + scales;
+        case Number::nvfp4: return channels * 9 + scales / 2;
         default: throw std::invalid_argument("a pool does not hold numbers of this type");
     }
 }

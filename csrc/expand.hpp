@@ -8,6 +8,7 @@
 
 #include "kernels.hpp"
 #include "lanes.hpp"
+#include "nvfp4.hpp"
 #include "threads.hpp"
 #include "turn.hpp"
 #include "work.hpp"
@@ -41,10 +42,34 @@ struct Expand {
     // Where a channel of a tile of keys begins.
     static std::size_t byte_of(int channel) { return static_cast<std::size_t>(channel / kStep) * E::kRowBytes; }
 
-    const u8* latent(std::int64_t tile) const {
+    const u8* stored_latent(std::int64_t tile) const {
         const Pool& pool = call.latents;
         std::int64_t number = tile_number(pool, 0, call.blocks[tile / pool.tiles_per_block], tile % pool.tiles_per_block);
         return pool.data + static_cast<std::size_t>(number) * latent_tile_bytes;
+    }
+
+    // Latents of the tiles that a thread makes, as numbers that products read.
+    struct Group {
+        const u8* latents[kGroupTiles];
+        std::int64_t first;
+
+        const u8* latent(std::int64_t tile) const { return latents[tile - first]; }
+    };
+
+    Group group_of(std::int64_t first, std::int64_t last) const {
+        Group group{{}, first};
+        std::size_t bytes = byte_of(call.latents.key_size);
+        u8* expanded = is_expanded<E> ? static_cast<u8*>(scratch(2, kGroupTiles * bytes)) : nullptr;
+        for (std::int64_t tile = first; tile < last; ++tile) {
+            const u8*& latent = group.latents[tile - first];
+            latent = stored_latent(call.first_tile + tile);
+            if constexpr (is_expanded<E>) {
+                u8* to = expanded + (tile - first) * bytes;
+                expand_tile(latent, call.latents.key_size, 0, true, to);
+                latent = to;
+            }
+        }
+        return group;
     }
 
     u8* made(std::int64_t tile, int head) const {
@@ -76,9 +101,9 @@ struct Expand {
 
     // kRowTile rows of the up-projection from `row` on, times V tiles. Values are left as keys are, in their place.
     template <int V>
-    void multiply(const u32* up, int row, std::int64_t tile) const {
+    void multiply(const Group& group, const u32* up, int row, std::int64_t tile) const {
         const u8 *panels[V], *none[2] = {};
-        for (int v = 0; v < V; ++v) panels[v] = latent(call.first_tile + tile + v);
+        for (int v = 0; v < V; ++v) panels[v] = group.latent(tile + v);
         f32x16 sums[kRowTile][V] = {};
         accumulate<E, kRowTile, V, false>(sums, unit_rows(up, row), latent_units, panels, latent_units, none);
         for (int r = 0; r < kRowTile && row + r < num_rows; r += kStep) {
@@ -92,19 +117,20 @@ struct Expand {
         }
     }
 
-    // A group's rows from `row` on, times tiles [tile, last).
-    void multiply_group(const u32* up, int row, std::int64_t tile, std::int64_t last) const {
+    // A group's rows from `row` on, times tiles [group.first, last).
+    void multiply_group(const Group& group, const u32* up, int row, std::int64_t last) const {
         int stop = row + kGroupRows < num_rows ? row + kGroupRows : num_rows;
+        std::int64_t tile = group.first;
         for (; tile + 2 <= last; tile += 2) {
-            for (int r = row; r < stop; r += kRowTile) multiply<2>(up, r, tile);
+            for (int r = row; r < stop; r += kRowTile) multiply<2>(group, up, r, tile);
         }
-        for (int r = row; r < stop && tile < last; r += kRowTile) multiply<1>(up, r, tile);
+        for (int r = row; r < stop && tile < last; r += kRowTile) multiply<1>(group, up, r, tile);
     }
 
     // The rotated key, which all heads share, and the values.
-    void complete(std::int64_t tile) const {
+    void complete(const Group& group, std::int64_t tile) const {
         constexpr std::size_t kPanelBytes = kLanes / kStep * E::kRowBytes;
-        const u8* rotated = latent(call.first_tile + tile) + latent_bytes;
+        const u8* rotated = group.latent(tile) + latent_bytes;
         for (int head = 0; head < call.made.num_kv_heads; ++head) {
             u8* to = made(tile, head);
             std::memcpy(to + byte_of(nope_size), rotated, rope_bytes);
@@ -128,13 +154,14 @@ struct Expand {
         std::int64_t next = 0;
         on_all_threads([&](int) {
             for (;;) {
-                std::int64_t group = std::atomic_ref(next).fetch_add(kGroupTiles, std::memory_order_relaxed);
-                if (group >= tiles) return;
-                std::int64_t last = group + kGroupTiles < tiles ? group + kGroupTiles : tiles;
-                for (int row = 0; row < num_rows; row += kGroupRows) multiply_group(up, row, group, last);
-                done.multiplied.fetch_add((last - group) * kLanes * num_rows * call.latents.value_size,
+                std::int64_t first = std::atomic_ref(next).fetch_add(kGroupTiles, std::memory_order_relaxed);
+                if (first >= tiles) return;
+                std::int64_t last = first + kGroupTiles < tiles ? first + kGroupTiles : tiles;
+                Group group = group_of(first, last);
+                for (int row = 0; row < num_rows; row += kGroupRows) multiply_group(group, up, row, last);
+                done.multiplied.fetch_add((last - first) * kLanes * num_rows * call.latents.value_size,
                                           std::memory_order_relaxed);
-                for (std::int64_t tile = group; tile < last; ++tile) complete(tile);
+                for (std::int64_t tile = first; tile < last; ++tile) complete(group, tile);
             }
         });
     }

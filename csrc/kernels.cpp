@@ -26,6 +26,7 @@ auto on_pool(const Call& call) {
         case Number::int8: return Kernel<PoolInt8<kNumPlanes>>(call).run();
         case Number::float8: return Kernel<Float8>(call).run();
         case Number::int4: return Kernel<PoolInt4<kNumPlanes>>(call).run();
+        case Number::nvfp4: return Kernel<Nvfp4>(call).run();
         default: return Kernel<BFloat16>(call).run();
     }
 }
@@ -39,6 +40,7 @@ void expand(const Expansion& call) {
     switch (call.latents.number) {
         case Number::float32: return Expand<Float32>(call).run();
         case Number::float16: return Expand<Float16>(call).run();
+        case Number::nvfp4: return Expand<Nvfp4>(call).run();
         default: return Expand<BFloat16>(call).run();
     }
 }

@@ -16,9 +16,9 @@ using float16 = _Float16;
 // How numbers lie in memory. From int8 on they are stored with a scale, and but for rows of int8 only in the packed
 // arrangement. w8a8: bytes that are multiplied by rows of bytes. Codes of checkpoints, of weights alone: e4m3 and e2m1 are
 // floats of 8 and 4 bits, code8 a byte in two's complement, code6 and code4 integers from 0 to 63 and from 0 to 15, and nl4
-// one of sixteen integers (`kNl4Values`). e8m0: a scale, a power of two.
+// one of sixteen integers (`kNl4Values`). e8m0: a scale, a power of two. nvfp4: e2m1 of a pool (nvfp4.hpp).
 enum class Number {
-    float32, float64, bfloat16, float16, int32, int64, int8, float8, int4, w8a8, e4m3, e2m1, code8, code6, code4, nl4, e8m0
+    float32, float64, bfloat16, float16, int32, int64, int8, float8, int4, w8a8, e4m3, e2m1, code8, code6, code4, nl4, e8m0, nvfp4
 };
 
 inline bool is_code(Number number) {
@@ -35,7 +35,8 @@ struct Rows {
 // The packed pool of one layer: k KV heads of P blocks of tiles of 16 tokens. Heads are outermost: memory is read
 // fastest in long runs, and blocks that follow each other in a sequence mostly have ids that do. A tile is the keys as
 // one panel (lanes are tokens, rows are channels), the values as a panel for every 16 channels (rows are tokens), and
-// where the numbers are narrow, a bfloat16 scale for each token's key, then one for each token's value. `shared`: values
+// where the numbers are narrow, a bfloat16 scale for each token's key, then one for each token's value. (nvfp4.hpp has the
+// tiles of nvfp4.) `shared`: values
 // are the first `value_size` channels of the keys, and are not stored again (MLA, absorbed).
 struct Pool {
     std::uint8_t* data;
@@ -77,7 +78,7 @@ struct Write {
 // Keys and values of all heads from the latents of one sequence's tiles: MLA, direct. `latents` is shared, with one KV
 // head of a latent and a rotated key; `made` has one block, of the tiles that are made, and a KV head for each of the
 // up-projection: its channels of the key without rotation, then those of its value. Both pools hold the same kind of
-// number, no narrow one.
+// number, no narrow one; of latents of nvfp4, `made` holds bfloat16.
 struct Expansion {
     Rows up;  // (heads * (nope + value), latent)
     Pool latents;

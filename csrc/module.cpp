@@ -79,7 +79,8 @@ void bind_numbers(nb::module_& module) {
         .value("code6", Number::code6)
         .value("code4", Number::code4)
         .value("nl4", Number::nl4)
-        .value("e8m0", Number::e8m0);
+        .value("e8m0", Number::e8m0)
+        .value("nvfp4", Number::nvfp4);
     nb::enum_<Function>(module, "Function")
         .value("none", Function::none)
         .value("silu", Function::silu)

@@ -35,7 +35,7 @@ INLINE void turn_pairs(const u8* from, u8* to) {
 // Sixteen channels of sixteen tokens, as keys and as values.
 template <typename E>
 INLINE void turn_panel(const u8* from, u8* to) {
-    if constexpr (std::is_same_v<E, BFloat16>) {
+    if constexpr (std::is_base_of_v<BFloat16, E>) {
         turn_pairs(from, to);
     } else if constexpr (E::kRowsAtOnce == 1) {
         constexpr int kBytes = E::kRowBytes / kLanes / E::kStep;

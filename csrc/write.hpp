@@ -5,9 +5,17 @@
 
 #include "kernels.hpp"
 #include "lanes.hpp"
+#include "nvfp4.hpp"
 #include "threads.hpp"
 
 namespace longhelix::ISA {
+
+// The tile of a token.
+INLINE u8* tile_of(const Pool& pool, std::int64_t slot, int head, std::size_t tile_bytes) {
+    std::int64_t tiles = slot / kLanes;  // of one head, over all blocks
+    std::int64_t number = tile_number(pool, head, tiles / pool.tiles_per_block, tiles % pool.tiles_per_block);
+    return pool.data + static_cast<std::size_t>(number) * tile_bytes;
+}
 
 // Where one token's keys and values go, and how.
 template <typename E>
@@ -22,11 +30,7 @@ struct TileWriter {
           values_bytes(pool.shared ? 0 : panel_bytes * (pool.value_size / kLanes)),
           tile_bytes(longhelix::tile_bytes(pool)) {}
 
-    u8* tile(std::int64_t slot, int head) const {
-        std::int64_t tiles = slot / kLanes;  // of one head, over all blocks
-        std::int64_t number = tile_number(pool, head, tiles / pool.tiles_per_block, tiles % pool.tiles_per_block);
-        return pool.data + static_cast<std::size_t>(number) * tile_bytes;
-    }
+    u8* tile(std::int64_t slot, int head) const { return tile_of(pool, slot, head, tile_bytes); }
 
     // Both change `values` where numbers are narrow.
     void write_key(std::int64_t slot, int head, float* values) const {
@@ -71,6 +75,48 @@ struct TileWriter {
         std::memcpy(scale, &rounded, 2);
         float inverse = rounded ? 1.0f / bf16_to_float(rounded) : 0.0f;
         for (int c = 0; c < size; ++c) values[c] *= inverse;
+    }
+};
+
+template <>
+struct TileWriter<Nvfp4> {
+    Pool pool;
+    std::size_t values_at, key_scales_at, value_scales_at, tile_bytes;
+
+    explicit TileWriter(const Pool& pool)
+        : pool(pool),
+          values_at(nvfp4_code_bytes(pool.key_size)),
+          key_scales_at(values_at + (pool.shared ? 0 : nvfp4_code_bytes(pool.value_size))),
+          value_scales_at(key_scales_at + nvfp4_scale_bytes(pool.key_size)),
+          tile_bytes(longhelix::tile_bytes(pool)) {}
+
+    // Changes `values`.
+    void write_key(std::int64_t slot, int head, float* values) const {
+        if (!pool.shared) rotate_channels(values, pool.key_size);
+        u8* tile = tile_of(pool, slot, head, tile_bytes);
+        write(values, pool.key_size, tile, tile + key_scales_at, static_cast<int>(slot % kLanes), nvfp4_key_offset);
+    }
+
+    void write_value(std::int64_t slot, int head, const float* values) const {
+        u8* tile = tile_of(pool, slot, head, tile_bytes);
+        write(values, pool.value_size, tile + values_at, tile + value_scales_at, static_cast<int>(slot % kLanes),
+              nvfp4_value_offset);
+    }
+
+    template <typename Offset>
+    static void write(const float* values, int size, u8* codes, u8* scales, int token, Offset offset) {
+        int exponent = nvfp4_exponent(values, size);
+        scales[size + token] = static_cast<u8>(exponent);
+        f32x16 inverse = splat(__builtin_bit_cast(float, exponent < 255 ? (254 - exponent) << 23 : 0));
+        for (int c = 0; c < size; c += kLanes, codes += 128, scales += kLanes) {
+            Nvfp4Block block = exponent < 255 ? nvfp4_block(load<f32x16>(values + c) * inverse) : Nvfp4Block{};
+            std::int32_t of_channels[kLanes];
+            store(of_channels, block.codes);
+            scales[token] = block.scale;
+            for (int i = 0; i < 8; ++i) {
+                codes[offset(i, token)] = static_cast<u8>(of_channels[i] | of_channels[i + 8] << 4);
+            }
+        }
     }
 };
 

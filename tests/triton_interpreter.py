@@ -21,6 +21,7 @@ from longhelix.compute.kernels.triton import (
     expert_rows,
     experts,
     merge,
+    nvfp4,
     packed_products,
     rows,
     weight_tiles,
@@ -86,7 +87,7 @@ def interpret(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InterpretedFunction, "__call__", _call)
     # Arguments live on the CPU already: nothing to copy back, and pools may be larger than memory.
     patch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
-    ours = attention, expert_rows, experts, merge, packed_products, rows, weight_tiles, write
+    ours = attention, expert_rows, experts, merge, nvfp4, packed_products, rows, weight_tiles, write
     for module in (tl, tl.standard, *ours):
         for name, member in list(vars(module).items()):
             if isinstance(member, JITFunction):

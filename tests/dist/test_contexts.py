@@ -107,7 +107,7 @@ def test_heads_that_were_apart_come_together(oracles, tmp_path, saved_by):
 
 
 @pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "fp8", "int8", "int4", "nvfp4"])
 def test_narrow_numbers_come_back_as_they_were(oracles, tmp_path, kv_dtype):
     """On one rank, in chunks that end with the context's blocks, each step has the same numbers either way."""
     oracle = oracles("gqa-packed")

@@ -175,7 +175,8 @@ class EngineOptions:
     kv_dtype: str | None = _setting(
         None,
         Words(KV_DTYPES),
-        "Dtype of the KV cache. int8 and int4 hold more tokens but are less exact. [default: the value of --dtype]",
+        "Dtype of the KV cache. int8, nvfp4 and int4 hold more tokens but are less exact. [default: the value of "
+        "--dtype]",
     )
     attention_dtype: str | None = _setting(
         None,

@@ -296,8 +296,12 @@ def _nearest_kv(model: ModelSpec, planned: NumberFormat, device: str) -> NumberF
 
 
 def _narrowest(kept: Iterable[NumberFormat], planned: NumberFormat) -> NumberFormat:
-    """Return the narrowest format with at least as many bits as planned. At equal width, prefer bfloat16."""
-    return min((each for each in kept if each.bits >= planned.bits), key=lambda each: (each.bits, each.name))
+    """Return the narrowest format with at least as many bits as planned.
+
+    At equal width, prefer one with the arithmetic of the planned format, then bfloat16.
+    """
+    wide_enough = (each for each in kept if each.bits >= planned.bits)
+    return min(wide_enough, key=lambda each: (each.bits, each.arithmetic.format != planned.name, each.name))
 
 
 def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -> bool:
@@ -318,13 +322,17 @@ def _keeps_weights(deployment: Deployment, weights: NumberFormat, device: str) -
 def _keeps_kv(model: ModelSpec, kv: NumberFormat, device: str) -> bool:
     """Whether ranks can store the model's KV in this format.
 
-    GPUs store rows. CPUs store rows or tiles. On CPUs, narrow formats need tiles, which require separate keys and
-    values.
+    GPUs store rows. CPUs store rows or tiles. On CPUs, narrow formats need tiles. Tiles with one scale for each vector
+    require separate keys and values.
     """
-    if device == "cuda" or "tiles" not in kv.kv or not kv.kv["tiles"].bits:
-        return "rows" in kv.kv
     entries = [attention.cache_entry for attention in model.attentions]
-    return not any(entry.shared_values or entry.key_size % _LANES or entry.value_size % _LANES for entry in entries)
+    if device == "cuda" or "tiles" not in kv.kv or not kv.kv["tiles"].bits:
+        numbers = kv.kv["rows"].numbers if "rows" in kv.kv else None
+        whole = numbers is None or not any(size % numbers for entry in entries for size in entry.vector_sizes)
+        return "rows" in kv.kv and whole
+    if kv.kv["tiles"].numbers is None and any(entry.shared_values for entry in entries):
+        return False
+    return not any(entry.key_size % _LANES or entry.value_size % _LANES for entry in entries)
 
 
 def _held(dim: Dim, layout: Layout, rank: int) -> int:

@@ -106,6 +106,8 @@ class NumberFormat:
         kv: Arrangements in which the engine keeps keys and values, with the scales of each.
         arithmetic: The arithmetic that computes with it.
         rounds_inputs: Products round their inputs to bytes, with a scale for each 64 in a row, and multiply integers.
+        rotates_keys: Keys are stored times an orthogonal matrix, and so are the queries that are multiplied by them
+            (`compute/kernels/numbers.py`). Scores stay the same. Keys that are values as well are stored as they are.
         codes: How checkpoints store weights of this format. None: as numbers without scales, or not at all.
     """
 
@@ -116,6 +118,7 @@ class NumberFormat:
     kv: Mapping[str, Scales] = field(default_factory=dict)
     arithmetic: Arithmetic = Arithmetic()
     rounds_inputs: bool = False
+    rotates_keys: bool = False
     codes: Codes | None = None
 
     @property
@@ -147,13 +150,16 @@ class NumberFormat:
 
     def vector_bits(self, size: int, scales: Scales) -> int:
         """Return bits of one token's key or value of one head with `size` channels."""
-        return size * self.bits + scales.bits * (-(-size // scales.numbers) if scales.numbers else 1)
+        return size * self.bits + scales.bits * scales.num_blocks(size) + scales.vector_bits
 
 
 _PLAIN_WEIGHTS, _PLAIN_KV = ("plain", "panels"), {"rows": UNSCALED, "tiles": UNSCALED}
 _WEIGHT_BLOCK = Scales(scale_bits=16, offset_bits=16, numbers=32)
 _ACTIVATION, _CONVERTED = Arithmetic(activation=True), Arithmetic(converted=True)
 _KV_ROW, _KV_TILE = Scales(scale_bits=32), Scales(scale_bits=16)
+# A scale in fp8 for 16 channels, and a power of two for the vector. NVIDIA has a float32 scale for a tensor instead. It
+# would have to be known before the first token is written. Powers of two leave numbers exact in bfloat16.
+_KV_BLOCK = Scales(scale_bits=8, numbers=16, vector_bits=8)
 
 
 def _packed(name: str, codes: Codes, numbers: int | None, arithmetic: str = "", vector_bits: int = 0) -> NumberFormat:
@@ -232,7 +238,11 @@ _KNOWN = (
     # Without scales, as papers count it.
     NumberFormat("fp4", 4),
     # A scale in fp8 for 16 numbers and a float32 scale for the tensor (NVIDIA). Each output keeps a copy of the latter.
-    _packed("nvfp4", Codes("e2m1", "e4m3"), 16, arithmetic="fp4", vector_bits=32),
+    replace(
+        _packed("nvfp4", Codes("e2m1", "e4m3"), 16, arithmetic="fp4", vector_bits=32),
+        kv={"rows": _KV_BLOCK, "tiles": _KV_BLOCK},
+        rotates_keys=True,
+    ),
     # An exponent for 32 numbers (OCP Microscaling Formats, 1.0).
     _packed("mxfp4", Codes("e2m1", "e8m0"), 32, arithmetic="fp4"),
     _packed("mxfp8", Codes("e4m3", "e8m0"), 32, arithmetic="fp8"),

@@ -190,7 +190,7 @@ def test_the_yaml_of_a_plan_is_read_back(capfd, tmp_path):
     assert degrees == {name: best["layout"][name] for name in ("tpa", "tpf", "ep", "pp")} | {"kvp": groups * kvp}
     assert settings["placement"] == best["layout"]["placement"]
     assert (settings["device"], settings["max_model_len"]) == ("cuda", 1_000_000)
-    assert (settings["weight_dtype"], settings["kv_dtype"]) == ("bfloat16", "fp8")  # the engine has no fp4
+    assert (settings["weight_dtype"], settings["kv_dtype"]) == ("bfloat16", "nvfp4")  # the engine has no fp4
     assert "# Not as planned: weights are planned in fp4" in (folder / "plan.yaml").read_text()
     assert settings["chunk_tokens"] == best["chunk_tokens"]
     assert "# vLLM" in (folder / "commands.txt").read_text()

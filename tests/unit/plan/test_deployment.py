@@ -75,15 +75,15 @@ def test_formats_that_nobody_stores_become_the_nearest_that_runs_and_the_file_sa
     found = runnable(deployment(weights="fp4", kv="fp4", kvp=2, tpf=2))
     assert found.missing == (
         "weights are planned in fp4, which the engine cannot store yet: int4 here",
-        "the KV cache is planned in fp4, which the engine cannot store yet: int4 here",
+        "the KV cache is planned in fp4, which the engine cannot store yet: nvfp4 here",
     )
     assert as_yaml(found).startswith(
         "# Not as planned: weights are planned in fp4, which the engine cannot store yet: int4 here\n"
-        "# Not as planned: the KV cache is planned in fp4, which the engine cannot store yet: int4 here\n"
+        "# Not as planned: the KV cache is planned in fp4, which the engine cannot store yet: nvfp4 here\n"
         "kvp: 2\n"
     )
     _, settings = read(found, tmp_path)
-    assert (settings["device"], settings["weight_dtype"], settings["kv_dtype"]) == ("cpu", "int4", "int4")
+    assert (settings["device"], settings["weight_dtype"], settings["kv_dtype"]) == ("cpu", "int4", "nvfp4")
 
 
 def test_a_plan_for_gpus_in_formats_of_cpus_stays_on_gpus_and_says_what_cpus_run():
@@ -91,10 +91,10 @@ def test_a_plan_for_gpus_in_formats_of_cpus_stays_on_gpus_and_says_what_cpus_run
     assert (found.settings["device"], found.settings["weight_dtype"], found.settings["kv_dtype"]) == (
         "cuda",
         "bfloat16",
-        "fp8",
+        "nvfp4",
     )
     assert found.missing[2] == (
-        "formats closer to the plan run on CPUs only: set device cpu, weight_dtype int4, kv_dtype int4"
+        "formats closer to the plan run on CPUs only: set device cpu, weight_dtype int4, kv_dtype nvfp4"
     )
 
 

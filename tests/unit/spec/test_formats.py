@@ -24,14 +24,15 @@ ENTRIES = [CacheEntry("kv", 128, 128), CacheEntry("latent", 576, 512, shared_val
 def test_the_engines_choices_are_formats_that_no_checkpoint_packs():
     assert " ".join(DTYPES) == "float32 bfloat16 float16"
     assert " ".join(WEIGHT_DTYPES) == "float32 bfloat16 float16 int8 int4 fp8-block int4-g128 nvfp4"
-    assert " ".join(KV_DTYPES) == "float32 bfloat16 float16 fp8 int8 int4"
+    assert " ".join(KV_DTYPES) == "float32 bfloat16 float16 fp8 int8 int4 nvfp4"
     packed = {name for name, format in FORMATS.items() if format.codes is not None}
     assert {*WEIGHT_DTYPES, *KV_DTYPES, "fp4", "w8a8"} - packed == FORMATS.keys() - packed
     for name, bits in (("mxfp8", 8.25), ("fp8-block", 8.25), ("int4-g128", 4.125), ("int4-g32-zero", 4.75)):
         assert 8 * FORMATS[name].weight_bytes == bits
     for name, bits in (("fp4", 4), ("nvfp4", 4.5), ("mxfp4", 4.25)):
         assert 8 * FORMATS[name].weight_bytes == bits
-        assert 8 * CacheEntry("kv", 128, 64).head_bytes(FORMATS[name], "cuda") == 192 * bits
+        of_vectors = 2 * 8 if name == "nvfp4" else 0
+        assert 8 * CacheEntry("kv", 128, 64).head_bytes(FORMATS[name], "cuda") == 192 * bits + of_vectors
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones():
@@ -63,7 +64,10 @@ def test_bytes_of_a_cache_entry_are_those_of_its_tensors(dtype, entry, device):
     try:
         format = KVFormat.choose(dtype, *sizes, torch.device(device), entry.shared_values)
     except UserError:
-        held = {"cuda": dtype != "int4", "cpu": dtype in DTYPES or (native.module and not entry.shared_values)}
+        held = {
+            "cuda": dtype != "int4",
+            "cpu": dtype in DTYPES or (native.module and (not entry.shared_values or dtype == "nvfp4")),
+        }
         assert not held[device]
         return
     layer = format.new_layer(3, META)
@@ -74,13 +78,15 @@ def test_bytes_of_a_cache_entry_are_those_of_its_tensors(dtype, entry, device):
 def test_the_scales_of_a_token():
     """A key and a value of 128 channels, and a scale of each."""
     entry = attention_of(load_model("llama-3-8b")).cache_entry
-    assert [entry.head_bytes(FORMATS[name], "cpu") for name in KV_DTYPES] == [1024, 512, 512, 260, 260, 132]
-    assert [entry.head_bytes(FORMATS[name], "cuda") for name in ("bfloat16", "fp8", "int8")] == [512, 264, 264]
+    assert [entry.head_bytes(FORMATS[name], "cpu") for name in KV_DTYPES] == [1024, 512, 512, 260, 260, 132, 146]
+    assert [entry.head_bytes(FORMATS[name], "cuda") for name in ("bfloat16", "fp8", "int8", "nvfp4")] == [
+        512, 264, 264, 146
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-r1"])
 @pytest.mark.parametrize(("system", "device"), [("cpu", "cpu"), ("h100", "cuda")])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "int8", "nvfp4"])
 def test_planner_and_engine_count_the_same_bytes_of_kv(model, system, device, dtype):
     spec, hardware = load_model(model), load_system(system)
     if dtype not in hardware.arithmetic.flops_per_s:

@@ -62,10 +62,10 @@ class Snapshot:
         place, tensors = layer - self.layers.start, {}
         for name, part in self._parts[place].items():
             entry, vectors = name.split(".")
-            number = _NUMBERS.get(self.pool.layers[place][entry].format.dtype, "U8")  # several in a byte
-            tensors[name] = StoredTensor(
-                _SCALES[part.view.dtype] if vectors.endswith("_scales") else number, part.shape
-            )
+            format = self.pool.layers[place][entry].format
+            number = _NUMBERS.get(format.dtype, "U8")  # several in a byte
+            scale = "U8" if format.scales.vector_bits else _SCALES[part.view.dtype]  # of different kinds
+            tensors[name] = StoredTensor(scale if vectors.endswith("_scales") else number, part.shape)
         return tensors
 
     def save(

@@ -14,6 +14,7 @@ from longhelix.compute.kernels.library import (
     library,
     triton_kernels,
 )
+from longhelix.compute.kernels.numbers import rotated_channels
 
 
 def partial_attention(
@@ -91,16 +92,28 @@ def _partial_attention(
         return _attend_tiles(q_TqC, layer, *table, scale, firsts_T, cap)
     if firsts_T is None and (planned := flashinfer.attend(q_TqC, values, limits_T)) is not None:
         return planned
+    dtype, q_TqC = q_TqC.dtype, rotated_channels(q_TqC) if layer.format.rotates_keys else q_TqC
     if q_TqC.is_cuda and layer.format.dtype in triton_kernels().FORMATS:
         most_rows = max_rows if max_rows is not None else int(row_starts_B.diff().max())
         seen_tokens = most_tokens if most_tokens is not None else int(limits_T.amax()) if len(limits_T) else 0
         return triton_kernels().partial_attention(
-            q_TqC, values, scales, *table, scale, layer.format.value_size, most_rows, seen_tokens, firsts_T, cap
+            q_TqC.to(dtype),
+            values,
+            scales,
+            *table,
+            scale,
+            layer.format.value_size,
+            most_rows,
+            seen_tokens,
+            firsts_T,
+            cap,
         )
     if scales is None:
         return reference.partial_attention(q_TqC, *layer.keys_and_values(), *table, scale, firsts_T, cap)
     k_JDkC, v_JDkC, *table_J = _decoded(layer, blocks_X, extents_B2)
-    return reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *table_J, row_starts_B, limits_T, scale, firsts_T, cap)
+    rows = row_starts_B, limits_T, scale, firsts_T, cap
+    out_TqC, lse_Tq = reference.partial_attention(q_TqC, k_JDkC, v_JDkC, *table_J, *rows)
+    return out_TqC.to(dtype), lse_Tq
 
 
 def _decoded(layer: KVLayer, blocks_X: Tensor, extents_B2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -125,7 +125,7 @@ def _expanded_format(latents: KVFormat, up_qXZ: Tensor, nope_size: int, count: i
     key_size, value_size = nope_size + latents.key_size - latents.value_size, channels - nope_size
     if latents.arrangement is TILES:
         return KVFormat(
-            dtype=latents.dtype,
+            dtype="bfloat16" if latents.scales.bits else latents.dtype,
             block_tokens=-(-count // native.LANES) * native.LANES,
             num_kv_heads=heads,
             key_size=key_size,

@@ -40,7 +40,7 @@ class Rows:
 
     A is [keys, values], both with C channels, or [keys] if values are the first channels of the keys (absorbed MLA).
     Numbers of fewer than 8 bits share elements. Narrow numbers have a tensor of scales: (P, A, D, k), or (P, A, D, k,
-    G) if scale blocks are parts of a vector.
+    G) if scale blocks are parts of a vector, or (P, A, D, k, G + 1) of bytes if the vector has one more scale.
     """
 
     name = "rows"
@@ -49,7 +49,10 @@ class Rows:
         kv = format.number.kv
         # Narrow numbers are meant to be fast, so the slow reference kernels of a CPU do not read them.
         slow = device.type == "cpu" and TILES.name in kv and kv[TILES.name].bits > 0
-        return self.name in kv and not slow
+        if self.name not in kv or slow:
+            return False
+        numbers = kv[self.name].numbers
+        return numbers is None or not any(size % numbers for size in (format.key_size, format.value_size))
 
     def new_tensors(self, format: "KVFormat", num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         dtype, scales = STORED[format.dtype].dtype, format.scales
@@ -59,7 +62,8 @@ class Rows:
         if not scales.bits:
             return values, None
         shape = *vectors, *format.scales_per_vector
-        return values, torch.empty(shape, dtype=SCALE_DTYPES[scales.scale_bits], device=device)
+        scale_dtype = torch.uint8 if scales.vector_bits else SCALE_DTYPES[scales.scale_bits]
+        return values, torch.empty(shape, dtype=scale_dtype, device=device)
 
     def sizes(self, values: Tensor) -> tuple[int, int]:
         return values.shape[2], values.shape[3]
@@ -74,7 +78,7 @@ class Tiles:
     A tile of 16 tokens has the keys as [channel][token], then the values as [16 channels][token][channel]. So one load
     gives sixteen scores or sixteen output channels, without sums across lanes. Numbers of 16 bits and less are stored
     in pairs of neighbouring channels (keys) or tokens (values), integers in fours. Narrow numbers are followed by a
-    bfloat16 scale for each token's key, then one for its value.
+    bfloat16 scale for each token's key, then one for its value. csrc/nvfp4.hpp describes the tiles of nvfp4.
     """
 
     name = "tiles"
@@ -82,7 +86,11 @@ class Tiles:
     def holds(self, format: "KVFormat", device: torch.device) -> bool:
         known = native.module is not None and device.type == "cpu" and self.name in format.number.kv
         whole = not any(size % native.LANES for size in (format.block_tokens, format.key_size, format.value_size))
-        return known and whole and not (format.shared_values and format.number.kv[self.name].bits)
+        if not known or not whole:
+            return False
+        scales = format.number.kv[self.name]
+        # Values are made from shared keys as numbers without scales: kernels expand scale blocks to such numbers.
+        return not format.shared_values or not scales.bits or scales.numbers is not None
 
     def new_tensors(self, format: "KVFormat", num_blocks: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
         tiles = format.block_tokens // native.LANES
@@ -150,10 +158,10 @@ class KVFormat:
         format = next((format for format in formats if format.arrangement.holds(format, device)), None)
         if format is None:
             lanes = native.LANES
-            raise UserError(
-                f"kv_dtype {dtype} needs the native CPU kernels, KV blocks of a multiple of {lanes} tokens and head "
-                f"sizes of a multiple of {lanes}: set kv_dtype to bfloat16"
-            )
+            sizes = f"head sizes of a multiple of {lanes}"
+            if device.type == "cpu" or ROWS.name not in FORMATS[dtype].kv:
+                sizes = f"the native CPU kernels, KV blocks of a multiple of {lanes} tokens and {sizes}"
+            raise UserError(f"kv_dtype {dtype} needs {sizes}: set kv_dtype to bfloat16")
         return format
 
     @property
@@ -167,9 +175,14 @@ class KVFormat:
 
     @property
     def scales_per_vector(self) -> tuple[int, ...]:
-        """(G,), the number of scale blocks of a vector. Empty if all of its channels share one scale."""
-        numbers = self.scales.numbers
-        return () if numbers is None else (-(-self.key_size // numbers),)
+        """(G,), the number of scales of a vector. Empty if all of its channels share one scale."""
+        scales = self.scales
+        return () if scales.numbers is None else (scales.num_blocks(self.key_size) + (scales.vector_bits > 0),)
+
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether keys and queries are rotated (`numbers.rotated_channels`)."""
+        return self.number.rotates_keys and not self.shared_values
 
     @property
     def vector_sizes(self) -> tuple[int, ...]:

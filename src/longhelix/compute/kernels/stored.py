@@ -1,9 +1,9 @@
 """Stored keys and values, bit for bit, in one order for all arrangements. Used to move KV from one pool to another.
 
 For a KV block and head: keys (C, D), values (V / 16, D, 16), or (1, D, V) if 16 does not divide V, scales (D), or (D,
-G) with scale blocks. This order is close to tiles of 16 tokens, so that CPUs can copy large pieces. int4 has two rows
-in a byte, which count as one row: of eight rows, row i and row i + 4. If numbers share elements in rows, C and V count
-elements.
+G) if vectors have several. This order is close to tiles of 16 tokens, so that CPUs can copy large pieces. int4 has two
+rows in a byte, which count as one row: of eight rows, row i and row i + 4. If numbers of a vector share elements, C, V
+and 16 count elements.
 """
 
 import math
@@ -25,7 +25,10 @@ _LINES: dict[str, tuple[tuple[str, int], ...]] = {
     "fp8": (("lanes", 4), ("rows", 2), ("lanes", 4), ("rows", 2)),
     "int8": (("lanes", 16), ("rows", 4)),
     "int4": (("lanes", 16), ("rows", 4)),
+    "nvfp4": (("lanes", 4), ("rows", 2), ("lanes", 4), ("rows", 2)),
 }
+# The same for values, where they differ from keys.
+_VALUE_LINES = {"nvfp4": (("rows", 2), ("lanes", 2), ("rows", 2), ("lanes", 4), ("rows", 2))}
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ def _in_rows(layer: KVLayer) -> dict[str, StoredPart]:
         size = bits_PkDC.shape[-1]
         view = bits_PkDC.transpose(2, 3)
         if name == "values":
-            lanes = size if size % native.LANES else native.LANES
+            panel = native.LANES * layer.format.number.bits // (8 * layer.values.itemsize)
+            lanes = size if size % panel else panel
             view = bits_PkDC.unflatten(3, (-1, lanes)).transpose(2, 3)
         parts[name] = StoredPart(view, tuple((dim,) for dim in view.shape[2:]))
         if layer.scales is not None:
@@ -80,7 +84,15 @@ def _in_tiles(layer: KVLayer) -> dict[str, StoredPart]:
         bits_PktX = bytes_PktX[..., start:stop].view(_BITS[format.number.bits])
         parts[name] = _keys(bits_PktX, format.dtype) if name == "keys" else _values(bits_PktX, size, format.dtype)
         start = stop
-    if start < bytes_PktX.shape[-1]:
+    if format.scales.numbers is not None:
+        for name, size in _vectors(layer):
+            stop = start + native.LANES * (format.scales.num_blocks(size) + 1)
+            scales_PktGD = bytes_PktX[..., start:stop].unflatten(-1, (-1, native.LANES))
+            scales_PktDG = scales_PktGD.transpose(-1, -2)
+            groups = scales_PktDG.shape[2:4], scales_PktDG.shape[4:]
+            parts[f"{name}_scales"] = StoredPart(scales_PktDG, groups)
+            start = stop
+    elif start < bytes_PktX.shape[-1]:
         scales_PktAD = bytes_PktX[..., start:].view(torch.int16).unflatten(-1, (-1, native.LANES))
         for array, (name, _) in enumerate(_vectors(layer)):
             scales_PktD = scales_PktAD[..., array, :]
@@ -102,7 +114,7 @@ def _keys(bits_PktX: Tensor, dtype: str) -> StoredPart:
 
 def _values(bits_PktX: Tensor, value_size: int, dtype: str) -> StoredPart:
     """Return values, which have a panel for every 16 channels: tokens are rows, channels are lanes."""
-    kinds, sizes = zip(*_LINES[dtype], strict=True)
+    kinds, sizes = zip(*_VALUE_LINES.get(dtype, _LINES[dtype]), strict=True)
     panels = value_size // native.LANES
     view = bits_PktX.unflatten(-1, (panels, bits_PktX.shape[-1] // panels // math.prod(sizes), *sizes))
     return _grouped(view, ["tiles", "panels", "rows", *kinds], [["panels"], ["tiles", "rows"], ["lanes"]])

@@ -14,7 +14,7 @@ from longhelix.compute.kernels.library import (
     library,
     triton_kernels,
 )
-from longhelix.compute.kernels.numbers import STORED
+from longhelix.compute.kernels.numbers import STORED, rotated_channels
 
 
 def write_kv(k_TkC: Tensor, v_TkC: Tensor | None, layer: KVLayer, slots_T: Tensor) -> None:
@@ -41,6 +41,7 @@ def _write_kv(k_TkC, v_TkC, values, scales, slots_T, *format):
         _write_tiles(k_TkC, v_TkC, layer, slots_T)
         return
     v_TkC = None if layer.format.shared_values else v_TkC
+    k_TkC = rotated_channels(k_TkC) if layer.format.rotates_keys else k_TkC
     if k_TkC.is_cuda and layer.format.dtype in triton_kernels().FORMATS:
         triton_kernels().write_kv(k_TkC, v_TkC, values, scales, slots_T)
         return

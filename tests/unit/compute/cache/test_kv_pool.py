@@ -18,7 +18,7 @@ from longhelix.spec.layout import Layout
 pytestmark = pytest.mark.unit
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4}
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4, "nvfp4": 4}
 NARROW = ["fp8", "int8", "int4"]
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -67,6 +67,23 @@ def test_rows_are_a_tensor_of_keys_and_values_with_float32_scales_of_narrow_numb
             assert layer.scales.dtype == torch.float32
 
 
+@pytest.mark.parametrize("shared_values", [False, True])
+def test_rows_of_nvfp4_are_bytes_of_two_codes_with_bytes_of_scales(shared_values):
+    format = KVFormat("nvfp4", 4, 3, 80, 64 if shared_values else 80, ROWS, shared_values=shared_values)
+    layer, arrays = format.new_layer(5, CPU), 1 if shared_values else 2
+    assert layer.values.shape == (5, arrays, 4, 3, 40)
+    assert layer.scales.shape == (5, arrays, 4, 3, 6)
+    assert layer.values.dtype == layer.scales.dtype == torch.uint8
+    assert layer.values.nbytes + layer.scales.nbytes == 5 * format.block_bytes
+
+
+def test_scale_blocks_take_whole_heads():
+    with pytest.raises(
+        UserError, match="kv_dtype nvfp4 needs head sizes of a multiple of 16: set kv_dtype to bfloat16"
+    ):
+        KVFormat.choose("nvfp4", 16, 2, 72, 72, torch.device("cuda"))
+
+
 @needs_native
 @pytest.mark.parametrize(
     ("dtype", "shared_values"),
@@ -81,6 +98,8 @@ def test_packed_tiles_have_the_bytes_that_the_kernels_step_over(
     pool = KVPool([{"kv": format}] * 2, 3, CPU)
     channels = key_size if shared_values else key_size + value_size
     tile_bytes = 16 * channels * BITS[dtype] // 8 + (2 * 16 * 2 if dtype in NARROW else 0)
+    if dtype == "nvfp4":  # a byte for each 16 channels, and one for the vector
+        tile_bytes += 16 * (channels // 16 + (1 if shared_values else 2))
     assert format.block_bytes == block_tokens // 16 * kv_heads * tile_bytes
     assert pool.num_bytes == 2 * 3 * format.block_bytes
     for layer in pool.entries():

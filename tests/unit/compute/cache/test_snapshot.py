@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, BLOCKS = 2, 5, 9  # of the model, and of the context
-TILED = ["float32", "bfloat16", "float16", "fp8", "int8", "int4"]
+TILED = ["float32", "bfloat16", "float16", "fp8", "int8", "nvfp4", "int4"]
 needs_native = pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
 FORMATS = [
     *(pytest.param(dtype, TILES, shared, marks=needs_native) for dtype in TILED for shared in (False, True)
@@ -90,7 +90,7 @@ def test_any_split_of_blocks_and_heads_comes_back_under_another_one(tmp_path, dt
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8", "int8", "nvfp4"])
 def test_tiles_and_rows_hold_the_same_numbers(tmp_path, dtype):
     """From CPUs to GPUs nothing changes but the width of scales; the other way these would be rounded."""
     tiles = make_snapshot(range(2), dtype, TILES)

@@ -162,6 +162,27 @@ def test_packed_keys_and_values_equal_the_reference(kv_dtype, up_dtype, block_to
     assert torch.equal(keys[0, :count, :, NOPE:], rotated_SqC.double())
 
 
+@pytest.mark.skipif(native.module is None, reason="this install has no native CPU kernels")
+def test_latents_of_nvfp4_become_keys_and_values_in_bfloat16():
+    """Of what is stored, tile by tile; and attention to them equals attention to the latents."""
+    (latent_SC,) = make_latents([200], torch.bfloat16)
+    shard = Shard.of([latent_SC], "nvfp4", True, 48)
+    kept_SC = torch.from_numpy(stored(shard.layer).decoded()[0][shard.blocks[0]]).flatten(0, 2)[:200]
+    assert error(kept_SC, latent_SC) <= 0.13
+    up_qXZ = make_up(torch.bfloat16)
+    made = expand_latents(shard.layer, up_qXZ, NOPE, shard.blocks[0], 48, 152)
+    assert made.format.dtype == "bfloat16"
+    wanted = reference.expand_latents(kept_SC[48:].double(), up_qXZ.double(), NOPE)
+    for found, expected in zip(stored(made).decoded(), wanted, strict=True):
+        assert error(torch.from_numpy(found[0, :152]), expected) <= TOLERANCE["bfloat16"]
+    q_TqC = torch.randn(9, HEADS, NOPE + ROPE, generator=seeded(2)).bfloat16()
+    case = Case(shard, up_qXZ, q_TqC, [[0, 1, 100, *range(195, 201)]])
+    expected_TqC, expected_lse_Tq = dense(q_TqC, kept_SC, up_qXZ, case.limits[0])
+    for out_TqC, lse_Tq in (case.direct(), case.absorbed()):
+        assert error(out_TqC, expected_TqC) <= TOLERANCE["bfloat16"]
+        assert error(lse_Tq[1:], expected_lse_Tq[1:]) <= TOLERANCE["bfloat16"]
+
+
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8", "fp8"])
 @pytest.mark.parametrize(("first", "count"), [(0, 3), (4, 8), (8, 21)])
 def test_rows_of_keys_and_values_equal_the_formula(kv_dtype, first, count):

@@ -32,7 +32,8 @@ from longhelix.compute.kernels import (
     rotate_and_write,
     write_kv,
 )
-from packed_pool import BITS, LARGEST, fp8_numbers, numbers, stored
+from longhelix.compute.kernels.numbers import STORED
+from packed_pool import BITS, LARGEST, fp8_numbers, numbers, rotated, stored
 
 pytestmark = [
     pytest.mark.unit,
@@ -44,7 +45,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Multiplied as integers: queries and weights are, too.
 WHOLE = ["int8", "int4"] if native.module is not None and native.module.instruction_set() == "avx512" else []
 # Multiplied as pairs of bfloat16: queries and weights are rounded to it.
-PAIRS = [name for name in ("bfloat16", *LARGEST) if name not in WHOLE]
+PAIRS = [name for name in ("bfloat16", "nvfp4", *LARGEST) if name not in WHOLE]
 UNIT = 2.0**-24  # half the distance of float32 neighbours at 1: what one rounding may change
 PAIR_UNIT = 2.0**-8  # the same of bfloat16
 STRIP = 256  # tokens whose weights have one largest
@@ -127,6 +128,21 @@ def assert_stored(kept: np.ndarray, scale: np.ndarray | None, given_TkC: Tensor,
     assert (np.abs(kept * scale - wanted) <= half * (1 + 2 * UNIT) + 2 * UNIT * np.abs(wanted)).all()
 
 
+def assert_stored_as_nvfp4(codes_TkC: np.ndarray, scales_TkG: np.ndarray, given_TkC: Tensor) -> None:
+    """What rows of a GPU hold, bit for bit; and to half a step between 4 and 6, or to what is cut off above 6."""
+    elements_TkX, sides_TkG = STORED["nvfp4"].encode(given_TkC)
+    blocks = *codes_TkC.shape[:2], codes_TkC.shape[2] // 16, 16
+    np.testing.assert_array_equal(scales_TkG, sides_TkG.numpy())
+    low_TkGB, high_TkGB = np.split(codes_TkC.reshape(blocks), 2, axis=-1)
+    np.testing.assert_array_equal((low_TkGB | high_TkGB << 4).reshape(elements_TkX.shape), elements_TkX.numpy())
+    wanted_TkGB = given_TkC.double().numpy().reshape(blocks)
+    found_TkC = STORED["nvfp4"].decode(elements_TkX, sides_TkG).double().numpy()
+    most_TkG1 = np.abs(wanted_TkGB).max(-1, keepdims=True)
+    # A scale is rounded by 1/16. Where it is one of the smallest, 2^-9 of at least 128, it is rounded by half of that.
+    least_Tk11 = np.abs(wanted_TkGB).max((-2, -1), keepdims=True) * 2.0**-16
+    assert (np.abs(found_TkC.reshape(wanted_TkGB.shape) - wanted_TkGB) <= most_TkG1 / 6 * 17 / 16 + least_Tk11).all()
+
+
 @given(
     shape=st.builds(Shape, st.integers(1, 4), st.just(1), head_sizes, head_sizes, block_sizes, kv_dtypes),
     dtype=dtypes,
@@ -148,17 +164,24 @@ def test_rows_are_stored_at_their_slots_to_half_a_step_and_nothing_else_is_touch
     pool = stored(layer)
     rows = [row for row, slot in enumerate(slots) if slot >= 0]
     block, offset = np.divmod([slots[row] for row in rows], shape.block_tokens) if rows else (np.zeros(0, int),) * 2
-    narrow = shape.kv_dtype in LARGEST
+    narrow = shape.kv_dtype in (*LARGEST, "nvfp4")
     for codes, scales, given_TkC in (
         (pool.keys, pool.key_scales, k_TkC),
         (pool.values, pool.value_scales, v_TkC),
     ):
+        if shape.kv_dtype == "nvfp4":
+            vectors_TkC = given_TkC[rows].float()
+            if given_TkC is k_TkC:
+                vectors_TkC = torch.from_numpy(rotated(vectors_TkC.numpy()))
+            assert_stored_as_nvfp4(codes[block, offset], scales[block, offset], vectors_TkC)
+            continue
         kept = numbers(codes[block, offset], shape.kv_dtype)
         assert_stored(kept, pool.scales(scales[block, offset]) if narrow else None, given_TkC[rows], shape.kv_dtype)
     untouched_PD = np.ones((3, shape.block_tokens), bool)
     untouched_PD[block, offset] = False
     for part in pool.parts()[: 4 if narrow else 2]:
-        ones = 15 if shape.kv_dtype == "int4" and part.dtype == np.uint8 else np.iinfo(part.dtype).max
+        codes_of_four_bits = BITS[shape.kv_dtype] == 4 and (part is pool.keys or part is pool.values)
+        ones = 15 if codes_of_four_bits else np.iinfo(part.dtype).max
         assert (part[untouched_PD] == ones).all()
 
 
@@ -426,6 +449,13 @@ class Case:
         begin, end = self.extents_B2[sequence]
         return self.blocks_X[begin:end]
 
+    @property
+    def queries(self) -> Tensor:
+        """What keys are multiplied by, before any rounding: rotated where keys are stored rotated."""
+        if self.shape.kv_dtype != "nvfp4" or self.shape.shared:
+            return self.q_TqC
+        return torch.from_numpy(rotated(self.q_TqC.float().numpy()))
+
     def rows(self) -> tuple[Tensor, Tensor]:
         """row_starts_B and limits_T."""
         starts = [0, *itertools.accumulate(map(len, self.limits))]
@@ -554,7 +584,7 @@ def assert_exact(case: Case, result: tuple[Tensor, Tensor]) -> None:
     out_TqC, lse_Tq = result
     assert (out_TqC.dtype, lse_Tq.dtype) == (dtype, torch.float32)
     paired = shape.kv_dtype in PAIRS
-    rounded_TqC = case.q_TqC.bfloat16() if paired else case.q_TqC
+    rounded_TqC = case.queries.bfloat16() if paired else case.queries
     exact = exact_attention(case, rounded_TqC.double().numpy())
     assert out_TqC.shape == exact.out_TqC.shape
     unseeing_Tq = exact.seen_Tq == 0
@@ -578,7 +608,7 @@ def reference_over_decoded(case: Case) -> tuple[Tensor, Tensor]:
     """The reference over float32 rows that hold what the pool holds, which float32 has exactly."""
     k_PDkC, v_PDkC = (torch.from_numpy(side.astype(np.float32)) for side in stored(case.layer).decoded())
     return reference.partial_attention(
-        case.q_TqC, k_PDkC, v_PDkC, case.blocks_X, case.extents_B2, *case.rows(), case.scale
+        case.queries, k_PDkC, v_PDkC, case.blocks_X, case.extents_B2, *case.rows(), case.scale
     )
 
 
@@ -785,7 +815,7 @@ def test_weights_of_any_distance_are_exact_to_a_few_units(kv_dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16", "nvfp4"])
 def test_values_that_are_the_first_channels_of_the_keys(kv_dtype, dtype):
     """Multi-head latent attention, absorbed: one key of 576 channels for sixteen heads, of which 512 are the value."""
     shape = Shape(1, 16, 576, 512, 16, kv_dtype, shared=True)
@@ -886,7 +916,7 @@ def test_states_of_two_halves_of_the_blocks_merge_to_the_whole(group, kv_dtype, 
         states.append(replace(case, blocks_X=blocks_X, extents_B2=extents_B2, limits=mine).run())
     merged = merge_states(*(torch.stack(parts) for parts in zip(*states, strict=True)))
     paired = kv_dtype in PAIRS
-    rounded_TqC = case.q_TqC.bfloat16() if paired else case.q_TqC
+    rounded_TqC = case.queries.bfloat16() if paired else case.queries
     exact = exact_attention(case, rounded_TqC.double().numpy(), strip=max(map(max, limits)) + 1)
     out_tolerance, lse_tolerance = tolerances(exact, 32, torch.float32, 0.0, PAIR_UNIT if paired else 0.0)
     # Parts are as exact as the whole; the merge itself adds a few roundings of float32.

@@ -45,11 +45,16 @@ def test_tiles_are_read_in_order(dtype, block_tokens):
     keys_JkCD, values_Jk3D16 = found["keys"], found["values"]
     if dtype == "int4":
         keys_JkCD, values_Jk3D16 = halves(keys_JkCD, 2), halves(values_Jk3D16, 3)
+    if dtype == "nvfp4":  # channels c and c + 8 of 16
+        eights = keys_JkCD.reshape(*keys_JkCD.shape[:2], -1, 8, block_tokens)
+        keys_JkCD = np.concatenate((eights & 15, eights >> 4), axis=3).reshape(*keys_JkCD.shape[:2], -1, block_tokens)
+        values_Jk3D16 = np.concatenate((values_Jk3D16 & 15, values_Jk3D16 >> 4), axis=-1)
+    narrow = dtype in (*packed_pool.LARGEST, "nvfp4")
     assert numbered(keys_JkCD, np.moveaxis(expected.keys[blocks], 1, 3))
     assert numbered(values_Jk3D16, np.moveaxis(expected.values[blocks].reshape(2, block_tokens, 3, 3, 16), 1, 3))
     for name, scales_PDk in (("keys", expected.key_scales), ("values", expected.value_scales)):
-        assert (f"{name}_scales" in found) == (dtype in packed_pool.LARGEST)
-        if dtype in packed_pool.LARGEST:
+        assert (f"{name}_scales" in found) == narrow
+        if narrow:
             assert numbered(found[f"{name}_scales"], scales_PDk[blocks].swapaxes(1, 2))
 
 
@@ -66,7 +71,8 @@ def test_rows_are_read_in_order(dtype, size, panels):
 
 
 EVERY = [
-    *((dtype, ROWS, shared) for dtype in ("float32", "bfloat16", "float16", "fp8", "int8") for shared in (False, True)),
+    *((dtype, ROWS, shared) for dtype in ("float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
+      for shared in (False, True)),
     *(pytest.param(dtype, TILES, shared, marks=pytest.mark.skipif(native.module is None, reason="no native kernels"))
       for dtype in packed_pool.BITS for shared in (False, True) if not (shared and dtype in packed_pool.LARGEST)),
 ]  # fmt: skip

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.unit
 SHARED_MEMORY_BYTES = 227 * 1024
 LEAST_SHARED_MEMORY_BYTES = 99 * 1024  # of GPUs since compute capability 8.0
 BF16, INT8, FLOAT8 = torch.bfloat16, torch.int8, torch.float8_e4m3fn
+NVFP4 = torch.uint8  # what its pools hold
 
 
 def compile_for(capability: int, kernel: JITFunction, arguments: dict[str, object]) -> CompiledKernel:
@@ -93,6 +94,7 @@ def compiled(capability, monkeypatch, tmp_path) -> list[CompiledKernel]:
     record(merge, "_merge_splits")
     record(merge, "_merge_states")
     record(write, "_write_kv")
+    record(write, "_write_nvfp4")
     for name in ("_norm_rows", "_activate_rows", "_rotate"):
         record(rows, name)
     for name in ("_multiply", "_sum_splits"):
@@ -102,6 +104,13 @@ def compiled(capability, monkeypatch, tmp_path) -> list[CompiledKernel]:
     for name in ("_norm", "_gate_up", "_down", "_sum_parts"):
         record(experts, name)
     return kernels
+
+
+def scales_of(pool_dtype: torch.dtype, *size: int) -> torch.Tensor | None:
+    """Scales of a pool with the sizes (P, A, D, k, C)."""
+    if pool_dtype == NVFP4:
+        return torch.empty(*size[:4], size[4] // 16 + 1, dtype=torch.uint8)
+    return torch.empty(size[:4]) if pool_dtype.itemsize == 1 else None
 
 
 @pytest.mark.parametrize(
@@ -115,6 +124,8 @@ def compiled(capability, monkeypatch, tmp_path) -> list[CompiledKernel]:
                 (torch.float32, torch.float32, 16, 1, 576, 512),
                 (BF16, BF16, 9, 3, 64, 64),
                 (BF16, FLOAT8, 64, 8, 128, 128),
+                (BF16, NVFP4, 64, 8, 128, 128),
+                (BF16, NVFP4, 128, 1, 576, 512),
                 (BF16, INT8, 16, 1, 256, 256),
                 (BF16, BF16, 128, 1, 576, 512),
                 (BF16, BF16, 8, 1, 512, 512),
@@ -134,8 +145,8 @@ def test_attention_compiles_for_hopper(
     size = 3, 2 if key_size == value_size else 1, 16, kv_heads
     partial_attention(
         torch.empty(rows, query_heads, key_size, dtype=dtype),
-        torch.empty(*size, key_size, dtype=pool_dtype),
-        torch.empty(size) if pool_dtype.itemsize == 1 else None,
+        torch.empty(*size, key_size // (2 if pool_dtype == NVFP4 else 1), dtype=pool_dtype),
+        scales_of(pool_dtype, *size, key_size),
         torch.empty(9, dtype=torch.int64),
         torch.empty(1, 2, dtype=torch.int64),
         torch.empty(2, dtype=torch.int64),
@@ -162,10 +173,12 @@ def test_merge_and_write_compile_for_hopper(compiled):
     k_TkC, v_TkC = torch.empty(5, 10, 128, dtype=BF16).split((2, 8), dim=1)[1], torch.empty(5, 8, 128, dtype=BF16)
     slots_T = torch.empty(5, dtype=torch.int64)
     for pool_dtype in (torch.float32, BF16, torch.float16, INT8, FLOAT8):
-        scales_PADk = torch.empty(3, 2, 16, 8) if pool_dtype.itemsize == 1 else None
+        scales_PADk = scales_of(pool_dtype, 3, 2, 16, 8, 128)
         write_kv(k_TkC, v_TkC, torch.empty(3, 2, 16, 8, 128, dtype=pool_dtype), scales_PADk, slots_T)
     write_kv(torch.empty(5, 1, 576), None, torch.empty(3, 1, 16, 1, 576, dtype=BF16), None, slots_T)
-    assert len(compiled) == 8
+    scales_PADkG = scales_of(NVFP4, 3, 2, 16, 8, 128)
+    write_kv(k_TkC, v_TkC, torch.empty(3, 2, 16, 8, 64, dtype=NVFP4), scales_PADkG, slots_T)
+    assert len(compiled) == 9
 
 
 def test_rows_compile_for_hopper(compiled):

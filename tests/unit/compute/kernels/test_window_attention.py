@@ -128,7 +128,7 @@ def test_windows_of_prompts_and_decodes(arrangement, window, length, rows):
     assert_exact(Case([windowed(length, rows, window), windowed(70, 3, window)], "float32", arrangement), 2e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "int8", "fp8", "int4", "nvfp4"])
 @pytest.mark.skipif(native.module is None, reason="not built")
 def test_windows_over_narrow_numbers(kv_dtype):
     """Equal to calls without windows for the blocks from the first token on."""

@@ -1,7 +1,8 @@
 """GPU forms of the ops, in Triton.
 
 A pool is one tensor per layer, `kv_PADkC`: A is [keys, values], or [keys] alone where values are the first channels of
-the keys (MLA, absorbed). A pool of 8 bits has `scales_PADk`, float32: value = stored * scale.
+the keys (MLA, absorbed). A pool of 8 bits has `scales_PADk`, float32: value = stored * scale. One of nvfp4 has bytes
+of codes and of scales (`numbers.Nvfp4`).
 """
 
 from longhelix.compute.kernels.triton.attention import partial_attention
@@ -12,7 +13,7 @@ from longhelix.compute.kernels.triton.rows import activate_rows, norm_rows, rota
 from longhelix.compute.kernels.triton.write import write_kv
 
 # Number formats of rows that these kernels read and write.
-FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8")
+FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8", "nvfp4")
 
 __all__ = [
     "FORMATS",

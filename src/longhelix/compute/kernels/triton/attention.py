@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhelix.compute.kernels.triton import latent_attention
+from longhelix.compute.kernels.triton import latent_attention, nvfp4
 from longhelix.compute.kernels.triton.merge import merge_splits
 from longhelix.scheduler.kv import splits
 from longhelix.scheduler.kv.splits import FEW_ROWS, SPLIT_TOKENS
@@ -65,9 +65,10 @@ def partial_attention(
     """Attention of packed rows over this rank's shard of their KV: `kernels.attention.partial_attention` over one pool.
 
     q_TqC (float32, bfloat16, float16): channels contiguous. kv_PADkC (the same, or int8 or float8_e4m3fn with
-    scales_PADk in float32): contiguous. value_size: channels of a value, at most 512; C if A is 2. max_rows,
-    most_tokens: no sequence has more rows, no row sees more. They and the shapes decide the launches; nothing is read
-    back from the device. No limit may exceed most_tokens or its sequence's blocks, which is not checked. Returns
+    scales_PADk in float32, or uint8 for nvfp4, with its scales in uint8): contiguous. value_size: channels of a value,
+    at most 512; C if A is 2. max_rows, most_tokens: no sequence has more rows, no row sees more. They and the shapes
+    decide the launches; nothing is read back from the device. No limit may exceed most_tokens or its sequence's
+    blocks, which is not checked. Returns
     out_TqC (dtype of q) and lse_Tq (float32, natural); limit 0 gives 0 and -inf. Where most_tokens exceeds
     SPLIT_TOKENS, the states of splits take memory meanwhile: `splits.state_bytes` for each row, and as many rows at a
     time as `splits.STATES_BYTES` holds.
@@ -75,6 +76,7 @@ def partial_attention(
     num_rows, num_query_heads, key_size = q_TqC.shape
     _, num_arrays, block_tokens, num_kv_heads, _ = kv_PADkC.shape
     num_sequences = len(extents_B2)
+    is_nvfp4 = kv_PADkC.dtype == torch.uint8
     assert q_TqC.stride(2) == 1
     assert kv_PADkC.is_contiguous()
     assert blocks_X.is_contiguous()
@@ -93,6 +95,7 @@ def partial_attention(
         shapes.append((many, range(FEW_ROWS + 1, _UNLIMITED)))
     one_row_each = max_rows == 1 and num_rows == num_sequences
     num_splits = triton.cdiv(most_tokens, SPLIT_TOKENS)
+    scale_blocks = scales_PADk.shape[4] - 1 if is_nvfp4 else 0
     takes_latents = firsts_T is None and cap is None and latent_attention.takes(q_TqC, kv_PADkC, value_size)
     latents = latent_attention.descriptor(kv_PADkC) if takes_latents else None
 
@@ -137,6 +140,7 @@ def partial_attention(
                 M=tile.row_heads,
                 N=tile.tokens,
                 DOT=_DOT_DTYPES[dot_dtype],
+                BLOCKS=scale_blocks,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 **common,
@@ -214,11 +218,13 @@ def _attend(
     M: tl.constexpr,
     N: tl.constexpr,
     DOT: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """M row-heads of one sequence and KV head over one split of SPLIT tokens; or, if 0, over all.
 
     Of `num_rows` rows from `first_row` on, whose results `out` holds, once for each split. A key is V channels, padded
-    to HEAD, and a tail of C - V, padded to TAIL; a value is V channels.
+    to HEAD, and a tail of C - V, padded to TAIL; a value is V channels. BLOCKS: scale blocks of a vector of nvfp4, and
+    0 for other numbers.
     """
     tl.static_assert(SPLIT % N == 0)
     split, sequence = tl.program_id(1), first_sequence + tl.program_id(2)
@@ -269,18 +275,18 @@ def _attend(
         for start in range(begin, tl.minimum(whole_begin, end), N):
             largest_X, total_X, sum_XC = _attend_turn(
                 q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
-                scale_log2, cap_log2, start, low, end, True, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT,
+                scale_log2, cap_log2, start, low, end, True, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT, BLOCKS,
             )  # fmt: skip
     whole_end = whole_begin + tl.maximum(least - whole_begin, 0) // N * N
     for start in range(whole_begin, whole_end, N):
         largest_X, total_X, sum_XC = _attend_turn(
             q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
-            scale_log2, cap_log2, start, low, end, False, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT,
+            scale_log2, cap_log2, start, low, end, False, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT, BLOCKS,
         )  # fmt: skip
     for start in range(whole_end, end, N):
         largest_X, total_X, sum_XC = _attend_turn(
             q_XC, q_tail_XC, kv_ptr, scales_ptr, blocks_ptr, first_X, limit_X, largest_X, total_X, sum_XC, kv_head,
-            scale_log2, cap_log2, start, low, end, True, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT,
+            scale_log2, cap_log2, start, low, end, True, CAPPED, A, D, K, C, V, HEAD, TAIL, N, DOT, BLOCKS,
         )  # fmt: skip
 
     slot_X = row_X - first_row
@@ -323,6 +329,7 @@ def _attend_turn(
     TAIL: tl.constexpr,
     N: tl.constexpr,
     DOT: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """The state after N more tokens, those from `start` on. PART: some row may not see some of them. Those before `low`
     and from `end` on are not read."""
@@ -331,16 +338,16 @@ def _attend_turn(
     written_N = (s_N >= low) & (s_N < end) if PART else tl.full([N], True, tl.int1)
     block_N = tl.load(blocks_ptr + s_N // D, mask=written_N, other=0)
     key_N = (block_N * (A * D) + s_N % D) * K + kv_head
-    k_NC = _rows(kv_ptr, key_N * C, written_N, V, HEAD).to(DOT)
+    k_NC = _vectors(kv_ptr, scales_ptr, key_N, written_N, C, 0, V, HEAD, BLOCKS).to(DOT)
     scores_XN = tl.dot(q_XC, tl.trans(k_NC), input_precision="ieee")
     if TAIL:
-        k_tail_NC = _rows(kv_ptr + V, key_N * C, written_N, C - V, TAIL).to(DOT)
+        k_tail_NC = _vectors(kv_ptr, scales_ptr, key_N, written_N, C, V, C - V, TAIL, BLOCKS).to(DOT)
         scores_XN = tl.dot(q_tail_XC, tl.trans(k_tail_NC), scores_XN, input_precision="ieee")
     # Not fused with the subtraction below: that would compare an exact product with a rounded maximum, and
     # scores of 1e9 would overflow exp2.
     scores_XN *= scale_log2
     if scales_ptr is not None:
-        scores_XN *= tl.load(scales_ptr + key_N, mask=written_N, other=0.0)[None, :]
+        scores_XN *= _scales(scales_ptr, key_N, written_N, BLOCKS)[None, :]
     if CAPPED:
         # cap * tanh(score / cap) of powers of 2.
         small_XN = tl.exp2(-tl.abs(scores_XN) * (2.885390081777927 / cap_log2))
@@ -359,9 +366,9 @@ def _attend_turn(
     v_NC = k_NC
     if A == 2:
         value_N = key_N + D * K
-        v_NC = _rows(kv_ptr, value_N * C, written_N, V, HEAD).to(DOT)
+        v_NC = _vectors(kv_ptr, scales_ptr, value_N, written_N, C, 0, V, HEAD, BLOCKS).to(DOT)
     if scales_ptr is not None:
-        weights_XN *= tl.load(scales_ptr + value_N, mask=written_N, other=0.0)[None, :]
+        weights_XN *= _scales(scales_ptr, value_N, written_N, BLOCKS)[None, :]
     sum_XC = tl.dot(weights_XN.to(DOT), v_NC, sum_XC * shrink_X[:, None], input_precision="ieee")
     return new_largest_X, total_X, sum_XC
 
@@ -372,3 +379,38 @@ def _rows(ptr, offset_X, real_X, SIZE: tl.constexpr, PADDED: tl.constexpr):
     c_C = tl.arange(0, PADDED)
     mask_XC = real_X[:, None] & (c_C < SIZE)[None, :]
     return tl.load(ptr + offset_X[:, None] + c_C[None, :], mask=mask_XC, other=0.0)
+
+
+@triton.jit
+def _scales(scales_ptr, vector_N, real_N, BLOCKS: tl.constexpr):
+    """Scales of vectors, and 0 where they are not real."""
+    if BLOCKS == 0:
+        return tl.load(scales_ptr + vector_N, mask=real_N, other=0.0)
+    exponents_N = tl.load(scales_ptr + vector_N * (BLOCKS + 1) + BLOCKS, mask=real_N, other=0).to(tl.int32)
+    scales_N = (exponents_N << 23).to(tl.float32, bitcast=True)
+    return tl.where(exponents_N == 255, float("nan"), scales_N)
+
+
+@triton.jit
+def _vectors(
+    kv_ptr,
+    scales_ptr,
+    vector_N,
+    real_N,
+    C: tl.constexpr,
+    FIRST: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """SIZE channels of vectors from FIRST on, without the scales of whole vectors."""
+    if BLOCKS == 0:
+        return _rows(kv_ptr + FIRST, vector_N * C, real_N, SIZE, PADDED)
+    c_C = FIRST + tl.arange(0, PADDED)
+    mask_NC = real_N[:, None] & (c_C < FIRST + SIZE)[None, :]
+    byte_C = c_C // 16 * 8 + c_C % 8
+    bytes_NC = tl.load(kv_ptr + vector_N[:, None] * (C // 2) + byte_C[None, :], mask=mask_NC, other=0)
+    codes_NC = bytes_NC.to(tl.int32) >> (c_C % 16 // 8 * 4)[None, :]
+    block_ptrs = scales_ptr + vector_N[:, None] * (BLOCKS + 1) + (c_C // 16)[None, :]
+    scales_NC = nvfp4.e4m3_numbers(tl.load(block_ptrs, mask=mask_NC, other=0).to(tl.int32))
+    return nvfp4.e2m1_numbers(codes_NC) * scales_NC
