@@ -34,8 +34,6 @@ struct AttendSpan {
     static constexpr int kMostRows = kRowTile / kPlanes;
     // Products ask the memory for the next strip while they read this one. Expanded tiles are in the cache.
     static constexpr bool kAhead = !is_expanded<E>;
-    // So many rows read tiles once. More rows read expanded tiles, with the same bits.
-    static constexpr int kMostCodedRows = !is_expanded<E> ? 0 : kMostRows < 8 ? kMostRows : 8;
 
     const Attention& call;
     int group, key_size, value_size, key_units;  // of a plane
@@ -88,8 +86,6 @@ struct AttendSpan {
         const u8* ahead_keys[kStripTiles];
         const u8* ahead_values[kStripTiles];
         int num_tiles;
-        bool coded;                        // tiles are as they are stored, though products do not read such
-        int num_tokens[kStripTiles] = {};  // of `values`, if coded: those after them may hold anything
     };
 
     int padded_rows(int rows) const { return (rows + kRowTile - 1) / kRowTile * kRowTile; }
@@ -164,12 +160,9 @@ struct AttendSpan {
     // powers of 2: log2(e) is part of the scale.
     template <int R, int V, bool Ahead>
     void score(const u32* q, const RowScale* scales, const u8* const (&tiles)[V], const u8* const (&ahead)[2],
-               const Sight& sight, float* scores, bool coded) const {
+               const Sight& sight, float* scores) const {
         auto sums = Sums<E, R, V>::from(scales);
-        if constexpr (R <= kMostCodedRows) {
-            if (coded) accumulate_keys(sums.of, q, tiles, ahead);
-        }
-        if (!coded) accumulate<E, R * kPlanes, V, Ahead>(sums.of, q, key_units, tiles, key_units, ahead);
+        accumulate<E, R * kPlanes, V, Ahead>(sums.of, q, key_units, tiles, key_units, ahead);
         float scale = call.scale * kLog2e;
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
@@ -185,48 +178,6 @@ struct AttendSpan {
                 if (hidden > v * kLanes) score = choose(lanes < hidden, splat(kMinusInfinity), score);
                 store(scores + r * kStripTokens + v * kLanes, score);
             }
-        }
-    }
-
-    // `accumulate` of the keys of tiles of codes.
-    template <int R, int V>
-    [[gnu::always_inline]] void accumulate_keys(f32x16 (&sums)[R][V], const u32* q, const u8* const (&tiles)[V],
-                                                const u8* const (&ahead)[2]) const {
-        int num_blocks = key_size / kLanes;
-        std::size_t scales_at = nvfp4_code_bytes(key_size) + nvfp4_code_bytes(value_size);
-        const u8* next = ahead[0];
-        for (int block = 0; block < num_blocks; ++block, q += 8, next += V * 128) {
-            if (block == num_blocks / 2) next = ahead[1];
-#pragma GCC unroll 16
-            for (int v = 0; v < V; ++v) {
-                __builtin_prefetch(next + v * 128, 0, 2);
-                __builtin_prefetch(next + v * 128 + 64, 0, 2);
-                PairUnits::Operand rows[8];
-                key_rows(tiles[v] + block * 128, nvfp4_scales(tiles[v] + scales_at, block, num_blocks), rows);
-                add_rows(sums, v, rows, q, key_units);
-            }
-        }
-    }
-
-    // The same for panel v of sums: the values of one block of channels of a tile.
-    template <int R, int V>
-    [[gnu::always_inline]] void accumulate_values(f32x16 (&sums)[R][V], int v, const u32* weights, const u8* tile, int block,
-                                         int num_tokens) const {
-        const u8* scales = tile + nvfp4_code_bytes(key_size) + nvfp4_code_bytes(value_size) + nvfp4_scale_bytes(key_size);
-        f32x16 scale = nvfp4_scales(scales, block, value_size / kLanes);
-        PairUnits::Operand rows[8];
-        value_rows(tile + nvfp4_code_bytes(key_size) + block * 128, choose(lane_indices() < num_tokens, scale, f32x16{}),
-                   rows);
-        add_rows(sums, v, rows, weights, kStripTokens / kStep);
-    }
-
-    template <int R, int V>
-    INLINE void add_rows(f32x16 (&sums)[R][V], int v, const PairUnits::Operand (&rows)[8], const u32* units,
-                         std::ptrdiff_t stride) {
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) PairUnits::fma(sums[r][v], rows[i], units[r * stride + i]);
         }
     }
 
@@ -273,24 +224,11 @@ struct AttendSpan {
 
     // Adds weights times values to the state: R rows, V * 16 channels from `channel` on.
     template <int R, int V, bool Ahead>
-    void add_values(const Strip& strip, int num_tiles, int channel, const u32* weights, const RowScale* scales,
-                    const float* shrink, float* out) const {
-        const u8 *const *values = strip.values, *const *next = strip.ahead_values;
+    void add_values(const u8* const* values, const u8* const* next, int num_tiles, int channel, const u32* weights,
+                    const RowScale* scales, const float* shrink, float* out) const {
         auto sums = Sums<E, R, V>::from(scales);
         std::size_t first = channel / kLanes * panel_bytes;
         for (int t = 0; t < num_tiles; ++t) {
-            if constexpr (R <= kMostCodedRows) {
-                if (strip.coded) {
-                    const u8* ahead = next[t] + channel / kLanes * 128;
-                    for (int v = 0; v < V; ++v) {
-                        __builtin_prefetch(ahead + v * 128, 0, 2);
-                        __builtin_prefetch(ahead + v * 128 + 64, 0, 2);
-                        accumulate_values(sums.of, v, weights + t * (kLanes / kStep), values[t], channel / kLanes + v,
-                                          strip.num_tokens[t]);
-                    }
-                    continue;
-                }
-            }
             const u8* panels[V];
             for (int v = 0; v < V; ++v) panels[v] = values[t] + first + v * panel_bytes;
             const u8* ahead[2] = {next[t] + first, next[t] + first + V * panel_bytes / 2};
@@ -339,8 +277,7 @@ struct AttendSpan {
             for (int v = 0; v < V; ++v) tiles[v] = strip.tiles[t + v];
             const u8* middle = V > 1 ? strip.ahead_keys[t + V / 2] : strip.ahead_keys[t] + tile_bytes / 4;
             const u8* ahead[2] = {strip.ahead_keys[t], middle};
-            score<R, V, Ahead>(q, memory.scales + row, tiles, ahead, rest(), memory.scores + t * kLanes,
-                                strip.coded);
+            score<R, V, Ahead>(q, memory.scales + row, tiles, ahead, rest(), memory.scores + t * kLanes);
         };
         for (; t + kTiles <= num_tiles; t += kTiles) score_tiles.template operator()<kTiles>();
         if constexpr (kTiles > 1) {
@@ -353,10 +290,12 @@ struct AttendSpan {
         weigh_rows<R>(strip, {hidden, seen}, num_tiles, run, memory, scales, shrink);
         int channel = 0;
         for (; channel + kPanels * kLanes <= value_size; channel += kPanels * kLanes) {
-            add_values<R, kPanels, Ahead>(strip, num_tiles, channel, memory.weights, scales, shrink, run.out);
+            add_values<R, kPanels, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, scales,
+                                          shrink, run.out);
         }
         for (; channel < value_size; channel += kLanes) {
-            add_values<R, 1, Ahead>(strip, num_tiles, channel, memory.weights, scales, shrink, run.out);
+            add_values<R, 1, Ahead>(strip.values, strip.ahead_values, num_tiles, channel, memory.weights, scales, shrink,
+                                          run.out);
         }
     }
 
@@ -373,14 +312,8 @@ struct AttendSpan {
         strip.num_tiles = static_cast<int>((stop - start + kLanes - 1) / kLanes);
         // Tiles below the first token that is seen are not read. Their weights are 0, and any values do.
         int unread = block.from > start ? static_cast<int>(block.from / kLanes - first) : 0;
-        strip.coded = block.num_rows <= kMostCodedRows && !call.pool.shared;
         for (int t = 0; t < strip.num_tiles; ++t) {
             strip.tiles[t] = tile(block, first + (t < unread ? unread : t));
-            if (strip.coded) {
-                strip.values[t] = strip.tiles[t];
-                strip.num_tokens[t] = kLanes;
-                continue;
-            }
             if constexpr (is_expanded<E>) strip.tiles[t] = expanded(strip.tiles[t], t, memory);
             strip.values[t] = strip.tiles[t] + key_bytes;
             if (call.pool.shared) {
@@ -405,14 +338,12 @@ struct AttendSpan {
             }
             if constexpr (is_expanded<E>) {
                 next = first + kStripTiles + t;
-                for (std::size_t i = 0; !strip.coded && next <= last && i < tile_bytes; i += 64) {
+                for (std::size_t i = 0; next <= last && i < tile_bytes; i += 64) {
                     __builtin_prefetch(tile(block, next) + i, 0, 2);
                 }
             }
         }
-        if (strip.coded && stop == block.seen && stop % kLanes) {
-            strip.num_tokens[strip.num_tiles - 1] = static_cast<int>(stop % kLanes);
-        } else if (stop == block.seen && stop % kLanes) {
+        if (stop == block.seen && stop % kLanes) {
             // Tokens after the last one may hold anything, and 0 * NaN is NaN.
             u8* values = memory.values;
             int t = strip.num_tiles - 1;
@@ -420,10 +351,7 @@ struct AttendSpan {
             clear(values, static_cast<int>(stop % kLanes));
             strip.values[t] = values;
         }
-        for (int t = 0; t < unread; ++t) {
-            strip.values[t] = strip.values[unread];
-            strip.num_tokens[t] = strip.num_tokens[unread];
-        }
+        for (int t = 0; t < unread; ++t) strip.values[t] = strip.values[unread];
         int rows = block.num_rows, row = 0;
         if constexpr (kMostRows == 6) {
             auto sixes = [&] { return rows - row > 8 || rows - row == 5 || rows - row == 6; };

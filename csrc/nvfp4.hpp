@@ -1,8 +1,8 @@
 // Tiles of nvfp4: what is stored, and the bfloat16 numbers that it stands for. Keys that are no values are stored rotated.
 //
 // A vector is one token's key or value. number = e2m1 code * e4m3 scale of sixteen channels * power of two of the vector.
-// Such a product has six significant bits, so bfloat16 holds it exactly. Kernels compute with these: for few rows
-// as they read a tile, and for many, which read it several times, they expand it to a tile of bfloat16 in the cache.
+// Such a product has six significant bits, so bfloat16 holds it exactly. Kernels expand the tiles that they read to tiles of
+// bfloat16, in the cache, and compute with these.
 //
 // A tile holds the codes of the keys, those of the values, then the scales of the keys and those of the values. A byte holds
 // two codes of one token, of channels c (low) and c + 8 of a scale block. Scales are sixteen e4m3 for each block, one for
@@ -32,88 +32,66 @@ INLINE f32x16 nvfp4_scales(const u8* scales, int block, int num_blocks) {
 }
 
 // A unit row times a scale for each lane: of its first numbers `even`, of its second ones `odd`. No bits are lost.
-INLINE PairUnits::Operand scaled_row(PairUnits::Operand row, f32x16 even, f32x16 odd) {
+INLINE u32x16 scaled_pairs(PairUnits::Operand row, f32x16 even, f32x16 odd) {
 #if defined(LONGHELIX_AVX512)
     u32x16 raw = (u32x16)row;
     f32x16 first = as<f32x16>(raw << 16) * even, second = as<f32x16>(raw & 0xffff0000u) * odd;
-    return PairUnits::operand(as<u32x16>(first) >> 16 | as<u32x16>(second));
 #else
-    return {row.even * even, row.odd * odd};
+    f32x16 first = row.even * even, second = row.odd * odd;
 #endif
+    return as<u32x16>(first) >> 16 | as<u32x16>(second);
 }
 
-INLINE void store_row(u8* to, PairUnits::Operand row) {
-#if defined(LONGHELIX_AVX512)
-    store(to, (u32x16)row);
-#else
-    store(to, as<u32x16>(row.even) >> 16 | as<u32x16>(row.odd));
-#endif
-}
-
-// The eight unit rows of a block of keys.
-INLINE void key_rows(const u8* codes, f32x16 scale, PairUnits::Operand (&rows)[8]) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-        auto raw = E2M1::load_rows(codes + half * 64);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            rows[i / 2 * 4 + half * 2 + i % 2] = scaled_row(E2M1::operand(raw, i), scale, scale);
-        }
-    }
-}
-
-// The first eight lanes of `a`, then those of `b`; or the last ones.
-template <bool First>
-INLINE auto eights(auto a, decltype(a) b) {
-#if defined(LONGHELIX_AVX512)
-    __m512i low = (__m512i)a, high = (__m512i)b;
-    return (decltype(a))_mm512_shuffle_i64x2(low, high, First ? 0x44 : 0xee);
-#else
-    auto of_floats = [](f32x16 a, f32x16 b) { return First ? halves(a.low, b.low) : halves(a.high, b.high); };
-    return decltype(a){of_floats(a.even, b.even), of_floats(a.odd, b.odd)};
-#endif
-}
-
-// Eight lanes of one token's scale, then eight of that of the token four further.
-INLINE f32x16 two_scales(f32x16 scales, int token) {
-#if defined(LONGHELIX_AVX512)
-    __m512i lanes = _mm512_mask_set1_epi32(_mm512_set1_epi32(token), 0xff00, token + 4);
-    return (f32x16)_mm512_permutexvar_ps(lanes, (__m512)scales);
-#else
-    float of_tokens[kLanes];
-    store(of_tokens, scales);
-    return choose(lane_indices() < 8, splat(of_tokens[token]), splat(of_tokens[token + 4]));
-#endif
-}
-
-// The eight unit rows of a block of values.
-INLINE void value_rows(const u8* codes, f32x16 scales, PairUnits::Operand (&rows)[8]) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-        auto raw = E2M1::load_rows(codes + half * 64);
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; ++i) {
-            int pair = half * 4 + i;  // and the second eight lanes hold the tokens of pair + 2
-            f32x16 even = two_scales(scales, 2 * pair), odd = two_scales(scales, 2 * pair + 1);
-            auto low = scaled_row(E2M1::operand(raw, i), even, odd), high = scaled_row(E2M1::operand(raw, i + 2), even, odd);
-            rows[pair] = eights<true>(low, high);
-            rows[pair + 2] = eights<false>(low, high);
-        }
-    }
-}
-
-// Keys and values of a tile as bfloat16.
-template <bool Keys>
-INLINE void expand(const u8* codes, const u8* scales, int size, u8* to) {
-    for (int block = 0; block < size / kLanes; ++block, codes += 128) {
+// Keys of a tile as bfloat16.
+INLINE void expand_keys(const u8* codes, const u8* scales, int size, u8* to) {
+    for (int block = 0; block < size / kLanes; ++block, codes += 128, to += 512) {
         f32x16 scale = nvfp4_scales(scales, block, size / kLanes);
-        PairUnits::Operand rows[8];
-        if constexpr (Keys) {
-            key_rows(codes, scale, rows);
-        } else {
-            value_rows(codes, scale, rows);
+        for (int half = 0; half < 2; ++half) {
+            auto rows = E2M1::load_rows(codes + half * 64);
+            for (int i = 0; i < 4; ++i) {
+                int row = i / 2 * 4 + half * 2 + i % 2;
+                store(to + row * 64, scaled_pairs(E2M1::operand(rows, i), scale, scale));
+            }
         }
-        for (const auto& row : rows) store_row(to, row), to += 64;
+    }
+}
+
+// The first eight lanes of `a`, then those of `b`; and the last ones.
+INLINE u32x16 first_eights(u32x16 a, u32x16 b) {
+#if defined(LONGHELIX_AVX512)
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+#else
+    return halves(a.low, b.low);
+#endif
+}
+
+INLINE u32x16 last_eights(u32x16 a, u32x16 b) {
+#if defined(LONGHELIX_AVX512)
+    return __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+#else
+    return halves(a.high, b.high);
+#endif
+}
+
+// Values of a tile as bfloat16.
+INLINE void expand_values(const u8* codes, const u8* scales, int size, u8* to) {
+    for (int block = 0; block < size / kLanes; ++block, codes += 128, to += 512) {
+        float of_tokens[kLanes];
+        store(of_tokens, nvfp4_scales(scales, block, size / kLanes));
+        for (int half = 0; half < 2; ++half) {
+            auto rows = E2M1::load_rows(codes + half * 64);
+            for (int i = 0; i < 2; ++i) {
+                int pair = half * 4 + i;  // and the second eight lanes hold the tokens of pair + 2
+                const float* scale = of_tokens + 2 * pair;
+                auto first = lane_indices() < 8;
+                f32x16 even = choose(first, splat(scale[0]), splat(scale[4]));
+                f32x16 odd = choose(first, splat(scale[1]), splat(scale[5]));
+                u32x16 low = scaled_pairs(E2M1::operand(rows, i), even, odd);
+                u32x16 high = scaled_pairs(E2M1::operand(rows, i + 2), even, odd);
+                store(to + pair * 64, first_eights(low, high));
+                store(to + (pair + 2) * 64, last_eights(low, high));
+            }
+        }
     }
 }
 
@@ -129,9 +107,9 @@ constexpr bool is_expanded<Nvfp4> = true;
 INLINE void expand_tile(const u8* tile, int key_size, int value_size, bool shared, u8* to) {
     std::size_t value_bytes = shared ? 0 : nvfp4_code_bytes(value_size);
     const u8* scales = tile + nvfp4_code_bytes(key_size) + value_bytes;
-    expand<true>(tile, scales, key_size, to);
+    expand_keys(tile, scales, key_size, to);
     if (shared) return;
-    expand<false>(tile + nvfp4_code_bytes(key_size), scales + nvfp4_scale_bytes(key_size), value_size,
+    expand_values(tile + nvfp4_code_bytes(key_size), scales + nvfp4_scale_bytes(key_size), value_size,
                   to + static_cast<std::size_t>(key_size) * 32);
 }
 
