@@ -417,7 +417,7 @@ struct Codes {
 struct CodeFormat {
     Number number, scale;
     std::int64_t block;
-    bool zeros, offsets, output_scales;
+    bool zeros, offsets, output_scales, rounds_inputs;
     std::int64_t superblock;
 
     CodeFormat(Random& random, Number number)
@@ -429,6 +429,7 @@ struct CodeFormat {
           zeros(number == Number::code4 && random.one_in(2)),
           offsets(!zeros && is_integer() && random.one_in(2)),
           output_scales(random.one_in(2)),
+          rounds_inputs(number != Number::e4m3 && random.one_in(2)),
           superblock(0) {
         bool has_superblocks = !zeros && (number == Number::nl4 || is_integer()) && random.one_in(2);
         if (!has_superblocks) return;
@@ -499,7 +500,8 @@ Codes make_codes(const Kernels& kernels, Random& random, const CodeFormat& forma
                                          superblocks * 2 * (offsets ? 2 : 1));
     Bytes memory(panels * panel_bytes);
     if (memory.size) std::memset(memory.data.get(), 0, memory.size);
-    Weight weight{memory.data.get(), number, depth, scale, block, lead, zeros, output_scales, offsets, format.zero(), superblock};
+    Weight weight{memory.data.get(), number, depth, scale, block, lead, zeros, output_scales, offsets, format.zero(), superblock,
+                  format.rounds_inputs};
     std::int64_t first = outputs ? random.below(static_cast<int>(outputs)) : 0;
     for (auto [begin, stop] : {std::pair{std::int64_t{0}, first}, std::pair{first, outputs}}) {
         const std::uint8_t* superblock_rows = superblock ? of_superblocks.data.get() + begin * superblocks * 2 : nullptr;
@@ -550,7 +552,7 @@ void test_linear(const Kernels& kernels, Random& random) {
                                Number::code4, Number::nl4});
     std::int64_t depth = 32 * (1 + random.below(7)), outputs = 1 + random.below(100);
     if (stored != Number::int8 && stored != Number::int4 && random.one_in(2)) depth += kLanes;
-    std::int64_t rows = random.of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 40});
+    std::int64_t rows = random.of({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 25, 40, 50});
     Activation activation = random_activation(random);
     bool has_norm = random.one_in(2), has_bias = random.one_in(2);
     bool has_residual = random.one_in(2);
@@ -574,7 +576,8 @@ void test_linear(const Kernels& kernels, Random& random) {
                         out.data(), out_number, outputs});
         return out.bytes.copy();
     });
-    double tolerance = std::max(rounding(number, stored), rounding(out_number, stored));
+    Number rounded = is_code(stored) && format.rounds_inputs ? Number::w8a8 : stored;
+    double tolerance = std::max(rounding(number, rounded), rounding(out_number, rounded));
     for (int sample = 0; sample < 30 && rows; ++sample) {
         int row = random.below(static_cast<int>(rows)), output = random.below(static_cast<int>(outputs));
         if (row == broken) {
@@ -773,7 +776,7 @@ void test_experts(const Kernels& kernels, Random& random) {
         });
         check(out.bytes.copy() == same.bytes.copy(), "rows of bytes give other sums of experts");
     }
-    double tolerance = 2 * rounding(number, stored);
+    double tolerance = 2 * rounding(number, is_code(stored) && format.rounds_inputs ? Number::w8a8 : stored);
     for (std::int64_t row = 0; row < rows; row += 1 + random.below(20)) {
         auto input = x.get_run(row, 0, hidden);
         double squares = std::inner_product(input.begin(), input.end(), input.begin(), 0.0);
