@@ -136,9 +136,9 @@ def _error(found, wanted):
 @pytest.mark.skipif(native.module is None, reason="this install has no native kernels, which multiply bytes")
 def test_products_of_packed_weights_may_round_their_inputs(worlds, tmp_path):
     """The logits are those of inputs that are rounded in the same way, in every layout."""
-    saved = make_oracle(_of_blocks(CONFIGS["llama"]), tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
-    exact = make_gguf_oracle(tmp_path / "exact.gguf", saved.path, _mixed)
-    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, _mixed, prepare=_round_inputs)
+    saved = make_oracle(of_blocks(CONFIGS["llama"]), tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
+    exact = make_gguf_oracle(tmp_path / "exact.gguf", saved.path, mixed)
+    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, mixed, prepare=_round_inputs)
     prompt = len(oracle.prompts[3])
     wanted = oracle.logits[3][:prompt]
     for layout in LAYOUTS.values():

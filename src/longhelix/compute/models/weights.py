@@ -91,7 +91,7 @@ class Weights:
             UserError: There is none.
         """
         parameters = [self._unused[name] for name in names]
-        if self._device.type != "cpu" and any(parameter.rounds_inputs for parameter in parameters):
+        if any(parameter.storage is not None and parameter.storage.input_dtype == "fp8" for parameter in parameters):
             return PACKED
         shapes = (parameter.product_shape(self.weight_dtype) for parameter in parameters)
         lead = max((parameter.lead(self.weight_dtype) for parameter in parameters), default=0)

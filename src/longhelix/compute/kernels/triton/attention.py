@@ -406,11 +406,12 @@ def _vectors(
     """SIZE channels of vectors from FIRST on, without the scales of whole vectors."""
     if BLOCKS == 0:
         return _rows(kv_ptr + FIRST, vector_N * C, real_N, SIZE, PADDED)
-    c_C = FIRST + tl.arange(0, PADDED)
-    mask_NC = real_N[:, None] & (c_C < FIRST + SIZE)[None, :]
-    byte_C = c_C // 16 * 8 + c_C % 8
-    bytes_NC = tl.load(kv_ptr + vector_N[:, None] * (C // 2) + byte_C[None, :], mask=mask_NC, other=0)
-    codes_NC = bytes_NC.to(tl.int32) >> (c_C % 16 // 8 * 4)[None, :]
-    block_ptrs = scales_ptr + vector_N[:, None] * (BLOCKS + 1) + (c_C // 16)[None, :]
-    scales_NC = nvfp4.e4m3_numbers(tl.load(block_ptrs, mask=mask_NC, other=0).to(tl.int32))
-    return nvfp4.e2m1_numbers(codes_NC) * scales_NC
+    else:  # Triton compiles what follows a return
+        c_C = FIRST + tl.arange(0, PADDED)
+        mask_NC = real_N[:, None] & (c_C < FIRST + SIZE)[None, :]
+        byte_C = c_C // 16 * 8 + c_C % 8
+        bytes_NC = tl.load(kv_ptr + vector_N[:, None] * (C // 2) + byte_C[None, :], mask=mask_NC, other=0)
+        codes_NC = bytes_NC.to(tl.int32) >> (c_C % 16 // 8 * 4)[None, :]
+        block_ptrs = scales_ptr + vector_N[:, None] * (BLOCKS + 1) + (c_C // 16)[None, :]
+        scales_NC = nvfp4.e4m3_numbers(tl.load(block_ptrs, mask=mask_NC, other=0).to(tl.int32))
+        return nvfp4.e2m1_numbers(codes_NC) * scales_NC
