@@ -406,7 +406,7 @@ def _vectors(
     """SIZE channels of vectors from FIRST on, without the scales of whole vectors."""
     if BLOCKS == 0:
         return _rows(kv_ptr + FIRST, vector_N * C, real_N, SIZE, PADDED)
-    else:  # Triton compiles what follows a return
+    else:  # noqa: RET505 - Triton compiles what follows a return
         c_C = FIRST + tl.arange(0, PADDED)
         mask_NC = real_N[:, None] & (c_C < FIRST + SIZE)[None, :]
         byte_C = c_C // 16 * 8 + c_C % 8
