@@ -154,13 +154,15 @@ INLINE Nvfp4Block nvfp4_block(f32x16 numbers) {
     Nvfp4Block best{};
     float least = __builtin_inff();
     for (float top : {6.0f, 4.0f}) {
-        u8 code = Float8Code::nearest(most / top);
-        if (code == 0) break;
-        f32x16 scale = splat(Float8Code::value(code));
-        i32x16 codes = e2m1_codes(numbers / scale);
-        f32x16 differences = product(e2m1_numbers(codes), scale) - numbers;
+        Nvfp4Block block{Float8Code::nearest(most / top), {}};
+        f32x16 differences = numbers;  // a scale of 0 leaves zeros
+        if (block.scale) {
+            f32x16 scale = splat(Float8Code::value(block.scale));
+            block.codes = e2m1_codes(numbers / scale);
+            differences = product(e2m1_numbers(block.codes), scale) - numbers;
+        }
         float error = total(product(differences, differences));
-        if (error < least) best = {code, codes}, least = error;
+        if (error < least) best = block, least = error;
     }
     return best;
 }

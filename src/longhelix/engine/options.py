@@ -168,8 +168,8 @@ class EngineOptions:
         None,
         Words(tuple(ACTIVATION_DTYPES)),
         "int8 and fp8 round the inputs of matrix products to 8 bits as well, for faster but less exact prompts and "
-        "batches. int8 needs CPUs: packed weights whose codes are integers stay as they are, and others become int8. "
-        "fp8 needs an FP8 checkpoint and GPUs that multiply FP8. "
+        "batches. int8 needs CPUs. It keeps packed weights whose codes are integers, and makes int8 of the weights of "
+        "checkpoints that are not packed. fp8 needs an FP8 checkpoint and GPUs that multiply FP8. "
         "[default: the value of --dtype]",
     )
     kv_dtype: str | None = _setting(

@@ -185,6 +185,16 @@ def test_rows_are_stored_at_their_slots_to_half_a_step_and_nothing_else_is_touch
         assert (part[untouched_PD] == ones).all()
 
 
+def test_blocks_of_nvfp4_that_are_far_below_the_vector_are_stored_as_the_reference_stores_them():
+    """Their scales are 0 if the largest number becomes 6, and the smallest one if it becomes 4, or 0 as well."""
+    layer, v_TkC = Shape(1, 1, 32, 32, 16, "nvfp4").poisoned(1), torch.zeros(4, 1, 32)
+    v_TkC[:, 0, 0] = 1000.0
+    v_TkC[:, 0, 16] = torch.tensor([0.005, 0.0055, 0.003, 0.01])
+    write_kv(torch.zeros(4, 1, 32), v_TkC, layer, torch.arange(4))
+    pool = stored(layer)
+    assert_stored_as_nvfp4(pool.values[0, :4], pool.value_scales[0, :4], v_TkC)
+
+
 @pytest.mark.parametrize("kv_dtype", LARGEST)
 def test_every_code_of_narrow_numbers_is_stored_and_read_as_what_it_stands_for(kv_dtype):
     """Vectors whose scale is exactly 1, of every number that the dtype has; each is read back as a score."""
