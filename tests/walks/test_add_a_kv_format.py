@@ -180,11 +180,11 @@ def test_a_saved_context_has_what_is_stored(shifted, tmp_path, dtype):
     pool, other = (KVPool([{"kv": replace(format, num_kv_heads=heads)}] * 2, 6, CPU) for heads in (3, 2))
     for tensor in (tensor for layer in pool.entries() for tensor in layer.tensors):
         tensor.view(torch.uint8).random_(0, 256)
-    whole = Snapshot(pool, [range(3)], range(2), (0, 0))
-    whole.save(tmp_path / "file", 2, 0, [0, 1], [5, 2])
+    whole = Snapshot(pool, [range(3)] * 2, range(2), (0, 0))
+    whole.save(tmp_path / "file", 2, 0, [0, 1], [5, 2], range(2))
     file = RankFile(tmp_path / "file")
     saved = SavedFile("file", (0, 2), (0, 3), file.num_bytes, file.checksum)
-    Snapshot(other, [range(1, 3)], range(2), (0, 0)).load(tmp_path, [saved], [{0: 1, 1: 4}])
+    Snapshot(other, [range(1, 3)] * 2, range(2), (0, 0)).load(tmp_path, [saved], [{0: 1, 1: 4}])
     for layer, copied in zip(pool.entries(), other.entries(), strict=True):
         for tensor, found in zip(layer.tensors, copied.tensors, strict=True):
             expected = tensor[[5, 2]][:, :, :, 1:].contiguous()

@@ -17,6 +17,7 @@ from longhelix.compute.models.checkpoint import Checkpoint
 from longhelix.compute.models.fingerprint import fingerprint, rope_fingerprint
 from longhelix.compute.models.rope import all_frequencies
 from longhelix.compute.runner.config import EngineConfig
+from longhelix.compute.runner.saved_layers import SavedLayers, saved_layers
 from longhelix.engine.core import TokenCore
 from longhelix.engine.prompt import token_ids
 from longhelix.engine.workers.transport import LoadBlocks, SaveBlocks
@@ -193,17 +194,6 @@ class Contexts:
         scheduler = self._config.scheduler
         if not scheduler.cache.prefix_cache:
             raise UserError("saved contexts need the prefix cache, but prefix_cache is False: set it to True")
-        kept = {
-            (group, layer.attention.heads.num_kv_heads, layer.attention.cache_entry)
-            for group, layer in zip(self._config.spec.groups, self._config.spec.layers, strict=True)
-            if layer.attention is not None
-        }
-        if len(kept) > len({group for group, *_ in kept}):
-            raise UserError(
-                "contexts of this model cannot be saved or loaded, because layers that see the same tokens keep keys "
-                "and values of different sizes: send the whole prompt with each request",
-                "unsupported_model",
-            )
 
     def _write(self, blocks: tuple[Block, ...], folder: Path) -> Iterator[None]:
         """Have the ranks write KV blocks to files in a folder, part by part."""
@@ -219,19 +209,13 @@ class Contexts:
         """Describe the files that hold these blocks."""
         config, totals = self._config, self._counts(blocks)
         return tuple(
-            _described(folder, rank, group, config)
+            _described(folder, rank, number, saved, config)
             for rank in range(config.layout.world_size)
-            for group, of_group in enumerate(totals)
-            if of_group[config.layout.kvp_rank(rank)]
-            and self._has_layers(rank, group)
-            and config.layout.keeps_kv_first(config.spec.heads_of(group) or config.heads, rank)
+            for number, saved in enumerate(saved_layers(config))
+            if totals[saved.group][config.layout.kvp_rank(rank)]
+            and set(saved.layers) & set(config.layout.layers(config.spec.num_layers, rank))
+            and config.layout.keeps_kv_first(saved.heads, rank)
         )
-
-    def _has_layers(self, rank: int, group: int) -> bool:
-        """Whether any layer of a rank's stage is in a KV group."""
-        config = self._config
-        layers = config.layout.layers(config.spec.num_layers, rank)
-        return not config.scheduler.cache.windows or any(config.spec.groups[layer] == group for layer in layers)
 
     def _counts(self, blocks: tuple[Block, ...]) -> tuple[tuple[int, ...], ...]:
         """Count the blocks that have not expired, by KV group and KVP rank."""
@@ -261,18 +245,19 @@ class Contexts:
         )
 
 
-def _described(folder: Path, rank: int, group: int, config: EngineConfig) -> SavedFile:
-    """Describe the file that a rank has written for a KV group."""
+def _described(folder: Path, rank: int, number: int, saved: SavedLayers, config: EngineConfig) -> SavedFile:
+    """Describe a file that a rank has written. number: which of its files."""
     layers = config.layout.layers(config.spec.num_layers, rank)
-    heads = config.layout.kv_heads(config.spec.heads_of(group) or config.heads, rank)
-    file = RankFile(folder / file_name(rank, group))
+    heads = config.layout.kv_heads(saved.heads, rank)
+    file = RankFile(folder / file_name(rank, number))
     return SavedFile(
-        name=file_name(rank, group),
+        name=file_name(rank, number),
         layers=(layers.start, layers.stop),
         heads=(heads.start, heads.stop),
         num_bytes=file.num_bytes,
         checksum=file.checksum,
-        group=group if config.scheduler.cache.windows else None,
+        group=saved.group if config.scheduler.cache.windows else None,
+        only_layers=None if saved.are_all else saved.layers,
     )
 
 

@@ -8,9 +8,9 @@ VERSION = 3  # of the manifest and of the files
 READ_VERSIONS = 2, 3  # in version 2, files have all layers
 
 
-def file_name(rank: int, group: int = 0) -> str:
-    """Return the name of the file to which a rank saves the layers of a KV group."""
-    return f"rank-{rank}-window-{group}.safetensors" if group else f"rank-{rank}.safetensors"
+def file_name(rank: int, number: int = 0) -> str:
+    """Return the name of a rank's file. number: which of its files."""
+    return f"rank-{rank}-{number}.safetensors" if number else f"rank-{rank}.safetensors"
 
 
 class SavedFile(msgspec.Struct, frozen=True):
@@ -21,7 +21,9 @@ class SavedFile(msgspec.Struct, frozen=True):
         heads: First KV head, and the head after the last one.
         checksum: SHA-256 of the file's index, which has checksums of everything else.
         group: The file has only the layers of this KV group (`ModelSpec.group_of`), and for layers with a window only
-            the last KV blocks. None: the file has all layers.
+            the last KV blocks. None: the layers may be in any KV group.
+        only_layers: Of these, the file has only the layers with these indices, which keep KV of equal sizes. None: the
+            file has all of them.
     """
 
     name: str
@@ -30,6 +32,7 @@ class SavedFile(msgspec.Struct, frozen=True):
     num_bytes: int
     checksum: str
     group: int | None = None
+    only_layers: tuple[int, ...] | None = None
 
 
 class Origin(msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ class Snapshot:
     """A rank's pool with methods to save and load KV blocks.
 
     Attributes:
-        heads: KV heads of the pool, by KV group. All layers of a group have the same.
+        heads: KV heads of the pool, for each of the model's layers.
         layers: Indices of the model's layers that have KV in the pool.
         groups: KV group of each of the model's layers.
     """
@@ -49,13 +49,14 @@ class Snapshot:
             for layer in self.pool.layers
         ]
 
-    def has_layers(self, group: int) -> bool:
-        """Whether any layer of the pool is in a KV group."""
-        return bool(self._layers_of(group, self.layers))
-
-    def _layers_of(self, group: int | None, layers: range) -> list[int]:
-        """Return the layers that are in a KV group. None: all layers."""
-        return [layer for layer in layers if group is None or self.groups[layer] == group]
+    def _layers_in(self, saved: SavedFile) -> list[int]:
+        """Return the layers that a file has."""
+        return [
+            layer
+            for layer in range(*saved.layers)
+            if (saved.group is None or self.groups[layer] == saved.group)
+            and (saved.only_layers is None or layer in saved.only_layers)
+        ]
 
     def _stored_tensors(self, layer: int) -> dict[str, StoredTensor]:
         """Return dtype and shape of each tensor of one block and head in a layer, by name of the tensor in a file."""
@@ -69,22 +70,29 @@ class Snapshot:
         return tensors
 
     def save(
-        self, path: Path, num_blocks: int, first_row: int, indices: Sequence[int], ids: Sequence[int], group: int = 0
+        self,
+        path: Path,
+        num_blocks: int,
+        first_row: int,
+        indices: Sequence[int],
+        ids: Sequence[int],
+        layers: Sequence[int],
     ) -> None:
-        """Write KV blocks of the pool to a file, for the layers of a KV group. Raises OSError.
+        """Write KV blocks of the pool to a file, for some layers. Raises OSError.
 
         Args:
             num_blocks: Number of blocks of the complete file.
             first_row: Number of blocks that were written before.
             indices: Indices of the blocks in the context.
             ids: Ids of the blocks in the pool.
+            layers: Layers of the pool that keep KV of equal sizes, at least one.
         """
-        ids_J, layers = torch.tensor(ids, device=self.pool.device), self._layers_of(group, self.layers)
+        ids_J = torch.tensor(ids, device=self.pool.device)
         parts = [self._parts[layer - self.layers.start] for layer in layers]
         of_layer = self._stored_tensors(layers[0])
         bits = {name: torch.stack([layer[name].read(ids_J) for layer in parts], 2).cpu().numpy() for name in of_layer}
         tensors = {name: StoredTensor(tensor.dtype, (len(parts), *tensor.shape)) for name, tensor in of_layer.items()}
-        header = header_of(num_blocks, len(self.heads[group]), tensors)
+        header = header_of(num_blocks, len(self.heads[layers[0]]), tensors)
         write_rows(path, header, num_blocks, first_row, np.array(indices, np.int64), bits)
 
     def load(self, folder: Path, files: Sequence[SavedFile], ids: Sequence[Mapping[int, int]]) -> None:
@@ -97,16 +105,16 @@ class Snapshot:
         """
         num_loaded = num_expected = 0
         for saved in files:
-            layers = self._layers_of(saved.group, _overlap(self.layers, saved.layers))
-            if layers and _overlap(self.heads[self.groups[layers[0]]], saved.heads):
+            layers = [layer for layer in self._layers_in(saved) if layer in self.layers]
+            if layers and _overlap(self.heads[layers[0]], saved.heads):
                 file = RankFile(folder / saved.name, saved.num_bytes, saved.checksum)
                 self._check(file, saved, layers[0])
                 for group, local_ids in enumerate(ids):
                     of_group = [layer for layer in layers if self.groups[layer] == group]
                     if local_ids and of_group:
                         num_loaded += self._load(file, saved, of_group, local_ids)
-        for group, local_ids in enumerate(ids):
-            num_expected += len(local_ids) * len(self.heads[group]) * len(self._layers_of(group, self.layers))
+        for layer in self.layers:
+            num_expected += len(ids[self.groups[layer]]) * len(self.heads[layer])
         if num_loaded != num_expected:
             raise UserError(
                 f"context {folder.name!r} is damaged: its files do not contain each of its KV blocks exactly once; "
@@ -121,8 +129,7 @@ class Snapshot:
             layer: A layer that is in the file and in the pool.
         """
         of_layer = self._stored_tensors(layer)
-        num_layers = len(self._layers_of(saved.group, range(*saved.layers)))
-        sizes = len(file.blocks), saved.heads[1] - saved.heads[0], num_layers
+        sizes = len(file.blocks), saved.heads[1] - saved.heads[0], len(self._layers_in(saved))
         expected = {name: (*sizes, *tensor.shape) for name, tensor in of_layer.items()}
         if {name: array.shape for name, array in file.parts.items()} != expected:
             raise damaged(file.path, "the tensors do not have the sizes of this model's KV")
@@ -143,9 +150,9 @@ class Snapshot:
         Returns:
             The number of filled blocks, counted for each head and layer.
         """
-        pool_heads = self.heads[self.groups[layers[0]]]
+        pool_heads = self.heads[layers[0]]
         heads = _overlap(pool_heads, saved.heads)
-        in_file_of = self._layers_of(saved.group, range(*saved.layers)).index
+        in_file_of = self._layers_in(saved).index
         rows = [row for row, index in enumerate(file.blocks.tolist()) if index in ids]
         in_file = range(heads.start - saved.heads[0], heads.stop - saved.heads[0])
         in_pool = slice(heads.start - pool_heads.start, heads.stop - pool_heads.start)

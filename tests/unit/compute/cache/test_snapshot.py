@@ -32,7 +32,7 @@ def make_snapshot(heads, dtype="float32", arrangement=ROWS, shared=False, num_bl
     for entry in pool.entries():
         for tensor in entry.tensors:
             tensor.view(torch.uint8).random_(0, 256)
-    return Snapshot(pool, [heads], layers, (0,) * layers.stop)
+    return Snapshot(pool, [heads] * layers.stop, layers, (0,) * layers.stop)
 
 
 def share(snapshot, heads, num_blocks=12):
@@ -51,7 +51,7 @@ def saved_by(folder, snapshot, name, blocks):
     pairs = sorted(blocks.items())
     for first, part in ((0, pairs[:2]), (2, pairs[2:])):
         if part:
-            snapshot.save(folder / name, len(pairs), first, *map(list, zip(*part, strict=True)))
+            snapshot.save(folder / name, len(pairs), first, *map(list, zip(*part, strict=True)), snapshot.layers)
     file = RankFile(folder / name)
     bounds = [(share.start, share.stop) for share in (snapshot.layers, snapshot.heads[0])]
     return SavedFile(name, *bounds, file.num_bytes, file.checksum)
