@@ -302,7 +302,7 @@ def choose_arrangement(
     multiple = _multiple(dtype)
     depth = next((depth for _, depth in shapes if depth % multiple), shapes[0][1])
     requirement, advice = f"weight_dtype {dtype}", "set weight_dtype to the model's dtype"
-    if FORMATS[dtype].rounds_inputs:
+    if FORMATS[dtype].arithmetic.rounds_inputs:
         requirement, advice = "activation_dtype int8", "leave it out"
     raise UserError(
         f"{requirement} needs the native CPU kernels and weights whose number of inputs is a multiple of {multiple}, "
