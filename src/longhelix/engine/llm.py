@@ -19,11 +19,11 @@ from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceFile
-from longhelix.engine import hub
 from longhelix.engine.contexts import LOWEST_PRIORITY, Contexts, LoadedContext, ReadContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
 from longhelix.engine.hosts.joining import join_hosts
+from longhelix.engine.hub.download import find
 from longhelix.engine.images import Images
 from longhelix.engine.kv_events import KVEventPublisher
 from longhelix.engine.live import Live
@@ -89,7 +89,7 @@ class LLM:
         _check_callbacks(on_load=on_load, on_warm_up=on_warm_up)
         self._policy = policy if isinstance(policy, Policy) else None
         options = EngineOptions.of(settings | ({} if isinstance(policy, Policy) else {"policy": policy}))
-        path = hub.find(str(model), revision)  # first, because ranks under torchrun wait for each other only so long
+        path = find(str(model), revision)  # first, because ranks under torchrun wait for each other only so long
         if isinstance(layout, Layout):  # `resolve` rejects anything else
             torchrun.join(layout.world_size)
         checkpoint = open_checkpoint(path)
