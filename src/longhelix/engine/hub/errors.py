@@ -95,6 +95,7 @@ def errors_in_words(asked: HubModel, cache: Path) -> Iterator[None]:
 
 
 def incomplete(name: str, cache: Path) -> str:
+    """Return the error for a model that is only partly in the cache, when the hub cannot send the rest."""
     return (
         f"the cache {cache} does not contain all of {name}, and the hub is offline or refuses access: check the "
         "network, HF_HUB_OFFLINE and HF_TOKEN, then run the command again"

@@ -55,6 +55,7 @@ def rounding_inputs(spec: ModelSpec, dtype: str, stored: Quantisation | None) ->
 
 
 def attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str | None:
+    """Return the dtype to which attention rounds its inputs. None: it does not round them. Raises UserError."""
     if options.attention_dtype is None:
         return None
     if kv_dtype not in ("int8", "int4"):

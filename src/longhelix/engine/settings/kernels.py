@@ -10,6 +10,14 @@ from longhelix.spec.attention import GroupedQueryAttention
 
 
 def check_kernels(spec: ModelSpec, options: EngineOptions, device: str, replay: bool) -> None:
+    """Raise UserError if the kernels cannot run the model with these options. Warn if native kernels are missing.
+
+    Args:
+        spec: the model.
+        options: the user's options.
+        device: "cpu" or "cuda".
+        replay: whether layers run from tapes or CUDA graphs.
+    """
     if options.batch_invariant and spec.has_latents:
         raise UserError(
             "batch_invariant does not work for models with latent attention, which use torch's matrix products: leave "

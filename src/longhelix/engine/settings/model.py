@@ -15,6 +15,15 @@ from longhelix.spec.missing_parts import missing_parts
 
 
 def read_model(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapping[str, Any] | None) -> ModelSpec:
+    """Return the spec of a checkpoint's model, with the formats in which the checkpoint stores its weights.
+
+    Args:
+        checkpoint: the checkpoint. Its tensors are compared with those that the model needs.
+        rope_scaling: replaces the RoPE settings of the model. None if it does not.
+
+    Raises:
+        UserError: the engine cannot run the model, or tensors are missing or have other shapes.
+    """
     tensors = {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}
     if isinstance(checkpoint, GgufCheckpoint):
         spec = checkpoint.spec(rope_scaling)
