@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.resolution import scheduler_config
+from longhelix.engine.settings.scheduler import scheduler_config
 from longhelix.measure.bench.environment import environment
 from longhelix.perf.setting import Dtypes, Setting
 from longhelix.plan.answer import answer

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 
 FIND = """
 import sys
-from longhelix.engine.hub import find
+from longhelix.engine.hub.download import find
 from longhelix.errors import UserError
 try:
     print(find(*sys.argv[1:], tell=lambda line: print(line, file=sys.stderr)))

@@ -1,145 +1,18 @@
 """`longhelix bench`: runs benchmarks of this machine, of longhelix and of other engines."""
 
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Parameter
-from rich.console import Console
 
+from longhelix.cli.bench_options import MANY, BenchModelOptions, Names, Numbers, OutputOptions, PeerOptions, Sizes
 from longhelix.cli.help import HELP_FLAGS
-from longhelix.cli.measuring_hosts import tell, together
 from longhelix.cli.options import BenchFlags, HostFlags, given
 from longhelix.cli.values import Flag, Size
 from longhelix.errors import UserError
 from longhelix.spec.layout import Layout
 
-if TYPE_CHECKING:  # these modules import torch, so commands import them only when they run
-    from longhelix.compute.runner.config import EngineConfig
-    from longhelix.measure.bench.report import BenchReport
-    from longhelix.measure.bench.suite import Suite
-
 app = App(name="bench", help_flags=HELP_FLAGS)
-
-
-def _as_typed(values: tuple[object, ...]) -> str:
-    """Format a default with several values for help texts, in the form that users type."""
-    return " ".join(map(str, values))
-
-
-_many = Parameter(consume_multiple=True, negative=(), show_default=_as_typed)
-Sizes = Annotated[tuple[Size, ...], _many]
-Numbers = Annotated[tuple[int, ...], _many]
-Names = Annotated[tuple[str, ...], _many]
-
-_TABLE_WIDTH = 200  # number of columns if standard output is not a terminal
-
-
-def check_out(out: Path, kind: str, example: str) -> None:
-    """Create the folder of an output file.
-
-    Raises:
-        UserError: the suffix differs from that of `example`, or the folder cannot be created or written to.
-    """
-    if out.suffix != Path(example).suffix or out.is_dir():
-        raise UserError(f"--out is {out}, which is not the name of a {kind} file: set it to a file such as {example}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"the folder {out.parent} cannot be created ({error.strerror}): set --out to a file in another folder"
-        ) from error
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"{out if out.exists() else out.parent} is not writable: set --out to a file in another folder")
-
-
-def show(report: "BenchReport") -> None:
-    """Print the tables of a report."""
-    console = Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
-    for shown in report.shown():
-        console.print(shown, "", markup=False)
-
-
-@Parameter(name="*", group="Peers")
-@dataclass(frozen=True, kw_only=True)
-class PeerOptions:
-    """Options for other engines to measure in the same run."""
-
-    peers: Path = Path("build/peers")
-    "Folder of other engines, as benchmarks/peers/install.sh creates it. Engines that are not installed are skipped."
-    no_peers: Flag = False
-    "Do not measure other engines."
-
-    @property
-    def directory(self) -> Path | None:
-        return None if self.no_peers else self.peers
-
-
-@Parameter(name="*", group="Output")
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """Options for the output of results."""
-
-    out: Path | None = None
-    "Markdown file to write the report to. JSON goes to the same folder, and plots if matplotlib is installed."
-    json: Flag = False
-    "Print one JSON object instead of tables."
-
-    @contextmanager
-    def suite(self, peers: Path | None, hosts: HostFlags = HostFlags()) -> "Iterator[Suite]":  # noqa: B008 - frozen
-        """Yield a suite with the peers in a folder, and afterwards write and print its results.
-
-        With several hosts, the suite meets the others first, and host 0 has the results.
-
-        Raises:
-            UserError: --out is invalid, or the hosts do not fit together.
-        """
-        if self.out is not None:
-            check_out(self.out, "Markdown", "report.md")
-        from longhelix.measure.bench.suite import Suite
-
-        date = datetime.now().astimezone().isoformat(timespec="seconds")
-        with together(hosts) as met:
-            suite = Suite(date, peers, tell, met)
-            yield suite
-        if suite.node_rank:
-            tell("host 0 has the results")
-            return
-        report = suite.finish()
-        if self.out is not None:
-            report.write(self.out)
-        if self.json:
-            print(report.as_json())
-            return
-        show(report)
-
-
-@Parameter(name="*", group="Model and layout")
-@dataclass(frozen=True, kw_only=True)
-class BenchModelOptions:
-    """Options for the model to measure and its layout over ranks."""
-
-    model: str = "builtin"
-    "Model to measure: a folder in Hugging Face format, a GGUF file, or `builtin`."
-    kvp: int = 1
-    "KV parallelism: ranks that split the request's KV cache along the sequence."
-    tpa: int = 1
-    "Tensor parallelism of attention: ranks that split the heads."
-    threads: int | None = None
-    "Threads per rank. [default: cores / ranks]"
-
-    def config(self, suite: "Suite", lengths: Sequence[int], **settings: Any) -> "EngineConfig":
-        """Return the configuration for the hosts of a suite, with room for the longest of `lengths`."""
-        from longhelix.measure.configuration import configure
-
-        layout = Layout(kvp=self.kvp, tpa=self.tpa)
-        places = suite.places(layout.world_size)
-        return configure(self.model, layout, lengths, threads=self.threads, places=places, **settings)
 
 
 @app.command
@@ -151,8 +24,8 @@ def kernels(
     group: Numbers = (3, 4, 8),
     threads: Annotated[Numbers, Parameter(show_default=False)] = (),
     repeats: int = 11,
-    peers: PeerOptions = PeerOptions(),
-    output: OutputOptions = OutputOptions(),
+    peers: PeerOptions = PeerOptions(),  # noqa: B008 - frozen
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Measure attention and matrix product kernels. Read bandwidth and torch's products are measured in turn with them.
 
@@ -180,11 +53,11 @@ def decode(
     *,
     contexts: Sizes = (1024, 8192, 32768),
     repeats: int = 21,
-    model: BenchModelOptions = BenchModelOptions(),
+    model: BenchModelOptions = BenchModelOptions(),  # noqa: B008 - frozen
     engine: BenchFlags = BenchFlags(),  # noqa: B008 - frozen
     hosts: HostFlags = HostFlags(),  # noqa: B008 - frozen
-    peers: PeerOptions = PeerOptions(),
-    output: OutputOptions = OutputOptions(),
+    peers: PeerOptions = PeerOptions(),  # noqa: B008 - frozen
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Measure one decode step of one long request with random KV.
 
@@ -205,11 +78,11 @@ def prefill(
     prompts: Sizes = (1024, 8192),
     chunk_tokens: Size = 512,
     repeats: int = 3,
-    model: BenchModelOptions = BenchModelOptions(),
+    model: BenchModelOptions = BenchModelOptions(),  # noqa: B008 - frozen
     engine: BenchFlags = BenchFlags(),  # noqa: B008 - frozen
     hosts: HostFlags = HostFlags(),  # noqa: B008 - frozen
-    peers: PeerOptions = PeerOptions(),
-    output: OutputOptions = OutputOptions(),
+    peers: PeerOptions = PeerOptions(),  # noqa: B008 - frozen
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Measure prefill of random prompts, from the first chunk to the first new token.
 
@@ -233,10 +106,10 @@ def layouts(
     ranks: int = 2,
     requests: Numbers = (8, 1),
     contexts: Sizes = (1024, 32768),
-    rates_mbit: Annotated[tuple[float, ...], _many, Parameter(show_default=False)] = (),
+    rates_mbit: Annotated[tuple[float, ...], MANY, Parameter(show_default=False)] = (),
     repeats: int = 21,
     hosts: HostFlags = HostFlags(),  # noqa: B008 - frozen
-    output: OutputOptions = OutputOptions(),
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Compare Helix, local placement, tensor parallelism and the tied layout on the same ranks, measured in turn.
 
@@ -280,7 +153,7 @@ def collectives(
     ranks: Numbers = (2, 4),
     sizes_bytes: Annotated[Sizes, Parameter(name="--bytes")] = (2048, 4096, 16384, 65536, 262144, 1048576),
     repeats: int = 25,
-    output: OutputOptions = OutputOptions(),
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Measure all-reduce, all-to-all, all-gather and reduce-scatter over shared memory and gloo.
 
@@ -307,7 +180,7 @@ def sp(
         "enable-sp-int8",
     ),
     prompts: Sizes = (512, 1024, 4096),
-    rates_mbit: Annotated[tuple[float, ...], _many, Parameter(show_default=False)] = (1000.0, 10000.0),
+    rates_mbit: Annotated[tuple[float, ...], MANY, Parameter(show_default=False)] = (1000.0, 10000.0),
     chunk_tokens: Size = 2048,
     sp_min_token_num: Annotated[Size | None, Parameter(show_default=False)] = None,
     repeats: int = 3,
@@ -315,7 +188,7 @@ def sp(
     kvp: int = 1,
     tpa: int = 2,
     threads: int | None = None,
-    output: OutputOptions = OutputOptions(),
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Measure how much time and traffic sequence parallelism saves in prefill, over links of given rates.
 
@@ -359,13 +232,13 @@ def sp(
 @app.command
 def accuracy(
     *,
-    text: Annotated[tuple[Path, ...], _many, Parameter(show_default=False)] = (),
+    text: Annotated[tuple[Path, ...], MANY, Parameter(show_default=False)] = (),
     window: Size = 2048,
     tokens: Size = 20480,
     vary: Names = ("weights", "activations", "kv", "attention"),
     model: str = "builtin",
     threads: int | None = None,
-    output: OutputOptions = OutputOptions(),
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Measure what each number format costs in accuracy: perplexity of a text, and errors of attention and logits.
 
@@ -392,14 +265,22 @@ def accuracy(
 
 
 @app.command
-def predictions(*, output: OutputOptions = OutputOptions()) -> None:
+def predictions(
+    *,
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
+) -> None:
     """Compare predictions with measurements at lengths and layouts that calibration did not use. Takes ten minutes."""
     with output.suite(peers=None) as suite:
         suite.predict()
 
 
 @app.command
-def planner(*, repeats: int = 5, peers: PeerOptions = PeerOptions(), output: OutputOptions = OutputOptions()) -> None:
+def planner(
+    *,
+    repeats: int = 5,
+    peers: PeerOptions = PeerOptions(),  # noqa: B008 - frozen
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
+) -> None:
     """Measure the speed of the planner and of other planners: configurations per second, a whole plan and the import.
 
     Parameters
@@ -415,8 +296,8 @@ def planner(*, repeats: int = 5, peers: PeerOptions = PeerOptions(), output: Out
 def everything(
     *,
     short: Flag = False,
-    peers: PeerOptions = PeerOptions(),
-    output: OutputOptions = OutputOptions(),
+    peers: PeerOptions = PeerOptions(),  # noqa: B008 - frozen
+    output: OutputOptions = OutputOptions(),  # noqa: B008 - frozen
 ) -> None:
     """Run all benchmarks with the built-in model, in bfloat16 and in int8.
 

@@ -4,9 +4,9 @@ import json as json_module
 from datetime import datetime
 from pathlib import Path
 
-from longhelix.cli.bench import check_out, show
 from longhelix.cli.measuring_hosts import tell, together
 from longhelix.cli.options import HostFlags
+from longhelix.cli.report_output import check_out, show
 from longhelix.cli.values import Flag
 from longhelix.errors import UserError
 from longhelix.spec.layout import Layout

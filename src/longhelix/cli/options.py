@@ -20,7 +20,7 @@ from longhelix.cli.values import Flag, Seconds, Size, SizeOrAuto, tied_layout
 from longhelix.compute.cache.context_folder import ContextFolder
 from longhelix.compute.models.model_files import is_gguf, model_spec
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine import hub
+from longhelix.engine.hub.download import find
 from longhelix.engine.llm import LLM
 from longhelix.engine.options import (
     Count,
@@ -181,7 +181,7 @@ class ModelOptions:
         Args:
             tell: receives one line before a download. None prints it to standard error.
         """
-        return replace(self, model=hub.find(self.model, self.revision, tell or _print), revision=None)
+        return replace(self, model=find(self.model, self.revision, tell or _print), revision=None)
 
     def start(
         self,

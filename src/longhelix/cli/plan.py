@@ -14,7 +14,7 @@ from longhelix.cli.demand import DemandOptions
 from longhelix.cli.planning import DraftOptions, PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Seconds, Size
 from longhelix.compute.models.model_files import is_gguf
-from longhelix.engine.hub import HubModel
+from longhelix.engine.hub.model import HubModel
 from longhelix.plan import peers, report, summary, terminal
 from longhelix.plan.answer import Plan, answer
 from longhelix.plan.crossover import Crossover, crossovers

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from longhelix.cli.values import tied_layout
 from longhelix.compute.models.model_files import model_spec
-from longhelix.engine import hub
+from longhelix.engine.hub.download import find_config
 from longhelix.errors import UserError
 from longhelix.perf.setting import Drafts, Dtypes, Setting
 from longhelix.plan.question import MOST_GPUS
@@ -47,7 +47,7 @@ class PlannedModel:
 
     def setting(self) -> Setting:
         """Load the model and the system. Raises UserError for an unknown name or an unsupported dtype."""
-        model, system = model_spec(hub.find_config(self.model, self.revision)), load_system(self.system)
+        model, system = model_spec(find_config(self.model, self.revision)), load_system(self.system)
         if self.expert_dtype is not None and not model.moes:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
         weights, experts = self.weight_dtype or model.checkpoint.dtype, self.expert_dtype

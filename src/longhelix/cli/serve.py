@@ -25,7 +25,7 @@ from longhelix.cli.options import (
 from longhelix.cli.text_file import read_text
 from longhelix.cli.values import Seconds, Size
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine.hub import HubModel
+from longhelix.engine.hub.model import HubModel
 from longhelix.engine.text.reasoning import PARSERS
 from longhelix.errors import UserError
 from longhelix.serve.server_log import ServerLog

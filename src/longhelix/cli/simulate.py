@@ -18,7 +18,7 @@ from longhelix.cli.planning import PlannedModel, make_folder, stdout
 from longhelix.cli.values import Flag, Size, parse_size, tied_layout
 from longhelix.cli.workload import WorkloadOptions
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.resolution import scheduler_config
+from longhelix.engine.settings.scheduler import scheduler_config
 from longhelix.errors import UserError
 from longhelix.perf.setting import Setting
 from longhelix.perf.stages import balanced

@@ -7,22 +7,24 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from longhelix.compute.models.rope import all_frequencies
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceEvent
+from longhelix.engine.counters import Counters
 from longhelix.engine.exchanges import ExchangeLog
 from longhelix.engine.guides import Guides
 from longhelix.engine.hosts.cluster import Cluster
 from longhelix.engine.observation import Observation, ObservedStep, StepLog, observe
 from longhelix.engine.pass_totals import totals
 from longhelix.engine.prompt import token_ids
+from longhelix.engine.rank_runner import RankRunner
+from longhelix.engine.request_checks import check_images, check_token_ids, check_types
 from longhelix.engine.shown_images import ShownImage, ShownImages
 from longhelix.engine.workers.pool import WorkerPool
-from longhelix.engine.workers.transport import LoadBlocks, SaveBlocks, TakeTokens
+from longhelix.engine.workers.transport import LoadBlocks, SaveBlocks
 from longhelix.errors import EngineError, UserError
 from longhelix.scheduler.cache_record import CacheChanges, CacheRecord
 from longhelix.scheduler.guide import Guide
@@ -32,28 +34,7 @@ from longhelix.scheduler.policy import Policy
 from longhelix.scheduler.recording import Event
 from longhelix.scheduler.request import ANY_SERVICE, Request, SamplingParams, ServiceLevel
 from longhelix.scheduler.scheduler import Scheduler
-from longhelix.scheduler.step import Step, StepResult
 from longhelix.scheduler.token_event import TokenEvent, Usage
-from longhelix.values import shown
-
-
-@dataclass
-class Counters:
-    """Totals over all finished steps."""
-
-    steps: int = 0
-    rows: int = 0
-    exchanged_bytes: int = 0  # bytes that all ranks together have sent in exchanges
-    network_bytes: int = 0  # bytes that ranks have sent to ranks of other hosts
-    exchanges: ExchangeLog = field(default_factory=lambda: ExchangeLog(1))
-
-    def add(self, result: StepResult) -> None:
-        self.steps += 1
-        self.rows += result.num_tokens
-        self.exchanged_bytes += result.measured.exchanged_bytes
-        self.network_bytes += result.measured.network_bytes
-        if result.num_tokens:
-            self.exchanges.add(result.measured)
 
 
 class TokenCore:
@@ -131,7 +112,7 @@ class TokenCore:
             on_event(event)
 
         pp = config.layout.pp
-        runner = _Ranks(self._pool, config, self._images, guides)
+        runner = RankRunner(self._pool, config, self._images, guides)
         self._loop = Loop(
             scheduler=self._scheduler,
             runner=runner,
@@ -200,11 +181,11 @@ class TokenCore:
     ) -> Request:
         """Create a request with a new id but do not queue it. Accepts the same arguments as `add`."""
         self.check_running()
-        self.check_types(sampling, service)
+        check_types(sampling, service)
         prompt_ids = token_ids(prompt, self.config.spec.vocabulary.size, self.config.scheduler.max_model_len)
-        self._check_images(prompt_ids, images)
+        check_images(prompt_ids, images, self.config.spec.vision)
         eos_token_ids = self.config.spec.vocabulary.eos_token_ids
-        self._check_token_ids(sampling)
+        check_token_ids(sampling, self.config.spec.vocabulary)
         guide_s = 0.0 if sampling.guide is None else self._check_guide(sampling.guide)
         request = Request(
             id=self._next_id,
@@ -239,42 +220,10 @@ class TokenCore:
         """Continue the counters and the request ids of another core, which has ended."""
         self.counters, self._next_id = ended.counters, ended._next_id
 
-    def _check_token_ids(self, sampling: SamplingParams) -> None:
-        vocabulary = self.config.spec.vocabulary
-        vocab_size, eos_token_ids = vocabulary.size, vocabulary.eos_token_ids
-        for name, asked in (("stop token", sampling.stop_token_ids), ("logit_bias: token", sampling.logit_bias)):
-            beyond = next((token_id for token_id in asked if token_id >= vocab_size), None)
-            if beyond is not None:
-                raise UserError(
-                    f"{name} id {beyond} is outside the model's vocabulary of {vocab_size}: use ids from 0 to "
-                    f"{vocab_size - 1}"
-                )
-        stops = {token_id for token_id in (*sampling.stop_token_ids, *eos_token_ids) if token_id < vocab_size}
-        if sampling.min_tokens and len(stops) == vocab_size:
-            raise UserError(
-                f"every token of the model's vocabulary is a stop token, but min_tokens is {sampling.min_tokens}: give "
-                "fewer stop_token_ids, or set min_tokens to 0"
-            )
-
     def _check_guide(self, guide: Guide) -> float:
         if self._guides is None:
             raise UserError("this engine has no tokenizer, so its requests cannot have guides: use LLM")
         return self._guides.check(guide)
-
-    def _check_images(self, prompt_ids: "array[int]", images: Sequence[ShownImage]) -> None:
-        vision, shown = self.config.spec.vision, sum(image.span.num_tokens for image in images)
-        if vision is not None and prompt_ids.count(vision.image_token_id) != shown:
-            raise UserError(
-                f"the prompt has {prompt_ids.count(vision.image_token_id)} image tokens (id {vision.image_token_id}), "
-                f"but its images need {shown}: give an ImagePrompt with the images, or leave the image tokens out"
-            )
-
-    def check_types(self, sampling: SamplingParams, service: ServiceLevel) -> None:
-        """Raise UserError if an argument has the wrong type."""
-        if not isinstance(sampling, SamplingParams):
-            raise UserError(f"sampling is {shown(sampling)}: give SamplingParams")
-        if not isinstance(service, ServiceLevel):
-            raise UserError(f"service is {shown(service)}: give a ServiceLevel")
 
     def abort(self, request_id: int) -> Usage | None:
         """End a request, whether it is waiting or running. Returns its usage, or None if it had already ended."""
@@ -446,37 +395,6 @@ class TokenCore:
         except BaseException as error:
             self.fail(error)
             raise
-
-
-class _Ranks:
-    """The loop's runner. Just before each step, it sends the image rows and the token table that the step needs.
-
-    If this data makes a rank fail, the rank fails during the step. The failure is then attributed to a running request.
-    """
-
-    def __init__(self, pool: WorkerPool, config: EngineConfig, images: ShownImages, guides: Guides | None) -> None:
-        self._pool, self._config, self._images, self._guides = pool, config, images, guides
-        self._sent_token_table = False  # ranks need the token table for guides
-
-    def submit(self, step: Step) -> None:
-        if not self._sent_token_table and any(new.sampling.guide is not None for new in step.changes.new):
-            assert self._guides is not None, "the request was rejected otherwise"
-            layout = self._config.layout
-            ranks = [rank for rank in range(layout.world_size) if layout.has_head(rank)]
-            self._pool.show(ranks, TakeTokens(self._guides.table))
-            self._sent_token_table = True
-        for rows in self._images.rows(step):
-            self._pool.show(self._image_ranks(step), rows)
-        self._pool.submit(step)
-
-    def collect(self, timeout_s: float) -> StepResult | None:
-        return self._pool.collect(timeout_s)
-
-    def _image_ranks(self, step: Step) -> list[int]:
-        """Return the ranks that take part in the step and need images."""
-        layout = self._config.layout
-        taken = step.turn.instances or range(layout.kvp)
-        return [rank for rank in self._config.image_ranks if layout.kvp_rank(rank) in taken]
 
 
 def _root(config: EngineConfig) -> Callable[[Request], bytes]:

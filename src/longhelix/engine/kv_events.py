@@ -152,11 +152,11 @@ class KVEventPublisher:
                     "tcp://127.0.0.1:5557, or set allow_without_key to True if only routers reach the port"
                 )
         return cls(
-            options.kv_events_endpoint,
-            options.kv_events_replay_endpoint,
-            options.kv_events_topic or "",
-            options.block_tokens,
-            limits,
+            endpoint=options.kv_events_endpoint,
+            replay_endpoint=options.kv_events_replay_endpoint,
+            topic=options.kv_events_topic or "",
+            block_tokens=options.block_tokens,
+            limits=limits,
         )
 
     def publish(self, changes: CacheChanges) -> None:

@@ -4,9 +4,12 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
+from longhelix.compute.runner.config import EngineConfig
+from longhelix.engine.counters import Counters
 from longhelix.engine.exchanges import Moment
-from longhelix.engine.result import Delta
+from longhelix.engine.result import Delta, Result
 from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.engine.text.stop_strings import StopStrings
@@ -97,6 +100,56 @@ class Live:
         # All prompt log-probabilities were returned before the first token.
         sampling = replace(self.request.sampling, prompt_logprobs=None)
         return replace(self.request, sampling=sampling).resumed(array("i", self.token_ids))
+
+    def result(
+        self,
+        finish_reason: FinishReason,
+        usage: Usage,
+        error: str | None,
+        *,
+        config: EngineConfig,
+        counters: Counters,
+    ) -> Result:
+        """Return the result of the request, which has ended.
+
+        Args:
+            finish_reason: why it ended.
+            usage: usage of the request in the engine that ended it.
+            error: why it failed. None if it did not fail.
+            config: the engine's configuration.
+            counters: the engine's totals.
+        """
+        layout, times_s = config.layout, self.times_s
+        usage = usage if self.spent is None else usage.after(self.spent)
+        return Result(
+            text=self.text,
+            token_ids=self.token_ids,
+            prompt_tokens=len(self.request.prompt_token_ids),
+            finish_reason=finish_reason,
+            ttft_s=times_s[0] - self.request.arrival_s if times_s else None,
+            tbt_s=[after - before for before, after in pairwise(times_s)],
+            layout={"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep, "pp": layout.pp},
+            kv_tokens_per_rank=list(usage.kv_tokens_per_rank),
+            cached_tokens=usage.cached_tokens,
+            preemptions=usage.preemptions,
+            recomputed_tokens=usage.recomputed_tokens,
+            swapped_tokens=usage.swapped_tokens,
+            moved_tokens=usage.moved_tokens,
+            moved_bytes=usage.moved_tokens * config.moved_bytes_per_token,
+            moved_s=usage.moved_s,
+            exchanged_bytes_per_token=counters.exchanged_bytes / max(counters.rows, 1),
+            hop_b=counters.exchanges.since(self.arrival),
+            logprobs=self.logprobs if self.request.sampling.logprobs is not None else None,
+            token_texts=self.token_texts if self.request.sampling.logprobs is not None else None,
+            error=error,
+            prompt_logprobs=self.prompt_logprobs if self.request.sampling.prompt_logprobs is not None else None,
+            ending_token_id=None if self.ending is None else self.ending.token_id,
+            ending_logprobs=dict(self.ending.logprobs)
+            if self.ending is not None and self.request.sampling.logprobs is not None
+            else None,
+            reasoning=None if self.reasoning is None else self.reasoning.text,
+            reasoning_tokens=None if self.reasoning is None else self.reasoning.num_tokens,
+        )
 
     def _cut(self, text: str) -> tuple[str, bool]:
         """Pass the text of the last token through `StopStrings.push`."""

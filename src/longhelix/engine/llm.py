@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,11 +18,11 @@ from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
 from longhelix.compute.runner.config import EngineConfig
 from longhelix.compute.runner.trace import TraceFile
-from longhelix.engine import hub
 from longhelix.engine.contexts import LOWEST_PRIORITY, Contexts, LoadedContext, ReadContext
 from longhelix.engine.core import TokenCore
 from longhelix.engine.guides import Guides
 from longhelix.engine.hosts.joining import join_hosts
+from longhelix.engine.hub.download import find
 from longhelix.engine.images import Images
 from longhelix.engine.kv_events import KVEventPublisher
 from longhelix.engine.live import Live
@@ -31,11 +30,12 @@ from longhelix.engine.lost_requests import LostRequests
 from longhelix.engine.observation import Observation, ObservedStep
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.prompt import ImagePrompt, Prompt, ReadPrompt, as_prompts
+from longhelix.engine.prompt_reader import PromptReader
+from longhelix.engine.request_checks import check_types
 from longhelix.engine.resolution import resolve
 from longhelix.engine.result import Delta, Result
 from longhelix.engine.sampling_defaults import gguf_generation_config, sampling_defaults
 from longhelix.engine.saving import Computing, Saving
-from longhelix.engine.shown_images import ShownImage
 from longhelix.engine.stream import Stream
 from longhelix.engine.text.reasoning import ReasoningSplitter
 from longhelix.engine.text.stop_strings import StopStrings
@@ -89,7 +89,7 @@ class LLM:
         _check_callbacks(on_load=on_load, on_warm_up=on_warm_up)
         self._policy = policy if isinstance(policy, Policy) else None
         options = EngineOptions.of(settings | ({} if isinstance(policy, Policy) else {"policy": policy}))
-        path = hub.find(str(model), revision)  # first, because ranks under torchrun wait for each other only so long
+        path = find(str(model), revision)  # first, because ranks under torchrun wait for each other only so long
         if isinstance(layout, Layout):  # `resolve` rejects anything else
             torchrun.join(layout.world_size)
         checkpoint = open_checkpoint(path)
@@ -157,6 +157,7 @@ class LLM:
         self._images = Images(self.config, checkpoint)
         self.contexts_folder = ContextFolder(options.contexts_dir)
         self._contexts = Contexts(self._core, model, checkpoint, self.contexts_folder)
+        self._prompts = PromptReader(self.tokenizer, self._images, self._contexts)
 
     def __enter__(self) -> Self:
         return self
@@ -306,7 +307,7 @@ class LLM:
         Raises:
             UserError: `add` would reject the prompt or its images.
         """
-        read = self._images.read(prompt, self._token_ids)
+        read = self._images.read(prompt, self._prompts.token_ids)
         return ReadPrompt(read.token_ids, [image.seen() for image in read.images])
 
     def read_context(self, name: str, cache_salt: str = "") -> ReadContext:
@@ -375,8 +376,8 @@ class LLM:
             UserError: the context cannot be saved. Only errors that are known before the computation are raised here.
         """
         self._core.check_running()
-        self._core.check_types(_ONE_TOKEN, service)
-        new = self._contexts.new(name, self._token_ids(prompt), service.cache_salt, replace)
+        check_types(_ONE_TOKEN, service)
+        new = self._contexts.new(name, self._prompts.token_ids(prompt), service.cache_salt, replace)
         computing = Computing(
             lambda deltas: self._queue(
                 new.token_ids, sampling=_ONE_TOKEN, service=service, deltas=deltas, context=None
@@ -469,68 +470,28 @@ class LLM:
         self._core.check_running()
         arrival_s = _checked_arrival(arrival_s, time.monotonic())
         sampling = SamplingParams() if sampling is None else sampling
-        self._core.check_types(sampling, service)
-        images: Sequence[ShownImage] = ()
-        hashes: Sequence[bytes] = ()
-        if isinstance(prompt, ImagePrompt | ReadPrompt):
-            read = self._shown(prompt, context)
-            given, images = read.token_ids, read.images
-        elif context is None:
-            given = self._token_ids(prompt)
-        else:
-            context = self._read(context, service)
-            given, hashes = self._after(context, prompt, sampling)
+        check_types(sampling, service)
+        given = self._prompts.read(prompt, context, sampling, service)
         before = self._core.counters.exchanges.now
-        request = self._core.request(given, sampling=sampling, service=service, arrival_s=arrival_s, images=images)
+        request = self._core.request(
+            given.token_ids, sampling=sampling, service=service, arrival_s=arrival_s, images=given.images
+        )
         tags = frozenset() if reasoning is None else reasoning.special_ids
         stream = self.tokenizer.stream(request.prompt_token_ids, sampling.skip_special_tokens, tags)
-        unseen = [image.unseen() for image in images]
-        stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
-        name = None if context is None else context.saved.name
         live = Live(
-            request=request, tokens=stream, stops=stops, deltas=deltas, arrival=before, context=name, images=unseen
+            request=request,
+            tokens=stream,
+            stops=StopStrings(sampling.stop, sampling.include_stop_str_in_output),
+            deltas=deltas,
+            arrival=before,
+            context=given.context,
+            images=[image.unseen() for image in given.images],
         )
         live.reasoning = None if reasoning is None else ReasoningSplitter(reasoning)
         if not self._lost.take(live, self._live):
-            self._core.queue(request, images, hashes)
+            self._core.queue(request, given.images, given.hashes)
             self._live[request.id] = live
         return request.id
-
-    def _shown(self, prompt: ImagePrompt | ReadPrompt, context: object) -> ReadPrompt:
-        if context is not None:
-            raise UserError(
-                "a saved context cannot be combined with images: leave out context, or give the prompt without images"
-            )
-        return prompt if isinstance(prompt, ReadPrompt) else self._images.read(prompt, self._token_ids)
-
-    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, ImagePrompt | ReadPrompt):
-            raise UserError(
-                "a saved context holds text only: save it without images, and give the images in each prompt"
-            )
-        if isinstance(prompt, str):  # a tokenizer may convert empty text to a BOS token
-            return self.tokenizer.encode(prompt) if prompt else []
-        return prompt
-
-    def _read(self, context: str | ReadContext, service: ServiceLevel) -> ReadContext:
-        if not isinstance(context, ReadContext):
-            return self._contexts.read(context, service.cache_salt)
-        if context.cache_salt != service.cache_salt:
-            raise UserError(
-                "the request's cache_salt differs from the one that its context was loaded with: use the same value"
-            )
-        return context
-
-    def _after(
-        self, context: ReadContext, prompt: Prompt, sampling: SamplingParams
-    ) -> tuple[Sequence[int], Sequence[bytes]]:
-        """Load a context into the ranks.
-
-        Returns:
-            The context's token ids followed by the prompt's token ids, and the block hashes that are already known.
-        """
-        more = self.tokenizer.encode_more(prompt) if isinstance(prompt, str) else prompt
-        return self._contexts.before(context, more, sampling)
 
     def _next_delta(self, deltas: deque[Delta]) -> Delta:
         """Return the next delta from a queue. At least one request of the queue must not have ended.
@@ -734,38 +695,8 @@ class LLM:
         usage: Usage | None,
         error: str | None = None,
     ) -> Result:
-        layout, times_s, counters = self.config.layout, live.times_s, self._core.counters
         assert usage is not None, "a request ends only once"
-        usage = usage if live.spent is None else usage.after(live.spent)
-        return Result(
-            text=live.text,
-            token_ids=live.token_ids,
-            prompt_tokens=len(live.request.prompt_token_ids),
-            finish_reason=finish_reason,
-            ttft_s=times_s[0] - live.request.arrival_s if times_s else None,
-            tbt_s=[after - before for before, after in pairwise(times_s)],
-            layout={"kvp": layout.kvp, "tpa": layout.tpa, "tpf": layout.tpf, "ep": layout.ep, "pp": layout.pp},
-            kv_tokens_per_rank=list(usage.kv_tokens_per_rank),
-            cached_tokens=usage.cached_tokens,
-            preemptions=usage.preemptions,
-            recomputed_tokens=usage.recomputed_tokens,
-            swapped_tokens=usage.swapped_tokens,
-            moved_tokens=usage.moved_tokens,
-            moved_bytes=usage.moved_tokens * self.config.moved_bytes_per_token,
-            moved_s=usage.moved_s,
-            exchanged_bytes_per_token=counters.exchanged_bytes / max(counters.rows, 1),
-            hop_b=counters.exchanges.since(live.arrival),
-            logprobs=live.logprobs if live.request.sampling.logprobs is not None else None,
-            token_texts=live.token_texts if live.request.sampling.logprobs is not None else None,
-            error=error,
-            prompt_logprobs=live.prompt_logprobs if live.request.sampling.prompt_logprobs is not None else None,
-            ending_token_id=None if live.ending is None else live.ending.token_id,
-            ending_logprobs=dict(live.ending.logprobs)
-            if live.ending is not None and live.request.sampling.logprobs is not None
-            else None,
-            reasoning=None if live.reasoning is None else live.reasoning.text,
-            reasoning_tokens=None if live.reasoning is None else live.reasoning.num_tokens,
-        )
+        return live.result(finish_reason, usage, error, config=self.config, counters=self._core.counters)
 
 
 def _with_ends(config: EngineConfig, end_ids: Sequence[int]) -> EngineConfig:

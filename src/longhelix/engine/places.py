@@ -24,7 +24,13 @@ class Places:
         """Place all ranks on this host."""
         gpu_bytes, capabilities = (free_gpu_bytes(), gpu_capabilities()) if with_gpus else ([], [])
         hosts = Hosts.in_order([layout.world_size])
-        return cls(hosts, (host.cores(),), (host.available_bytes(),), (gpu_bytes,), (capabilities,))
+        return cls(
+            hosts,
+            cores=(host.cores(),),
+            free_bytes=(host.available_bytes(),),
+            gpu_bytes=(gpu_bytes,),
+            gpu_capabilities=(capabilities,),
+        )
 
     @property
     def lacking_gpus(self) -> int | None:

@@ -5,47 +5,33 @@ It fills in all defaults and checks everything that can be checked before a rank
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 from longhelix.compute.machine import host
-from longhelix.compute.machine.devices import has_native_kernels, multiplies_integers
+from longhelix.compute.machine.devices import has_native_kernels
 from longhelix.compute.machine.system import machine
 from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
-from longhelix.compute.models.parameters import check, mixed_weight, slow_weight, with_stored_formats
 from longhelix.compute.models.rope import inverse_frequencies
 from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoint
-from longhelix.compute.models.vision_language_checkpoint import VisionLanguageCheckpoint
 from longhelix.compute.runner.config import EngineConfig, ExecutionConfig, Machines, NumberFormats
 from longhelix.compute.runner.pool_size import affordable_blocks, num_blocks, num_blocks_of_many, split_state_bytes
-from longhelix.engine.options import MOST_CHUNK_TOKENS, EngineOptions
+from longhelix.engine.options import EngineOptions
 from longhelix.engine.places import Places
 from longhelix.engine.sequence_parallelism import token_ranges
+from longhelix.engine.settings.formats import attention_dtype, base_dtypes, check_float8, rounding_inputs
+from longhelix.engine.settings.kernels import check_kernels
+from longhelix.engine.settings.model import read_model
+from longhelix.engine.settings.scheduler import scheduler_config, with_pools
+from longhelix.engine.settings.weight_warnings import warn_of_weights
 from longhelix.errors import UserError
 from longhelix.perf.setting import Dtypes, Setting
 from longhelix.perf.stages import balanced
-from longhelix.perf.threshold import local_threshold_tokens
-from longhelix.scheduler.config import CacheConfig, PlacementConfig, SchedulerConfig, ServiceConfig, StepConfig
-from longhelix.scheduler.kv.windows import KVWindow
-from longhelix.spec import (
-    DTYPES,
-    FORMATS,
-    WEIGHT_DTYPES,
-    ModelSpec,
-    product_dtype,
-    read_hf_config,
-    unread_fields,
-)
-from longhelix.spec.attention import GroupedQueryAttention
+from longhelix.spec import FORMATS, ModelSpec, product_dtype
 from longhelix.spec.layout import Layout
-from longhelix.spec.missing_parts import missing_parts
-from longhelix.spec.quantised_modules import Quantisation
-from longhelix.values import one_of, refused
+from longhelix.values import refused
 
 # Limit on the ranks per core. Ranks that share a core take turns, and all ranks wait for each other at every exchange.
 _RANKS_PER_CORE = 4
-_FLOAT8_CAPABILITY = (8, 9)  # the first compute capability of GPUs that multiply and convert FP8
 _FEW_RANKS = 64  # number of ranks that any machine may run, so that users can try out a layout
 # Limits on the memory for image states in the engine's process, in bytes and as a fraction of the free memory. They
 # apply separately to waiting requests and to the vision tower. An image of 1,024 tokens takes 34 MB in a model with a
@@ -70,13 +56,13 @@ def resolve(
     options = EngineOptions() if options is None else options
     if not isinstance(layout, Layout):
         raise refused("layout", layout, "a Layout, such as Layout(kvp=2)", "invalid_layout")
-    spec = _spec(checkpoint, options.rope_scaling)
+    spec = read_model(checkpoint, options.rope_scaling)
     stored = spec.checkpoint.quantisation
     if options.weight_dtype is not None or not has_native_kernels():
         spec = spec.expanded()
-    dtype, weight_dtype, kv_dtype = _dtypes(spec, options)
+    dtype, weight_dtype, kv_dtype = base_dtypes(spec, options)
     if options.activation_dtype is not None:
-        spec = _rounding_inputs(spec, options.activation_dtype, stored)
+        spec = rounding_inputs(spec, options.activation_dtype, stored)
     max_model_len = _max_model_len(spec, options.max_model_len)
     if options.attention == "flashinfer":  # which takes no limits
         spec = spec.within(max_model_len)
@@ -88,14 +74,14 @@ def resolve(
         spec = spec.expanded()
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(options, device)
-    _check_runs_together(spec, options, device, replay)
-    _check_float8(options, kv_dtype, device, places)
+    check_kernels(spec, options, device, replay)
+    check_float8(options, kv_dtype, device, places)
     if device == "cpu":
         _check_cores(places)
     system = machine(device)
     setting = Setting(spec, system, Dtypes(stored_dtype, kv_dtype, packed=True))
     layout = balanced(setting, layout)
-    _warn_of_weights(spec, layout, device, stored_dtype)
+    warn_of_weights(spec, layout, device, stored_dtype)
     scheduler = scheduler_config(options, layout, max_model_len, setting)
     longest_tokens = scheduler.longest_local_tokens
     image_bytes = _image_bytes(spec)
@@ -127,7 +113,7 @@ def resolve(
             weight_dtype=weight_dtype,
             activation_dtype=options.activation_dtype,
             kv_dtype=kv_dtype,
-            attention_dtype=_attention_dtype(options, kv_dtype, device),
+            attention_dtype=attention_dtype(options, kv_dtype, device),
         ),
         machines=Machines(
             hosts=places.hosts,
@@ -137,7 +123,7 @@ def resolve(
             device=device,
             system=system,
         ),
-        scheduler=_with_pools(scheduler, spec, windows, held),
+        scheduler=with_pools(scheduler, spec, windows, held),
         execution=ExecutionConfig(
             compile=compile,
             replay=replay,
@@ -147,220 +133,6 @@ def resolve(
             trace=options.trace is not None,
         ),
         image_bytes=image_bytes,
-    )
-
-
-def _with_pools(
-    scheduler: SchedulerConfig, spec: ModelSpec, windows: tuple[KVWindow, ...], held: int
-) -> SchedulerConfig:
-    """Return the scheduler's settings with pools of `held` KV blocks on each KVP rank, and those of windows."""
-    is_free = bool(windows) and all(spec.groups)  # no layer needs the KV blocks of those that see everything
-    return scheduler.with_pools(max(held, scheduler.most_listed_blocks) if is_free else held, windows)
-
-
-def _dtypes(spec: ModelSpec, options: EngineOptions) -> tuple[str, str, str]:
-    """Return the dtypes of activations, of weights that the checkpoint does not pack, and of KV."""
-    dtype = options.dtype or one_of("dtype", spec.checkpoint.dtype, DTYPES)
-    quantised = [name for name in WEIGHT_DTYPES if name not in DTYPES]
-    if spec.checkpoint.quantisation is not None:
-        if options.weight_dtype in quantised:
-            raise UserError(
-                f"the checkpoint's weights are already quantised ({spec.checkpoint.quantisation.formats}): leave "
-                "out weight_dtype"
-            )
-        quantised = []
-    in_bytes = options.activation_dtype == "int8" and bool(quantised)
-    default = "int8" if in_bytes else dtype
-    weight_dtype = one_of("weight_dtype", options.weight_dtype or default, (dtype, *quantised))
-    if in_bytes and weight_dtype != "int8":
-        raise UserError(
-            f"activation_dtype int8 needs int8 weights, but weight_dtype is {weight_dtype}: leave one of them out"
-        )
-    return dtype, weight_dtype, options.kv_dtype or dtype
-
-
-def _rounding_inputs(spec: ModelSpec, dtype: str, stored: Quantisation | None) -> ModelSpec:
-    """Return the spec of a model whose products round their inputs to `dtype`, as weights of the checkpoint are.
-
-    stored: How the checkpoint is quantised. The spec of a GGUF file may have its weights expanded.
-    """
-    quantisation = spec.checkpoint.quantisation
-    if quantisation is None and dtype == "int8":
-        return spec  # weights are quantised while they load
-    if stored is None:
-        raise UserError(
-            f"activation_dtype {dtype} needs a checkpoint with {dtype} weights, but this one is not quantised: leave "
-            "out activation_dtype"
-        )
-    rounding = None if quantisation is None else quantisation.rounding_inputs(dtype)
-    if rounding is None:
-        raise UserError(
-            f"activation_dtype {dtype} needs {dtype} weights, but those of the checkpoint are quantised otherwise "
-            f"({stored.formats}): leave out activation_dtype"
-        )
-    return spec.quantised_by(rounding)
-
-
-def _attention_dtype(options: EngineOptions, kv_dtype: str, device: str) -> str | None:
-    if options.attention_dtype is None:
-        return None
-    if kv_dtype not in ("int8", "int4"):
-        raise UserError(
-            f"attention_dtype int8 needs a quantised KV cache, but kv_dtype is {kv_dtype}: set kv_dtype to int8 or "
-            "int4, or leave attention_dtype out"
-        )
-    if device != "cpu" or not multiplies_integers():
-        raise UserError(
-            "attention_dtype int8 needs the native kernels on a CPU with AVX-512 VNNI, VBMI and BF16, which this "
-            "machine does not have: leave attention_dtype out"
-        )
-    return options.attention_dtype
-
-
-def _check_runs_together(spec: ModelSpec, options: EngineOptions, device: str, replay: bool) -> None:
-    if options.batch_invariant and spec.has_latents:
-        raise UserError(
-            "batch_invariant does not work for models with latent attention, which use torch's matrix products: leave "
-            "batch_invariant out"
-        )
-    if options.attention == "flashinfer":
-        _check_flashinfer(spec, options, device, replay)
-    if options.activation_dtype == "int8" and not has_native_kernels():
-        raise UserError(
-            "activation_dtype int8 needs the native CPU kernels, which this install does not have: leave "
-            "activation_dtype out"
-        )
-    if device == "cpu" and not has_native_kernels():
-        warnings.warn(
-            "the native CPU kernels are missing because there was no C++ compiler when longhelix was installed, so the "
-            "engine runs many times slower: install GCC 12 or later and then longhelix again, or install a wheel",
-            stacklevel=4,
-        )
-
-
-def _check_float8(options: EngineOptions, kv_dtype: str, device: str, places: Places) -> None:
-    """Reject arithmetic in FP8, and FP8 that only hardware converts, on devices without it."""
-    if options.activation_dtype == "fp8" and device == "cpu":
-        raise UserError(
-            "activation_dtype fp8 runs only on GPUs, but the device is cpu: set device to cuda, or leave "
-            "activation_dtype out"
-        )
-    setting = "activation_dtype" if options.activation_dtype == "fp8" else "kv_dtype" if kv_dtype == "fp8" else None
-    least = places.least_capability
-    if device == "cpu" or setting is None or least is None or least >= _FLOAT8_CAPABILITY:
-        return
-    needed, found = (".".join(map(str, each)) for each in (_FLOAT8_CAPABILITY, least))
-    raise UserError(
-        f"{setting} fp8 needs GPUs of compute capability {needed} or later, but a rank has one of {found}: leave "
-        f"{setting} out"
-    )
-
-
-def _warn_of_weights(spec: ModelSpec, layout: Layout, device: str, weight_dtype: str) -> None:
-    """Warn if packed weights take more memory or time than their format makes users expect."""
-    mixed = mixed_weight(spec)
-    if mixed is not None:
-        names = " and ".join(source.module for source in mixed.sources)
-        if mixed.in_experts:
-            reason = "experts with act-order. Their rows would need an order for each expert"
-        else:
-            reason = "in different formats. longhelix multiplies them together"
-        warnings.warn(
-            f"the checkpoint stores {names} {reason}, so weights such as these become {weight_dtype} in memory: use "
-            "another checkpoint to save memory",
-            stacklevel=4,
-        )
-    quantisation = spec.checkpoint.quantisation
-    if quantisation is not None and quantisation.gguf and quantisation.plain.names:
-        warnings.warn(
-            "the GGUF file has experts of one layer in different formats, such as "
-            f"{min(quantisation.plain.names)}, so all experts of such layers become "
-            f"{weight_dtype} in memory: use a file with K-quants alone",
-            stacklevel=4,
-        )
-    slow = slow_weight(spec, layout, weight_dtype) if device == "cpu" and has_native_kernels() else None
-    if slow is not None:
-        rank, parameter = slow
-        inputs = parameter.sources[0].slices[1]
-        if parameter.rounds_inputs or parameter.format(weight_dtype) == "w8a8":
-            raise UserError(
-                "activation_dtype int8 needs weights with a multiple of 16 inputs on each rank, but rank "
-                f"{rank} has {len(inputs)} of {parameter.sources[0].module}: choose another layout, or leave "
-                "activation_dtype out"
-            )
-        warnings.warn(
-            f"rank {rank} has the inputs {inputs.start} to {inputs.stop - 1} of {parameter.sources[0].module}, but the "
-            "native CPU kernels read packed weights only in sixteens of inputs. Products with this weight run many "
-            "times slower: choose a layout that splits it elsewhere, if there is one",
-            stacklevel=4,
-        )
-
-
-def _check_flashinfer(spec: ModelSpec, options: EngineOptions, device: str, replay: bool) -> None:
-    if device == "cpu" or not replay:
-        raise UserError(
-            "attention flashinfer runs only inside CUDA graphs: run on GPUs without execution eager and without trace, "
-            "or leave attention out"
-        )
-    if spec.has_latents:
-        raise UserError("attention flashinfer does not support latent attention: leave the option out")
-    if any(isinstance(each, GroupedQueryAttention) and each.scores.cap is not None for each in spec.attentions):
-        raise UserError("attention flashinfer does not support scores with a cap: leave the option out")
-    if spec.views:
-        raise UserError(
-            "attention flashinfer does not support layers whose rows see only some tokens: leave the option out"
-        )
-    if len(spec.attentions) > 1:
-        raise UserError("attention flashinfer does not support layers with different attention: leave the option out")
-    if options.hop_b not in (None, 1):
-        raise UserError(
-            f"hop_b is {options.hop_b}, but attention flashinfer cannot split a batch into parts: leave one of them out"
-        )
-
-
-def scheduler_config(options: EngineOptions, layout: Layout, max_model_len: int, setting: Setting) -> SchedulerConfig:
-    """Return the scheduler's settings, except for the size of its pools.
-
-    setting: the model and the machine. The performance model uses them to distinguish short requests from long ones.
-    """
-    threshold_tokens = options.kvp_threshold_tokens
-    placement = options.placement or ("striped" if threshold_tokens is None else "auto")
-    if placement == "auto" and threshold_tokens is None:
-        threshold_tokens = local_threshold_tokens(setting, layout, max_model_len)
-    elif placement != "auto" and threshold_tokens is not None:
-        raise UserError(
-            f"kvp_threshold works only with placement auto, but placement is {placement}: set placement to auto, or "
-            "leave one of them out"
-        )
-    return SchedulerConfig(
-        kvp=layout.kvp,
-        num_blocks=1,
-        max_model_len=max_model_len,
-        block_tokens=options.block_tokens,
-        steps=StepConfig(
-            chunk_tokens=MOST_CHUNK_TOKENS if options.chunk_tokens == "auto" else options.chunk_tokens,
-            adaptive=options.chunk_tokens == "auto",
-            max_running=options.max_running,
-            pp=layout.pp,
-            # With striped placement, every request uses all instances, so no instance can run a step alone.
-            own_clocks=layout.ffn_replicas > 1 and layout.pp == 1 and placement != "striped",
-        ),
-        placement=PlacementConfig(
-            name=placement,
-            growth_limit_tokens=None if options.growth_limit_tokens == "auto" else options.growth_limit_tokens,
-            kvp_threshold_tokens=threshold_tokens or 0,
-            batch_invariant=options.batch_invariant,
-        ),
-        service=ServiceConfig(
-            policy=options.policy,
-            tbt_target_s=options.tbt_target_s,
-            slo_scale=options.slo_scale,
-            client_weights=options.client_weights or {},
-        ),
-        cache=CacheConfig(
-            prefix_cache=options.prefix_cache,
-            swap_blocks=-(-options.swap_tokens // (options.block_tokens * layout.kvp)),
-        ),
     )
 
 
@@ -386,65 +158,6 @@ def _memories(
         for found, ranks in zip(places.gpu_bytes, hosts.ranks, strict=True)
         for gpu_bytes, rank in zip(found, ranks, strict=False)
     ]
-
-
-def _spec(checkpoint: SafetensorsCheckpoint | GgufCheckpoint, rope_scaling: Mapping[str, Any] | None) -> ModelSpec:
-    tensors = {name: (info.shape, info.dtype) for name, info in checkpoint.tensors.items()}
-    if isinstance(checkpoint, GgufCheckpoint):
-        spec = checkpoint.spec(rope_scaling)
-        _check_runs(spec)
-    else:
-        spec = read_hf_config(checkpoint.config, checkpoint.generation_config, rope_scaling=rope_scaling)
-        _check_runs(spec)
-        spec = _with_own_head(spec, checkpoint)
-        _warn_of_unread(checkpoint.config)
-    spec = with_stored_formats(spec, checkpoint.tensors)
-    check(spec, tensors, gguf=isinstance(checkpoint, GgufCheckpoint))
-    return spec
-
-
-def _with_own_head(spec: ModelSpec, checkpoint: SafetensorsCheckpoint | VisionLanguageCheckpoint) -> ModelSpec:
-    """Use the checkpoint's own head if it differs from the embedding, even if the config ties head and embedding.
-
-    transformers does the same.
-    """
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    if not spec.vocabulary.tied_embeddings or embedding not in checkpoint.tensors:
-        return spec
-    if head not in checkpoint.tensors:
-        quantisation = spec.checkpoint.quantisation
-        packed = () if quantisation is None or quantisation.storage_of("lm_head") is None else checkpoint.tensors
-        head = min((name for name in packed if name.startswith("lm_head.")), default="")
-    if not head or checkpoint.holds_same(embedding, head):
-        return spec
-    warnings.warn(
-        f"the model's config ties its head to its embedding, but the checkpoint has a different {head}, which the "
-        "engine uses: set tie_word_embeddings to false in config.json, or remove the tensor",
-        stacklevel=5,
-    )
-    return replace(spec, vocabulary=replace(spec.vocabulary, tied_embeddings=False))
-
-
-def _check_runs(spec: ModelSpec) -> None:
-    missing = missing_parts(spec)
-    if missing:
-        raise UserError(
-            f"longhelix cannot run this {spec.architecture} model, because these parts are not implemented: "
-            f"{', '.join(missing)}. `longhelix plan` can plan for it",
-            "unsupported_model",
-        )
-    if any(moe.shared_bias for moe in spec.moes):
-        raise UserError("mlp_bias with experts is not supported: set mlp_bias to false in the model's config")
-
-
-def _warn_of_unread(config: Mapping[str, Any]) -> None:
-    unread = unread_fields(config)
-    if unread:
-        warnings.warn(
-            f"config.json has fields that neither longhelix nor transformers reads: {', '.join(unread)}. If the "
-            "model's own code reads them, answers may differ from its answers",
-            stacklevel=4,
-        )
 
 
 def _device(options: EngineOptions, places: Places, weight_dtype: str, kv_dtype: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from longhelix.compute.machine import host
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine.hub import find
+from longhelix.engine.hub.download import find
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.places import Places
 from longhelix.engine.resolution import resolve

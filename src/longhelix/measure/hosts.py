@@ -120,7 +120,13 @@ class MeasuringHosts:
     def places(self, size: int) -> Places:
         """Place ranks on the hosts, with what each host has."""
         cores, free_bytes = ([facts[name] for facts in self._facts] for name in ("cores", "free_bytes"))
-        return Places(self.hosts(size), cores, free_bytes, [[]] * self.nnodes, [[]] * self.nnodes)
+        return Places(
+            self.hosts(size),
+            cores,
+            free_bytes,
+            gpu_bytes=[[]] * self.nnodes,
+            gpu_capabilities=[[]] * self.nnodes,
+        )
 
     def use_model(self, path: str) -> None:
         """Remember where the measured model is on this host."""

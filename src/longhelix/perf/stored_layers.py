@@ -123,7 +123,7 @@ def as_packed(quantisation: Quantisation, dtypes: dict[WeightDtype, str], expert
         ordered = packed is not None and packed.ordered
         dtype = own or (dtypes[weight.stored] if packed is None else packed.kept)
         keeps_scales = FORMATS[dtype].codes is not None or (own is None and packed is not None)
-        return StoredWeight(weight, dtype, keeps_scales, ordered, ordered and is_first)
+        return StoredWeight(weight, dtype, packed=keeps_scales, ordered=ordered, has_order=ordered and is_first)
 
     def formats(weights: Sequence[WeightSpec], prefix: str) -> StoredWeights:
         found = list[StoredWeight]()

@@ -272,7 +272,7 @@ def _weight_settings(deployment: Deployment, weights: NumberFormat) -> dict[str,
     """Return the settings for weights in this format. The engine keeps what a checkpoint packs without any."""
     if deployment.packed:
         return {}
-    if weights.rounds_inputs:
+    if weights.arithmetic.rounds_inputs:
         return {"weight_dtype": "int8", "activation_dtype": "int8"}
     # If activations can have this format, they use it too. Otherwise they keep the checkpoint's dtype.
     own: dict[str, int | str | bool] = {"dtype": weights.name} if weights.arithmetic.activation else {}
@@ -285,7 +285,7 @@ def _own_weights(deployment: Deployment, device: str) -> NumberFormat:
     if deployment.packed or _keeps_weights(deployment, planned, device):
         return planned
     # Integers in products, and formats of checkpoints, are used only where they are planned.
-    common = (each for each in FORMATS.values() if not each.rounds_inputs and each.codes is None)
+    common = (each for each in FORMATS.values() if not each.arithmetic.rounds_inputs and each.codes is None)
     return _narrowest((each for each in common if _keeps_weights(deployment, each, device)), planned)
 
 

@@ -189,7 +189,3 @@ def _joined(blocks: list[Points]) -> Points:
     if not blocks:
         return Points(np.zeros(0, dtype=np.intp), *(np.zeros(0) for _ in names[1:]))
     return Points(**{name: np.concatenate([getattr(block, name) for block in blocks]) for name in names})
-
-
-def layouts_of(space: Space, points: Points) -> Layouts:
-    return space.layouts.take(points.layout)

@@ -264,13 +264,13 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 class Request:
     """One prompt, with how to sample its answer and when it arrived."""
 
-    id: int
-    prompt_token_ids: TokenIds
-    sampling: SamplingParams
+    id: int  # counted from 0 by the engine
+    prompt_token_ids: TokenIds  # as the user gave them, followed by tokens that the request has generated
+    sampling: SamplingParams  # as the user gave it. `resumed` reduces its numbers of tokens
     stop_token_ids: frozenset[int]  # token ids that end the answer, end-of-sequence tokens included
     seed: int  # sampling.seed, or a number drawn when the request was added
     arrival_s: float  # in seconds, on the engine's clock
-    service: ServiceLevel = ANY_SERVICE
+    service: ServiceLevel = ANY_SERVICE  # client, priority and deadlines
     num_generated: int = 0  # last tokens of the prompt that the request generated before it was preempted
     images: tuple[ImageSpan, ...] = ()  # in the order of the prompt
     guide_s: float = 0.0  # seconds that a rank takes to compile the guide

@@ -87,11 +87,13 @@ class Arithmetic:
         activation: Whether the engine can compute in the format.
         format: The format whose arithmetic products use. Empty: its own.
         converted: Products convert it to bfloat16 as they read it, if the hardware has no arithmetic in it.
+        rounds_inputs: Products round their inputs to bytes, with a scale for each 64 in a row, and multiply integers.
     """
 
     activation: bool = False
     format: str = ""
     converted: bool = False
+    rounds_inputs: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +107,6 @@ class NumberFormat:
         weight_scales: Scales of weights. For planning-only formats, also of keys and values.
         kv: Arrangements in which the engine keeps keys and values, with the scales of each.
         arithmetic: The arithmetic that computes with it.
-        rounds_inputs: Products round their inputs to bytes, with a scale for each 64 in a row, and multiply integers.
         rotates_keys: Keys are stored times an orthogonal matrix, and so are the queries that are multiplied by them
             (`compute/kernels/numbers.py`). Scores stay the same. Keys that are values as well are stored as they are.
         codes: How checkpoints store weights of this format. None: as numbers without scales, or not at all.
@@ -117,7 +118,6 @@ class NumberFormat:
     weight_scales: Scales = UNSCALED
     kv: Mapping[str, Scales] = field(default_factory=dict)
     arithmetic: Arithmetic = Arithmetic()
-    rounds_inputs: bool = False
     rotates_keys: bool = False
     codes: Codes | None = None
 
@@ -234,7 +234,13 @@ _KNOWN = (
     NumberFormat(
         "int4", 4, weights=("panels",), weight_scales=_WEIGHT_BLOCK, kv={"tiles": _KV_TILE}, arithmetic=_CONVERTED
     ),
-    NumberFormat("w8a8", 8, weights=("panels",), weight_scales=Scales(scale_bits=32), rounds_inputs=True),
+    NumberFormat(
+        "w8a8",
+        8,
+        weights=("panels",),
+        weight_scales=Scales(scale_bits=32),
+        arithmetic=Arithmetic(rounds_inputs=True),
+    ),
     # Without scales, as papers count it.
     NumberFormat("fp4", 4),
     # A scale in fp8 for 16 numbers and a float32 scale for the tensor (NVIDIA). Each output keeps a copy of the latter.
@@ -259,7 +265,11 @@ FORMATS: Mapping[str, NumberFormat] = {format.name: format for format in _KNOWN}
 DTYPES = tuple(format.name for format in _KNOWN if format.arithmetic.activation)
 _QUANTISED_TO = ("fp8-block", "int4-g128", "nvfp4")  # packed formats in which the engine can quantise while loading
 WEIGHT_DTYPES = (
-    *(format.name for format in _KNOWN if format.weights and not format.rounds_inputs and format.codes is None),
+    *(
+        format.name
+        for format in _KNOWN
+        if format.weights and not format.arithmetic.rounds_inputs and format.codes is None
+    ),
     *_QUANTISED_TO,
 )
 KV_DTYPES = tuple(format.name for format in _KNOWN if format.kv)

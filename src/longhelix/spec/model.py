@@ -145,11 +145,6 @@ class ModelSpec:
         for heads in dict.fromkeys(attention.heads for attention in self.attentions):
             layout.check(heads, self.num_layers)
 
-    def heads_of(self, group: int) -> HeadShape | None:
-        """Return the heads of the first layer in a KV group. None if there is no layer."""
-        layers = (layer for layer, layer_group in zip(self.layers, self.groups, strict=True) if layer_group == group)
-        return next((layer.attention.heads for layer in layers if layer.attention is not None), None)
-
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
         """The different attentions of its layers."""

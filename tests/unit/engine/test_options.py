@@ -18,9 +18,10 @@ from longhelix.compute.machine import host
 from longhelix.compute.models.rope import inverse_frequencies
 from longhelix.compute.runner import pool_size
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine import places, resolution
+from longhelix.engine import places
 from longhelix.engine.options import EngineOptions
 from longhelix.engine.resolution import resolve
+from longhelix.engine.settings import formats, kernels
 from longhelix.spec import RopeSpec
 from longhelix.spec.layout import Layout
 from toy_model import attention_of
@@ -115,7 +116,7 @@ def test_options_of_a_wrong_type_are_refused_in_words(options, words):
 
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_attention_in_bytes_wants_a_processor_that_multiplies_them(monkeypatch, multiplies):
-    monkeypatch.setattr(resolution, "multiplies_integers", lambda: multiplies)
+    monkeypatch.setattr(formats, "multiplies_integers", lambda: multiplies)
     options = {"attention_dtype": "int8", "kv_dtype": "int4", "device": "cpu"}
     if multiplies:
         assert resolved(**options).formats.attention_dtype == "int8"
@@ -147,7 +148,7 @@ def test_products_in_bytes_run_on_cpus_with_native_kernels(monkeypatch):
     monkeypatch.setattr(places, "free_gpu_bytes", lambda: [2**34] * 2)
     with pytest.raises(UserError, match="activation_dtype int8 runs only on CPUs: set device to cpu"):
         resolved(activation_dtype="int8", device="cuda")
-    monkeypatch.setattr(resolution, "has_native_kernels", lambda: False)
+    monkeypatch.setattr(kernels, "has_native_kernels", lambda: False)
     with pytest.raises(UserError, match="activation_dtype int8 needs the native CPU kernels, which this install does"):
         resolved(activation_dtype="int8", device="cpu")
 

@@ -40,12 +40,12 @@ class Origin(msgspec.Struct, frozen=True):
 
     model: str  # a fingerprint of its configuration, except for rope settings, and of its weights
     rope: str  # a checksum of its rope settings
-    dtype: str
-    weight_dtype: str
-    kv_dtype: str
-    activation_dtype: str | None
-    attention_dtype: str | None
-    block_tokens: int
+    dtype: str  # number format of activations
+    weight_dtype: str  # number format of weights that the checkpoint does not pack
+    kv_dtype: str  # number format of the KV cache
+    activation_dtype: str | None  # to which products round their inputs. None: they do not
+    attention_dtype: str | None  # to which attention rounds its inputs. None: it does not
+    block_tokens: int  # tokens of a KV block
     frequencies: str  # a checksum of the rotation frequencies of keys, which dynamic and longrope choose by capacity
 
 

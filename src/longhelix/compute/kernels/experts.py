@@ -310,11 +310,26 @@ def _run_experts(
         return _run_panels(x_TH, _NUMBERED[int(addresses[0])], weights_TY, experts_TY, *options)
     if not addresses and arrangement == PANELS.name and _is_native(x_TH):
         gate_ups = (
-            Weight(w, weight_dtype, activation.projections * f, hidden, PANELS, rounds_inputs=rounds_inputs)
+            Weight(
+                w,
+                weight_dtype,
+                outputs=activation.projections * f,
+                depth=hidden,
+                arrangement=PANELS,
+                rounds_inputs=rounds_inputs,
+            )
             for w, f in zip(gate_up, columns, strict=True)
         )
         downs = (
-            Weight(w, weight_dtype, hidden, f, PANELS, lead, rounds_inputs=rounds_inputs)
+            Weight(
+                w,
+                weight_dtype,
+                outputs=hidden,
+                depth=f,
+                arrangement=PANELS,
+                lead=lead,
+                rounds_inputs=rounds_inputs,
+            )
             for w, f in zip(down, columns, strict=True)
         )
         experts = Experts(tuple(ids), tuple(gate_ups), tuple(downs), rows_e)
@@ -334,7 +349,9 @@ def _run_experts(
             PackedRows(w, weight_dtype, activation.projections * f, hidden)
             for w, f in zip(gate_up, columns, strict=True)
         ]
-        down = [PackedRows(w, weight_dtype, hidden, f, lead if f else 0) for w, f in zip(down, columns, strict=True)]
+        down = [
+            PackedRows(w, weight_dtype, hidden, f, lead=lead if f else 0) for w, f in zip(down, columns, strict=True)
+        ]
     normed_TH = x_TH if norm is None else reference.rms_norm(x_TH, norm, norm_eps)
     routing = weights_TY, experts_TY, rows_e, ids
     out_TH = reference.run_experts(normed_TH, gate_up, down, *routing, activation, rounds_inputs)

@@ -56,7 +56,7 @@ def check_operands(
 
 
 def _check_scales(x_TX, weight_dtype, depth, norm, scales_TX):
-    rounds_inputs = weight_dtype is None or FORMATS[weight_dtype].rounds_inputs
+    rounds_inputs = weight_dtype is None or FORMATS[weight_dtype].arithmetic.rounds_inputs
     if x_TX.dtype != torch.int8 or not rounds_inputs or norm is not None:
         raise ValueError("scales apply only to int8 rows with a w8a8 weight and no norm: leave them out otherwise")
     rows, width = x_TX.shape

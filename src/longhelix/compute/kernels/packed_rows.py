@@ -62,9 +62,10 @@ class PackedRows:
         order_I: Tensor | None = None,
     ) -> "PackedRows":
         """Return new rows. Their contents are undefined."""
-        rows = cls(torch.empty(0, dtype=torch.uint8), dtype, outputs, depth, lead)
+        rows = cls(torch.empty(0, dtype=torch.uint8), dtype, outputs, depth, lead=lead)
         size = sum(_aligned(outputs * row_bytes) for row_bytes in rows.row_bytes)
-        return cls(torch.empty(size, dtype=torch.uint8, device=device), dtype, outputs, depth, lead, order_I)
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        return cls(buffer, dtype, outputs, depth, lead=lead, order_I=order_I)
 
     @property
     def format(self) -> NumberFormat:

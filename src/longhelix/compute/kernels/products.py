@@ -86,8 +86,16 @@ library.define(
 
 def _linear(x_TX, values, bias, norm, norm_eps, function, gated, residual, dtype, scales_TX, *weight):
     activation = activation_of(function, gated)
-    *shape, arrangement, lead, rounds_inputs = weight
-    weight = Weight(values, *shape, ARRANGEMENTS[arrangement], lead, rounds_inputs=rounds_inputs)
+    weight_dtype, outputs, depth, arrangement, lead, rounds_inputs = weight
+    weight = Weight(
+        values,
+        weight_dtype,
+        outputs,
+        depth,
+        arrangement=ARRANGEMENTS[arrangement],
+        lead=lead,
+        rounds_inputs=rounds_inputs,
+    )
     if weight.arrangement is PANELS:
         return _multiply_panels(x_TX, weight, bias, norm, norm_eps, activation, residual, dtype, scales_TX)
     if scales_TX is not None:

@@ -68,13 +68,21 @@ class Packed:
         return self.of_rows(encoded(weight_OI, dtype), halves)
 
     def of_rows(self, rows: PackedRows, halves: int) -> "Weight":
-        return Weight(rows.buffer, rows.dtype, rows.outputs, rows.depth, self, rows.lead, InputOrder.of(rows))
+        return Weight(
+            rows.buffer,
+            rows.dtype,
+            rows.outputs,
+            rows.depth,
+            arrangement=self,
+            lead=rows.lead,
+            order=InputOrder.of(rows),
+        )
 
     def rows(self, weight: "Weight", indices_T: Tensor) -> Tensor:
         return self.rows_of(weight).selected(indices_T).numbers()
 
     def rows_of(self, weight: "Weight") -> PackedRows:
-        return PackedRows(weight.values, weight.dtype, weight.outputs, weight.depth, weight.lead)
+        return PackedRows(weight.values, weight.dtype, weight.outputs, weight.depth, lead=weight.lead)
 
 
 class Panels:
@@ -137,7 +145,7 @@ class Panels:
         values = new(panels * panel_bytes, dtype=torch.uint8)
         if depth and outputs // halves % native.LANES:
             values.view(halves, -1)[:, -panel_bytes:] = 0
-        return Weight(values, dtype, outputs, depth, self, lead, order)
+        return Weight(values, dtype, outputs, depth, arrangement=self, lead=lead, order=order)
 
     def write(self, rows_OI: Tensor, first: int, weight: "Weight", halves: int) -> None:
         """Write rows of W (float32, bfloat16 or float16) as the outputs from `first` on."""
@@ -302,7 +310,7 @@ def choose_arrangement(
     multiple = _multiple(dtype)
     depth = next((depth for _, depth in shapes if depth % multiple), shapes[0][1])
     requirement, advice = f"weight_dtype {dtype}", "set weight_dtype to the model's dtype"
-    if FORMATS[dtype].rounds_inputs:
+    if FORMATS[dtype].arithmetic.rounds_inputs:
         requirement, advice = "activation_dtype int8", "leave it out"
     raise UserError(
         f"{requirement} needs the native CPU kernels and weights whose number of inputs is a multiple of {multiple}, "

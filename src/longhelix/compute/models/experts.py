@@ -36,7 +36,7 @@ class ExpertFFN(nn.Module):
         self.residual = Residual(norm_after, self.eps, spec.layers[index].residual_scale)
         # Decided for all ranks, because it decides what they gather.
         formats = expert_formats(spec, index, weights.weight_dtype)
-        self.rounds_inputs = all(FORMATS[format].rounds_inputs for format in formats)
+        self.rounds_inputs = all(FORMATS[format].arithmetic.rounds_inputs for format in formats)
         router_XH = weights.take(prefix + "router")
         if moe.routing.shared_gate:
             router_XH = torch.cat((router_XH, weights.take(prefix + "shared_gate")))

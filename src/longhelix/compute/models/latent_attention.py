@@ -120,7 +120,7 @@ class LatentAttention(nn.Module):
         if self.mla.q_lora_rank is None:
             # Both products have the same rows: they are rounded before only if both round them.
             dtypes = self.down.dtype, self.query_up.dtype
-            dtype = next((dtype for dtype in dtypes if not FORMATS[dtype].rounds_inputs), self.down.dtype)
+            dtype = next((dtype for dtype in dtypes if not FORMATS[dtype].arithmetic.rounds_inputs), self.down.dtype)
             x_tH, options = normed_local_rows(hidden_TH, self.norm, self.eps, batch, dtype)
             latent_tX = linear(x_tH, self.down, bias=self.down_bias, **options)
             q_tX = linear(x_tH, self.query_up, **options)

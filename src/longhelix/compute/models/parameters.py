@@ -167,7 +167,14 @@ def _template(same: Sequence[WeightSpec], local_items: Callable[[Dim], range], t
     """Return the parameter of weights with one name, in which "{}" stands for the number of an expert."""
     sources = tuple(_source(weight, local_items, at) for weight in same)
     first = same[0]
-    return Parameter(to + first.name, sources, first.exact, first.stored, first.plus_one, first.in_experts)
+    return Parameter(
+        to + first.name,
+        sources,
+        exact=first.exact,
+        stored=first.stored,
+        plus_one=first.plus_one,
+        in_experts=first.in_experts,
+    )
 
 
 def _source(weight: WeightSpec, local_items: Callable[[Dim], range], at: str) -> Source:

@@ -52,7 +52,7 @@ def normed(
     if token_shards is None and batch.sharding.pass_shards is None:
         return hidden_XH, {"norm": norm, "norm_eps": eps}
     gather = _unchanged if token_shards is None else token_shards.all_rows
-    if FORMATS[weight_dtype].rounds_inputs:
+    if FORMATS[weight_dtype].arithmetic.rounds_inputs:
         q_XH, scales_XX = quantise_rows(hidden_XH, norm=norm, norm_eps=eps)
         return gather(q_XH), {"scales_TX": gather(scales_XX), "dtype": hidden_XH.dtype}
     return gather(hidden_XH if norm is None else rms_norm(hidden_XH, norm, eps)), {}
@@ -84,7 +84,7 @@ def project_normed(
     if token_shards is None:
         x_TH, norm_options = normed(hidden_XH, norm, eps, batch, weight.dtype)
         return linear(x_TH, weight, **norm_options, **options)
-    if not FORMATS[weight.dtype].rounds_inputs:
+    if not FORMATS[weight.dtype].arithmetic.rounds_inputs:
         x_LH = hidden_XH if norm is None else rms_norm(hidden_XH, norm, eps)
         return token_shards.gathered_product((x_LH,), lambda x: linear(x, weight, **options))
     return token_shards.gathered_product(

@@ -109,10 +109,10 @@ class Cluster:
         facts = [self._hellos[node].facts for node in range(self.membership.nnodes)]
         return Places(
             self.membership.hosts,
-            [each.cores for each in facts],
-            [each.free_bytes for each in facts],
-            [each.gpu_bytes for each in facts],
-            [each.gpu_capabilities for each in facts],
+            cores=[each.cores for each in facts],
+            free_bytes=[each.free_bytes for each in facts],
+            gpu_bytes=[each.gpu_bytes for each in facts],
+            gpu_capabilities=[each.gpu_capabilities for each in facts],
         )
 
     @property

@@ -12,7 +12,7 @@ import numpy as np
 from longhelix.compute.models.gguf_checkpoint import GgufCheckpoint
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.runner.config import EngineConfig
-from longhelix.engine.hub import find
+from longhelix.engine.hub.download import find
 from longhelix.engine.text.tokenizer import Tokenizer
 from longhelix.errors import UserError
 from longhelix.measure import accuracy

@@ -329,7 +329,7 @@ def _halves(ranks: int) -> Places:
     """Place ranks on two hosts that each have half of this machine."""
     hosts = Hosts.in_order([ranks // 2] * 2)
     cores, free_bytes = max(host.cores() // 2, 1), host.available_bytes() // 2
-    return Places(hosts, [cores] * 2, [free_bytes] * 2, [[]] * 2, [[]] * 2)
+    return Places(hosts, [cores] * 2, [free_bytes] * 2, gpu_bytes=[[]] * 2, gpu_capabilities=[[]] * 2)
 
 
 def _configured(

@@ -15,7 +15,7 @@ from longhelix.compute.models.safetensors_checkpoint import SafetensorsCheckpoin
 from longhelix.compute.models.weights import Weights
 from longhelix.compute.parallel.collectives import RankGroup
 from longhelix.compute.parallel.mesh import Mesh
-from longhelix.engine.resolution import _spec
+from longhelix.engine.settings.model import read_model
 from longhelix.spec import FORMATS
 from longhelix.spec.layout import Layout
 from packed_checkpoints import FORMS, save_packed
@@ -73,7 +73,7 @@ def test_weights_take_the_bytes_of_the_formula(family, form, tmp_path):
         pytest.skip("this form packs experts alone")
     save_packed(CONFIGS[family], FORMS[form], tmp_path)
     checkpoint = SafetensorsCheckpoint(tmp_path / "packed")
-    spec = _spec(checkpoint, None)
+    spec = read_model(checkpoint, None)
     for layout in LAYOUTS:
         if layout.ep > 1 and not spec.moes:
             continue
@@ -96,7 +96,7 @@ def test_weights_take_the_bytes_of_the_formula(family, form, tmp_path):
 def test_products_with_weights_that_the_checkpoint_quantises_round_their_inputs(family, form, tmp_path):
     save_packed(CONFIGS[family], FORMS[form], tmp_path)
     checkpoint = SafetensorsCheckpoint(tmp_path / "packed")
-    spec = _spec(checkpoint, None)
+    spec = read_model(checkpoint, None)
     rounding = replace(spec.checkpoint, quantisation=spec.checkpoint.quantisation.rounding_inputs("fp8"))
     spec, layout = replace(spec, checkpoint=rounding), Layout(kvp=2)
     weights = Weights(checkpoint, declare(spec, layout, 1), torch.bfloat16, "bfloat16", torch.device("cpu"))

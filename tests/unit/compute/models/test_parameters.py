@@ -74,7 +74,10 @@ def refused(spec: ModelSpec, tensors, *words: str, gguf: bool = False) -> None:
 
 
 def test_the_engines_front_checks_tensors_without_torch():
-    code = "import sys, longhelix.engine.resolution as front; front.check; print('torch' in sys.modules)"
+    code = (
+        "import sys, longhelix.engine.resolution; from longhelix.engine.settings import model as front; front.check; "
+        "print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

@@ -10,7 +10,8 @@ from longhelix.compute.runner.config import ExecutionConfig
 from longhelix.compute.runner.execution import Execution, RankCapabilities
 from longhelix.compute.runner.token_ranges import ONE_RANGE
 from longhelix.engine.options import EngineOptions
-from longhelix.engine.resolution import _check_runs_together, _layers_run
+from longhelix.engine.resolution import _layers_run
+from longhelix.engine.settings.kernels import check_kernels
 from longhelix.errors import UserError
 from longhelix.scheduler.config import CacheConfig
 from longhelix.spec.attention import GroupedQueryAttention, Scores
@@ -104,7 +105,7 @@ def test_flashinfer_scales_scores_as_the_model_says(monkeypatch, score_scale, ex
 )
 def test_flashinfer_refuses_what_it_does_not_compute(model, words):
     with pytest.raises(UserError, match=words):
-        _check_runs_together(load_model(model), EngineOptions(attention="flashinfer"), "cuda", replay=True)
+        check_kernels(load_model(model), EngineOptions(attention="flashinfer"), "cuda", replay=True)
 
 
 def test_flashinfer_attends_to_whole_batches(monkeypatch):

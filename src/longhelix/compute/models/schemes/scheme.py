@@ -102,7 +102,15 @@ class Scheme(ABC):
         if not (outputs and share.depth):
             return PackedRows.empty(storage.repacked or share.format, outputs, share.depth, share.lead)
         packed = PackedRows.empty(storage.format, outputs, read.stop - read.start, share.lead)
-        part = Part(checkpoint, f"{module}.", shape, rows, read, packed, share.ordered)
+        part = Part(
+            checkpoint,
+            prefix=f"{module}.",
+            shape=shape,
+            rows=rows,
+            inputs=read,
+            packed=packed,
+            ordered=share.ordered,
+        )
         self._fill(part)
         if storage.input_dtype is not None and part.has(self.input_scale):
             part.check_scales(self.input_scale, part.read_for_outputs(self.input_scale)[:1])

@@ -1,0 +1,1 @@
+"""What `resolve` decides: a file for each part of the configuration."""
