@@ -133,6 +133,7 @@ struct W8A8 {
     using Sum = i32x16;
 
     INLINE u32x16 load_rows(const u8* from) { return load<u32x16>(from); }
+    INLINE u32x16 rows_of(u32x16 fours) { return fours; }
     INLINE Operand operand(u32x16 fours, int row) {
         return each_register(fours, [&](Words lanes) {
             SignedPairs pairs = (SignedPairs)lanes;

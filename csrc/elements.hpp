@@ -119,10 +119,16 @@ INLINE Words fours_of(Bytes rows) {
 #endif
 }
 
+// Whole numbers that codes stand for, as fours of bytes: what one load of codes brings, 64 bytes each.
+template <int N>
+struct WholeNumbers {
+    u32x16 of[N];
+};
+
 // What 64 bytes of codes stand for, as fours of bytes.
 template <typename Code>
-INLINE void put_whole(u8* fours, u32x16 codes) {
-    store(fours, each_register(codes, [](Words bytes) { return fours_of(Code::stored((Bytes)bytes)); }));
+INLINE u32x16 whole_of(u32x16 codes) {
+    return each_register(codes, [](Words bytes) { return fours_of(Code::stored((Bytes)bytes)); });
 }
 
 #if defined(LONGHELIX_AVX512)
@@ -326,7 +332,7 @@ struct Code8 : Byte<HalvesCode> {
     INLINE V stored_bytes(V codes) {
         return codes ^ ((codes >> 7) & 0x01010101u) * 127u;
     }
-    INLINE void put_fours(const u8* from, u8* fours) { put_whole<HalvesCode>(fours, load<u32x16>(from)); }
+    INLINE WholeNumbers<1> load_whole(const u8* from) { return {{whole_of<HalvesCode>(load<u32x16>(from))}}; }
 };
 
 // Codes of 4 bits: the low nibbles of 64 bytes are two unit rows, the high nibbles the next two.
@@ -339,25 +345,32 @@ struct Nibble : Int4 {
         return {decode<Code>(codes & 0x0f0f0f0fu), decode<Code>((codes >> 4) & 0x0f0f0f0fu)};
     }
     INLINE Operand operand(const Rows4& rows, int row) { return row_of<Code>(row < 2 ? rows.low : rows.high, row % 2); }
-    INLINE void put_fours(const u8* from, u8* fours) {
+    INLINE WholeNumbers<2> load_whole(const u8* from) {
         u32x16 codes = load<u32x16>(from);
-        put_whole<Code>(fours, codes & 0x0f0f0f0fu);
-        put_whole<Code>(fours + 64, (codes >> 4) & 0x0f0f0f0fu);
+        return {{whole_of<Code>(codes & 0x0f0f0f0fu), whole_of<Code>((codes >> 4) & 0x0f0f0f0fu)}};
     }
 };
 
+// The byte of a table at each code of four bits.
+INLINE Bytes look_up(const std::int8_t (&table)[16], Bytes codes) {
+#if defined(LONGHELIX_AVX512)
+    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)(codes & 15));
+#elif defined(LONGHELIX_AVX2)
+    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)(codes & 15));
+#else
+    Bytes values;
+    for (std::size_t i = 0; i < sizeof values; ++i) values[i] = static_cast<u8>(table[codes[i] & 15]);
+    return values;
+#endif
+}
+
 // Twice the number, which is whole.
+constexpr std::int8_t kE2M1Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 struct E2M1Code {
     static constexpr int kBits = 4;
-    static constexpr float value(int code) {
-        constexpr float kTwice[] = {0, 1, 2, 3, 4, 6, 8, 12};
-        return code & 8 ? -kTwice[code & 7] : kTwice[code & 7];
-    }
-    INLINE Bytes stored(Bytes codes) {
-        Bytes magnitude = codes & 7, negative = (Bytes)(codes > 7);
-        Bytes twice = magnitude + ((Bytes)(magnitude > 4) & 1) + ((Bytes)(magnitude > 5) & 1) + ((Bytes)(magnitude > 6) & 3);
-        return (twice ^ negative) - negative;
-    }
+    static constexpr float value(int code) { return code == 8 ? -0.0f : kE2M1Values[code & 15]; }
+    INLINE Bytes stored(Bytes codes) { return look_up(kE2M1Values, codes); }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
 };
 
@@ -376,17 +389,7 @@ constexpr std::int8_t kNl4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10
 struct Nl4Code {
     static constexpr int kBits = 4;
     static constexpr float value(int code) { return kNl4Values[code & 15]; }
-    INLINE Bytes stored(Bytes codes) {
-#if defined(LONGHELIX_AVX512)
-        return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(kNl4Values)), (__m512i)(codes & 15));
-#elif defined(LONGHELIX_AVX2)
-        return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(kNl4Values)), (__m256i)(codes & 15));
-#else
-        Bytes values;
-        for (std::size_t i = 0; i < sizeof values; ++i) values[i] = static_cast<u8>(kNl4Values[codes[i] & 15]);
-        return values;
-#endif
-    }
+    INLINE Bytes stored(Bytes codes) { return look_up(kNl4Values, codes); }
     INLINE Floats number(Words high_bytes) { return signed_number(high_bytes); }
 };
 
@@ -433,10 +436,10 @@ struct Code6 : PairUnits {
     INLINE Operand operand(const Rows8& rows, int row) {
         return row_of<Int6Code>(decode<Int6Code>(codes_of(rows, row / 2)), row % 2);
     }
-    INLINE void put_fours(const u8* from, u8* fours) {
+    INLINE WholeNumbers<4> load_whole(const u8* from) {
         Rows8 rows = load_rows(from);
-#pragma GCC unroll 4
-        for (int pair = 0; pair < 4; ++pair) put_whole<Int6Code>(fours + pair * 64, codes_of(rows, pair));
+        return {{whole_of<Int6Code>(codes_of(rows, 0)), whole_of<Int6Code>(codes_of(rows, 1)),
+                 whole_of<Int6Code>(codes_of(rows, 2)), whole_of<Int6Code>(codes_of(rows, 3))}};
     }
 };
 

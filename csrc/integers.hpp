@@ -95,8 +95,9 @@ struct FourUnits {
 template <int kNumPlanes>
 struct Int8Units : FourUnits<128, kNumPlanes> {
     static constexpr int kRowBytes = 64, kRowsAtOnce = 1;
-    INLINE __m512i load_rows(const u8* from) {
-        return _mm512_xor_si512(load<__m512i>(from), _mm512_set1_epi8(static_cast<char>(0x80)));
+    INLINE __m512i load_rows(const u8* from) { return rows_of(load<u32x16>(from)); }
+    INLINE __m512i rows_of(u32x16 fours) {
+        return _mm512_xor_si512((__m512i)fours, _mm512_set1_epi8(static_cast<char>(0x80)));
     }
     INLINE __m512i operand(__m512i row, int) { return row; }
 };

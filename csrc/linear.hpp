@@ -78,11 +78,7 @@ template <typename F>
 INLINE void each_run(const PackedPanel& panel, F f) {
     std::int64_t run = 0;
     for (std::int64_t block = 0; block < panel.num_blocks; ++block) {
-        std::int64_t stop = panel.stop(block);
-        for (std::int64_t first = panel.start(block), last; first < stop; first = last, ++run) {
-            last = std::min(block_stop(first / kRowBlock * kRowBlock, panel.depth), stop);
-            f(run, block, first, last);
-        }
+        panel.each_run_of(block, [&](std::int64_t first, std::int64_t last) { f(run++, block, first, last); });
     }
 }
 
@@ -275,8 +271,10 @@ struct Multiply {
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) sums[r][v] = f32x16{};
         }
-        static_assert(!kRounded, "panels are opened");
-        if constexpr (kPacked) {
+        if constexpr (kRounded) {
+            static_assert(R == 1);  // for more rows, panels are opened
+            multiply_rounded<R, V>(x, sides, panels, sums);
+        } else if constexpr (kPacked) {
             multiply_packed<R, V>(x, sides, panels, sums);
         } else if constexpr (E::kWhole) {
             constexpr int kUnits = kRowBlock / kStep;
@@ -350,6 +348,42 @@ struct Multiply {
         }
     }
 
+    // As `multiply_open`, of panels that are not open: one row reads the codes as they lie.
+    template <int R, int V>
+    void multiply_rounded(const u32* x, const RoundedSide* sides, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
+        with_code(call.weight.number, [&]<typename Code>() {
+            switch (call.weight.block) {
+                case 16: multiply_codes<Code, R, V, 16>(x, sides, panels, sums); break;
+                case 32: multiply_codes<Code, R, V, 32>(x, sides, panels, sums); break;
+                default: multiply_codes<Code, R, V, 0>(x, sides, panels, sums);
+            }
+        });
+        if (!call.weight.output_scales) return;
+        for (int v = 0; v < V; ++v) scale_outputs(panels[v], v, sums);
+    }
+
+    template <typename Code, int R, int V, int kBlock>
+    void multiply_codes(const u32* x, const RoundedSide* sides, const u8* const (&panels)[V], f32x16 (&sums)[R][V]) const {
+        BlockReader<WholeOf<Code>, V> reader(panel_of, call.weight, panels);
+        std::int64_t run = 0;
+        for (std::int64_t block = 0; block < panel_of.num_blocks; ++block) {
+            std::int64_t start = panel_of.start(block), stop = panel_of.stop(block);
+            reader.begin();
+            for (int v = 0; v < V; ++v) ask_for(reader.at[v] + panels_ahead(V) * panel_bytes, panel_of.block_bytes(block));
+            const u8* codes[V];
+            for (int v = 0; v < V; ++v) codes[v] = reader.at[v];
+            reader.skip((stop - start) * panel_of.input_bytes);
+            panel_of.each_run_of(block, [&](std::int64_t first, std::int64_t last) __attribute__((always_inline)) {
+                const u8* at[V];
+                for (int v = 0; v < V; ++v) at[v] = codes[v] + (first - start) * panel_of.input_bytes;
+                add_run<Fours<Code>, R, V, kBlock>(
+                    x + first / kStep, sides + run++, at, last - first,
+                    [&](int v) __attribute__((always_inline)) { return reader.scale(v); }, sums);
+            });
+            reader.skip(panel_of.side_bytes);
+        }
+    }
+
     using Open = OpenPanel<std::conditional_t<kRounded, W8A8, BFloat16>>;
 
     // As `multiply`, of open panels.
@@ -368,7 +402,8 @@ struct Multiply {
             const u8* at[V];
             for (int v = 0; v < V; ++v) at[v] = panels[v].codes(first);
             if constexpr (kRounded) {
-                add_run<R, V, kBlock>(x + first / kStep, sides + run, at, last - first, panels, block, sums);
+                add_run<W8A8, R, V, kBlock>(
+                    x + first / kStep, sides + run, at, last - first, [&](int v) { return panels[v].scale(block); }, sums);
             } else {
                 f32x16 of_block[R][V] = {};
                 add_codes<BFloat16, R, V, kBlock>(x + first / kStep, at, last - first, of_block);
@@ -385,24 +420,25 @@ struct Multiply {
         }
     }
 
-    // sums[r][v] += the products of a run of inputs, added in integers.
-    template <int R, int V, int kBlock>
+    // sums[r][v] += the products of a run of inputs, added in integers. F: how panels have the whole numbers of codes.
+    // scale_of(v): of the run's block.
+    template <typename F, int R, int V, int kBlock, typename ScaleOf>
     [[gnu::always_inline]] void add_run(const u32* x, const RoundedSide* sides, const u8* const (&at)[V], std::int64_t count,
-                                        const Open (&panels)[V], std::int64_t block, f32x16 (&sums)[R][V]) const {
+                                        ScaleOf scale_of, f32x16 (&sums)[R][V]) const {
         const u8* none[2] = {};
         i32x16 whole[R][V];
         for (int r = 0; r < R; ++r) {
             for (int v = 0; v < V; ++v) whole[r][v] = i32x16{} + sides[r * num_sides].start;
         }
         if (kBlock && count == kBlock) {
-            accumulate<W8A8, R, V, false>(whole, x, units, at, kBlock / kStep, none);
+            accumulate<F, R, V, false>(whole, x, units, at, kBlock / kStep, none);
         } else {
-            accumulate<W8A8, R, V, false>(whole, x, units, at, static_cast<int>(count / kStep), none);
+            accumulate<F, R, V, false>(whole, x, units, at, static_cast<int>(count / kStep), none);
         }
         bool shifted = needs_sums_of_fours(call.weight);
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
-            BlockScale scale = panels[v].scale(block);
+            BlockScale scale = scale_of(v);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 const RoundedSide& side = sides[r * num_sides];
@@ -594,6 +630,9 @@ struct Multiply {
     void all_rows(const u32* x, const Side* sides, int first, int stop) const {
         done.multiplied.fetch_add(call.num_rows * (stop - first) * (call.activation.gated ? 2 : 1) * kLanes * call.weight.depth,
                                   std::memory_order_relaxed);
+        if constexpr (kRounded) {
+            if (call.num_rows == 1) return rows<1, false>(x, sides, 0, first, stop);
+        }
         if constexpr (has_codes<E>) {
             if (kRounded || call.num_rows >= kOpenRows) {
                 int each = call.activation.gated ? 1 : 2;

@@ -64,6 +64,15 @@ struct PackedPanel {
     // Where a block's codes begin.
     std::size_t offset(std::int64_t number) const { return start(number) * input_bytes + bytes_before(number); }
 
+    // The runs of a block's inputs that have one scale in a row of bytes: f(first input, the one after the last).
+    template <typename F>
+    [[gnu::always_inline]] void each_run_of(std::int64_t number, F f) const {
+        for (std::int64_t first = start(number), last; first < stop(number); first = last) {
+            last = std::min(block_stop(first / kRowBlock * kRowBlock, depth), stop(number));
+            f(first, last);
+        }
+    }
+
     // The block that has an input.
     std::int64_t block_of(std::int64_t input) const { return (input + lead) / block; }
 };
@@ -181,29 +190,47 @@ struct WholeOf : E {
     static constexpr float kShift = std::is_same_v<E, Code8> ? 0.0f : E::kShift;
 };
 
-// Codes as fours of bytes. Those of e4m3 are no whole numbers.
+// Codes as fours of bytes.
 template <typename E>
 void open_fours(const PackedPanel& panel, const Weight& weight, const u8* from, const OpenPanel<W8A8>& to) {
-    to.fill<WholeOf<E>>(panel, weight, from, [](const u8* codes, u8* fours) { E::put_fours(codes, fours); });
+    to.fill<WholeOf<E>>(panel, weight, from, [](const u8* codes, u8* fours) {
+        auto whole = E::load_whole(codes);
+#pragma GCC unroll 4
+        for (u32x16 each : whole.of) store(fours, each), fours += 64;
+    });
+}
+
+// What W8A8 reads, from codes as panels have them.
+template <typename E>
+struct Fours : W8A8 {
+    static constexpr int kRowBytes = E::kRowBytes * W8A8::kStep / E::kStep;
+    static constexpr int kRowsAtOnce = E::kRowsAtOnce * E::kStep / W8A8::kStep;
+
+    INLINE auto load_rows(const u8* from) { return E::load_whole(from); }
+    template <int N>
+    INLINE Operand operand(const WholeNumbers<N>& whole, int row) {
+        return W8A8::operand(W8A8::rows_of(whole.of[row / W8A8::kRowsAtOnce]), row % W8A8::kRowsAtOnce);
+    }
+};
+
+// f<Code>() for the codes of a number. Those of e4m3 are no whole numbers.
+template <typename F>
+INLINE auto with_code(Number number, F f) {
+    switch (number) {
+        case Number::code8: return f.template operator()<Code8>();
+        case Number::code6: return f.template operator()<Code6>();
+        case Number::code4: return f.template operator()<Code4>();
+        case Number::nl4: return f.template operator()<Nl4>();
+        default: return f.template operator()<E2M1>();
+    }
 }
 
 inline bool needs_sums_of_fours(const Weight& weight) {
-    switch (weight.number) {
-        case Number::code8: return needs_sums<WholeOf<Code8>>(weight);
-        case Number::code6: return needs_sums<Code6>(weight);
-        case Number::code4: return needs_sums<Code4>(weight);
-        default: return needs_sums<Nl4>(weight);
-    }
+    return with_code(weight.number, [&]<typename Code>() { return needs_sums<WholeOf<Code>>(weight); });
 }
 
 inline void open_fours(const PackedPanel& panel, const Weight& weight, const u8* from, const OpenPanel<W8A8>& to) {
-    switch (weight.number) {
-        case Number::code8: return open_fours<Code8>(panel, weight, from, to);
-        case Number::code6: return open_fours<Code6>(panel, weight, from, to);
-        case Number::code4: return open_fours<Code4>(panel, weight, from, to);
-        case Number::nl4: return open_fours<Nl4>(panel, weight, from, to);
-        default: return open_fours<E2M1>(panel, weight, from, to);
-    }
+    with_code(weight.number, [&]<typename Code>() { open_fours<Code>(panel, weight, from, to); });
 }
 
 }  // namespace longhelix::ISA
