@@ -243,6 +243,7 @@ def test_experts_compile_for_hopper(dtype, rows, hidden, columns, compiled):
 # Format, dtype of rows, and how many rows there are.
 PACKED = [
     ("nvfp4", BF16, 1),
+    ("any_k", BF16, 512),
     ("fp8-block", BF16, 512),
     ("int4-g32-zero", BF16, 1),
     ("int4-g128", BF16, 64),
@@ -253,6 +254,13 @@ PACKED = [
     ("int4-g64-float16-zero", torch.float16, 512),
     ("nvfp4", torch.float32, 1),
     ("int4-g128", torch.float32, 1),
+    ("q8_0", BF16, 64),
+    ("q5_1", torch.float16, 1),
+    ("q4_k", BF16, 1),
+    ("q4_k", torch.float32, 1),
+    ("q6_k", BF16, 1),
+    ("iq4_nl", BF16, 512),
+    ("iq4_xs", BF16, 1),
 ]
 
 
@@ -270,10 +278,10 @@ def test_products_with_packed_weights_compile_for_hopper(name, dtype, rows, comp
 
 
 def test_packed_weights_that_begin_anywhere_compile_for_hopper(compiled):
-    for name, lead in (("int4-g32", 3), ("nvfp4", 2), ("fp8-block", 5)):
+    for name, lead in (("int4-g32", 3), ("nvfp4", 2), ("fp8-block", 5), ("q6_k", 201)):
         weight = PackedRows.empty(name, 33, 75, lead, torch.device("cpu"))
         multiply_packed(torch.empty(3, 75, dtype=BF16), weight, BF16)
-    assert len(compiled) == 3
+    assert len(compiled) == 4
 
 
 def run_packed_experts(name: str, dtype: torch.dtype, rows: int, rounds_inputs: bool = False) -> None:
