@@ -293,6 +293,8 @@ def _codes(
     first = start - lead
     if ELEMENT == "uint6":
         high_bytes = row_bytes // 3
+        if ALIGNED > 1:
+            high_bytes = tl.multiple_of(high_bytes, ALIGNED)
         high_ptr = weight_ptr + 2 * high_bytes
         low_NC = _parts(weight_ptr, row_N, 2 * high_bytes, real_N, first, C, 4, ALIGNED)
         code_NC = low_NC | (_parts(high_ptr, row_N, high_bytes, real_N, first, C, 2, ALIGNED) << 4)
