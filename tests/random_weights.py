@@ -33,7 +33,10 @@ def random_rows(
         )
     for section, magnitude in filled:
         if section is not None:
-            section.copy_(magnitude * (torch.rand(section.shape, generator=generator) + 0.5))
+            numbers = magnitude * (torch.rand(section.shape, generator=generator) + 0.5)
+            if section.dtype == torch.float16:  # GGUF files have scales and offsets of both signs
+                numbers *= torch.randint(0, 2, section.shape, generator=generator) * 2 - 1
+            section.copy_(numbers)
     if rows.zeros is not None:
         rows.zeros.random_(0, 16, generator=generator)
     return PackedRows(rows.buffer.to(device or "cpu"), dtype, outputs, depth, lead)
