@@ -26,7 +26,7 @@ GROUP = 8
 GQA = ((8, 128, torch.bfloat16), (1, 128, torch.bfloat16), (8, 64, torch.bfloat16), (8, 128, torch.float8_e4m3fn))
 
 # Formats of packed weights, outputs and inputs: gate and up of Llama 3 70B, and a share of an output projection.
-PACKED = ("fp8-block", "fp8-channel", "nvfp4", "mxfp4", "int4-g128", "int4-g32")
+PACKED = ("fp8-block", "fp8-channel", "nvfp4", "mxfp4", "int4-g128", "int4-g32", "q8_0", "q4_k", "q6_k", "iq4_xs")
 PACKED_SIZES = ((57344, 8192), (7168, 2048))
 PACKED_ROWS = (1, 8, 16, 64, 512, 4096)
 PACKED_BYTES = 2**29  # that a measured call reads, so that no cache holds them

@@ -6,7 +6,8 @@ from longhelix.compute.kernels.packed_rows import PackedRows
 from longhelix.spec import FORMATS
 
 _LARGEST = 30  # of e4m3, beside which smaller numbers still count
-_TYPICAL = {"e4m3": 5, "int8": 74, "uint4": 5, "e2m1": 3}  # magnitude of the numbers of random codes
+# Magnitude of the numbers of random codes.
+_TYPICAL = {"e4m3": 5, "int8": 74, "uint6": 18, "uint4": 5, "nl4": 70, "e2m1": 3}
 
 
 def random_rows(
@@ -20,13 +21,22 @@ def random_rows(
     if rows.codes.element == "e4m3":
         numbers = torch.randn(rows.code_rows.shape, generator=generator) * _TYPICAL["e4m3"]
         rows.code_rows.copy_(numbers.clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8))
-    scales = torch.rand(rows.scales.shape, generator=generator) + 0.5
-    if rows.output_scales is None:
-        scales /= _TYPICAL[rows.codes.element] * max(depth, 1) ** 0.5
-    else:
-        factor = (torch.rand(outputs, generator=generator) + 0.5) / _TYPICAL[rows.codes.element]
-        rows.output_scales.copy_(factor / max(depth, 1) ** 0.5)
-    rows.scales.copy_(scales)
+    offset = 1 / max(depth, 1) ** 0.5
+    scale = offset / _TYPICAL[rows.codes.element]
+    if rows.superblock_scales is None:
+        of_blocks = 1.0 if rows.output_scales is not None else scale
+        filled = (rows.scales, of_blocks), (rows.offsets, offset), (rows.output_scales, scale)
+    else:  # scales and offsets of blocks are random bytes
+        filled = (
+            (rows.superblock_scales, scale / _TYPICAL["int8"]),
+            (rows.superblock_offsets, offset / _TYPICAL["int8"]),
+        )
+    for section, magnitude in filled:
+        if section is not None:
+            numbers = magnitude * (torch.rand(section.shape, generator=generator) + 0.5)
+            if section.dtype == torch.float16:  # GGUF files have scales and offsets of both signs
+                numbers *= torch.randint(0, 2, section.shape, generator=generator) * 2 - 1
+            section.copy_(numbers)
     if rows.zeros is not None:
         rows.zeros.random_(0, 16, generator=generator)
     return PackedRows(rows.buffer.to(device or "cpu"), dtype, outputs, depth, lead)

@@ -33,6 +33,7 @@ _TORCH = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
 }
 _BITS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 

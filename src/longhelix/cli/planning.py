@@ -52,7 +52,7 @@ class PlannedModel:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
         weights, experts = self.weight_dtype or model.checkpoint.dtype, self.expert_dtype
         return Setting(
-            model=model if system.shared and self.weight_dtype is None else model.expanded(),
+            model=model if self.weight_dtype is None else model.expanded(),
             system=system,
             dtypes=Dtypes(
                 weights=_known("weight-dtype", weights),

@@ -70,8 +70,6 @@ def resolve(
     _check_layout(spec, layout)
     places = Places.here(layout, with_gpus=options.device != "cpu") if places is None else places
     device = _device(options, places, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
-    if device != "cpu":
-        spec = spec.expanded()
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(options, device)
     check_kernels(spec, options, device, replay)

@@ -104,7 +104,7 @@ class ModelSpec:
         return replace(self, checkpoint=replace(self.checkpoint, quantisation=quantisation))
 
     def expanded(self) -> "ModelSpec":
-        """Return the model with numbers in place of a GGUF file's blocks, as other devices than CPUs keep them."""
+        """Return the model with numbers in place of a GGUF file's blocks."""
         quantisation = self.checkpoint.quantisation
         return self.quantised_by(None) if quantisation is not None and quantisation.gguf else self
 

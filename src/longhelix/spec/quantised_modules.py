@@ -100,7 +100,7 @@ class Quantisation(msgspec.Struct, frozen=True):
         rules: The first rule that a module meets applies to it.
         plain: Modules that stay in the model's dtype, whatever the rules say.
         gguf: The checkpoint is a GGUF file. Rules name every quantised module, even embeddings and routers, and weights
-            become numbers if an option or the device asks for it.
+            become numbers if an option asks for it.
     """
 
     rules: tuple[Rule, ...]

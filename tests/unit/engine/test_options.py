@@ -144,6 +144,15 @@ def test_products_in_bytes_keep_the_packed_weights_of_gguf_files():
         assert {rule.storage.kept for rule in rules} == {rule.storage.repacked or rule.storage.format for rule in rules}
 
 
+@pytest.mark.skipif(native.module is None, reason="GGUF files are expanded without native kernels")
+def test_gpus_keep_the_packed_weights_of_gguf_files(monkeypatch):
+    monkeypatch.setattr(places, "free_gpu_bytes", lambda: [2**34] * 2)
+    config, expanded = resolved(device="cuda"), resolved(device="cuda", weight_dtype="bfloat16")
+    assert config.spec.checkpoint.quantisation == resolved(device="cpu").spec.checkpoint.quantisation
+    assert expanded.spec.checkpoint.quantisation is None
+    assert config.weight_bytes(0) < expanded.weight_bytes(0) / 2
+
+
 def test_products_in_bytes_run_on_cpus_with_native_kernels(monkeypatch):
     monkeypatch.setattr(places, "free_gpu_bytes", lambda: [2**34] * 2)
     with pytest.raises(UserError, match="activation_dtype int8 runs only on CPUs: set device to cpu"):

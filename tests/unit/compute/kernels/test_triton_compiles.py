@@ -34,6 +34,7 @@ from longhelix.compute.kernels.triton import (  # noqa: E402
     write,
     write_kv,
 )
+from longhelix.spec import FORMATS  # noqa: E402
 from tiers import few  # noqa: E402
 
 pytestmark = pytest.mark.unit
@@ -243,6 +244,7 @@ def test_experts_compile_for_hopper(dtype, rows, hidden, columns, compiled):
 # Format, dtype of rows, and how many rows there are.
 PACKED = [
     ("nvfp4", BF16, 1),
+    ("any_k", BF16, 512),
     ("fp8-block", BF16, 512),
     ("int4-g32-zero", BF16, 1),
     ("int4-g128", BF16, 64),
@@ -253,6 +255,13 @@ PACKED = [
     ("int4-g64-float16-zero", torch.float16, 512),
     ("nvfp4", torch.float32, 1),
     ("int4-g128", torch.float32, 1),
+    ("q8_0", BF16, 64),
+    ("q5_1", torch.float16, 1),
+    ("q4_k", BF16, 1),
+    ("q4_k", torch.float32, 1),
+    ("q6_k", BF16, 1),
+    ("iq4_nl", BF16, 512),
+    ("iq4_xs", BF16, 1),
 ]
 
 
@@ -265,15 +274,15 @@ def test_products_with_packed_weights_compile_for_hopper(name, dtype, rows, comp
     assert product.metadata.shared <= SHARED_MEMORY_BYTES
     assert "ftz" not in product.asm["ptx"]  # numbers are subnormal on their way
     if dtype != torch.float32:
-        _assert_loads_ahead(product, 2)
+        _assert_loads_ahead(product, 1, name)
         assert ("wgmma" if rows > 16 else "mma.sync") in product.asm["ptx"]
 
 
 def test_packed_weights_that_begin_anywhere_compile_for_hopper(compiled):
-    for name, lead in (("int4-g32", 3), ("nvfp4", 2), ("fp8-block", 5)):
+    for name, lead in (("int4-g32", 3), ("nvfp4", 2), ("fp8-block", 5), ("q6_k", 201)):
         weight = PackedRows.empty(name, 33, 75, lead, torch.device("cpu"))
         multiply_packed(torch.empty(3, 75, dtype=BF16), weight, BF16)
-    assert len(compiled) == 3
+    assert len(compiled) == 4
 
 
 def run_packed_experts(name: str, dtype: torch.dtype, rows: int, rounds_inputs: bool = False) -> None:
@@ -290,10 +299,10 @@ def run_packed_experts(name: str, dtype: torch.dtype, rows: int, rounds_inputs: 
 def test_packed_experts_compile_for_hopper(name, dtype, rows, compiled):
     run_packed_experts(name, dtype, rows)
     by_name = {kernel.metadata.name: kernel for kernel in compiled}
-    for kernel, factors in (("_gate_up", 3), ("_down", 2)):
+    for kernel, weights in (("_gate_up", 2), ("_down", 1)):
         assert by_name[kernel].metadata.shared <= SHARED_MEMORY_BYTES
         if dtype != torch.float32:
-            _assert_loads_ahead(by_name[kernel], factors)
+            _assert_loads_ahead(by_name[kernel], weights, name)
 
 
 ROUNDING = [("fp8-block", BF16, 512), ("fp8-channel", BF16, 1), ("fp8-block", torch.float32, 512)]
@@ -305,7 +314,7 @@ def test_products_in_fp8_compile_for_hopper(name, dtype, rows, compiled):
     multiply_packed(torch.empty(rows, 7168, dtype=dtype), weight, dtype, rounds_inputs=True)
     run_packed_experts(name, dtype, rows, rounds_inputs=True)
     by_name = {kernel.metadata.name: kernel for kernel in compiled}
-    for kernel, factors in (("_multiply", 2), ("_gate_up", 3), ("_down", 2)):
+    for kernel, weights in (("_multiply", 1), ("_gate_up", 2), ("_down", 1)):
         ptx = by_name[kernel].asm["ptx"]
         assert by_name[kernel].metadata.shared <= SHARED_MEMORY_BYTES
         # For few rows, Triton multiplies the same numbers in float16.
@@ -313,7 +322,7 @@ def test_products_in_fp8_compile_for_hopper(name, dtype, rows, compiled):
         # Gate and up round their inputs once: a warp has 32 numbers for each 16 of them in a tile.
         tile = next(tile for most_rows, tile in weight_tiles.ROUNDING_TILES.items() if rows <= most_rows)
         assert 2 * len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == tile.rows * 128 // (32 * tile.warps)
-        _assert_loads_ahead(by_name[kernel], factors)
+        _assert_loads_ahead(by_name[kernel], weights, name)
 
 
 @pytest.mark.parametrize("capability", few([80, 89]))
@@ -332,9 +341,13 @@ def test_products_with_e4m3_compile_for_earlier_gpus(capability, compiled, monke
         assert capability == 89 or "e4m3" not in kernel.asm["ptx"]
 
 
-def _assert_loads_ahead(kernel: CompiledKernel, factors: int) -> None:
-    """Rows and codes are loaded ahead of the products, with wide loads."""
+def _assert_loads_ahead(kernel: CompiledKernel, weights: int, name: str) -> None:
+    """Rows and codes of some weights are loaded ahead of the products, with wide loads.
+
+    Codes of six bits have two loads, and the second is of few bytes.
+    """
+    has_six = FORMATS[name].bits == 6
     allocated = re.findall(r"local_alloc : \(\) -> !ttg.memdesc<[2-9]x", kernel.asm["ttgir"])
-    assert len(allocated) == factors
+    assert len(allocated) == 1 + weights * (2 if has_six else 1)
     widths = set(re.findall(r"cp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", kernel.asm["ptx"]))
-    assert widths <= {"0x10", "0x8"}
+    assert widths <= {"0x10", "0x8", *(["0x4"] if has_six else [])}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from longhelix.compute.kernels.packed_rows import PackedRows
 from longhelix.compute.kernels.triton import experts, multiply_packed, packed_products, weight_tiles
 from longhelix.compute.kernels.weight import PACKED, Weight
 from longhelix.spec import ACTIVATION_DTYPES, FORMATS, Activation
-from longhelix.spec.gguf_quantisation import GGUF_FORMATS
 from random_weights import random_rows
 from tiers import few
 from triton_interpreter import interpret
@@ -27,7 +27,8 @@ from triton_interpreter import interpret
 pytestmark = pytest.mark.unit
 
 NAMES = [
-    "fp8-block", "nvfp4", "int4-g32-zero", "mxfp4", "mxfp8", "fp8-channel", "int8-channel", "int4-g64-float16",
+    "fp8-block", "nvfp4", "int4-g32-zero", "any_k", "q5_1", "iq4_xs", "mxfp4", "mxfp8", "fp8-channel", "int8-channel",
+    "q8_0", "q4_1", "q5_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "int4-g64-float16",
     "int4-g128-float16-zero", "int4-g32", "int4-g64", "int4-g128", "int4-g32-float16", "int4-g64-zero",
     "int4-g128-zero", "int4-g32-float16-zero", "int4-g64-float16-zero", "int4-g128-float16",
 ]  # fmt: skip
@@ -54,17 +55,16 @@ def numbers(rows: PackedRows) -> Tensor:
 
 
 def number_error(name: str, dtype: torch.dtype) -> float:
-    """How far a weight's number may be from what it is in a product with rows of `dtype`: groups of integers that are
-    smaller than a tile are rounded."""
-    rounded = name.startswith(("int4-g32", "int4-g64")) and dtype != torch.float32
+    """How far a weight's number may be from what it is in a product with rows of `dtype`: integers are rounded if their
+    scale blocks are smaller than a tile."""
+    codes, numbers = FORMATS[name].codes, FORMATS[name].weight_scales.numbers or math.inf
+    rounded = codes.element in ("int8", "uint4", "uint6", "nl4") and numbers < 128 and dtype != torch.float32
     return ROUNDING[dtype] if rounded else 0.0
 
 
 def test_every_packed_format_is_tested():
-    """But for those of GGUF files, whose weights become numbers on GPUs."""
-    of_gguf = {*GGUF_FORMATS.values(), "any_k"} - {"int4-g32-float16", "mxfp4"}
     packed = [name for name, format in FORMATS.items() if format.codes is not None]
-    assert sorted([*NAMES, *of_gguf]) == sorted(packed)
+    assert sorted(NAMES) == sorted(packed)
 
 
 @pytest.mark.parametrize("dtype", few(DTYPES, 2), ids=str)
@@ -78,12 +78,14 @@ def test_every_packed_format_is_tested():
             (70, 333, 34, 65),  # past the edges of tiles, and of blocks
             (32, 160, 96, 1),  # loads of 16 bytes
             (5, 7, 120, 2),  # one block's end alone
+            (12, 300, 201, 2),  # superblocks of which other ranks have most
+            (12, 320, 192, 2),  # loads of 16 bytes behind whole blocks of a superblock
         ],
         2,
     ),
     ids=str,
 )
-@pytest.mark.parametrize("name", few(NAMES, 7))
+@pytest.mark.parametrize("name", few(NAMES, 10))
 def test_products_equal_their_definition(name, outputs, depth, lead, rows, dtype, device):
     weight = random_rows(name, outputs, depth, lead, device=device)
     x_TX, bias = normal(rows, depth, seed=1, dtype=dtype), normal(outputs, seed=2, dtype=dtype)
@@ -92,6 +94,21 @@ def test_products_equal_their_definition(name, outputs, depth, lead, rows, dtype
     magnitudes_TO = x_TX.abs() @ weight_OI.abs().T
     error_TO = (number_error(name, dtype) + 2**-20) * magnitudes_TO + 2**-22
     assert ((out_TO - x_TX @ weight_OI.T - bias.double()).abs() <= error_TO).all()
+
+
+@pytest.mark.parametrize("name", few([name for name in NAMES if FORMATS[name].weight_scales.superblock], 3))
+def test_shares_begin_anywhere_in_a_superblock(name, device):
+    """Ranks whose inputs begin in the middle of bytes, of blocks and of superblocks add up to all inputs."""
+    whole, x_TX = random_rows(name, 12, 700), normal(2, 700, seed=1)
+    cuts = 0, 64, 128, 201, 256, 390, 700
+    out_TO = torch.zeros(2, 12, dtype=torch.float64)
+    for start, stop in pairwise(cuts):
+        share = whole.cut(slice(start, stop))
+        share = replace(share, buffer=share.buffer.to(device))
+        out_TO += multiply_packed(x_TX[:, start:stop].to(device), share, torch.float32).cpu().double()
+    weight_OI = whole.numbers().double()
+    magnitudes_TO = x_TX.double().abs() @ weight_OI.abs().T
+    assert ((out_TO - x_TX.double() @ weight_OI.T).abs() <= 2**-19 * magnitudes_TO).all()
 
 
 @pytest.mark.parametrize(("outputs", "depth", "splits"), [(20, 1100, True), (20, 200, False)])
@@ -284,9 +301,9 @@ def in_float64(x_TH, gate_up, down, ids, taken, activation, residual, dtype) -> 
     ),
     ids=str,
 )
-@pytest.mark.parametrize("name", few(NAMES, 5))
+@pytest.mark.parametrize("name", few(NAMES, 6))
 def test_experts_equal_their_definition(name, columns, lead, hidden, rows, per_row, activation, dtype, device):
-    ids, sizes = list(columns), list(columns.values())
+    ids, sizes, lead = list(columns), list(columns.values()), FORMATS[name].weight_scales.lead(lead)
     gate_up = [
         random_rows(name, activation.projections * size, hidden, seed=at, device=device)
         for at, size in enumerate(sizes)

@@ -1,9 +1,10 @@
 """Tiles of weights for products: plain numbers, or numbers of packed rows (`kernels.packed_rows`).
 
 A program multiplies C inputs per turn. Turns begin at multiples of C, counted from the start of a row's first scale
-block. So a tile has whole scale blocks, or is inside one.
+block or superblock. So a tile has whole scale blocks, or is inside one. It is always inside one superblock.
 """
 
+import struct
 from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from longhelix.compute.kernels.reference import INPUT_BLOCK, LARGEST_ROUNDED, LEAST_ROUNDED
-from longhelix.spec import FORMATS
+from longhelix.spec import FORMATS, NL4_VALUES
 
 ALIGNED_BYTES = 16  # Loads are wide if weights and their rows begin at multiples of it.
 
@@ -23,8 +24,13 @@ _SCALES = {  # as kernels load them
     "float16": tl.float16,
     "e4m3": tl.float8e4nv,
     "e8m0": tl.uint8,
+    "int8": tl.int8,
 }
-_E4M3_BITS = {"e4m3": tl.int8}  # on GPUs without e4m3
+# On GPUs without e4m3. No format has scales in e5m2, so this dtype says that the bits are those of e4m3.
+_E4M3_BITS = {"e4m3": tl.float8e5}
+_SUPERBLOCK_SCALE = "float16"  # the dtype of all scales and offsets of superblocks
+# `NL4_VALUES`, four in a word.
+_NL4_0, _NL4_4, _NL4_8, _NL4_12 = map(tl.constexpr, struct.unpack("<4i", struct.pack("<16b", *NL4_VALUES)))
 
 _LARGEST_ROUNDED, _LEAST_ROUNDED = tl.constexpr(LARGEST_ROUNDED), tl.constexpr(LEAST_ROUNDED)
 
@@ -83,15 +89,19 @@ def packing(
 
     Returns:
         ELEMENT: `Codes.element`, or "e4m3_bits" on devices without e4m3.
-        SCALE: The dtype in which kernels load scales. On devices without e4m3, its bits are int8.
+        SCALE: The dtype in which kernels load scales. On devices without e4m3, its bits are e5m2.
         BLOCK: Inputs of a scale block. 0: each output has one scale.
-        ZERO_POINTS: Whether scale blocks have zero points.
+        ZERO: The zero point of all scale blocks.
+        ZERO_POINTS: Whether scale blocks have zero points of their own.
+        OFFSETS: Whether scale blocks have offsets.
+        SUPERBLOCK: Inputs of a superblock. 0: there are none.
         OUTPUT_SCALES: Whether outputs have a scale besides those of their blocks.
         ALIGNED: Rows and tiles begin at multiples of this number of bytes. 0: a tile may begin in the middle of a byte.
         ROUNDS_INPUTS: Whether products round their inputs to e4m3.
     """
     format, inputs = FORMATS[dtype], tuple(inputs)
     assert format.codes is not None
+    assert format.codes.superblock in ("", _SUPERBLOCK_SCALE)
     if all(size * format.bits % (8 * ALIGNED_BYTES) == 0 for pair in inputs for size in pair):
         aligned = ALIGNED_BYTES
     else:
@@ -103,7 +113,10 @@ def packing(
         "ELEMENT": element,
         "SCALE": scales[format.codes.scale],
         "BLOCK": format.weight_scales.numbers or 0,
+        "ZERO": format.codes.zero,
         "ZERO_POINTS": format.codes.zero_points,
+        "OFFSETS": format.codes.offsets,
+        "SUPERBLOCK": format.weight_scales.superblock or 0,
         "OUTPUT_SCALES": format.weight_scales.vector_bits > 0,
         "ALIGNED": aligned,
         "ROUNDS_INPUTS": rounds_inputs,
@@ -116,7 +129,10 @@ def plain(aligned: bool) -> dict[str, object]:
         "ELEMENT": None,
         "SCALE": None,
         "BLOCK": 0,
+        "ZERO": 0,
         "ZERO_POINTS": False,
+        "OFFSETS": False,
+        "SUPERBLOCK": 0,
         "OUTPUT_SCALES": False,
         "ALIGNED": ALIGNED_BYTES if aligned else 1,
         "ROUNDS_INPUTS": False,
@@ -137,19 +153,23 @@ def add_products(
     ELEMENT: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ZERO: tl.constexpr,
     ZERO_POINTS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    SUPERBLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROUNDS_INPUTS: tl.constexpr,
 ):
     """Add x W^T for outputs n_N and for C inputs from start - lead on. `scale_outputs` completes the sums.
 
-    The scale of a block with at least C inputs multiplies sums. The scale of a smaller block multiplies numbers, and
-    the result is rounded to the dtype of x. In bfloat16, this is exact for scales in e8m0 and e4m3.
+    The scale of a block with at least C inputs multiplies sums, if the block has no offset. Otherwise scales multiply
+    numbers, and the result is rounded to the dtype of x. In bfloat16, this is exact for scales in e8m0 and e4m3.
 
     ROUNDS_INPUTS: Each row of x is rounded to e4m3, and multiplied with codes in e4m3. Its scale multiplies sums.
     """
     C: tl.constexpr = x_MC.shape[1]
     N: tl.constexpr = sum_MN.shape[1]
+    SCALES_SUMS: tl.constexpr = BLOCK >= C and not OFFSETS
     if ELEMENT is None:
         number_NC = _plain(weight_ptr, x_MC.dtype, depth, n_N, real_N, start, C, ALIGNED)
     else:
@@ -159,34 +179,43 @@ def add_products(
             number_NC = number_NC.to(tl.float8e4nv, bitcast=True)
         else:
             number_NC = _numbers(number_NC, ELEMENT)
+        if ZERO != 0:
+            number_NC -= ZERO
         if BLOCK > 0:
-            # Scale blocks of a tile.
-            G: tl.constexpr = C // BLOCK if BLOCK < C else 1
-            scales_ptr, zeros_ptr, _ = _sections(
-                weight_ptr, outputs, depth, lead, ELEMENT, SCALE, BLOCK, ZERO_POINTS, ALIGNED
+            scales_ptr, sides_ptr, superblocks_ptr, superblock_offsets_ptr, _ = _sections(
+                weight_ptr, outputs, depth, lead, ELEMENT, SCALE, BLOCK, ZERO_POINTS, OFFSETS, SUPERBLOCK, ALIGNED
             )
-            g_G = start // BLOCK + tl.arange(0, G)
+            # Scale blocks of a tile. Rows have no blocks before that of their first input.
+            G: tl.constexpr = C // BLOCK if BLOCK < C else 1
+            g_G = start // BLOCK - lead // BLOCK + tl.arange(0, G)
             num_blocks = _num_blocks(depth, lead, BLOCK)
-            real_NG = real_N[:, None] & (g_G < num_blocks)[None, :]
+            real_NG = real_N[:, None] & ((g_G >= 0) & (g_G < num_blocks))[None, :]
             offset_NG = n_N.to(tl.int64)[:, None] * num_blocks + g_G[None, :]
             scale_NG = _scale(tl.load(scales_ptr + offset_NG, mask=real_NG, other=0.0))
             number_NGB = tl.reshape(number_NC, [N, G, C // G])
-            if ELEMENT == "uint4":
-                zero_NG = tl.full([N, G], 8.0, tl.float32)
-                if ZERO_POINTS:
-                    zero_NG = tl.load(zeros_ptr + offset_NG, mask=real_NG, other=0).to(tl.float32)
-                number_NGB -= zero_NG[:, :, None]
-            if BLOCK < C:
+            if ZERO_POINTS:
+                number_NGB -= tl.load(sides_ptr + offset_NG, mask=real_NG, other=0).to(tl.float32)[:, :, None]
+            if OFFSETS:
+                side_NG = _scale(tl.load(sides_ptr + offset_NG, mask=real_NG, other=0.0))
+            if SUPERBLOCK > 0:
+                tl.static_assert(SUPERBLOCK >= C)
+                s_N = n_N.to(tl.int64) * _num_superblocks(depth, lead, SUPERBLOCK) + start // SUPERBLOCK
+                scale_NG *= tl.load(superblocks_ptr + s_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
+                if OFFSETS:
+                    side_NG *= tl.load(superblock_offsets_ptr + s_N, mask=real_N, other=0.0).to(tl.float32)[:, None]
+            if not SCALES_SUMS:
                 number_NGB *= scale_NG[:, :, None]
+            if OFFSETS:
+                number_NGB += side_NG[:, :, None]
             number_NC = tl.reshape(number_NGB, [N, C])
     if ROUNDS_INPUTS:
         x_MC, scale_M = _rounded(x_MC)
     factor_CN = tl.trans(number_NC.to(x_MC.dtype))
-    if ROUNDS_INPUTS or BLOCK >= C:
+    if ROUNDS_INPUTS or SCALES_SUMS:
         product_MN = tl.dot(x_MC, factor_CN, input_precision="ieee")
         if ROUNDS_INPUTS:
             product_MN *= scale_M[:, None]
-        if BLOCK >= C:
+        if SCALES_SUMS:
             product_MN *= tl.reshape(scale_NG, [1, N])
         sum_MN += product_MN
     else:
@@ -207,13 +236,15 @@ def scale_outputs(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ZERO_POINTS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    SUPERBLOCK: tl.constexpr,
     OUTPUT_SCALES: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
     """Multiply sums by the scales of whole outputs, if there are any."""
     if ELEMENT is not None:
-        scales_ptr, _, output_scales_ptr = _sections(
-            weight_ptr, outputs, depth, lead, ELEMENT, SCALE, BLOCK, ZERO_POINTS, ALIGNED
+        scales_ptr, _, _, _, output_scales_ptr = _sections(
+            weight_ptr, outputs, depth, lead, ELEMENT, SCALE, BLOCK, ZERO_POINTS, OFFSETS, SUPERBLOCK, ALIGNED
         )
         if BLOCK == 0:
             sum_MN *= tl.load(scales_ptr + n_N, mask=real_N, other=0.0)[None, :]
@@ -257,28 +288,62 @@ def _codes(
     ALIGNED: tl.constexpr,
 ):
     """Return codes (N, C) in uint8. Codes of inputs outside the row are arbitrary."""
-    N: tl.constexpr = n_N.shape[0]
-    HALVES: tl.constexpr = ELEMENT == "uint4" or ELEMENT == "e2m1"
     row_bytes = _row_bytes(depth, ELEMENT, ALIGNED)
     row_N = n_N.to(tl.int64) * row_bytes
-    if HALVES and ALIGNED == 0:
-        # A byte may have the last code of one tile and the first of the next, so each code loads its byte.
-        i_C = start - lead + tl.arange(0, C)
-        real_NC = real_N[:, None] & ((i_C >= 0) & (i_C < depth))[None, :]
-        byte_NC = tl.load(weight_ptr + row_N[:, None] + (i_C >> 1)[None, :], mask=real_NC, other=0)
-        code_NC = (byte_NC >> ((i_C & 1) * 4).to(tl.uint8)[None, :]) & 15
+    first = start - lead
+    if ELEMENT == "uint6":
+        high_bytes = row_bytes // 3
+        if ALIGNED > 1:
+            high_bytes = tl.multiple_of(high_bytes, ALIGNED)
+        high_ptr = weight_ptr + 2 * high_bytes
+        low_NC = _parts(weight_ptr, row_N, 2 * high_bytes, real_N, first, C, 4, ALIGNED)
+        code_NC = low_NC | (_parts(high_ptr, row_N, high_bytes, real_N, first, C, 2, ALIGNED) << 4)
+    elif ELEMENT == "uint4" or ELEMENT == "nl4" or ELEMENT == "e2m1":
+        code_NC = _parts(weight_ptr, row_N, row_bytes, real_N, first, C, 4, ALIGNED)
     else:
-        PER_BYTE: tl.constexpr = 2 if HALVES else 1
-        byte_X = (start - lead) // PER_BYTE + tl.arange(0, C // PER_BYTE)
+        code_NC = _parts(weight_ptr, row_N, row_bytes, real_N, first, C, 8, ALIGNED)
+    return code_NC
+
+
+@triton.jit
+def _parts(
+    bytes_ptr,
+    row_N,
+    row_bytes,
+    real_N,
+    first,
+    C: tl.constexpr,
+    BITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Return C numbers of BITS bits (N, C) in uint8, from the number `first` of each row on.
+
+    Args:
+        row_N: Where rows begin.
+        row_bytes: Bytes of a row with these numbers.
+    """
+    N: tl.constexpr = row_N.shape[0]
+    IN_BYTE: tl.constexpr = 8 // BITS
+    if IN_BYTE > 1 and ALIGNED == 0:
+        # A byte may have the last number of one tile and the first of the next, so each number loads its byte.
+        i_C = first + tl.arange(0, C)
+        byte_C = i_C // IN_BYTE
+        real_NC = real_N[:, None] & ((i_C >= 0) & (byte_C < row_bytes))[None, :]
+        byte_NC = tl.load(bytes_ptr + row_N[:, None] + byte_C[None, :], mask=real_NC, other=0)
+        part_NC = (byte_NC >> ((i_C % IN_BYTE) * BITS).to(tl.uint8)[None, :]) & ((1 << BITS) - 1)
+    else:
+        X: tl.constexpr = C // IN_BYTE
+        byte_X = first // IN_BYTE + tl.arange(0, X)
         if ALIGNED > 1:
             row_N = tl.multiple_of(row_N, ALIGNED)
-            byte_X = tl.multiple_of(byte_X, ALIGNED)
+            byte_X = tl.multiple_of(byte_X, ALIGNED if ALIGNED < X else X)
         real_NX = real_N[:, None] & ((byte_X >= 0) & (byte_X < row_bytes))[None, :]
-        byte_NX = tl.load(weight_ptr + row_N[:, None] + byte_X[None, :], mask=real_NX, other=0)
-        code_NC = byte_NX
-        if HALVES:
-            code_NC = tl.reshape(tl.join(byte_NX & 15, byte_NX >> 4), [N, C])
-    return code_NC
+        part_NC = tl.load(bytes_ptr + row_N[:, None] + byte_X[None, :], mask=real_NX, other=0)
+        if BITS <= 4:
+            part_NC = tl.reshape(tl.join(part_NC & 15, part_NC >> 4), [N, 2 * X])
+        if BITS <= 2:
+            part_NC = tl.reshape(tl.join(part_NC & 3, part_NC >> 2), [N, C])
+    return part_NC
 
 
 @triton.jit
@@ -290,8 +355,13 @@ def _numbers(code_NC, ELEMENT: tl.constexpr):
         number_NC = _of_e4m3_bits(code_NC)
     elif ELEMENT == "int8":
         number_NC = code_NC.to(tl.int8, bitcast=True).to(tl.float32)
-    elif ELEMENT == "uint4":
+    elif ELEMENT == "uint4" or ELEMENT == "uint6":
         number_NC = code_NC.to(tl.float32)
+    elif ELEMENT == "nl4":
+        low_NC = tl.where(code_NC < 4, _NL4_0, _NL4_4)
+        high_NC = tl.where(code_NC < 12, _NL4_8, _NL4_12)
+        word_NC = tl.where(code_NC < 8, low_NC, high_NC)
+        number_NC = (word_NC >> ((code_NC & 3).to(tl.int32) * 8)).to(tl.int8).to(tl.float32)
     else:
         # Move the bits of e2m1 to their places in a float32. Its exponents have a bias of 127 instead of 1.
         tl.static_assert(ELEMENT == "e2m1")
@@ -310,9 +380,9 @@ def _of_e4m3_bits(bits):
 
 @triton.jit
 def _scale(scale):
-    """Return scales in float32. Bytes are e8m0. Code 0 is 2^-127, which is subnormal in float32."""
-    if scale.dtype == tl.int8:
-        scale = _of_e4m3_bits(scale)
+    """Return scales or offsets in float32. uint8 is e8m0. Its code 0 is 2^-127, which is subnormal in float32."""
+    if scale.dtype == tl.float8e5:
+        scale = _of_e4m3_bits(scale.to(tl.uint8, bitcast=True))
     if scale.dtype == tl.uint8:
         bits = scale.to(tl.int32)
         scale = tl.where(bits == 0, 1 << 22, bits << 23).to(tl.float32, bitcast=True)
@@ -321,12 +391,14 @@ def _scale(scale):
 
 @triton.jit
 def _row_bytes(depth, ELEMENT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the bytes of a row's codes."""
+    """Return the bytes of a row's codes (`NumberFormat.code_bytes`)."""
     row_bytes = tl.cast(depth, tl.int32)
-    if ELEMENT == "uint4" or ELEMENT == "e2m1":
+    if ELEMENT == "uint6":
+        row_bytes = (row_bytes + 3) // 4 * 3
+    elif ELEMENT == "uint4" or ELEMENT == "nl4" or ELEMENT == "e2m1":
         row_bytes = (row_bytes + 1) // 2
-        if ALIGNED > 1:
-            row_bytes = tl.multiple_of(row_bytes, ALIGNED)
+    if ALIGNED > 1:
+        row_bytes = tl.multiple_of(row_bytes, ALIGNED)
     return row_bytes
 
 
@@ -335,8 +407,17 @@ def _num_blocks(depth, lead, BLOCK: tl.constexpr):
     """Return the number of scale blocks of a row."""
     num_blocks = 1
     if BLOCK > 0:
-        num_blocks = (lead + depth + BLOCK - 1) // BLOCK
+        num_blocks = (lead % BLOCK + depth + BLOCK - 1) // BLOCK
     return num_blocks
+
+
+@triton.jit
+def _num_superblocks(depth, lead, SUPERBLOCK: tl.constexpr):
+    """Return the number of superblocks of a row."""
+    num_superblocks = 0
+    if SUPERBLOCK > 0:
+        num_superblocks = (lead + depth + SUPERBLOCK - 1) // SUPERBLOCK
+    return num_superblocks
 
 
 @triton.jit
@@ -349,18 +430,34 @@ def _sections(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     ZERO_POINTS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    SUPERBLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return the addresses of scales, zero points and scales of outputs (`PackedRows`)."""
+    """Return the addresses of the sections after codes (`PackedRows`).
+
+    These are scales, zero points or offsets, scales of superblocks, offsets of superblocks, and scales of outputs.
+    """
     rows = tl.cast(outputs, tl.int64)
     blocks = rows * _num_blocks(depth, lead, BLOCK)
+    superblock_bytes = rows * _num_superblocks(depth, lead, SUPERBLOCK) * 2
     scales_ptr = (weight_ptr + _aligned(rows * _row_bytes(depth, ELEMENT, ALIGNED))).to(tl.pointer_type(SCALE))
     SCALE_BYTES: tl.constexpr = scales_ptr.dtype.element_ty.primitive_bitwidth // 8
-    zeros_ptr = scales_ptr.to(tl.pointer_type(tl.uint8)) + _aligned(blocks * SCALE_BYTES)
-    output_scales_ptr = zeros_ptr
+    sides_ptr = scales_ptr.to(tl.pointer_type(tl.uint8)) + _aligned(blocks * SCALE_BYTES)
+    superblocks_ptr = sides_ptr
     if ZERO_POINTS:
-        output_scales_ptr += _aligned(blocks)
-    return scales_ptr, zeros_ptr, output_scales_ptr.to(tl.pointer_type(tl.float32))
+        superblocks_ptr += _aligned(blocks)
+    if OFFSETS:
+        superblocks_ptr += _aligned(blocks * SCALE_BYTES)
+        sides_ptr = sides_ptr.to(tl.pointer_type(SCALE))
+    superblock_offsets_ptr = superblocks_ptr + _aligned(superblock_bytes)
+    output_scales_ptr = superblock_offsets_ptr
+    if OFFSETS:
+        output_scales_ptr += _aligned(superblock_bytes)
+    superblocks_ptr = superblocks_ptr.to(tl.pointer_type(tl.float16))
+    superblock_offsets_ptr = superblock_offsets_ptr.to(tl.pointer_type(tl.float16))
+    output_scales_ptr = output_scales_ptr.to(tl.pointer_type(tl.float32))
+    return scales_ptr, sides_ptr, superblocks_ptr, superblock_offsets_ptr, output_scales_ptr
 
 
 @triton.jit
