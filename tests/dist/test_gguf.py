@@ -95,7 +95,7 @@ def test_each_architecture_equals_transformers(worlds, ggufs, family, split_late
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.BF16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_K, Q.Q6_K, Q.BF16, Q.F16], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_quantised_files_equal_transformers_on_their_numbers(worlds, ggufs, family, kind):
     oracle = ggufs(family, kind=kind)
@@ -112,6 +112,21 @@ def mixed(name):
 def test_files_that_mix_k_quants_equal_transformers_on_their_numbers(worlds, tmp_path, family):
     saved = make_oracle(of_blocks(CONFIGS[family]), tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
     oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, mixed)
+    for layout in layouts(family).values():
+        assert_equal(oracle, run(worlds, oracle, **layout))
+
+
+def numbers_beside_blocks(name):
+    """F16 alone, beside Q8_0 in one product, and in a tied head. Experts of a layer have one type."""
+    if any(part in name for part in ("attn_k", "attn_v", "exps")):
+        return Q.Q8_0
+    return Q.Q4_K if "ffn_down" in name else Q.F16
+
+
+@pytest.mark.parametrize("family", few(["llama", "qwen2", "qwen3_moe", "deepseek_v3"]))
+def test_files_with_numbers_beside_blocks_equal_transformers_on_their_numbers(worlds, tmp_path, family):
+    saved = make_oracle(of_blocks(CONFIGS[family]), tmp_path / "saved", prompt_lengths=(1,), new_tokens=1)
+    oracle = make_gguf_oracle(tmp_path / "toy.gguf", saved.path, numbers_beside_blocks)
     for layout in layouts(family).values():
         assert_equal(oracle, run(worlds, oracle, **layout))
 

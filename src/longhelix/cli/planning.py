@@ -51,8 +51,10 @@ class PlannedModel:
         if self.expert_dtype is not None and not model.moes:
             raise UserError(f"the model {self.model} has no experts: leave out --expert-dtype")
         weights, experts = self.weight_dtype or model.checkpoint.dtype, self.expert_dtype
+        if self.weight_dtype is not None:
+            model = model.expanded()
         return Setting(
-            model=model if self.weight_dtype is None else model.expanded(),
+            model=model if system.shared else model.on_gpus(),
             system=system,
             dtypes=Dtypes(
                 weights=_known("weight-dtype", weights),

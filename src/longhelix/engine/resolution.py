@@ -60,6 +60,8 @@ def resolve(
     stored = spec.checkpoint.quantisation
     if options.weight_dtype is not None or not has_native_kernels():
         spec = spec.expanded()
+    if options.activation_dtype is not None and stored is not None and not stored.packs:
+        spec, stored = spec.expanded(), None  # numbers of a GGUF file are quantised while they load
     dtype, weight_dtype, kv_dtype = base_dtypes(spec, options)
     if options.activation_dtype is not None:
         spec = rounding_inputs(spec, options.activation_dtype, stored)
@@ -70,6 +72,8 @@ def resolve(
     _check_layout(spec, layout)
     places = Places.here(layout, with_gpus=options.device != "cpu") if places is None else places
     device = _device(options, places, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    if device != "cpu":
+        spec = spec.on_gpus()
     stored_dtype = product_dtype(weight_dtype, options.activation_dtype)
     compile, replay = _layers_run(options, device)
     check_kernels(spec, options, device, replay)

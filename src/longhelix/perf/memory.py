@@ -15,7 +15,7 @@ from longhelix.spec import LinearAttention
 from longhelix.spec.ffn import MLP
 from longhelix.spec.layer import FFN, Mixer
 from longhelix.spec.moe import MoE
-from longhelix.spec.weights import packs_embedding
+from longhelix.spec.weights import shares_embedding
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ def weights_bytes(setting: Setting, layouts: Layouts) -> Array:
     layers = {layer: _bytes(setting, layouts, layer.weights) for layer in setting.layers.kinds}
     first_bytes = _bytes(setting, layouts, stored.embedding)
     last_bytes = _bytes(setting, layouts, (*stored.head, *stored.last_norm))
-    shares = model.vocabulary.tied_embeddings and not packs_embedding(model)
-    one_bytes = last_bytes if shares else first_bytes + last_bytes
+    one_bytes = last_bytes if shares_embedding(model) else first_bytes + last_bytes
     ends_bytes = np.where(layouts.pp > 1, np.maximum(first_bytes, last_bytes), one_bytes)
     return np.asarray(setting.layers.largest_total(layers, layouts.stage_layers(model.num_layers)) + ends_bytes)
 

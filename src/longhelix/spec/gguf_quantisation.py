@@ -1,4 +1,4 @@
-"""Which weights of a GGUF file stay packed, and how, from the kinds of its tensors."""
+"""How the weights of a GGUF file are kept, from the kinds of its tensors."""
 
 import re
 from collections import defaultdict
@@ -22,7 +22,11 @@ GGUF_FORMATS = {
     "IQ4_XS": "iq4_xs",
     "MXFP4": "mxfp4",
 }
+_NUMBERS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FORMATS = GGUF_FORMATS | _NUMBERS
+_MODEL_DTYPE = "bfloat16"
 _COMMON, _HAVE_COMMON = "any_k", frozenset({"q2_k", "q3_k", "q4_k", "q5_k", "q6_k"})
+_WIDEST = "float32"  # has the numbers of all kinds
 # Modules whose weights are one matrix in memory, or lie beside each other in one format. The first group of a match
 # says which.
 _TOGETHER = re.compile(
@@ -32,10 +36,11 @@ _TOGETHER = re.compile(
 
 
 def gguf_quantisation(kinds: Mapping[str, str]) -> Quantisation | None:
-    """Return how the modules of a GGUF file are quantised. None: none of them is.
+    """Return how the modules of a GGUF file are kept. None: all as numbers of the model's dtype.
 
-    Weights that lie together in memory and are stored as different K-quants are kept in one format, which has the same
-    numbers. With other kinds, they become numbers of the model's dtype.
+    Weights that lie together in memory and are stored as different kinds are kept in one format, which has the same
+    numbers. Different kinds of experts would take too much memory so, unless all are K-quants or none is quantised.
+    Such experts become numbers of the model's dtype.
 
     Args:
         kinds: The kind of each weight with two dims, such as "Q4_K", by the canonical name of its module.
@@ -47,15 +52,20 @@ def gguf_quantisation(kinds: Mapping[str, str]) -> Quantisation | None:
     modules: dict[Storage, set[str]] = defaultdict(set)
     mixed_experts = set[str]()
     for names in together.values():
-        formats = {GGUF_FORMATS.get(kinds[name], "") for name in names}
-        has_common = len(formats) > 1 and formats <= _HAVE_COMMON
-        if len(formats) > 1 and not has_common and ".experts." in names[0]:
-            mixed_experts.update(names)  # all experts of a layer need one format
-            continue
+        formats = {_FORMATS.get(kinds[name]) for name in names}
+        common = None
+        if len(formats) > 1:
+            if formats <= _HAVE_COMMON:
+                common = _COMMON
+            elif ".experts." in names[0] and not formats <= set(_NUMBERS.values()):
+                mixed_experts.update(names)  # all experts of a layer need one format
+                continue
+            elif None not in formats:
+                common = _WIDEST
         for name in names:
-            format = GGUF_FORMATS.get(kinds[name])
-            if format is not None:
-                modules[Storage("gguf", format, repacked=_COMMON if has_common else None)].add(name)
+            format = _FORMATS.get(kinds[name])
+            if format is not None and (common or format) != _MODEL_DTYPE:
+                modules[Storage("gguf", format, repacked=common)].add(name)
     if not modules:
         return None
     rules = (Rule(storage, Modules(frozenset(names))) for storage, names in modules.items())

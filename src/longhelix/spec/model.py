@@ -108,6 +108,11 @@ class ModelSpec:
         quantisation = self.checkpoint.quantisation
         return self.quantised_by(None) if quantisation is not None and quantisation.gguf else self
 
+    def on_gpus(self) -> "ModelSpec":
+        """Return the model as GPUs keep it. Their products have one dtype, so numbers of other dtypes are converted."""
+        quantisation = self.checkpoint.quantisation
+        return self if quantisation is None else self.quantised_by(quantisation.without_numbers())
+
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec]) -> "ModelSpec":
         """Return the model with each layer changed."""
         changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}

@@ -33,7 +33,7 @@ class Storage(msgspec.Struct, frozen=True):
 
     Attributes:
         scheme: Which tensors there are: a key of `compute.models.schemes.SCHEMES`.
-        format: A number format of `longhelix.spec.formats` with codes.
+        format: A number format of `longhelix.spec.formats`. GGUF files also have numbers without codes.
         ordered: The inputs of a scale block do not lie side by side (act-order): a tensor says the block of each.
         input_dtype: The number format to which products round their inputs: "int8" or "fp8". None: they do not.
         repacked: Another number format, which has the same numbers and is used in memory. None: there is none.
@@ -49,6 +49,11 @@ class Storage(msgspec.Struct, frozen=True):
     def kept(self) -> str:
         """The number format in memory."""
         return "w8a8" if (self.input_dtype, self.format) == ("int8", "int8-channel") else self.repacked or self.format
+
+    @property
+    def is_number(self) -> bool:
+        """Whether weights are numbers without codes in memory."""
+        return FORMATS[self.kept].arithmetic.activation
 
     @property
     def rounds_inputs(self) -> bool:
@@ -108,16 +113,33 @@ class Quantisation(msgspec.Struct, frozen=True):
     gguf: bool = False
 
     @property
+    def packs(self) -> bool:
+        """Whether any weights stay packed. Those of other GGUF files are numbers, not all of the model's dtype."""
+        return any(not rule.storage.is_number for rule in self.rules)
+
+    def without_numbers(self) -> "Quantisation | None":
+        """Return the same without the rules for weights that are numbers in memory. None: no rule is left."""
+        rules = tuple(rule for rule in self.rules if not rule.storage.is_number)
+        return msgspec.structs.replace(self, rules=rules) if rules else None
+
+    @property
     def formats(self) -> str:
         """The number formats of quantised modules, in words."""
         return " and ".join(dict.fromkeys(rule.storage.format for rule in self.rules))
 
     def rounding_inputs(self, dtype: str) -> "Quantisation | None":
-        """Return the same with products that round their inputs to `dtype`. None: it does not fit some weights."""
-        if any(rule.storage.format not in ACTIVATION_DTYPES[dtype] for rule in self.rules):
+        """Return the same with products that round their inputs to `dtype`, other than those of numbers.
+
+        None: it does not fit some weights.
+        """
+        if any(
+            rule.storage.format not in ACTIVATION_DTYPES[dtype] for rule in self.rules if not rule.storage.is_number
+        ):
             return None
         rules = (
-            msgspec.structs.replace(rule, storage=msgspec.structs.replace(rule.storage, input_dtype=dtype))
+            rule
+            if rule.storage.is_number
+            else msgspec.structs.replace(rule, storage=msgspec.structs.replace(rule.storage, input_dtype=dtype))
             for rule in self.rules
         )
         return msgspec.structs.replace(self, rules=tuple(rules))

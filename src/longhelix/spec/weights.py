@@ -131,15 +131,20 @@ _EMBEDDING = "model.embed_tokens"
 
 def embedding(spec: ModelSpec) -> WeightSpec:
     """Return the embedding. It stays as a checkpoint packs it, like weights of products."""
-    stored = WeightDtype.PRODUCT if packs_embedding(spec) else WeightDtype.ACTIVATION
+    stored = WeightDtype.ACTIVATION if _embedding_storage(spec) is None else WeightDtype.PRODUCT
     rows = Dim(Split.VOCABULARY, spec.vocabulary.size)
     return WeightSpec("embedding", f"{_EMBEDDING}.weight", rows, _hidden(spec), stored=stored)
 
 
-def packs_embedding(spec: ModelSpec) -> bool:
-    """Return whether the checkpoint packs the embedding. A tied head is then a packed weight beside it."""
+def shares_embedding(spec: ModelSpec) -> bool:
+    """Return whether the head is the embedding. If the checkpoint packs it, a tied head is a weight beside it."""
+    storage = _embedding_storage(spec)
+    return spec.vocabulary.tied_embeddings and (storage is None or storage.is_number)
+
+
+def _embedding_storage(spec: ModelSpec) -> Storage | None:
     quantisation = spec.checkpoint.quantisation
-    return quantisation is not None and quantisation.storage_of(_EMBEDDING) is not None
+    return None if quantisation is None else quantisation.storage_of(_EMBEDDING)
 
 
 def last_norm(spec: ModelSpec) -> WeightSpec:
@@ -153,10 +158,10 @@ def head(spec: ModelSpec) -> WeightSpec:
 
 
 def packed_storage(storages: Iterable[Storage | None], in_experts: bool) -> Storage | None:
-    """Return how a product's weight stays packed, from how a checkpoint stores its tensors.
+    """Return how a product's weight is kept, from how a checkpoint stores its tensors.
 
-    None: it becomes numbers, because the checkpoint has numbers, or its tensors differ, or it is an expert's and its
-    inputs are ordered: the rows of all experts lie in one order.
+    None: it becomes numbers of the model's dtype, because the checkpoint has numbers, or its tensors differ, or it is
+    an expert's and its inputs are ordered: the rows of all experts lie in one order.
     """
     first, *others = storages
     if first is None or (first.ordered and in_experts):

@@ -172,7 +172,8 @@ def linear(
     dtype: torch.dtype,
     rounds_inputs: bool = False,
 ) -> Tensor:
-    """See `products.linear`; every step is rounded to the dtype of x, after the norm to that of a wider weight."""
+    """See `products.linear`; every step is rounded to the dtype of x, after the norm to one that has the weight's
+    numbers as well."""
     if norm_X is not None:
         x_TX = rms_norm(x_TX, norm_X, norm_eps)
     if isinstance(weight_OX, PackedRows):
@@ -181,8 +182,9 @@ def linear(
         out_TO = out_TO if bias_O is None else out_TO + bias_O.float()
         out_TO = out_TO.to(dtype if activation is None else x_TX.dtype)
     else:
-        x_TX = x_TX.float() if weight_OX.dtype == torch.float32 else x_TX
-        out_TO = torch.nn.functional.linear(x_TX, weight_OX, bias_O)
+        wide = torch.promote_types(x_TX.dtype, weight_OX.dtype)
+        bias_O = None if bias_O is None else bias_O.to(wide)
+        out_TO = torch.nn.functional.linear(x_TX.to(wide), weight_OX.to(wide), bias_O)
     if activation is not None:
         out_TO = activate(out_TO, activation)
     if residual_TO is not None:

@@ -134,17 +134,17 @@ class Decoder(nn.Module):
 
 def _tied(weights: Weights) -> tuple[Weight, Weight]:
     """Return the embedding and the head: one weight, if rows of the head's format can be read exactly."""
-    if not FORMATS[weights.weight_dtype].weight_scales.bits:
+    if not FORMATS[weights.format("embedding")].weight_scales.bits:
         shared = weights.product("embedding")
         return shared, shared
     embedding = _embedding(weights)
-    return embedding, weights.lay_out(embedding.values)
+    return embedding, weights.lay_out(embedding.values, weights.weight_dtype)
 
 
 def _embedding(weights: Weights) -> Weight:
     """Return the embedding as a weight for row lookups only."""
     if weights.is_packed("embedding"):
         return weights.product("embedding", arrangement=PACKED)
-    embedding_vH = weights.take("embedding")
+    dtype, embedding_vH = weights.format("embedding"), weights.take("embedding")
     outputs, depth = embedding_vH.shape
-    return Weight(embedding_vH, weights.weight_dtype, outputs, depth, arrangement=PLAIN)
+    return Weight(embedding_vH, dtype, outputs, depth, arrangement=PLAIN)

@@ -51,7 +51,7 @@ class Parameter:
 
     @property
     def storage(self) -> Storage | None:
-        """How the checkpoint stores a product's weight that stays packed. None: it does not stay packed."""
+        """How a product's weight is kept. None: as numbers of the model's dtype."""
         if self.stored is not WeightDtype.PRODUCT:
             return None
         return packed_storage((source.storage for source in self.sources), self.in_experts)
@@ -61,16 +61,18 @@ class Parameter:
         """Whether products round their inputs, and multiply them with packed codes."""
         return self.storage is not None and self.storage.rounds_inputs
 
-    def format(self, weight_dtype: str) -> str | None:
-        """Return the number format in which it stays packed, None if it does not. weight_dtype: see `share`."""
+    def format(self, weight_dtype: str) -> str:
+        """Return the number format of a product's weight. weight_dtype: see `share`."""
         share = self.share(weight_dtype)
-        return None if share is None else share.format
+        if share is not None:
+            return share.format
+        return weight_dtype if self.storage is None else self.storage.kept
 
     def share(self, weight_dtype: str) -> PackedShare | None:
         """Return how the rank's inputs stay packed.
 
-        None: it becomes numbers, as products with `weight_dtype` need numbers, or sources differ, or no product reads
-        it.
+        None: it becomes or stays numbers, as products with `weight_dtype` need numbers, or the checkpoint has them, or
+        sources differ, or no product reads it.
 
         Args:
             weight_dtype: Number format of the weights of products that the checkpoint does not pack.
@@ -78,7 +80,7 @@ class Parameter:
         if self.stored is not WeightDtype.PRODUCT:
             return None
         storage = self.storage
-        if storage is None and FORMATS[weight_dtype].codes is None:
+        if FORMATS[weight_dtype].codes is None if storage is None else storage.is_number:
             return None
         format, ordered = (weight_dtype, False) if storage is None else (storage.kept, storage.ordered)
         return packed_share(format, ordered, self.sources[0].shape[1], self.sources[0].slices[1])
@@ -99,7 +101,11 @@ class Parameter:
         share = self.share(weight_dtype)
         if share is not None:
             return self.local_shape[0] * share.row_bytes + share.order_bytes
-        names = {WeightDtype.ACTIVATION: dtype, WeightDtype.PRODUCT: weight_dtype, WeightDtype.FLOAT32: "float32"}
+        names = {
+            WeightDtype.ACTIVATION: dtype,
+            WeightDtype.PRODUCT: self.format(weight_dtype),
+            WeightDtype.FLOAT32: "float32",
+        }
         return int(self.num_elements * number_format(names[self.stored]).weight_bytes)
 
     def lead(self, weight_dtype: str) -> int:

@@ -29,7 +29,7 @@ from longhelix.spec.weights import (
     last_norm,
     layer_weights,
     packed_storage,
-    packs_embedding,
+    shares_embedding,
 )
 from longhelix.values import shown
 
@@ -61,20 +61,22 @@ def stored_bytes(spec: ModelSpec, layout: Layout, rank: int, dtype: str, weight_
     if layout.has_embedding(rank) and layout.has_head(rank) and "head" not in sizes:
         embedded = next(parameter for parameter in parameters if parameter.name == "embedding")
         sizes["head"] = replace(embedded, stored=WeightDtype.PRODUCT).stored_bytes(dtype, weight_dtype)
-        if not number_format(weight_dtype).weight_scales.bits:
+        if not number_format(embedded.format(weight_dtype)).weight_scales.bits:
             del sizes["embedding"]
     return sizes
 
 
 def mixed_weight(spec: ModelSpec) -> Parameter | None:
-    """Return a weight that becomes numbers although the checkpoint packs it.
+    """Return a weight that becomes numbers although the checkpoint packs it, or wider numbers than it has.
 
     It stores the weight's tensors in different formats, or orders the inputs of experts.
     """
     for parameter in _parameters(spec, Layout(), 0, _different_layers(spec)):
         storages = {source.storage for source in parameter.sources}
-        is_product = parameter.stored is WeightDtype.PRODUCT
-        if is_product and storages != {None} and packed_storage(storages, parameter.in_experts) is None:
+        if parameter.stored is not WeightDtype.PRODUCT or storages == {None}:
+            continue
+        kept = packed_storage(storages, parameter.in_experts)
+        if kept is None or (kept.is_number and kept.repacked is not None):
             return parameter
     return None
 
@@ -122,8 +124,7 @@ def _parameters(spec: ModelSpec, layout: Layout, rank: int, only: Collection[int
         yield from stacked(weights, f"layers.{layer}.", f"model.layers.{layer}.")
     if layout.has_head(rank):
         yield from stacked([last_norm(spec)])
-        shares_embedding = spec.vocabulary.tied_embeddings and not packs_embedding(spec)
-        if not (shares_embedding and layout.has_embedding(rank)):
+        if not (shares_embedding(spec) and layout.has_embedding(rank)):
             yield from stacked([head(spec)])
 
 
@@ -300,7 +301,7 @@ def _sources(spec: ModelSpec) -> Iterator[Source]:
 
 def _check_alike(first: Parameter, other: Parameter, dtype: str) -> None:
     """Check that two weights of a layer's experts have one format. dtype: that of weights that are not packed."""
-    first_format, other_format = first.format(dtype) or dtype, other.format(dtype) or dtype
+    first_format, other_format = first.format(dtype), other.format(dtype)
     if first_format != other_format:
         raise UserError(
             f"the checkpoint stores {other.sources[0].name!r} as {other_format}, but "

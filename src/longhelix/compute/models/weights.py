@@ -55,13 +55,15 @@ class Weights:
     def take(self, name: str) -> Tensor:
         """Return a parameter as a tensor in `dtype`, or in the dtype of the checkpoint if it is exact.
 
-        Weights that a checkpoint has minus one are float32.
+        Weights of products that stay numbers have their own dtype. Weights that a checkpoint has minus one are float32.
         """
         parameter = self._unused.pop(name)
+        storage = parameter.storage
+        kept = self.dtype if storage is None or not storage.is_number else getattr(torch, storage.kept)
         tensor = None
         for first, rows in self._pieces(parameter):
             if tensor is None:
-                dtype = rows.dtype if parameter.exact else torch.float32 if parameter.plus_one else self.dtype
+                dtype = rows.dtype if parameter.exact else torch.float32 if parameter.plus_one else kept
                 tensor = torch.empty(parameter.local_shape, dtype=dtype, device=self._device)
             tensor[first : first + len(rows)] = rows
             self._progress(rows.numel())
@@ -74,11 +76,12 @@ class Weights:
 
     def format(self, name: str) -> str:
         """Return the number format of the weight of a product."""
-        return self._unused[name].format(self.weight_dtype) or self.weight_dtype
+        return self._unused[name].format(self.weight_dtype)
 
     def is_packed(self, name: str) -> bool:
         """Return whether the checkpoint packs a parameter, which stays so."""
-        return self._unused[name].storage is not None
+        storage = self._unused[name].storage
+        return storage is not None and not storage.is_number
 
     def lead(self, name: str) -> int:
         """Return how many inputs of the first scale block of a packed weight belong to another rank."""
@@ -112,7 +115,7 @@ class Weights:
             arrangement: None for the first possible one.
             order_O: The rows of the weight, in order. None: as they are.
         """
-        arrangement = arrangement or self.arrangement([name])
+        arrangement, dtype = arrangement or self.arrangement([name]), self.format(name)
         share, rounds_inputs = self._unused[name].share(self.weight_dtype), self._unused[name].rounds_inputs
         in_pieces = order_O is None and arrangement is PANELS
         if not in_pieces or (share is not None and (share.ordered or FORMATS[share.format].codes is None)):
@@ -122,8 +125,8 @@ class Weights:
                 arrange = arrangement.of_rows if rows.dtype == share.format else PANELS.of_bytes
                 return replace(arrange(rows, halves), rounds_inputs=rounds_inputs)
             weight_OI = self.take(name)
-            return self.lay_out(weight_OI if order_O is None else weight_OI[order_O], halves, arrangement)
-        shape_OI, dtype, lead = self._unused[name].local_shape, self.format(name), self.lead(name)
+            return self.lay_out(weight_OI if order_O is None else weight_OI[order_O], dtype, halves, arrangement)
+        shape_OI, lead = self._unused[name].local_shape, self.lead(name)
         weight = replace(PANELS.new_panels(*shape_OI, dtype, halves, lead), rounds_inputs=rounds_inputs)
         parameter = self._unused.pop(name)
         if share is not None:
@@ -152,14 +155,16 @@ class Weights:
         order_I = None if whole.order_I is None else whole.order_I.to(self._device)
         return PackedRows(whole.buffer.to(self._device), whole.dtype, whole.outputs, whole.depth, whole.lead, order_I)
 
-    def lay_out(self, weight_OI: Tensor, halves: int = 1, arrangement: WeightArrangement | None = None) -> Weight:
-        """Arrange a tensor that was taken as the weight of a product."""
+    def lay_out(
+        self, weight_OI: Tensor, dtype: str, halves: int = 1, arrangement: WeightArrangement | None = None
+    ) -> Weight:
+        """Arrange a tensor that was taken as the weight of a product, in the number format `dtype`."""
         shape_OI = weight_OI.shape[0], weight_OI.shape[1]
-        chosen = arrangement or choose_arrangement([shape_OI], self.weight_dtype, self._device)
-        if FORMATS[self.weight_dtype].codes is None:
-            return chosen.new_weight(weight_OI, self.weight_dtype, halves)
+        chosen = arrangement or choose_arrangement([shape_OI], dtype, self._device)
+        if FORMATS[dtype].codes is None:
+            return chosen.new_weight(weight_OI, dtype, halves)
         step = max(_PIECE_ELEMENTS // max(shape_OI[1], 1), 1)
-        return chosen.of_rows(joined([encoded(rows, self.weight_dtype) for rows in weight_OI.split(step)]), halves)
+        return chosen.of_rows(joined([encoded(rows, dtype) for rows in weight_OI.split(step)]), halves)
 
     def _pieces(self, parameter: Parameter) -> Iterator[tuple[int, Tensor]]:
         """Yield pieces of a parameter in the checkpoint's dtype: the index of the first row, and the rows."""
@@ -171,7 +176,7 @@ class Weights:
 
     def _read(self, source: Source, slices: tuple[slice, ...]) -> Tensor:
         """Return a part of a source as numbers."""
-        if source.storage is None:
+        if source.storage is None or source.storage.is_number:
             return self._checkpoint.read(source.name, slices)
         return self._packed_part(source, slices).numbers()
 

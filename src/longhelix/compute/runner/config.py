@@ -131,7 +131,8 @@ class EngineConfig:
         """The number formats of products' weights, in words: those that the checkpoint packs, and of all others."""
         quantisation = self.spec.checkpoint.quantisation
         others = self.formats.weight_dtype
-        return others if quantisation is None else f"{quantisation.formats} and {others}"
+        alone = quantisation is None or quantisation.formats == others
+        return others if alone else f"{quantisation.formats} and {others}"
 
     def weight_elements(self, rank: int) -> int:
         """Return the number of elements of the weights of `rank`."""

@@ -14,13 +14,15 @@ def warn_of_weights(spec: ModelSpec, layout: Layout, device: str, weight_dtype: 
     mixed = mixed_weight(spec)
     if mixed is not None:
         names = " and ".join(source.module for source in mixed.sources)
-        if mixed.in_experts:
+        if mixed.in_experts and mixed.storage is None:
             reason = "experts with act-order. Their rows would need an order for each expert"
+        elif mixed.in_experts:
+            reason = "and the other weights of these experts in different formats. Experts need one"
         else:
             reason = "in different formats. longhelix multiplies them together"
         warnings.warn(
-            f"the checkpoint stores {names} {reason}, so weights such as these become {weight_dtype} in memory: use "
-            "another checkpoint to save memory",
+            f"the checkpoint stores {names} {reason}, so weights such as these become {mixed.format(weight_dtype)} in "
+            "memory: use another checkpoint to save memory",
             stacklevel=4,
         )
     quantisation = spec.checkpoint.quantisation

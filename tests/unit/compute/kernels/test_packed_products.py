@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from longhelix.compute.kernels import PANELS, Experts, linear, native, reference, run_experts
 from longhelix.compute.kernels.packed_rows import PackedRows, encoded, joined, ordered, unpacked
-from longhelix.compute.kernels.weight import PACKED
+from longhelix.compute.kernels.weight import PACKED, PLAIN
 from longhelix.spec import FORMATS, Activation
 from longhelix.spec.gguf_quantisation import GGUF_FORMATS
 from longhelix.spec.packed_share import packed_share
@@ -181,6 +181,50 @@ def test_experts_equal_float64(arrangement, name, dtype):
         found = run_experts(x_TH, experts, weights_TY, experts_TY)
         error = (found.double() - wanted).abs().max() / size.max().clamp(min=1e-9)
         assert error <= (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+NUMBERS = [PLAIN] if native.module is None else [PLAIN, PANELS]
+
+
+@pytest.mark.parametrize("arrangement", NUMBERS, ids=lambda each: each.name)
+@pytest.mark.parametrize("name", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_that_rows_cannot_hold_are_not_rounded(arrangement, name, dtype):
+    """Also numbers of float16 that are subnormal. Rows look like that in bfloat16 beside F16 weights of GGUF files."""
+    generator = torch.Generator().manual_seed(4)
+    for outputs, depth in ((40, 256), (17, 208), (1, 16)):
+        weight_OI = torch.randn(outputs, depth, generator=generator).to(getattr(torch, name))
+        weight_OI[0] *= 2.0**-20
+        weight = arrangement.new_weight(weight_OI, name, 1)
+        rows_t = torch.tensor([outputs - 1, 0])
+        assert torch.equal(weight.rows(rows_t), weight_OI[rows_t])
+        for count in (0, 1, 3, 13, 70):
+            x_TX = torch.randn(count, depth, generator=generator).to(dtype)
+            size = multiply(x_TX.double().abs(), weight_OI.double().abs())
+            assert_near(linear(x_TX, weight, dtype=torch.float32), multiply(x_TX.double(), weight_OI.double()), size)
+
+
+@pytest.mark.parametrize("arrangement", NUMBERS, ids=lambda each: each.name)
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_experts_multiply_numbers_that_their_rows_cannot_hold(arrangement, name):
+    generator = torch.Generator().manual_seed(5)
+    gate_up_OI, down_OI = (
+        torch.randn(*shape, generator=generator).to(getattr(torch, name)) / 8 for shape in ((96, 96), (96, 48))
+    )
+    gate_up, down = arrangement.new_weight(gate_up_OI, name, 2), arrangement.new_weight(down_OI, name, 1)
+    experts = Experts.of((0,), (gate_up,), (down,), 1, CPU)
+    x_TH = torch.randn(9, 96, generator=generator).bfloat16()
+    taken = torch.ones(9, 1), torch.zeros(9, 1, dtype=torch.int64)
+    bias = torch.randn(96, generator=generator).bfloat16()
+    gate, up = multiply(x_TH.double(), gate_up_OI.double()).chunk(2, dim=1)
+    wanted = multiply(silu(gate) * up, down_OI.double())
+    found = run_experts(x_TH, experts, *taken)
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - wanted).abs().max() <= 2.0**-7 * wanted.abs().max()
+    # The same with a bias, which a product of rows in bfloat16 has in bfloat16.
+    gate, up = (torch.cat((gate, up), dim=1) + bias).chunk(2, dim=1)
+    inner = linear(x_TH, gate_up, bias=bias, activation=SWIGLU)
+    assert (inner.double() - silu(gate) * up).abs().max() <= 2.0**-7 * (silu(gate) * up).abs().max()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,14 +1,16 @@
 """Tensors of the model that are parts of the tensors that GGUF files store."""
 
+import gguf
 import numpy as np
 import pytest
 import torch
 
-from gguf_metadata import write_metadata
+from gguf_metadata import metadata_of, write_metadata
 from longhelix.compute.models.checkpoint import TensorInfo
 from longhelix.compute.models.model_files import open_checkpoint
 from longhelix.compute.models.parameters import check, declare
 from longhelix.compute.models.schemes import SCHEMES, with_stored_scales
+from longhelix.compute.models.weights import Weights
 from longhelix.errors import UserError
 from longhelix.spec.gguf_quantisation import GGUF_FORMATS
 from longhelix.spec.layout import Layout
@@ -118,6 +120,64 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path
         UserWarning, match="5 tensors of the checkpoint, such as 'model.layers.4.eh_proj.weight', are not"
     ):
         check(spec, needed | {name: (info.shape, info.dtype) for name, info in predicting.items()}, gguf=True)
+
+
+def test_weights_of_every_rank_have_the_numbers_of_the_file(tmp_path):
+    """Whatever the dtype of activations: float16, and float16 beside blocks, float32 and bfloat16."""
+    path = tmp_path / "toy.gguf"
+    write_layers(path)
+    checkpoint = open_checkpoint(str(path))
+    spec = checkpoint.spec()
+    kept = {"qkv": "float32", "output": "float16", "gate_up": "float32", "down": "float32", "embedding": "float16"}
+    for layout in (Layout(), Layout(kvp=2), Layout(kvp=2, tpa=2)):
+        for rank in range(layout.world_size):
+            parameters = {each.name: each for each in declare(spec, layout, rank)}
+            assert "head" not in parameters  # it is the embedding
+            for dtype in ("bfloat16", "float16", "float32"):
+                of_dtype = getattr(torch, dtype)
+                weights = Weights(checkpoint, tuple(parameters.values()), of_dtype, dtype, torch.device("cpu"))
+                for name, format in kept.items():
+                    name = name if name == "embedding" else f"layers.0.{name}"
+                    weight = weights.product(name)
+                    assert weight.dtype == format
+                    wanted_OI = torch.cat([read_part(checkpoint, source) for source in parameters[name].sources])
+                    rows_O = torch.arange(weight.outputs)
+                    assert torch.equal(weight.rows(rows_O).double(), wanted_OI.double())
+                    assert weight.values.nbytes >= parameters[name].stored_bytes(dtype, dtype)
+
+
+def read_part(checkpoint, source):
+    """The numbers of a source that a rank keeps, as the gguf package decodes them."""
+    rows, inputs = source.slices
+    stored = checkpoint.stored[source.name]
+    whole_OI = torch.tensor(gguf.quants.dequantize(stored.data, stored.kind))
+    return whole_OI[rows.start : rows.stop, inputs.start : inputs.stop]
+
+
+def write_layers(path):
+    """A qwen2 model of one layer with weights of different types, such as F16 beside Q8_0."""
+    F16, F32, BF16, Q8_0 = (gguf.GGMLQuantizationType[name] for name in ("F16", "F32", "BF16", "Q8_0"))
+    tensors = {
+        "token_embd": (F16, 1000, 256),
+        "blk.0.attn_q": (F16, 256, 256),
+        "blk.0.attn_k": (Q8_0, 64, 256),
+        "blk.0.attn_v": (BF16, 64, 256),
+        "blk.0.attn_output": (F16, 256, 256),
+        "blk.0.ffn_gate": (F16, 512, 256),
+        "blk.0.ffn_up": (F32, 512, 256),
+        "blk.0.ffn_down": (F32, 256, 512),
+    }
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for key, value in metadata_of("qwen2", block_count=1).items():
+        add = {int: writer.add_uint32, float: writer.add_float32}
+        if type(value) in add:
+            add[type(value)](key, value)
+    for name, (kind, *shape) in tensors.items():
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(numbers(*shape), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def test_half_precision_stays_what_it_is(tmp_path):

@@ -103,9 +103,15 @@ def test_weights_that_lie_together_are_kept_in_one_format():
             f"{at}self_attn.v_proj": "Q6_K",
             f"{at}self_attn.o_proj": "Q4_K",
             f"{at}mlp.gate_proj": "Q4_0",
-            f"{at}mlp.up_proj": "Q4_K",
+            f"{at}mlp.up_proj": "F16",
             f"{at}mlp.down_proj": "Q6_K",
+            "model.layers.1.self_attn.q_proj": "F16",
+            "model.layers.1.self_attn.k_proj": "F16",
+            "model.layers.1.self_attn.o_proj": "BF16",
             "model.layers.1.mlp.gate_proj": "F32",
+            "model.layers.1.mlp.up_proj": "BF16",
+            "model.layers.2.mlp.gate_proj": "IQ2_XXS",
+            "model.layers.2.mlp.up_proj": "Q6_K",
         }
     ) == {
         "model.embed_tokens": "q6_k",
@@ -113,10 +119,16 @@ def test_weights_that_lie_together_are_kept_in_one_format():
         f"{at}self_attn.k_proj": "any_k",
         f"{at}self_attn.v_proj": "any_k",
         f"{at}self_attn.o_proj": "q4_k",
-        f"{at}mlp.gate_proj": "int4-g32-float16",
-        f"{at}mlp.up_proj": "q4_k",
+        f"{at}mlp.gate_proj": "float32",
+        f"{at}mlp.up_proj": "float32",
         f"{at}mlp.down_proj": "q6_k",
-        "model.layers.1.mlp.gate_proj": None,
+        "model.layers.1.self_attn.q_proj": "float16",
+        "model.layers.1.self_attn.k_proj": "float16",
+        "model.layers.1.self_attn.o_proj": None,
+        "model.layers.1.mlp.gate_proj": "float32",
+        "model.layers.1.mlp.up_proj": "float32",
+        "model.layers.2.mlp.gate_proj": None,
+        "model.layers.2.mlp.up_proj": "q6_k",
     }
 
 
@@ -127,6 +139,8 @@ def test_experts_of_a_layer_are_kept_in_one_format():
     assert set(kept(kinds | {f"{at}1.down_proj": "Q5_K"}).values()) == {"any_k"}
     shared = {"model.layers.3.mlp.shared_experts.up_proj": "Q8_0"}
     assert kept(kinds | shared) == dict.fromkeys(kinds, "q4_k") | dict.fromkeys(shared, "q8_0")
+    numbers = {module: "BF16" if "down" in module else "F16" for module in kinds}
+    assert set(kept(numbers).values()) == {"float32"}
 
 
 def test_experts_of_a_layer_with_other_types_among_them_become_numbers():
@@ -138,5 +152,17 @@ def test_experts_of_a_layer_with_other_types_among_them_become_numbers():
     assert quantisation.storage_of("lm_head").kept == "q6_k"
 
 
-def test_files_of_numbers_are_not_quantised():
-    assert gguf_quantisation({"model.embed_tokens": "F16", "lm_head": "BF16"}) is None
+def test_numbers_are_not_rounded():
+    assert gguf_quantisation({"model.embed_tokens": "BF16", "lm_head": "BF16"}) is None
+    quantisation = gguf_quantisation({"model.embed_tokens": "F16", "lm_head": "BF16"})
+    assert quantisation.storage_of("model.embed_tokens").kept == "float16"
+    assert quantisation.storage_of("lm_head") is None
+    assert not quantisation.packs
+
+
+def test_products_of_numbers_do_not_round_their_inputs():
+    quantisation = gguf_quantisation({"model.embed_tokens": "F16", "lm_head": "Q8_0"})
+    assert quantisation.packs
+    rounding = quantisation.rounding_inputs("int8")
+    assert rounding.storage_of("lm_head").rounds_inputs
+    assert rounding.storage_of("model.embed_tokens") == quantisation.storage_of("model.embed_tokens")

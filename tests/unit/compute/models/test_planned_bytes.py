@@ -81,6 +81,8 @@ ORDERED = {
 
 # Formats of GGUF files, and the kinds of tensors that are kept in them.
 GGUF = {format: kind for kind, format in GGUF_FORMATS.items() if format not in SETTINGS} | {"any_k": "mixed"}
+# Numbers of GGUF files. The last one keeps weights that lie together in memory in float32.
+NUMBERS = {"float16": "F16", "float32": "F32", "float16 beside q8_0": "F16 mixed"}
 
 COMMON = {
     "hidden_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8, "max_position_embeddings": 64,
@@ -122,21 +124,19 @@ LAYOUTS = {
 
 
 def model_of(family, format, **changes):
-    if format in GGUF:
+    if format in GGUF | NUMBERS:
         spec = read_hf_config(FAMILIES[family] | changes)
-        return spec.quantised_by(gguf_quantisation(kinds_of(spec, GGUF[format])))
+        return spec.quantised_by(gguf_quantisation(kinds_of(spec, (GGUF | NUMBERS)[format])))
     return read_hf_config(FAMILIES[family] | {"quantization_config": (SETTINGS | ORDERED)[format]} | changes)
 
 
 def kinds_of(spec, kind):
-    """Return the kinds of a GGUF file's matrices. "mixed": as llama.cpp mixes Q4_K and Q6_K."""
+    """Return the kinds of a GGUF file's matrices. "mixed": as llama.cpp mixes Q4_K and Q6_K, or like that."""
     parameters = [each for each in declare(spec, Layout(), 0) if each.stored is WeightDtype.PRODUCT]
     modules = [source.module for each in parameters for source in each.sources]
     longer = ("v_proj", "down_proj", "head")
-    return {
-        module: ("Q6_K" if module.endswith(longer) else "Q4_K") if kind == "mixed" else kind
-        for module in ["model.embed_tokens", *modules]
-    }
+    most, others = {"mixed": ("Q4_K", "Q6_K"), "F16 mixed": ("F16", "Q8_0")}.get(kind, (kind, kind))
+    return {module: others if module.endswith(longer) else most for module in ["model.embed_tokens", *modules]}
 
 
 def setting_of(spec):
@@ -173,7 +173,7 @@ def test_every_packed_format_is_tried():
     assert {*SETTINGS, *GGUF} == {name for name, format in FORMATS.items() if format.codes is not None}
 
 
-@pytest.mark.parametrize("format", SETTINGS | ORDERED | GGUF)
+@pytest.mark.parametrize("format", SETTINGS | ORDERED | GGUF | NUMBERS)
 @pytest.mark.parametrize("family", few(FAMILIES, 2))
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_each_weight_takes_the_engines_bytes_on_the_fullest_rank(family, format, layout):
@@ -185,7 +185,7 @@ def test_each_weight_takes_the_engines_bytes_on_the_fullest_rank(family, format,
     assert any(weight.packed for layer in setting_of(spec).stored.layers for weight in layer.weights)
 
 
-@pytest.mark.parametrize("format", SETTINGS | ORDERED | GGUF)
+@pytest.mark.parametrize("format", SETTINGS | ORDERED | GGUF | NUMBERS)
 @pytest.mark.parametrize("family", few(FAMILIES, 2))
 def test_memory_is_the_engines_where_one_rank_has_most_of_all(family, format):
     spec = model_of(family, format)

@@ -17,7 +17,8 @@ class Gguf(Scheme):
     """Blocks of one kind, along the inputs."""
 
     def tensors(self, module: str, shape: tuple[int, int], storage: Storage) -> Mapping[str, TensorForm]:
-        return {f"{module}.weight": TensorForm((_KINDS[storage.format],), (shape,))}
+        kind = _KINDS.get(storage.format, storage.format)  # numbers without blocks have the names of their dtypes
+        return {f"{module}.weight": TensorForm((kind,), (shape,))}
 
     def _fill(self, part: Part) -> None:
         from longhelix.compute.kernels.packed_rows import PackedRows
