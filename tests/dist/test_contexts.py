@@ -255,6 +255,7 @@ def test_a_context_of_an_earlier_version_is_read(llm, contexts, version):
     """Models without windows are saved as then."""
     path = contexts / "document" / "context.json"
     path.write_bytes(path.read_bytes().replace(b'{"version":4', b'{"version":%d' % version))
+    llm._contexts._folder = ContextFolder(contexts)
     assert llm.load_context("document").saved.num_tokens > 0
 
 
