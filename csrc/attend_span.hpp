@@ -127,6 +127,17 @@ struct AttendSpan {
         return pool.data + static_cast<std::size_t>(number) * tile_bytes;
     }
 
+    // numbers(c), for every sixteenth channel of a query, to units.
+    template <typename F>
+    RowScale to_units(u32* to, F numbers) const {
+        if constexpr (E::kWhole) {
+            return E::from_floats(to, key_units, key_size, numbers);
+        } else {
+            for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, numbers(c));
+            return {};
+        }
+    }
+
     void gather_queries(const RowBlock& block, const Memory& memory) const {
         for (int r = 0; r < padded_rows(block.num_rows); ++r) {
             u32* to = memory.q + static_cast<std::ptrdiff_t>(r) * kPlanes * key_units;
@@ -138,15 +149,14 @@ struct AttendSpan {
             std::int64_t from = (block.first_row + r / group) * call.q.stride +
                                 static_cast<std::int64_t>(block.head * group + r % group) * key_size;
             auto numbers = [&](int c) { return load_number(call.q.data, from + c, call.q.number); };
-            if constexpr (is_expanded<E>) {
+            if constexpr (rotates_keys<E>) {
                 // Scores have not been written yet: they have room for 1,024 numbers.
-                for (int c = 0; c < key_size; c += kLanes) store(memory.scores + c, numbers(c));
-                if (!call.pool.shared) rotate_channels(memory.scores, key_size);
-                for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, load<f32x16>(memory.scores + c));
-            } else if constexpr (E::kWhole) {
-                memory.scales[r] = E::from_floats(to, key_units, key_size, numbers);
+                float* query = memory.scores;
+                for (int c = 0; c < key_size; c += kLanes) store(query + c, numbers(c));
+                if (!call.pool.shared) rotate_channels(query, key_size);
+                memory.scales[r] = to_units(to, [&](int c) { return load<f32x16>(query + c); });
             } else {
-                for (int c = 0; c < key_size; c += kLanes) E::from_floats(to + c / kStep, numbers(c));
+                memory.scales[r] = to_units(to, numbers);
             }
         }
     }

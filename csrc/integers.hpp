@@ -7,6 +7,7 @@
 #pragma once
 
 #include "elements.hpp"
+#include "hadamard.hpp"
 
 namespace longhelix::ISA {
 
@@ -167,11 +168,37 @@ struct PoolInt8 : Int8Units<kNumPlanes> {
 template <int kNumPlanes>
 struct PoolInt4 : Int4Units<kNumPlanes> {
     using Int4Units<kNumPlanes>::kStep;
-    static constexpr float kLargest = 7.0f;
 
     INLINE std::size_t offset(int row, int lane, int position) {
         int number = row * kStep + position;
         return four_offset(number / 8 * 4 + number % 4, lane);
+    }
+    // The bfloat16 scale of a vector. The number of the largest magnitude becomes -8, so that all sixteen codes are used,
+    // or -8.5 or -9, whose remainder is cut off: whichever has the smallest squared error. So a scale has a sign. It is 0 if
+    // it would be below the normal numbers.
+    INLINE std::uint16_t scale_of(const float* values, int size) {
+        float most = 0.0f, least_error = __builtin_inff();
+        for (int c = 0; c < size; ++c) most = __builtin_fabsf(values[c]) > __builtin_fabsf(most) ? values[c] : most;
+        std::uint16_t best = usable_scale(most / -8.0f);
+        for (float code : {-8.0f, -8.5f, -9.0f}) {
+            std::uint16_t scale = usable_scale(most / code);
+            float error = scale ? squared_error(values, size, bf16_to_float(scale)) : __builtin_inff();
+            if (error < least_error) best = scale, least_error = error;
+        }
+        return best;
+    }
+    INLINE std::uint16_t usable_scale(float scale) { return __builtin_fabsf(scale) < 0x1p-126f ? 0 : float_to_bf16(scale); }
+    INLINE float squared_error(const float* values, int size, float scale) {
+        f32x16 factor = splat(scale), inverse = splat(1.0f / scale), sum{};
+        for (int c = 0; c < size; c += kLanes) {
+            f32x16 numbers = load<f32x16>(values + c);
+            // What is added leaves no bits below the whole numbers.
+            f32x16 codes = (product(numbers, inverse) + 0x1.8p23f) - 0x1.8p23f;
+            codes = larger(choose(codes < 7.0f, codes, splat(7.0f)), splat(-8.0f));
+            f32x16 differences = product(codes, factor) - numbers;
+            sum += product(differences, differences);
+        }
+        return total(sum);
     }
     INLINE void write(u8* to, float value, int row) {
         float rounded = __builtin_rintf(value) + 8.0f;
@@ -179,5 +206,8 @@ struct PoolInt4 : Int4Units<kNumPlanes> {
         *to = row * kStep % 8 >= 4 ? static_cast<u8>((*to & 0x0f) | code << 4) : static_cast<u8>((*to & 0xf0) | code);
     }
 };
+
+template <int kNumPlanes>
+constexpr bool rotates_keys<PoolInt4<kNumPlanes>> = true;
 
 }  // namespace longhelix::ISA

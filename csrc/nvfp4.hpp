@@ -9,6 +9,7 @@
 // each token, then sixteen e8m0.
 #pragma once
 
+#include "hadamard.hpp"
 #include "scales.hpp"
 
 namespace longhelix::ISA {
@@ -102,6 +103,8 @@ template <typename E>
 constexpr bool is_expanded = false;
 template <>
 constexpr bool is_expanded<Nvfp4> = true;
+template <>
+constexpr bool rotates_keys<Nvfp4> = true;
 
 // A tile with all of its keys and values. `shared`: there are no values.
 INLINE void expand_tile(const u8* tile, int key_size, int value_size, bool shared, u8* to) {
@@ -165,23 +168,6 @@ INLINE Nvfp4Block nvfp4_block(f32x16 numbers) {
         if (error < least) best = block, least = error;
     }
     return best;
-}
-
-// Keys and queries times a Hadamard matrix (QuaRot, arXiv 2404.00456), which acts on each run of as many channels as the
-// largest power of two that divides `size`. It spreads what one channel has over its run; scores stay the same.
-INLINE void rotate_channels(float* values, int size) {
-    int run = size & -size;
-    float factor = static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(run)));
-    for (int half = 1; half < run; half *= 2) {
-        for (int first = 0; first < size; first += 2 * half) {
-            float *low = values + first, *high = low + half;
-            for (int i = 0; i < half; ++i) {
-                float sum = low[i] + high[i], difference = low[i] - high[i];
-                low[i] = sum, high[i] = difference;
-            }
-        }
-    }
-    for (int c = 0; c < size; ++c) values[c] *= factor;
 }
 
 }  // namespace longhelix::ISA

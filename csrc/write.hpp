@@ -34,6 +34,9 @@ struct TileWriter {
 
     // Both change `values` where numbers are narrow.
     void write_key(std::int64_t slot, int head, float* values) const {
+        if constexpr (rotates_keys<E>) {
+            if (!pool.shared) rotate_channels(values, pool.key_size);
+        }
         u8* keys = tile(slot, head);
         int token = static_cast<int>(slot % kLanes);
         if constexpr (E::kScaled) shrink(values, pool.key_size, keys + key_bytes + values_bytes + token * 2);
@@ -52,29 +55,30 @@ struct TileWriter {
         }
     }
 
-    // Divides `values` by a scale that makes the largest one fit, and stores the scale. It is rounded up, so that
-    // nothing is cut off. Narrow numbers cannot hold inf or NaN, so a scale of NaN stands for either.
+    // Divides `values` by a scale that makes them fit, and stores the scale. Narrow numbers cannot hold inf or NaN, so a scale
+    // of NaN stands for either.
     static void shrink(float* values, int size, u8* scale) {
-        float most = 0.0f, zero = 0.0f;
-        for (int c = 0; c < size; ++c) {
-            most = __builtin_fabsf(values[c]) > most ? __builtin_fabsf(values[c]) : most;
-            zero += values[c] * 0.0f;
-        }
-        if (zero != 0.0f) {
-            std::uint16_t nan = 0x7fc0;
-            std::memcpy(scale, &nan, 2);
-            std::fill_n(values, size, 0.0f);
-            return;
-        }
-        float wanted = most / E::kLargest;
-        u32 bits;
-        std::memcpy(&bits, &wanted, 4);
-        std::uint16_t rounded = static_cast<std::uint16_t>((bits + 0xffff) >> 16);
+        float zero = 0.0f;
+        for (int c = 0; c < size; ++c) zero += values[c] * 0.0f;
+        std::uint16_t bits = zero != 0.0f ? 0x7fc0 : scale_of(values, size);
+        std::memcpy(scale, &bits, 2);
         // The inverse of a scale below the normal numbers may be infinite: vectors that small are zeros.
-        if (bf16_to_float(rounded) < 0x1p-126f) rounded = 0;
-        std::memcpy(scale, &rounded, 2);
-        float inverse = rounded ? 1.0f / bf16_to_float(rounded) : 0.0f;
-        for (int c = 0; c < size; ++c) values[c] *= inverse;
+        float inverse = zero == 0.0f && bits ? 1.0f / bf16_to_float(bits) : 0.0f;
+        for (int c = 0; c < size; ++c) values[c] = inverse ? values[c] * inverse : 0.0f;
+    }
+
+    // 0 if it would be below the normal numbers.
+    static std::uint16_t scale_of(const float* values, int size) {
+        if constexpr (requires { E::scale_of(values, size); }) {
+            return E::scale_of(values, size);
+        } else {
+            float most = 0.0f;
+            for (int c = 0; c < size; ++c) most = __builtin_fabsf(values[c]) > most ? __builtin_fabsf(values[c]) : most;
+            // Rounded up, so that nothing is cut off.
+            u32 bits = __builtin_bit_cast(u32, most / E::kLargest) + 0xffff;
+            auto scale = static_cast<std::uint16_t>(bits >> 16);
+            return bf16_to_float(scale) < 0x1p-126f ? 0 : scale;
+        }
     }
 };
 

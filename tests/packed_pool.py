@@ -8,7 +8,8 @@ from longhelix.compute.kernels import KVLayer
 
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "fp8": 8, "int8": 8, "int4": 4, "nvfp4": 4}
 # Of formats with one scale for a vector:
-LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # the stored number of the largest element of a vector
+LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": -8.0}  # the stored number of the largest element of a vector
+ROTATED = ("int4", "nvfp4")  # formats whose keys are stored rotated where there are values
 TILE = 16
 
 
@@ -82,6 +83,20 @@ def numbers(codes: np.ndarray, kv_dtype: str) -> np.ndarray:
     return codes - 8.0
 
 
+def int4_scales(vectors: np.ndarray) -> np.ndarray:
+    """The bfloat16 scales (3, ..., 1) that vectors (..., C) in float32 may have: the number of the largest magnitude
+    over -8, -8.5 and -9."""
+    most = np.take_along_axis(vectors, np.abs(vectors).argmax(-1)[..., None], -1)
+    quotients = np.stack([most / np.float32(code) for code in (-8, -8.5, -9)]).view(np.uint32)
+    return bfloat16_numbers((quotients + 0x7FFF + (quotients >> 16 & 1) >> 16).astype(np.uint16))
+
+
+def int4_numbers(vectors: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The nearest multiples of the scales from -8 to 7, in float64, before their scales."""
+    quotients = np.divide(vectors, scales, out=np.zeros(np.broadcast(vectors, scales).shape), where=scales != 0)
+    return np.clip(np.rint(quotients), -8, 7)
+
+
 @dataclass
 class Stored:
     """Bit patterns of a pool: keys and values (P, D, k, C), and the scales of narrow ones (P, D, k), ones elsewhere.
@@ -116,7 +131,7 @@ class Stored:
 def stored(layer: KVLayer) -> Stored:
     """A tile of 16 tokens: keys [channel][token], values [16 channels][token][channel], key scales, value scales.
 
-    Keys of nvfp4 are what is stored of them, rotated where there are values.
+    Keys are what is stored of them, rotated in formats of ROTATED where there are values.
     """
     format = layer.format
     raw = layer.values.numpy().swapaxes(0, 1)  # heads are outermost

@@ -250,18 +250,20 @@ def test_every_rank_file_may_be_altered_anywhere(llm, contexts):
         flip(path, at)
 
 
-def test_a_context_of_the_version_before_is_read(llm, contexts):
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_context_of_an_earlier_version_is_read(llm, contexts, version):
     """Models without windows are saved as then."""
     path = contexts / "document" / "context.json"
-    path.write_bytes(path.read_bytes().replace(b'{"version":3', b'{"version":2'))
+    path.write_bytes(path.read_bytes().replace(b'{"version":4', b'{"version":%d' % version))
+    llm._contexts._folder = ContextFolder(contexts)
     assert llm.load_context("document").saved.num_tokens > 0
 
 
 def test_a_manifest_of_another_version_is_refused(llm, contexts):
     path = contexts / "document" / "context.json"
-    path.write_bytes(path.read_bytes().replace(b'{"version":3', b'{"version":1'))
+    path.write_bytes(path.read_bytes().replace(b'{"version":4', b'{"version":1'))
     code, words = refusal(llm, contexts)
-    assert (code, "has version 1 of the format, but this version of longhelix reads 2 and 3" in words) == (
+    assert (code, "has version 1 of the format, but this version of longhelix reads 2, 3, 4" in words) == (
         "invalid_context",
         True,
     )

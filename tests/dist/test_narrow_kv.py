@@ -1,4 +1,4 @@
-"""KV in nvfp4 works with every layout, cached prefixes, preemption, swapped KV and batch-invariant mode."""
+"""KV in nvfp4 and int4 works with every layout, cached prefixes, preemption, swapped KV and batch-invariant mode."""
 
 import pytest
 from test_contexts import MODELS, engine
@@ -14,7 +14,6 @@ pytestmark = [
 ]
 
 SAMPLING = SamplingParams(max_new_tokens=24, logprobs=3)
-NVFP4 = {"kv_dtype": "nvfp4"}
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +32,22 @@ def generated(results):
     return [(result.token_ids, result.logprobs) for result in results]
 
 
-@pytest.mark.parametrize(("family", "layout"), few([("gqa-packed", Layout(kvp=2)), ("mla-packed", Layout())], 2))
-def test_a_cached_prefix_changes_no_bit(oracles, tmp_path, family, layout):
+@pytest.mark.parametrize(
+    ("kv_dtype", "family", "layout"),
+    few(
+        [
+            ("nvfp4", "gqa-packed", Layout(kvp=2)),
+            ("nvfp4", "mla-packed", Layout()),
+            ("int4", "gqa-packed", Layout(kvp=2)),
+        ],
+        3,
+    ),
+)
+def test_a_cached_prefix_changes_no_bit(oracles, tmp_path, kv_dtype, family, layout):
     """KV blocks come back as they were. Chunks are as long as blocks, so all steps have the same numbers."""
     oracle = oracles[family]
     prompt, other = oracle.prompts[3], [*oracle.prompts[3][:35], 1, 2, 3]
-    with engine(oracle, tmp_path, layout, **NVFP4) as llm:
+    with engine(oracle, tmp_path, layout, kv_dtype=kv_dtype) as llm:
         llm.generate([prompt], SAMPLING)
         cached = llm.generate([other], SAMPLING)
         fresh = llm.generate([other], SAMPLING, ServiceLevel(cache_salt="fresh"))
@@ -46,10 +55,12 @@ def test_a_cached_prefix_changes_no_bit(oracles, tmp_path, family, layout):
     assert generated(cached) == generated(fresh)
 
 
-@pytest.mark.parametrize("swap_tokens", [0, 512])
-def test_preempted_and_batched_requests_have_the_same_bits(oracles, tmp_path, swap_tokens):
+@pytest.mark.parametrize(
+    ("kv_dtype", "swap_tokens"), few([("nvfp4", 0), ("nvfp4", 512), ("int4", 512), ("int4", 0)], 3)
+)
+def test_preempted_and_batched_requests_have_the_same_bits(oracles, tmp_path, kv_dtype, swap_tokens):
     """In batch-invariant mode, so that what is computed again or beside other requests has the same numbers."""
-    oracle, settings = oracles["gqa-packed"], NVFP4 | {"batch_invariant": True}
+    oracle, settings = oracles["gqa-packed"], {"kv_dtype": kv_dtype, "batch_invariant": True}
     with engine(oracle, tmp_path, Layout(kvp=2), **settings) as llm:
         alone = [llm.generate([prompt], SAMPLING)[0] for prompt in oracle.prompts]
     settings |= {"kv_cache_tokens": 80, "swap_tokens": swap_tokens}

@@ -136,7 +136,7 @@ Cache make_cache(Random& random, bool rotated) {
 Matrix make_vectors(Random& random, const Cache& cache, Number number, std::int64_t rows, int size) {
     Matrix vectors(number, rows, cache.pool.num_kv_heads * size, random.of({0, 16}));
     Number stored = cache.pool.number;
-    int largest = stored == Number::int8 ? 127 : stored == Number::float8 ? 448 : 7;
+    int largest = stored == Number::int8 ? 127 : stored == Number::float8 ? 448 : stored == Number::int4 ? 8 : 7;
     for (std::int64_t row = 0; row < rows; ++row) {
         for (std::int64_t first = 0; first < vectors.columns; first += size) {
             double step = random.of({0.0, 0.0625, 0.125, 0.25});
@@ -147,11 +147,30 @@ Matrix make_vectors(Random& random, const Cache& cache, Number number, std::int6
     return vectors;
 }
 
+// Vectors of `size` channels times a Hadamard matrix, as keys of int4 are before they are stored. It is its own inverse.
+void rotate_vectors(Matrix& vectors, int size) {
+    int run = size & -size;
+    for (std::int64_t row = 0; row < vectors.rows; ++row) {
+        for (std::int64_t first = 0; first < vectors.columns; first += run) {
+            auto given = vectors.get_run(row, first, run);
+            for (int i = 0; i < run; ++i) {
+                double sum = 0;
+                for (int j = 0; j < run; ++j) sum += __builtin_parity(i & j) ? -given[j] : given[j];
+                vectors.set(row, first + i, sum / std::sqrt(run));
+            }
+        }
+    }
+}
+
 void test_attend(const Kernels& kernels, Random& random) {
     Cache cache = make_cache(random, false);
     const Pool& pool = cache.pool;
-    Number number = random.number(), query_number = random.number();
+    // Of float32, vectors times the matrix are exact to a few units, whatever their size.
+    bool rotated = pool.number == Number::int4;
+    Number number = rotated ? Number::float32 : random.number();
+    Number query_number = rotated ? Number::float32 : random.number();
     Matrix keys = make_vectors(random, cache, number, cache.num_rows(), pool.key_size);
+    if (rotated) rotate_vectors(keys, pool.key_size);
     Matrix values = make_vectors(random, cache, number, pool.shared ? 0 : cache.num_rows(), pool.value_size);
 
     std::int64_t num_sequences = static_cast<std::int64_t>(cache.tokens.size());
@@ -181,6 +200,7 @@ void test_attend(const Kernels& kernels, Random& random) {
     int group = random.of({1, 2, 3, 5, 7, 8, 9, 12, 16, 100}), heads = group * pool.num_kv_heads;
     Matrix q(query_number, rows, heads * pool.key_size, random.of({0, 16}));
     q.fill(random, 0.5, 2);
+    if (rotated) rotate_vectors(q, pool.key_size);
     Matrix out(query_number, rows, heads * pool.value_size), lse(Number::float32, rows, heads);
     float scale = random.of({1.0f, 4.0f, 16.0f}) / 256.0f, cap = random.of({0.0f, 0.0f, 0.5f, 20.0f});
     bool attended = true;
@@ -238,7 +258,7 @@ void test_write(const Kernels& kernels, Random& random) {
     constexpr int kVectors = 8;
     Number stored = random.of({Number::int8, Number::float8, Number::int4});
     int size = kLanes * (1 + random.below(3));
-    int largest = stored == Number::int8 ? 127 : stored == Number::float8 ? 448 : 7;
+    int largest = stored == Number::int8 ? 127 : stored == Number::float8 ? 448 : stored == Number::int4 ? 8 : 7;
     Pool pool{nullptr, stored, 1, kVectors, 1, size, size, false, false};
     Bytes memory(kVectors * tile_bytes(pool));
     pool.data = memory.data.get();

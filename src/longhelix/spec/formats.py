@@ -232,7 +232,13 @@ _KNOWN = (
         arithmetic=_CONVERTED,
     ),
     NumberFormat(
-        "int4", 4, weights=("panels",), weight_scales=_WEIGHT_BLOCK, kv={"tiles": _KV_TILE}, arithmetic=_CONVERTED
+        "int4",
+        4,
+        weights=("panels",),
+        weight_scales=_WEIGHT_BLOCK,
+        kv={"tiles": _KV_TILE},
+        arithmetic=_CONVERTED,
+        rotates_keys=True,
     ),
     NumberFormat(
         "w8a8",

@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 import msgspec
 
 from longhelix.compute.cache.rank_file import damaged
-from longhelix.compute.cache.saved_context import READ_VERSIONS, VERSION, SavedContext
+from longhelix.compute.cache.saved_context import READ_VERSIONS, VERSION, SavedContext, check_version
 from longhelix.errors import UserError
 from longhelix.values import refused, text
 
@@ -143,7 +143,7 @@ class ContextFolder:
         if version not in READ_VERSIONS:
             raise UserError(
                 f"context {name!r} has version {version} of the format, but this version of longhelix reads "
-                f"{' and '.join(map(str, READ_VERSIONS))}: save it again",
+                f"{', '.join(map(str, READ_VERSIONS))}: save it again",
                 "invalid_context",
             )
         try:
@@ -153,7 +153,9 @@ class ContextFolder:
             raise damaged(path, "it is not a valid manifest") from error
         if _sha256(bytes(manifest.context)) != manifest.checksum:
             raise damaged(path, "it has changed since it was saved")
-        return msgspec.structs.replace(context, name=name)  # a folder may be renamed
+        context = msgspec.structs.replace(context, name=name)  # a folder may be renamed
+        check_version(version, context)
+        return context
 
     def token_ids(self, context: SavedContext) -> "array[int]":
         path = self.at(context.name) / _TOKENS

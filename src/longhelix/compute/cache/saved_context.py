@@ -4,8 +4,9 @@ import msgspec
 
 from longhelix.errors import UserError
 
-VERSION = 3  # of the manifest and of the files
-READ_VERSIONS = 2, 3  # in version 2, files have all layers
+VERSION = 4  # of the manifest and of the files
+READ_VERSIONS = 2, 3, 4  # in version 2, files have all layers
+_KEYS_SINCE = {"int4": 4}  # the version since which keys of a KV dtype are stored as they are now
 
 
 def file_name(rank: int, number: int = 0) -> str:
@@ -97,6 +98,16 @@ class SavedContext(msgspec.Struct, frozen=True):
                     f"context {self.name!r} was saved with {name} {saved}, but {name} is now {current}: {change}, or "
                     "save the context again"
                 )
+
+
+def check_version(version: int, context: SavedContext) -> None:
+    """Raise UserError if keys were stored in another way when the context was saved in this version of the format."""
+    if version < _KEYS_SINCE.get(context.origin.kv_dtype, 0):
+        raise UserError(
+            f"context {context.name!r} was saved by an earlier version of longhelix, which stored keys in "
+            f"{context.origin.kv_dtype} in another way: save it again",
+            "invalid_context",
+        )
 
 
 def _mismatch(message: str) -> UserError:

@@ -188,8 +188,8 @@ def test_manifests_that_are_none_are_refused(folder):
         (b"[]", "it is not a valid manifest"),
         (b'{"version": 2}', "it is not a valid manifest"),
         (
-            sound.replace(b'"version":3', b'"version":7'),
-            "has version 7 of the format, but this version of longhelix reads 2 and 3",
+            sound.replace(b'"version":4', b'"version":7'),
+            "has version 7 of the format, but this version of longhelix reads 2, 3, 4",
         ),
         (sound.replace(b"builtin", b"another"), "it has changed since it was saved"),
         (sound.replace(b'"num_tokens":5', b'"num_tokens":"x"'), "it is not a valid manifest"),
@@ -202,6 +202,22 @@ def test_manifests_that_are_none_are_refused(folder):
     (folder.at("a") / "token_ids.int32").write_bytes(TOKENS.tobytes()[::-1])
     with pytest.raises(UserError, match=r"token_ids\.int32: it has changed"):
         folder.token_ids(folder.manifest("a"))
+
+
+@pytest.mark.parametrize(("kv_dtype", "is_read"), [("int4", False), ("int8", True), ("nvfp4", True)])
+def test_keys_that_an_earlier_version_stored_in_another_way_are_refused(folder, kv_dtype, is_read):
+    manifest = context("a", origin=msgspec.structs.replace(context("a").origin, kv_dtype=kv_dtype))
+    with folder.new("a", False) as path:
+        folder.finish(path, manifest, TOKENS, False)
+    assert folder.manifest("a") == manifest
+    path = folder.at("a") / "context.json"
+    path.write_bytes(path.read_bytes().replace(b'"version":4', b'"version":3'))
+    if is_read:
+        assert folder.manifest("a") == manifest
+        return
+    with pytest.raises(UserError, match="stored keys in int4 in another way: save it again") as refused:
+        folder.manifest("a")
+    assert code_of(refused) == "invalid_context"
 
 
 @pytest.mark.parametrize(
