@@ -166,3 +166,12 @@ def test_products_of_numbers_do_not_round_their_inputs():
     rounding = quantisation.rounding_inputs("int8")
     assert rounding.storage_of("lm_head").rounds_inputs
     assert rounding.storage_of("model.embed_tokens") == quantisation.storage_of("model.embed_tokens")
+
+
+def test_without_numbers_only_codes_are_left():
+    """So GPUs keep them, whose products have one dtype."""
+    together = {"model.layers.0.self_attn.q_proj": "F16", "model.layers.0.self_attn.k_proj": "Q8_0"}
+    quantisation = gguf_quantisation({"model.embed_tokens": "F16", "lm_head": "Q8_0"} | together).without_numbers()
+    assert quantisation.storage_of("lm_head").kept == "q8_0"
+    assert [quantisation.storage_of(module) for module in ("model.embed_tokens", *together)] == [None] * 3
+    assert gguf_quantisation({"lm_head": "F16"}).without_numbers() is None
