@@ -33,6 +33,8 @@ _TOGETHER = re.compile(
     r"(.*self_attn\.)[qkv]_proj|(.*self_attn\.)(?:q_a_proj|kv_a_proj_with_mqa)|(.*\.experts\.)[0-9]+\.\w+"
     r"|(.*shared_experts?\.)\w+_proj|(.*mlp\.)(?:gate|up)_proj"
 )
+# Modules without a product. Their numbers are converted while they load, whatever their dtype.
+_ROUTERS = re.compile(r".*mlp\.(?:gate|shared_expert_gate)")
 
 
 def gguf_quantisation(kinds: Mapping[str, str]) -> Quantisation | None:
@@ -64,6 +66,8 @@ def gguf_quantisation(kinds: Mapping[str, str]) -> Quantisation | None:
                 common = _WIDEST
         for name in names:
             format = _FORMATS.get(kinds[name])
+            if format in _NUMBERS.values() and _ROUTERS.fullmatch(name):
+                continue
             if format is not None and (common or format) != _MODEL_DTYPE:
                 modules[Storage("gguf", format, repacked=common)].add(name)
     if not modules:

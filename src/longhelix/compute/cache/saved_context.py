@@ -101,11 +101,11 @@ class SavedContext(msgspec.Struct, frozen=True):
 
 
 def check_version(version: int, context: SavedContext) -> None:
-    """Raise UserError if keys were stored in another way when the context was saved in this version of the format."""
+    """Raise UserError if KV was stored differently when the context was saved in this version of the format."""
     if version < _KEYS_SINCE.get(context.origin.kv_dtype, 0):
         raise UserError(
-            f"context {context.name!r} was saved by an earlier version of longhelix, which stored keys in "
-            f"{context.origin.kv_dtype} in another way: save it again",
+            f"context {context.name!r} was saved by an earlier version of longhelix, which stored KV in "
+            f"{context.origin.kv_dtype} differently: save it again",
             "invalid_context",
         )
 

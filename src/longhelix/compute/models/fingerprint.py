@@ -73,10 +73,12 @@ def _configuration(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _packed(spec: ModelSpec) -> dict[str, tuple[str, str]]:
-    """Return the scheme and the format of each packed weight, by its name in the checkpoint."""
+    """Return the scheme of each quantised weight, and the format of its numbers, by its name in the checkpoint."""
     sources = (source for parameter in declare(spec, Layout(), 0) for source in parameter.sources)
+    storages = {source.name: source.storage for source in sources if source.storage is not None}
     return {
-        source.name: (source.storage.scheme, source.storage.format) for source in sources if source.storage is not None
+        name: (storage.scheme, storage.kept if storage.is_number else storage.format)
+        for name, storage in storages.items()
     }
 
 

@@ -215,7 +215,7 @@ def test_keys_that_an_earlier_version_stored_in_another_way_are_refused(folder, 
     if is_read:
         assert folder.manifest("a") == manifest
         return
-    with pytest.raises(UserError, match="stored keys in int4 in another way: save it again") as refused:
+    with pytest.raises(UserError, match="stored KV in int4 differently: save it again") as refused:
         folder.manifest("a")
     assert code_of(refused) == "invalid_context"
 

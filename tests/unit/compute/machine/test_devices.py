@@ -85,7 +85,7 @@ def test_the_fullest_gpu_bounds_the_pool(monkeypatch):
     kv_bytes = 2 * 30 * 3 * 64 * 2
     with pytest.warns(UserWarning, match="less than one request"):
         config = configure(monkeypatch, [8 * GIB, GIB], Layout(kvp=2), max_model_len=100_000)
-    weights_bytes = config.weight_elements(1) * 2
+    weights_bytes = config.weight_bytes(1)
     states_bytes = splits.STATES_BYTES  # of splits, since 50,000 tokens are more than one
     affordable = int((GIB - states_bytes - weights_bytes) * 0.8) // (16 * kv_bytes)
     assert config.scheduler.num_blocks == min(affordable, -(-50_000 // 16))

@@ -113,6 +113,8 @@ def test_how_a_checkpoint_packs_its_weights_counts():
         Quantisation((Rule(Storage("fp8_inverse", "fp8-channel")),)),
         Quantisation((Rule(Storage("int_quantized", "int8-channel")),)),
         Quantisation((Rule(Storage("fp8", "fp8-channel")),), Modules(endings=(".29.mlp.down_proj",))),
+        Quantisation((Rule(Storage("gguf", "q8_0")),), gguf=True),
+        Quantisation((Rule(Storage("gguf", "q8_0", repacked="float32")),), gguf=True),  # once became bfloat16
     )
     found = [
         fingerprint(replace(SPEC, checkpoint=replace(SPEC.checkpoint, quantisation=each)), files())

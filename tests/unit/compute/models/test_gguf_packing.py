@@ -175,3 +175,11 @@ def test_without_numbers_only_codes_are_left():
     assert quantisation.storage_of("lm_head").kept == "q8_0"
     assert [quantisation.storage_of(module) for module in ("model.embed_tokens", *together)] == [None] * 3
     assert gguf_quantisation({"lm_head": "F16"}).without_numbers() is None
+
+
+def test_routers_of_numbers_have_no_rule():
+    """llama.cpp stores them in F32, but no product reads them."""
+    kinds = {"model.layers.0.mlp.experts.0.up_proj": "Q4_K", "lm_head": "Q6_K"}
+    routers = {"model.layers.0.mlp.gate": "F32", "model.layers.0.mlp.shared_expert_gate": "F32"}
+    assert gguf_quantisation(kinds | routers) == gguf_quantisation(kinds)
+    assert gguf_quantisation({"lm_head": "BF16"} | routers) is None

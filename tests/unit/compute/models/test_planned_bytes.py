@@ -270,8 +270,8 @@ def test_a_plan_for_the_built_in_model_has_the_engines_bytes():
     config = resolve(builtin(), layout, EngineOptions.of({"device": "cpu", "kv_cache_tokens": 1024}))
     held = max(config.weight_bytes(rank) for rank in range(layout.num_ranks))
     assert weights_bytes(setting, Layouts.of([layout]))[0] == held
-    on_gpu = PlannedModel(model="builtin", system="h100").setting()  # which has no blocks of GGUF files
-    assert {weight.dtype for layer in on_gpu.stored.layers for weight in layer.weights} == {"bfloat16"}
+    on_gpu = PlannedModel(model="builtin", system="h100").setting()
+    assert {weight.dtype for layer in on_gpu.stored.layers for weight in layer.weights} == {"bfloat16", "q4_1"}
 
 
 def test_an_option_is_above_the_checkpoint():
