@@ -137,7 +137,7 @@ def embedding(spec: ModelSpec) -> WeightSpec:
 
 
 def shares_embedding(spec: ModelSpec) -> bool:
-    """Return whether the head is the embedding. If the checkpoint packs it, a tied head is a weight beside it."""
+    """Return whether the head is the embedding. A tied head of a packed embedding is a weight of its own."""
     storage = _embedding_storage(spec)
     return spec.vocabulary.tied_embeddings and (storage is None or storage.is_number)
 

@@ -67,7 +67,7 @@ def find_config(model: str, revision: str | None = None) -> str:
         if ggufs:
             weights = size(sum(files[file] or 0 for file in ggufs))
             raise UserError(
-                f"{model} is a GGUF model, whose settings and weights ({weights}) are in the same files: download it "
+                f"{model} is a GGUF model. Its settings and weights ({weights}) are in the same files: download it "
                 f"first with longhelix download {model}",
                 "unknown_model",
             )
